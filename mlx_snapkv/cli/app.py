@@ -36,8 +36,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
 EVALUATIONS = "Ask about long documents, with the full cache and with policies."
-evaluations = typer.Typer(help=EVALUATIONS)
+evaluations = typer.Typer(help=EVALUATIONS, callback=_help, invoke_without_command=True)
 COMMANDS = (
     generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench,
 )  # fmt: skip
@@ -49,12 +56,6 @@ for group, commands in ((app, COMMANDS), (evaluations, (fidelity, data, lm, need
 app.add_typer(evaluations, name="eval", short_help=EVALUATIONS)
 
 
-@evaluations.callback(invoke_without_command=True)
-def evaluate(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
@@ -62,8 +63,8 @@ def root(
 ) -> None:
     if version:
         print(__version__)
-    elif context.invoked_subcommand is None:
-        print(context.get_help())
+    else:
+        _help(context)
 
 
 def main() -> None:

@@ -29,12 +29,7 @@ class FileOptions:
     output: str = option(..., "File of answers, one a line; the same command continues it.", "-o")
     concurrency: options.Concurrency = 8
     max_kv_bytes: options.MaxKVBytes = None
-    seed: int | None = option(
-        None,
-        "Seed of the sampling, for requests that bring none of their own.",
-        min=0,
-        max=2**64 - 1,
-    )
+    seed: options.Seed = None
     allow_errors: bool = option(False, "Exit with 0, not 1, if requests could not be answered.")
     quiet: options.Quiet = False
 
@@ -45,8 +40,7 @@ def batch(
     model: options.TalkingModelOptions,
     sampling: options.SamplingOptions,
     cache: cache_options.CacheOptions,
-    policy: cache_options.AutoPolicyOptions,
-    retention: cache_options.RetentionOptions,
+    compression: cache_options.CompressionOptions,
 ) -> None:
     """Answer a file of requests, OpenAI's batch lines, several at once on compressed KV caches.
 
@@ -64,14 +58,14 @@ def batch(
     from ..completions.request import Defaults
 
     reading = Reading(files.quiet)
-    ways = {"policy": policy.resolve(), **retention.keywords()}
-    ways |= policy.take(model.model, None, "batch", retention.memory, reading.say)
+    ways = compression.keywords()
+    ways |= compression.take(model.model, None, "batch", reading.say)
     chosen = ways["policy"]
     if cache.kv_bits is not None and chosen is None:
         raise SnapKVError("--kv-bits in a batch is for compressed entries: add --policy or drop it")
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
-    if retention.memory != "drop":
-        about |= {name: getattr(retention, name) for name in ("memory", "verify", "refresh")}
+    if compression.memory != "drop":
+        about |= {name: ways[name] for name in ("memory", "verify", "refresh")}
     with _opened(files.requests) as stream:
         lines = RequestsFile(stream)
         path = path_of(files.output, "--output")
@@ -96,26 +90,22 @@ def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
         bar.start("answering", file.n_lines)
 
         def update(done: Progress) -> None:
-            seconds = max(done.seconds, 1e-9)
-            read, answered = done.prompt_tokens / seconds, done.answer_tokens / seconds
-            speed = f"{read:,.0f} tokens/s read, {answered:,.0f} answered" if read else ""
-            bar.reach(done.lines, speed)
+            speeds = [n / max(done.seconds, 1e-9) for n in (done.prompt_tokens, done.answer_tokens)]
+            bar.reach(done.lines, "{:,.0f} tokens/s read, {:,.0f} answered".format(*speeds))
 
         run.on_progress = update
         run.answer(file)
 
 
-def _closing_line(answers: AnswersFile, progress: Progress) -> str:
+def _closing_line(answers: AnswersFile, done: Progress) -> str:
     from mlx.core import get_peak_memory
 
-    said = f"{answers.n_answered} answered"
-    if answers.n_errors:
-        said += f", {answers.n_errors} error{'s' if answers.n_errors > 1 else ''}"
-    before = f" ({progress.before} of them before)" if progress.before else ""
+    n = answers.n_errors
+    errors = f", {n} error{'s' * (n > 1)}" if n else ""
+    before = f" ({done.before} of them before)" if done.before else ""
     return (
-        f"{said} in {answers.path}{before} | {progress.prompt_tokens} prompt tokens, "
-        f"{progress.answer_tokens} answer tokens, {progress.seconds:.1f} s, "
-        f"peak memory {get_peak_memory() / 1e9:.3g} GB"
+        f"{answers.n_answered} answered{errors} in {answers.path}{before} | {done.prompt_tokens} prompt tokens, "
+        f"{done.answer_tokens} answer tokens, {done.seconds:.1f} s, peak memory {get_peak_memory() / 1e9:.3g} GB"
     )
 
 
@@ -124,8 +114,5 @@ def _opened(name: str) -> BinaryIO:
         if sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")
         return sys.stdin.buffer
-    path = path_of(name)
     with refusing(name):
-        if path.is_dir():
-            raise SnapKVError(f"{name} is a folder: give a file of requests")
-        return path.open("rb")
+        return path_of(name).open("rb")

@@ -20,16 +20,10 @@ if TYPE_CHECKING:
     from ..entries.quantization import Quantization
     from ..policies import Policy, Stages
 
+RETENTION = ("memory", "verify", "refresh", "far")  # the fields of `RetentionConfig`
+
 PrefillStepSize = Annotated[int, Option(min=1, help="Prompt tokens read at a time, at most.")]
 Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "top_k=1024".')]
-Far = Annotated[
-    str | None,
-    Option(
-        help="Entries farther away than the model was trained to: turned as if they were nearer (pull; pull:2048 does "
-        "so beyond 2,048 tokens), or left where they are (keep). Without it, pulled if the prompt is longer than that, "
-        "and the policy evicts while it is read."
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -138,10 +132,68 @@ class AutoPolicyOptions(PolicyOptions):
         """The policy; None as long as it is to be taken."""
         return None if self.is_auto else super().resolve()
 
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What becomes of the entries that a policy does not keep, and of those that are far away."""
+
+    memory: str = option(
+        "drop",
+        "Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
+        "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
+        "policy that evicts while it reads, such as keydiff, then reads within its budget.",
+    )
+    store_dir: Path | None = option(None, "Folder of --memory recall:file; by default TMPDIR.")
+    far: str | None = option(
+        None,
+        "Entries farther away than the model was trained to: turned as if they were nearer (pull; pull:2048 does so "
+        "beyond 2,048 tokens), or left where they are (keep). Without it, pulled if the prompt is longer than that, "
+        "and the policy evicts while it is read.",
+    )
+
+    def __post_init__(self):
+        from ..engine.retention import RetentionConfig
+
+        RetentionConfig(**self.retention())  # which finds mistakes
+        if self.store_dir is None:
+            return
+        folder = path_of(self.store_dir, "--store-dir")
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise SnapKVError(f"--store-dir {folder} is no folder that files can be written to")
+        tempfile.tempdir = str(folder)
+
+    def retention(self) -> dict[str, Any]:
+        """The same as keywords of `stream_generate`, `Conversation` and batches."""
+        return {name: x for name, x in vars(self).items() if name in RETENTION}
+
+
+@dataclass(frozen=True)
+class RetentionOptions(MemoryOptions):
+    """The same, and what an answer does with these entries."""
+
+    verify: str | None = option(
+        None,
+        "all: the answer is drafted, and checked on all entries that --memory keeps: the full cache's own.",
+    )
+    refresh: str = option(
+        "token",
+        "With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
+        "the whole answer, which is faster and less exact (turn).",
+    )
+
+
+@dataclass(frozen=True)
+class CompressionOptions(RetentionOptions, AutoPolicyOptions):
+    """The policy, or what suits the prompt and the machine, and what becomes of what it does not keep."""
+
+    def keywords(self) -> dict[str, Any]:
+        """The same as keywords of `stream_generate`, `Conversation` and batches."""
+        return {"policy": self.resolve(), **self.retention()}
+
     def take(
-        self, model: Any, n_prompt: int | None, task: str, memory: str, say: Callable[[str], None]
+        self, model: Any, n_prompt: int | None, task: str, say: Callable[[str], None]
     ) -> dict[str, Any]:
-        """What --policy auto changes of the keywords of `stream_generate`, said in one line; a model's name will do."""
+        """What --policy auto changes of them, said in one line; a model's name will do."""
         from ..engine.auto import FEW, auto
         from .loading import load_without_weights
         from .sharded import require_alone
@@ -155,57 +207,5 @@ class AutoPolicyOptions(PolicyOptions):
         found = taken.policy(0 if n_prompt else FEW)
         if found is None:
             return {"policy": None, "memory": "drop", "verify": None}
-        return {"policy": found, "memory": taken.setting.memory if memory == "drop" else memory}
-
-
-@dataclass(frozen=True)
-class MemoryOptions:
-    """What becomes of the entries that a policy does not keep."""
-
-    memory: str = option(
-        "drop",
-        "Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
-        "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
-        "policy that evicts while it reads, such as keydiff, then reads within its budget.",
-    )
-    store_dir: Path | None = option(None, "Folder of --memory recall:file; by default TMPDIR.")
-
-    def __post_init__(self):
-        if self.store_dir is None:
-            return
-        folder = path_of(self.store_dir, "--store-dir")
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise SnapKVError(f"--store-dir {folder} is no folder that files can be written to")
-        tempfile.tempdir = str(folder)
-
-
-@dataclass(frozen=True)
-class VerifyOptions(MemoryOptions):
-    """The same, and what an answer does with these entries."""
-
-    verify: str | None = option(
-        None,
-        "all: the answer is drafted, and checked on all entries that --memory keeps: the full cache's own.",
-    )
-    refresh: str = option(
-        "token",
-        "With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
-        "the whole answer, which is faster and less exact (turn).",
-    )
-
-    def keywords(self) -> dict[str, Any]:
-        """The same as keywords of `stream_generate`, `Conversation` and batches."""
-        return {name: value for name, value in vars(self).items() if name != "store_dir"}
-
-
-@dataclass(frozen=True)
-class RetentionOptions(VerifyOptions):
-    """The same, and how far entries are seen from."""
-
-    far: Far = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        from ..engine.retention import RetentionConfig
-
-        RetentionConfig(self.memory, self.verify, self.refresh, self.far)
+        memory = taken.setting.memory if self.memory == "drop" else self.memory
+        return {"policy": found, "memory": memory}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -24,7 +23,6 @@ def cache_prompt(
     cache: cache_options.CacheOptions,
     policy: cache_options.PolicyOptions,
     retention: cache_options.MemoryOptions,
-    far: cache_options.Far = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Read a long text once and save its KV cache, compressed if a policy is given.
@@ -39,6 +37,7 @@ def cache_prompt(
           --policy "keydiff:budget=4096 then snapkv:top_k=1024"
     """
     from .. import saved
+    from ..caches.layers import kv_bytes
     from ..caches.memories import saved_forms
     from ..engine.footprint import book_cost
     from ..engine.prefill import require_book
@@ -52,31 +51,33 @@ def cache_prompt(
             "--kv-bits quantises what answers are decoded from: for all entries, give --memory recall:file:8bit or "
             "recall:file:4bit"
         )
-    path = saved.require_writable(output)
-    text = prompt.read()
+    path, text = saved.require_writable(output), prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
-    RetentionConfig(memory, far=far).require(loaded, chosen)
+    RetentionConfig(**retention.retention()).require(loaded, chosen)
     now, reading = datetime.now(), Reading(quiet)
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = reading.wait_for(opening)
-    keywords = {"policy": chosen, "memory": memory, "far": far, **vars(cache)}
+    keywords = {"policy": chosen, **retention.retention(), **vars(cache)}
     reading.warn(loaded, len(tokens), **keywords)
-    notes = {"text": text, "system_prompt": prompt.system_prompt, "time": now.isoformat()}
     where = f"saved in {path}{', in place of the one that was there' if path.exists() else ''}"
     cost = partial(book_cost, loaded, chosen, memory, saved_in=path.resolve().parent)
     with reading.bar(cost) as bar:
         read, report = _read(loaded, tokens, **keywords, prompt_progress_callback=bar)
+    notes = {"text": text, "system_prompt": prompt.system_prompt, "time": now.isoformat()}
     used = report.policy if report.compressed else NO_POLICY
+    kept = report.entries_text
     if memory != "drop":
         notes["memory"], used = memory, str(chosen)
+        kept = f"{report.entries} entries resident"
+    kept = f"{kept}{report.recall_text}" if report.compressed else f"full cache: {report.reason}"
     writing, forms = writing_bar(reading.console), saved_forms(loaded, read)
     with writing as update:
         saved.save(path, loaded, forms, tokens, used, notes, update)
     if writing.done:
         where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
-    if not quiet:
-        print(f"{_summary(report, forms, memory)} | {where}", file=sys.stderr)
+    held = f"KV memory {format_bytes(report.kv_bytes_after or kv_bytes(forms))}"
+    reading.say(f"{report.prompt_tokens} prompt tokens, {kept}, {held} | {where}")
 
 
 def _read(
@@ -96,12 +97,3 @@ def _read(
         return prefill(model, tokens, policy, far=far, **keywords)
     del keywords["kv_bits"], keywords["kv_group_size"]
     return read_book(model, tokens, policy, memory, far=far, **keywords)
-
-
-def _summary(report: CompressionReport, cache: list, memory: str) -> str:
-    from ..caches.layers import kv_bytes
-
-    kept = report.entries_text if memory == "drop" else f"{report.entries} entries resident"
-    kept = f"{kept}{report.recall_text}" if report.compressed else f"full cache: {report.reason}"
-    held = report.kv_bytes_after or kv_bytes(cache)
-    return f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {format_bytes(held)}"

@@ -23,8 +23,7 @@ def chat(
     seed: options.Seed = None,
     system_prompt: options.SystemPrompt = None,
     cache: cache_options.MLXCacheOptions,
-    policy: cache_options.AutoPolicyOptions,
-    retention: cache_options.RetentionOptions,
+    compression: cache_options.CompressionOptions,
     quiet: options.Quiet = False,
 ) -> None:
     """Chat with a model; commands start with a slash, /help lists them.
@@ -39,14 +38,14 @@ def chat(
     from .chat_session import Lines, Session
     from .reading import Reading
 
-    ways = {"policy": policy.resolve(), **retention.keywords()}
+    ways = compression.keywords()
     ways |= cache.generation(ways["policy"])
     lines = Lines(sys.stdin, CommandCompleter())
     loaded, tokenizer = model.load()
     cache.require(loaded)
     options.seed_sampling(seed)
     reading = Reading(quiet)
-    ways |= policy.take(loaded, None, "conversation", retention.memory, reading.say)
+    ways |= compression.take(loaded, None, "conversation", reading.say)
     ways |= sampling.generation(tokenizer)
     conversation = Conversation(loaded, tokenizer, system=system_prompt, **ways)
     run(Session(model.model, conversation, sampling, lines, reading, context))

@@ -162,7 +162,9 @@ def _set(session: Session, rest: str) -> None:
     """how answers are sampled"""
     name, _, value = rest.partition(" ")
     if name:
-        session.sample(name, value.strip())
+        session.sampling = session.sampling.changed(name, value.strip(), session.context)
+        now = session.conversation
+        now.generation.update(session.sampling.generation(now.tokenizer))
     session.say(", ".join(f"{name} {value:g}" for name, value in vars(session.sampling).items()))
 
 

@@ -34,16 +34,12 @@ class Lines:
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
         if stream is None:
             raise SnapKVError("standard input is closed, so there is nothing to chat about")
-        self._on_terminal = stream.isatty()
-        self._stream = stream
+        self._stream, self._on_terminal = stream, stream.isatty()
         self._session: PromptSession | None = None
         if self._on_terminal and not is_dumb_terminal():
             # Prompts are no part of the answers, so they don't go to stdout.
-            self._session = PromptSession(
-                output=create_output(always_prefer_tty=True),
-                completer=completer,
-                complete_style=CompleteStyle.READLINE_LIKE,
-            )
+            output, style = create_output(always_prefer_tty=True), CompleteStyle.READLINE_LIKE
+            self._session = PromptSession(output=output, completer=completer, complete_style=style)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
 
@@ -92,11 +88,9 @@ class Lines:
             return self._session.prompt(prompt)
         if self._on_terminal:
             print(prompt, end="", file=sys.stderr, flush=True)
-        line = self._stream.readline()
-        if not line:
+        if not (line := self._stream.readline()):
             raise EOFError
-        require_text(line, "standard input")
-        return line.rstrip("\n")
+        return require_text(line, "standard input").rstrip("\n")
 
 
 @dataclass
@@ -126,8 +120,7 @@ class Session:
     speed: str = ""
 
     def __post_init__(self) -> None:
-        now = self.conversation
-        self.wanted: dict[str, Any] = {"policy": now.policy, "memory": now.memory}
+        self.wanted = {name: getattr(self.conversation, name) for name in ("policy", "memory")}
         self._console = stderr_console()
         self._in_file: list[dict[str, str]] = []  # the messages that are in a file
         self._warned: Any = None  # of which policy a warning has been said
@@ -167,9 +160,9 @@ class Session:
     def ways(self) -> str:
         """The conversation's policy and memory."""
         now = self.conversation
-        verified = f", verify {now.verify}" if now.verify else ""
-        far = f", far {now.far}" if now.far else ""
-        return f"policy {now.policy or 'none'}, memory {now.memory}{verified}{far}"
+        named = {"verify": now.verify, "far": now.far}
+        more = "".join(f", {name} {value}" for name, value in named.items() if value)
+        return f"policy {now.policy or 'none'}, memory {now.memory}{more}"
 
     @property
     def waiting(self) -> str:
@@ -219,11 +212,6 @@ class Session:
         if changes:
             self.conversation.attached = now.attached
         self.say(said + self.waiting)
-
-    def sample(self, name: str, value: str) -> None:
-        """Sample answers with another value of one setting from now on."""
-        self.sampling = self.sampling.changed(name, value, self.context)
-        self.conversation.generation.update(self.sampling.generation(self.conversation.tokenizer))
 
     def as_markdown(self) -> str:
         """The conversation, with the names of its documents in place of their text."""

@@ -130,14 +130,12 @@ class Command(TyperCommand):
             return super().invoke(ctx)
         except SnapKVError as error:
             text = in_flags(str(error))
-            origins = [
-                f"{flag_of(name)} is from {setting.origin}"
-                for name, setting in ctx.meta["settings"].items()
-                if _source(ctx, name) == "DEFAULT_MAP" and _is_about(text, name, setting.value)
-            ]
-            if not origins:
-                raise
-            raise SnapKVError(f"{text} ({', '.join(origins)})") from error
+            for name, (value, origin) in ctx.meta["settings"].items():
+                start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
+                is_named = flag_of(name) in text or (start and start in text)
+                if is_named and _source(ctx, name) == "DEFAULT_MAP":
+                    text += f" ({flag_of(name)} is from {origin})"
+            raise SnapKVError(text) from error
 
     def _require_use(self, ctx: Any) -> None:
         if ctx.params.get("prompt_cache_file") is not None:
@@ -167,12 +165,6 @@ def refusal(name: str, option: Any, value: Any, error: Any) -> str:
     return (
         f"{name}{' ' if said.startswith('must') else ': '}{said}, got {', '.join(map(repr, given))}"
     )
-
-
-def _is_about(sentence: str, name: str, value: Any) -> bool:
-    """Whether a sentence names an option or how its value begins."""
-    start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
-    return flag_of(name) in sentence or (start != "" and start in sentence)
 
 
 # Arguments of the library that are flags by the same name.

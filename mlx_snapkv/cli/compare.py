@@ -6,15 +6,18 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..engine.report import format_bytes
+from ..paths import put_result
+from ..reporting.table import Table
 from . import cache_options, options
 from .command import option
 from .prompts import PromptOptions
 from .reading import Reading
+from .results import methods_of, print_table, require_page
 
 if TYPE_CHECKING:
     from ..evals.compare import Compared
     from ..evals.methods import Method
-    from ..reporting.table import Table
 
 REMARK = "Entries are per KV head; KL is to the full cache over its answer, in nats a token."
 
@@ -53,18 +56,12 @@ def compare(
     from ..engine.auto import worth_comparing
     from ..evals.compare import Comparison
     from ..evals.compare_page import page
-    from ..evals.methods import Method
-    from ..paths import put_result
-    from ..policies import resolve_policy
-    from .results import print_table, require_page
 
-    path = require_page(shown.output, ".html")
-    named = [resolve_policy(policy=text) for text in shown.policy or []]
-    extra = {k: v for k, v in retention.keywords().items() if v not in ("drop", None, "token")}
+    path, ways = require_page(shown.output, ".html"), retention.retention()
+    methods_of(shown.policy, **ways)  # which finds mistakes
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
-    named = named or [resolve_policy(policy=text) for text in worth_comparing(len(tokens))]
-    methods = [Method(), *(Method(each, extra) for each in dict.fromkeys(named))]
+    methods = methods_of(shown.policy or worth_comparing(len(tokens)), **ways)
     with reading.bar() as update:
         how = max_tokens, update, prefill_step_size
         comparison = Comparison(loaded, tokenizer, tokens, methods, *how)
@@ -75,21 +72,17 @@ def compare(
         print(json.dumps(told | {"ways": [a.to_dict() for a in answers]}, ensure_ascii=False))
     else:
         print_table(table)
-        for said in filter(None, map(_difference, answers)):
-            print(said)
+        print("".join(map(_difference, answers)), end="")
     if path is not None:
         put_result(path, page(model.model, tokenizer, tokens, answers, table))
         reading.say(f"wrote {path}")
 
 
 def _answer(comparison: Any, method: Method, silent: bool) -> Compared:
-    begun: list[bool] = []
+    heading = [f"── {method.name}\n"]  # not printed before: the bar of a reading is in between
 
     def show(text: str) -> None:
-        if not begun:  # not before: the bar of a reading is in between
-            begun.append(True)
-            print(f"── {method.name}")
-        print(text, end="", flush=True)
+        print(heading.pop() if heading else "", text, sep="", end="", flush=True)
 
     found = comparison.answer(method, (lambda text: None) if silent else show)
     if not silent:
@@ -98,33 +91,29 @@ def _answer(comparison: Any, method: Method, silent: bool) -> Compared:
 
 
 def _table(answers: list[Compared], n_prompt: int) -> Table:
-    from ..engine.report import format_bytes
-    from ..reporting.table import Table
-
     columns = ["cache", "entries", "KV memory", "first token", "tokens/s", "KL", "same tokens"]
     table = Table(f"{n_prompt:,} prompt tokens", REMARK, columns)
     for answer in answers:
-        first, speed = f"{answer.first_token_seconds:.2f} s", answer.tokens_per_second
-        same = len(answer.tokens) if answer.differs is None else answer.differs[0]
+        speed = answer.tokens_per_second
         table.add(
             answer.name,
             f"{answer.entries:,}",
             format_bytes(answer.kv_bytes),
-            first,
+            f"{answer.first_token_seconds:.2f} s",
             "" if speed is None else f"{speed:.1f}",
             f"{max(0.0, answer.kl):.3f}",  # rounding may leave it below zero
-            "all" if answer.differs is None else f"first {same}",
+            "all" if answer.differs is None else f"first {answer.differs[0]}",
         )
     return table
 
 
 def _difference(answer: Compared) -> str:
-    """The first token that is not the full cache's, in context, or why there was nothing to compare."""
+    """A line with the first token that is not the full cache's, in context, or why there was nothing to compare."""
     if answer.reason is not None:
-        return f"{answer.name}: the full cache, since {answer.reason}"
+        return f"{answer.name}: the full cache, since {answer.reason}\n"
     if answer.differs is None:
         return ""
     n, before, theirs, ours = answer.differs
     where = f" (“…{' '.join(before.split())}”)" if n else ""
     said, instead = (repr(text) if text else "nothing more" for text in (ours, theirs))
-    return f"{answer.name}: after {n} tokens{where} it says {said}, the full cache {instead}"
+    return f"{answer.name}: after {n} tokens{where} it says {said}, the full cache {instead}\n"

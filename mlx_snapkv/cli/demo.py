@@ -7,6 +7,7 @@ import random
 import shlex
 import shutil
 import sys
+import textwrap
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,8 @@ from .loading import load_model
 from .options import MOST, DocumentSeed, Facts, Model, adapt_tokenizer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..policies import Policy
 
 SHARE = 16  # one entry in so many is kept
@@ -68,11 +71,10 @@ def demo(
         _column(loaded, tokenizer, document, facts, way)
         for way in track(ways.values(), "asking", console=stderr_console(), transient=True)
     ]
-    _print_table(console, facts, dict(zip(ways, columns)))
+    console.print(_table(facts, dict(zip(ways, columns))))
     console.print(_speed(loaded, SnapKV(budget=LONG // SHARE)))
-    program = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
-    if shutil.which("mlx-snapkv"):
-        program = "mlx-snapkv"
+    here = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
+    program = "mlx-snapkv" if shutil.which("mlx-snapkv") else here
     lines = [
         "Your own model and text, the full cache's answer beside the small ones', and a chat:",
         f"  {program} compare --model MODEL --prompt-file TEXT --prompt QUESTION",
@@ -97,37 +99,34 @@ def _column(
     model: Any, tokenizer: Any, document: str, facts: list[Fact], way: dict[str, Any]
 ) -> list[str]:
     """The answers of a chat about the document, in rich's markup, then its figures."""
+    from rich.markup import escape
+
     from ..caches.layers import kv_bytes
     from ..chat.conversation import Conversation
 
     chat = Conversation(model, tokenizer, max_tokens=32, **way)
     chat.attach(document)
-    answers = ["".join(response.text for response in chat.send(fact.question)) for fact in facts]
-    right = [is_right(fact, answer) for fact, answer in zip(facts, answers)]
-    marks = ["[green]right[/]" if each else "[red]wrong[/]" for each in right]
-    shown = [f"{mark} {_beginning(answer)}" for mark, answer in zip(marks, answers)]
+    cells, n_right = [], 0
+    for fact in facts:
+        answer = "".join(response.text for response in chat.send(fact.question))
+        right = is_right(fact, answer)
+        n_right += right
+        line = textwrap.shorten(answer.strip().partition("\n")[0], 24, placeholder="…")
+        cells.append(f"{'[green]right' if right else '[red]wrong'}[/] {escape(line)}")
     read = (chat.report and chat.report.entries) or len(chat.read)
     held = format_bytes(kv_bytes(chat.prompt_cache))
-    return [*shown, f"{sum(right)}/{len(facts)}", f"{read:,}", held]
+    return [*cells, f"{n_right}/{len(facts)}", f"{read:,}", held]
 
 
-def _beginning(answer: str) -> str:
-    from rich.markup import escape
-
-    line = answer.strip().partition("\n")[0]
-    return escape(line if len(line) <= 24 else line[:23] + "…")
-
-
-def _print_table(console: Any, facts: list[Fact], columns: dict[str, list[str]]) -> None:
+def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
     from rich.table import Table
 
     table = Table("question", "hidden", *columns)
     names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
     names += [("right", ""), ("entries that a token reads", ""), ("KV memory between turns", "")]
-    for i, name in enumerate(names):
-        row = [cells[i] for cells in columns.values()]
-        table.add_row(*name, *row, end_section=i == len(facts) - 1)
-    console.print(table)
+    for i, (name, cells) in enumerate(zip(names, zip(*columns.values())), start=1):
+        table.add_row(*name, *cells, end_section=i == len(facts))
+    return table
 
 
 def _speed(model: Any, policy: Policy) -> str:

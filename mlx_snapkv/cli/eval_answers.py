@@ -12,7 +12,7 @@ from .._version import __version__
 from ..demo import MODELS
 from ..demo.tasks import TASKS
 from ..errors import SnapKVError
-from .cache_options import VerifyOptions
+from .cache_options import RetentionOptions
 from .command import option
 from .loading import load_model
 from .options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
@@ -159,14 +159,14 @@ class SuiteOptions(AskedOptions):
     seed: DocumentSeed = 0
 
 
-def suite(*, options: SuiteOptions, retention: VerifyOptions, result: ResultOptions) -> None:
+def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ResultOptions) -> None:
     """Ask harder questions: look-alikes, several facts, values overwritten, chains; the full cache's answers beside.
 
     mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
     from ..evals import tasks
 
-    ways = retention.keywords()
+    ways = retention.retention()
     methods = methods_of(options.policy, options.length, **ways, by_mask=options.by_mask)
     files = result.files()
     model, tokenizer = options.load()
@@ -195,14 +195,14 @@ class DataOptions(AskedOptions):
     ignore_chat_template: IgnoreChatTemplate = False
 
 
-def data(*, options: DataOptions, retention: VerifyOptions, result: ResultOptions) -> None:
+def data(*, options: DataOptions, retention: RetentionOptions, result: ResultOptions) -> None:
     """Ask what a data set asks: RULER, LongBench, InfiniteBench, LooGLE or your own, in the columns kvpress uses.
 
     mlx-snapkv eval data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
     """
     from ..evals.columns import PAGE, columns, read_columns, require_room
 
-    methods = methods_of(options.policy, **retention.keywords())
+    methods = methods_of(options.policy, **retention.retention())
     found, digest = read_columns(options.data, options.task, options.documents)
     files = result.files()
     model, tokenizer = load_model(options.model)

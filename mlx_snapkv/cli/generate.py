@@ -47,8 +47,7 @@ def generate(
     seed: options.Seed = None,
     cache: cache_options.MLXCacheOptions,
     draft: options.DraftOptions,
-    policy: cache_options.AutoPolicyOptions,
-    retention: cache_options.RetentionOptions,
+    compression: cache_options.CompressionOptions,
     output: OutputOptions,
 ) -> None:
     """Answer a prompt, with a compressed KV cache if a policy is given.
@@ -68,25 +67,25 @@ def generate(
     from .saved_start import SavedStart
     from .sharded import on_first, require_alone
 
-    chosen, file = policy.resolve(), prompt.prompt_cache_file
-    keywords = {"policy": chosen, **retention.keywords(), **cache.generation(chosen)}
+    keywords, file = compression.keywords(), prompt.prompt_cache_file
+    keywords |= cache.generation(keywords["policy"])
     text = on_first(prompt.read)
     require_alone(draft_model=draft.draft_model)
     loaded, tokenizer = model.load()
     keywords |= draft.load(tokenizer, model.trust_remote_code)
-    reading = Reading(output.silent)
-    start, was_chosen = None, False
+    reading, start = Reading(output.silent), None
     cache.require(loaded, draft.draft_model)
     if file is None:
         tokens = reading.wait_for(partial(prompt.encode, tokenizer, text))
-        keywords |= policy.take(loaded, len(tokens), "question", retention.memory, reading.say)
-        was_chosen = policy.is_auto and keywords["policy"] is None
+        keywords |= compression.take(loaded, len(tokens), "question", reading.say)
+        was_chosen = compression.is_auto and keywords["policy"] is None
         asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
         reading.warn(loaded, len(tokens), **asked)
     else:
-        start = SavedStart(file, model.model, loaded, chosen, retention.memory, cache.quantization)
+        chosen = keywords["policy"], compression.memory, cache.quantization
+        start = SavedStart(file, model.model, loaded, *chosen)
         keywords |= start.options
-        if policy.is_auto:
+        if compression.is_auto:
             reading.say(f"note: --policy auto changes nothing of {file}, which goes on as saved")
         if start.has(text):
             reading.say(f"note: {file} has this text already: give the question alone")
@@ -94,8 +93,9 @@ def generate(
         tokens = reading.wait_for(encode)
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
-    answer = _Answer(model.model, loaded, tokenizer, keywords, start, output, was_chosen)
-    answer.print(tokens, reading)
+    hint = "" if compression.is_auto else " (no policy; --policy auto takes one where it helps)"
+    answer = _Answer(model.model, keywords, start, output, hint)
+    answer.print(loaded, tokenizer, tokens, reading)
 
 
 @dataclass
@@ -106,22 +106,20 @@ class _Answer:
         name: the model's, as the user gave it.
         keywords: of `stream_generate`.
         start: the saved prompt that the answer continues, if there is one.
-        was_chosen: --policy auto has taken the full cache.
+        hint: what would help a full cache.
     """
 
     name: str
-    model: Any
-    tokenizer: Any
     keywords: dict[str, Any]
     start: SavedStart | None
     output: OutputOptions
-    was_chosen: bool
+    hint: str
     reports: list[CompressionReport] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     n_drafted: int = 0
     last: Any = None  # response: earlier ones are not held, with all their log-probabilities
 
-    def print(self, tokens: list[int], reading: Reading) -> None:
+    def print(self, model: Any, tokenizer: Any, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
         from ..engine.footprint import book_cost
         from ..engine.generate import stream_generate
@@ -129,12 +127,12 @@ class _Answer:
         show = not self.output.as_json
         n_before = 0 if self.start is None else self.start.n_tokens
         ways = self.keywords["policy"], self.keywords["memory"]
-        cost = partial(book_cost, self.model, *ways, n_before=n_before) if show else None
-        given = self.model, self.tokenizer, tokens
-        more = {"on_report": self.reports.append, **self.keywords}
+        cost = partial(book_cost, model, *ways, n_before=n_before) if show else None
+        options = {"on_report": self.reports.append, **self.keywords}
         try:
             with reading.bar(cost) as update:
-                for self.last in stream_generate(*given, prompt_progress_callback=update, **more):
+                options["prompt_progress_callback"] = update
+                for self.last in stream_generate(model, tokenizer, tokens, **options):
                     self.texts.append(self.last.text)
                     self.n_drafted += self.last.from_draft
                     if show:
@@ -178,21 +176,20 @@ class _Answer:
         """What became of the prompt's entries."""
         if self._continued is not None:
             return self._continued.kept
-        if self.was_chosen:
-            return "full cache"
         if not self.reports:
             return "all entries kept so far"
-        (report,), most = self.reports, self.keywords["max_kv_size"]
+        (report,), most, memory = (
+            self.reports,
+            self.keywords["max_kv_size"],
+            self.keywords["memory"],
+        )
         if report.policy == NO_POLICY:
             cache = "full cache" if most is None else f"mlx-lm's rotating cache of {most} entries"
-            return f"{cache} (no policy; --policy auto takes one where it helps)"
+            return cache + self.hint
         if not report.compressed:
             return f"full cache: {report.reason}"
-        beside, memory = "", self.keywords["memory"]
-        if memory != "drop" and report.book is None:  # which tells itself where the others are
-            where = "in files" if "file" in memory else "in memory"
-            bits = "".join(f" in {n} bits" for n in (8, 4) if memory.endswith(f":{n}bit"))
-            beside = f", all {report.prompt_tokens} {where}{bits} as well"
+        all_of_them = f", all {report.prompt_tokens} kept (--memory {memory})"
+        beside = "" if memory == "drop" or report.book is not None else all_of_them
         return f"{report.entries_text}, {report.memory_text}{beside}{report.recall_text}"
 
     def _to_dict(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from ..inspecting.inspection import Inspection
 
-MOST = 2  # policies side by side
 SHADES = " ░▒▓█"
 SENTENCES = 10
 WIDEST = 160  # columns of a map
@@ -46,10 +45,8 @@ class InspectOptions(options.ShownOptions):
 
         first = [] if self.snapkv is None else [resolve_policy(self.snapkv)]
         chosen = [*first, *(resolve_policy(policy=text) for text in self.policy or [])]
-        if not chosen:
-            raise SnapKVError("give a --policy to inspect, such as keydiff:budget=25%")
-        if len(chosen) > MOST:
-            raise SnapKVError(f"at most {MOST} policies fit side by side, got {len(chosen)}")
+        if len(chosen) not in (1, 2):
+            raise SnapKVError(f"give one --policy, or two to compare, got {len(chosen)}")
         return chosen
 
 
@@ -85,9 +82,8 @@ def inspect(
     for policy in chosen:
         with reading.bar() as update:
             how: Any = {"prefill_step_size": prefill_step_size, "prompt_progress_callback": update}
-            found.append(
-                inspect_prompt(loaded, tokenizer, tokens, max_tokens, policy=policy, **how)
-            )
+            given = loaded, tokenizer, tokens, max_tokens
+            found.append(inspect_prompt(*given, policy=policy, **how))
     if shown.as_json:
         one, policies = found[0], [each.to_dict() for each in found]
         asked = {"prompt_tokens": one.n_tokens, "text": one.text, "spans": one.spans}
@@ -123,8 +119,7 @@ def _print(found: Inspection) -> None:
         console.print(f"Most kept sentences ({measure})", style="bold")
         for rank, sentence in enumerate(found.sentences[:SENTENCES], start=1):
             share = sentence.votes or sentence.chosen
-            shown = f"{share:.1%}" if share else "fixed"
-            line = f"{rank:3}  {shown:>5}  {' '.join(sentence.text.split())}"
+            line = f"{rank:3}  {f'{share:.1%}' if share else 'fixed':>5}  {' '.join(sentence.text.split())}"
             console.print(line, no_wrap=True, overflow="ellipsis")
         console.print()
     console.print("Answer", style="bold")
@@ -134,15 +129,15 @@ def _print(found: Inspection) -> None:
 def _print_map(found: Inspection, console: Console) -> None:
     names = [f"layer {layer}" for layer in found.layers]
     margin = max(map(len, names)) + 1
-    ends = ["" if share is None else f"{share:5.0%}" for share in found.shares]
     density = found.density(max(8, min(WIDEST, console.width - margin - 7)))
-    for name, row, end in zip(names, density, ends, strict=True):
+    for name, row, share in zip(names, density, found.shares, strict=True):
         # A little is to be seen, too: half of the shades are for the first quarter.
-        shades = "".join(SHADES[-int(-(share**0.5) * (len(SHADES) - 1) // 1)] for share in row)
+        shades = "".join(SHADES[-int(-(cell**0.5) * (len(SHADES) - 1) // 1)] for cell in row)
+        end = "" if share is None else f"{share:5.0%}"
         console.print(f"{name:<{margin}}{shades} {end}", no_wrap=True, crop=True)
-    last = f"token {found.n_tokens - 1}"
-    scale = f"token 0{last:>{max(len(last) + 1, density.shape[1] - 7)}}"
-    console.print(f"{'':<{margin}}{scale} {'votes' * any(ends)}", style="dim", no_wrap=True)
+    last = f"token {found.n_tokens - 1}".rjust(density.shape[1] - 7)
+    votes = "" if None in found.shares else " votes"
+    console.print(f"{'':<{margin}}token 0 {last}{votes}", style="dim", no_wrap=True)
     if found.layers_without:
         which = f"layer{'s' * (len(found.layers_without) > 1)} {', '.join(map(str, found.layers_without))}"
         why = "no entries to keep or drop (linear attention, or a sliding window)"

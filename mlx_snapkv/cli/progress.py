@@ -42,24 +42,24 @@ class CallbackBar:
         self.done = 0
         columns = TextColumn(what), BarColumn(), *columns, TimeRemainingColumn()
         hidden = quiet or console.quiet
-        self._progress = Progress(
+        self._bar = Progress(
             *columns, console=console, transient=console.is_terminal, disable=hidden
         )
-        self._task = self._progress.add_task("", start=False, total=0)
+        self._task = self._bar.add_task("", start=False, total=0)
 
     def __enter__(self) -> Callable[[int, int], None]:
         return self.update
 
     def __exit__(self, *_: object) -> None:
-        if self._progress.live.is_started:
-            self._progress.stop()
+        if self._bar.live.is_started:
+            self._bar.stop()
 
     def update(self, done: int, total: int) -> None:
         self.done = done
-        if done < total and not self._progress.live.is_started:
-            self._progress.start()
-            self._progress.start_task(self._task)
-        self._progress.update(self._task, completed=done, total=total)
+        if done < total and not self._bar.live.is_started:
+            self._bar.start()
+            self._bar.start_task(self._task)
+        self._bar.update(self._task, completed=done, total=total)
         if done == total:
             self.__exit__()
 
@@ -119,13 +119,14 @@ class StepBars:
         self._tell()
 
     def _tell(self) -> None:
-        task = self._progress.tasks[-1]
-        over = task.finished and not self._over
-        late = self._progress.get_time() - self._printed >= LINE_EVERY
-        if self._console.is_terminal or not (over or late):
+        task, now = self._progress.tasks[-1], self._progress.get_time()
+        is_due = now - self._printed >= LINE_EVERY or (task.finished and not self._over)
+        if self._console.is_terminal or not is_due:
             return
-        self._printed, self._over = self._progress.get_time(), task.finished
-        done = f"{task.description} {task.completed:.0f}/{task.total:.0f}"
+        self._printed, self._over = now, task.finished
+        done = (
+            f"{task.description} {task.completed:.0f}/{task.total:.0f}, {task.elapsed or 0:.0f} s"
+        )
         left = f"about {task.time_remaining:.0f} s left" if task.time_remaining else ""
-        words = done, f"{task.elapsed or 0:.0f} s", left, task.fields["more"]
-        self._console.print(", ".join(filter(None, words)), soft_wrap=True)
+        words = filter(None, (done, left, task.fields["more"]))
+        self._console.print(", ".join(words), soft_wrap=True)

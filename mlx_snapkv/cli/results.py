@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -192,10 +192,8 @@ def results_in(
 def methods_of(
     policies: Sequence[str] | None,
     lengths: Sequence[int] = (),
-    memory: str = "drop",
-    verify: str | None = None,
-    refresh: str = "token",
     by_mask: Sequence[str] | None = None,
+    **retention: Any,
 ) -> list[Method]:
     """The full cache, each policy with the memory and the verification, and what is measured by mask.
 
@@ -207,12 +205,11 @@ def methods_of(
     from ..evals.methods import Method, require_compression
     from ..policies import resolve_policy
 
-    retention = RetentionConfig(memory, verify, refresh)
-    options = {} if memory == "drop" else asdict(retention)
+    options = {k: x for k, x in retention.items() if x not in ("drop", "token", None)}
     methods = [Method()]
     for text in dict.fromkeys(policies or []):
         chosen = resolve_policy(policy=text)
-        retention.require_policy(chosen)
+        RetentionConfig(**retention).require_policy(chosen)
         methods.append(Method(chosen, options))
     methods += [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]
     require_compression(methods, lengths)

@@ -22,15 +22,13 @@ class SavedStart:
     """A saved prompt, loaded for a model, compressed if that is asked for, and continued by an answer.
 
     Args:
-        file: the name that the user gave.
-        name: the model's name, as the user gave it.
+        file, name: the names that the user gave to it and the model.
         policy, memory: of the answer. Without a memory the policy compresses a saved full cache at once.
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
     Attributes:
         options: of the answer: `prompt_cache`, and the `policy` and `memory` that serve it, a book's own unless others
             are given.
-        n_tokens: of the saved prompt.
         report: what compressing it on loading did.
 
     Raises:
@@ -48,10 +46,14 @@ class SavedStart:
     ):
         self._file, self._saved = file, saved.load(file, model)
         self._caches = caches = self._saved.prompt_cache
-        made_with = str(self._saved.notes.get("model", name))
-        if self._saved.tokens is None and made_with != name:  # by mlx-lm, which notes a name alone
-            folder = MODELS.get(name, Path(name))
-            if Path(made_with).resolve() != folder.resolve():
+        notes = self._saved.notes
+        own = notes.get("memory") or book_memory(caches) or "drop"
+        if self._saved.tokens is None:  # by mlx-lm, which notes a name alone
+            made_with, own = str(notes.get("model", name)), book_memory(caches) or "drop"
+            if (
+                made_with != name
+                and Path(made_with).resolve() != MODELS.get(name, Path(name)).resolve()
+            ):
                 raise SnapKVError(f"{file} was made with --model {made_with}, not with {name}")
         is_quantised = any(cache.quantization for cache in layer_caches(caches))
         how = "compressed" if is_compressed(caches) else "quantised" if is_quantised else None
@@ -59,8 +61,7 @@ class SavedStart:
             raise SnapKVError(f"{file} is {how} already, its entries stay so: drop --kv-bits")
         self.n_tokens = n_tokens(caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
-        own = self._own_memory
-        if own != "drop" and self._saved.policy != NO_POLICY:
+        if own != "drop" and self._saved.policy != NO_POLICY and "messages" not in notes:
             if policy is not None:
                 raise SnapKVError(f"{file} has its own policy, {self._saved.policy}: drop yours")
             policy = resolve_policy(policy=self._saved.policy)
@@ -74,15 +75,6 @@ class SavedStart:
                 self.report = self._compress(model, policy, quantization)
             policy = None
         self.options = {"policy": policy, "memory": memory, "prompt_cache": caches}
-
-    @property
-    def _own_memory(self) -> str:
-        """Of a book, what it was saved with; else "drop"."""
-        notes = self._saved.notes
-        if "messages" in notes:  # no answer starts from those
-            return "drop"
-        noted = None if self._saved.tokens is None else notes.get("memory")
-        return noted or book_memory(self._caches) or "drop"
 
     def has(self, text: str) -> bool:
         """Whether a text to be read begins with the saved one."""

@@ -111,8 +111,7 @@ def serve(
     prefixes: PrefixOptions,
     sampling: AnswerOptions,
     cache: cache_options.CacheOptions,
-    policy: cache_options.AutoPolicyOptions,
-    retention: cache_options.RetentionOptions,
+    compression: cache_options.CompressionOptions,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.
 
@@ -135,8 +134,8 @@ def serve(
     require_alone(prefix_dir=prefixes.prefix_dir)
     ranks = here()
     settings = None if ranks.rank else http.settings()
-    ways = {"policy": policy.resolve(), **retention.keywords()}
-    ways |= policy.take(model.model, None, "conversation", retention.memory, Reading().say)
+    ways = compression.keywords()
+    ways |= compression.take(model.model, None, "conversation", Reading().say)
     room = n_bytes(PREFIX_FILES if in_files(ways["memory"]) else PREFIXES)
     # Of several ranks, rank 0 says what is given up for room.
     n_prefix_bytes = sys.maxsize if ranks.rank else prefixes.prefix_bytes or room
@@ -147,7 +146,7 @@ def serve(
         return Loaded(loaded, tokenizer, (model.model, *(http.alias or ())))
 
     bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else None
-    told = {**ways, "far": retention.far, "kv_bits": bits}
+    told = ways | {"kv_bits": bits}
     setting = {name: str(told[name]) for name in ("policy", "memory", "far", "kv_bits")}
     listen()  # here, since the model is loaded in another thread, which may not
     kept, most = PrefixCache(n_prefix_bytes, ranks.first), Limits(*vars(limits).values())

@@ -31,22 +31,26 @@ def call(monkeypatch, capsys):
     return invoke
 
 
-@pytest.fixture(scope="module")
-def story(demo_llama, tmp_path_factory):
-    """A file of 1,500 tokens, and the facts in it."""
-    text, facts = make_haystack(demo_llama[1], random.Random(0), 4, 1500)
-    path = tmp_path_factory.mktemp("book") / "story.txt"
-    path.write_text(text)
-    return path, facts
+@pytest.fixture(scope="session")
+def text_file(demo_llama):
+    """text_file(path, n_tokens, seed, n_facts) -> the path, which then has a text, and the facts in it."""
+
+    def make(path, n_tokens, seed=0, n_facts=3):
+        text, facts = make_haystack(demo_llama[1], random.Random(seed), n_facts, n_tokens)
+        path.write_text(text)
+        return path, facts
+
+    return make
 
 
 @pytest.fixture(scope="module")
-def document(demo_llama, tmp_path_factory):
-    """A file with facts, and the facts."""
-    text, facts = make_haystack(demo_llama[1], random.Random(3), 3, 700)
-    path = tmp_path_factory.mktemp("chat") / "notes of today.txt"
-    path.write_text(text)
-    return path, facts
+def story(text_file, tmp_path_factory):
+    return text_file(tmp_path_factory.mktemp("book") / "story.txt", 1500, n_facts=4)
+
+
+@pytest.fixture(scope="module")
+def document(text_file, tmp_path_factory):
+    return text_file(tmp_path_factory.mktemp("chat") / "notes of today.txt", 700, seed=3)
 
 
 @pytest.fixture

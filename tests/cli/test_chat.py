@@ -157,7 +157,7 @@ def test_a_conversation_is_exported_as_markdown(script, document, tmp_path):
         ("/policy keydif", "did you mean 'keydiff'?"),
         ("/undo", "nothing to take back"),
         ("/set heat 1", "unknown setting heat: one of /set temp, /set top_p, "),
-        ("/set temp 200", "/set temp: "),
+        ("/set temp 200", "/set temp must be from 0 to 100, got '200'"),
         ("/set max-tokens 1.5", "/set max_tokens: "),
         ("/files detach 1", "detach and the number or name of a waiting file"),
         ("/verify maybe", "/verify takes all or none, got 'maybe'"),

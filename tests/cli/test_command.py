@@ -17,7 +17,6 @@ OWN = {
     "--policy of plan",
     "--policy of cache-prompt",
     "--max-tokens of serve",
-    "--seed of batch",
 }
 
 

@@ -1,50 +1,43 @@
-"""The real command: tables, files, going on, and mistakes of one line."""
+"""The real evaluations: tables, files, going on, and mistakes of one line."""
 
 import json
 import re
 import subprocess
 import sys
-from functools import partial
 
 import fork_helpers
 import pytest
 from interrupt_helpers import interrupt, wait_for
 
+from mlx_snapkv.cli.progress import StepBars
+
 SMALL = ["--length", "512", "--depths", "2"]
-KEYDIFF = "keydiff:budget=25%,block=128"
+KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
 
 
-@pytest.fixture
-def call(call):
-    return partial(call, "eval")
-
-
-def test_the_table_has_a_row_a_policy(call):
-    code, out, err = call("needle", *SMALL, "--policy", KEYDIFF, "--policy", "random:budget=4%")
-    assert code == 0
-    lines = [
-        line.split() for line in out.splitlines() if line.startswith((" full", " key", " ran"))
+def test_a_table_files_and_the_next_run_that_reads_them(call, tmp_path):
+    base = tmp_path / "new" / "folder" / "r.1"
+    args = ["eval", "needle", *SMALL, "--policy", KEYDIFF, "--output", str(base)]
+    code, first, err = call(*args, "--policy", RANDOM)
+    rows = [
+        line.split() for line in first.splitlines() if line.startswith((" full", " key", " ran"))
     ]
-    assert [line[0] for line in lines] == ["full", KEYDIFF, "random:budget=4%"]
-    assert lines[0][2:4] == ["2", "100.0"] and lines[2][1] == "2" and lines[2][2] != "100.0"
-    assert "Question known, 512 tokens" in out and "later" not in out
+    assert code == 0 and [row[0] for row in rows] == ["full", KEYDIFF, RANDOM]
+    assert rows[0][2:4] == ["2", "100.0"] and rows[2][1] == "2" and rows[2][2] != "100.0"
+    assert "Question known, 512 tokens" in first and "later" not in first
     assert re.fullmatch(r"documents 2/2, \d+ s", err.strip())
-
-
-def test_files_are_written_and_the_next_run_reads_them(call, tmp_path):
-    base = tmp_path / "folder" / "r.1"
-    base.parent.mkdir()
-    args = ["needle", *SMALL, "--policy", KEYDIFF, "--output", str(base)]
-    code, first, _ = call(*args)
-    pictures = "-full-cache-known.png", "-keydiff-budget=25pct-block=128-known.png"
+    pictures = [
+        f"-{name}-known.png"
+        for name in ("full-cache", "keydiff-budget=25pct-block=128", "random-budget=4pct")
+    ]
     names = {f"r.1{ending}" for ending in (".jsonl", ".json", ".md", *pictures)}
-    assert code == 0 and {p.name for p in base.parent.iterdir()} == names
+    assert {path.name for path in base.parent.iterdir()} == names
     stored = (base.parent / "r.1.jsonl").read_bytes()
-    code, second, err = call(*args)
+    code, second, err = call(*args, "--policy", RANDOM)
     assert (code, second, err) == (0, first.replace("wrote", "replaced"), "")
     assert (base.parent / "r.1.jsonl").read_bytes() == stored
     result = json.loads((base.parent / "r.1.json").read_text())
-    assert len(result["records"]) == 4 and len(result["summary"]) == 2
+    assert len(result["records"]) == 6 and len(result["summary"]) == 3
     own = tmp_path / "own.txt"
     own.write_text("Nothing much happened that day.")
     code, out, err = call(*args, "--haystack", str(own))
@@ -55,7 +48,9 @@ def test_files_are_written_and_the_next_run_reads_them(call, tmp_path):
 
 
 def test_lines_compare_pooling_by_default(call):
-    code, out, _ = call("lines", "--length", "512", "--depths", "1", "--json", "--seed", "3")
+    code, out, _ = call(
+        "eval", "lines", "--length", "512", "--depths", "1", "--json", "--seed", "3"
+    )
     result = json.loads(out)
     assert code == 0 and (result["wording"], result["seed"]) == ("facts", 3)
     widths = [s["method"].partition("pool_kernel=")[2].split(",")[0] for s in result["summary"]]
@@ -76,15 +71,13 @@ def test_an_interrupt_says_how_to_go_on(tmp_path):
 
 def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
     policy = "snapkv:budget=64,n_sink=4,n_window=16,obs_window=16,lookahead=0"
-    small = ["--length", "512", "--documents", "1", "--questions", "1", "--task", "single"]
+    small = "eval suite --length 512 --documents 1 --questions 1 --task single".split()
     base = tmp_path / "suite"
-    code, out, _ = call("suite", *small, "--policy", policy, "--output", str(base))
+    code, out, _ = call(*small, "--policy", policy, "--output", str(base))
     assert code == 0 and "Question known, 512 tokens" in out
     assert "Question later, 512 tokens" in out and "by task" not in out
-    assert {p.name for p in tmp_path.iterdir()} == {f"suite{e}" for e in (".jsonl", ".json", ".md")}
     recalled = ["--memory", "recall", "--refresh", "turn"]
-    args = ["--policy", policy, *recalled, "--output", str(base), "--json"]
-    code, out, _ = call("suite", *small, *args)
+    code, out, _ = call(*small, "--policy", policy, *recalled, "--output", str(base), "--json")
     methods = [s["method"] for s in json.loads(out)["summary"]]
     assert code == 0
     assert ["memory recall, refresh turn" in name for name in methods] == [False] * 2 + [True] * 2
@@ -95,8 +88,68 @@ def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
 def test_head_wise_budgets_are_measured_by_mask(call):
     """Beside the policy itself; the table says so, and claims no memory for it."""
     policy = "snapkv:budget=6%,n_sink=4,n_window=16,obs_window=16"
-    args = "suite --task single --setting known --length 600 --documents 1 --questions 1".split()
+    args = (
+        "eval suite --task single --setting known --length 600 --documents 1 --questions 1".split()
+    )
     code, out, _ = call(*args, "--policy", policy, "--by-mask", "fastgen:recovery=0.9")
     rows = [line for line in out.splitlines() if line.strip().startswith("fastgen")]
     assert code == 0 and "fastgen:recovery=0.9, by mask" in rows[0]
     assert rows[0].rstrip().endswith("by mask") and "By mask: all entries are held" in out
+
+
+def test_it_says_how_long_it_will_take(capsys, monkeypatch):
+    """Off a terminal, now and then; documents answered before are not told of."""
+    now = 0.0
+    monkeypatch.setattr("rich.console.monotonic", lambda: now)
+    with StepBars() as bars:
+        bars.start("documents", 12)
+        bars.done(asked=False)
+        for seconds in (60, 20, 20):
+            now += seconds
+            bars.done()
+    assert capsys.readouterr().err.splitlines() == [
+        "documents 2/12, 60 s, about 600 s left",
+        "documents 4/12, 100 s, about 267 s left",
+    ]
+
+
+SNAPKV = "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=8,lookahead=4"
+STREAMING = "streaming_llm:budget=25%,schedule=once"
+
+
+@pytest.fixture(scope="module")
+def texts(text_file, tmp_path_factory):
+    """A folder of two texts of two pieces each, one that is too short, and a picture."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name in "ab":
+        text_file(folder / f"{name}.txt", 380, name)
+    (folder / "short.txt").write_text("It was cold.")
+    (folder / "picture.png").write_bytes(b"\x89PNG\xff\0")
+    return str(folder)
+
+
+def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, texts, tmp_path):
+    base = tmp_path / "r"
+    settings = [word for s in ("text", "known", "later") for word in ("--setting", s)]
+    args = ["eval", "fidelity", "--text", texts, "--length", "150", "--continuation", "16"]
+    args += ["--policy", SNAPKV, "--policy", STREAMING, *settings, "--output", str(base)]
+    args += ["--question", "Who?", "--question", "Where?"]
+    code, out, err = call(*args, "--documents", "1")
+    assert code == 0 and "The text goes on" in out and "Files left out: 1 not UTF-8 text." in err
+    assert re.search(r"documents 1/1, \d+ s", err)
+    before = (tmp_path / "r.jsonl").read_bytes()
+    code, out, _ = call(*args, "--documents", "2", "--policy", "random:budget=25%,schedule=once")
+    after = (tmp_path / "r.jsonl").read_bytes()
+    assert code == 0 and after.startswith(before) and "replaced" in out
+    assert "2 pieces of 2 texts, 32 tokens." in out
+    full = next(line.split() for line in out.splitlines() if "100.0%" in line)
+    assert "0" in full and "151" in full
+    assert re.search(r"0\.\d{3} \(0\.\d{3} to 0\.\d{3}\)", out)
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert len(result["records"]) == 2 * 3 * 4 == len(after.splitlines()) - 1
+    asked = [r["question"] for r in result["records"] if r["setting"] != "text"]
+    assert list(dict.fromkeys(asked)) == ["Who?", "Where?"]  # of a piece each
+    page = (tmp_path / "r.md").read_text()
+    assert page.startswith("# Fidelity to the full cache") and page.count("\n## ") == 3
+    code, _, err = call(*args, "--documents", "1", "--text", f"{texts}/a.txt")
+    assert code == 2 and "of another run, with text" in err

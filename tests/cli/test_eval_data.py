@@ -1,13 +1,16 @@
-"""`eval data`: the real command on data in kvpress' columns."""
+"""`eval data` and `eval lm`: the real commands on others' data and tasks."""
 
 import json
 import random
+import sys
+from functools import partial
 
 import pyarrow
 import pytest
+from lm_tasks import write_tasks
 from pyarrow import parquet
 
-from mlx_snapkv.cli.progress import StepBars
+from mlx_snapkv.cli import eval_lm
 from mlx_snapkv.demo.questions import make_haystack
 
 KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
@@ -32,18 +35,13 @@ def data(tmp_path, demo_llama):
     return str(tmp_path / "data")
 
 
-def test_tables_records_and_going_on(call, data, tmp_path):
-    """Answers of both settings by task; another policy adds to the file."""
+def test_tables_and_records_of_a_data_set(call, data, tmp_path):
+    """Answers of both settings by task."""
     base = tmp_path / "r"
     args = ["eval", "data", "--data", data, "--output", str(base)]
-    code, out, _ = call(*args)
-    assert code == 0 and "Question later, 512 tokens" in out
-    stored = base.with_suffix(".jsonl").read_text().splitlines()
-    assert len(stored) == 1 + 2 * 6
     code, out, err = call(*args, "--policy", RANDOM, "--policy", KEYDIFF, "--json")
     assert code == 0, err
     result = json.loads(out)
-    assert base.with_suffix(".jsonl").read_text().splitlines()[: len(stored)] == stored
     assert result["task"] == "data" and len(result["records"]) == 3 * 2 * 6
     found = {(s["method"], s["setting"]): s for s in result["summary"]}
     for setting in ("known", "later"):
@@ -80,18 +78,72 @@ def test_a_mistake_is_one_line(call, tmp_path, demo_llama, change, args, words):
     assert words in err and len(err.strip().splitlines()) == 1
 
 
-def test_it_says_how_long_it_will_take(capsys, monkeypatch):
-    """Off a terminal, now and then; documents answered before are not told of."""
-    now = 0.0
-    monkeypatch.setattr("rich.console.monotonic", lambda: now)
-    with StepBars() as bars:
-        bars.start("documents", 12)
-        bars.done(asked=False)
-        for seconds in (60, 20, 20):
-            now += seconds
-            bars.done()
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        "documents 2/12, 60 s, about 600 s left",
-        "documents 4/12, 100 s, about 267 s left",
-    ]
+POLICY = "streaming_llm:budget=25%"
+
+
+@pytest.fixture(scope="module")
+def folder(demo_llama, tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"), demo_llama[1])
+
+
+@pytest.fixture
+def lm(call, folder, monkeypatch):
+    """`eval lm` without an index of lm-evaluation-harness' own tasks, which takes seconds."""
+    manager = pytest.importorskip("lm_eval.tasks").TaskManager
+    without = partial(manager, include_defaults=False)
+    monkeypatch.setattr("mlx_snapkv.evals.lm.TaskManager", without)
+    return partial(call, "eval", "lm", "--include-path", str(folder))
+
+
+def without_models(monkeypatch):
+    def load(*args):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(eval_lm, "load_model", load)
+
+
+def test_the_harness_runs_with_the_full_cache_and_each_policy(lm, tmp_path, monkeypatch):
+    asked = ["--tasks", "facts,choices", "--limit", "3", "--output", str(tmp_path / "r")]
+    code, out, err = lm(*asked, "--policy", POLICY)
+    assert code == 0 and "documents 12/12" in err
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "full cache 6 100.0 all" in lines and "method facts, exact_match choices, acc" in lines
+    assert "full cache 100.0 100.0" in lines
+    assert sum(line.startswith(POLICY) for line in lines) == 2
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [len(record["documents"]) for record in result["records"]] == [3] * 4
+    assert "| full cache | 6 | 100.0 |" in (tmp_path / "r.md").read_text()
+    stored = (tmp_path / "r.jsonl").read_bytes()
+    again = lm(*asked, "--policy", POLICY)
+    assert again[:2] == (0, out.replace("wrote", "replaced"))
+    assert (tmp_path / "r.jsonl").read_bytes() == stored
+    without_models(monkeypatch)
+    code, _, err = lm(*asked, "--seed", "3")
+    assert code == 2 and "r.jsonl is of another run, with seed 123 and not 3" in err
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    (
+        (["--tasks", "nothing_such"], "lm-evaluation-harness has no such task"),
+        (["--tasks", "rolling"], "--tasks rolling judges whole texts"),
+        (["--tasks", "facts", "--include-path", "nowhere"], "--include-path nowhere is no folder"),
+        (["--tasks", "facts", "--policy", "nothing"], "nothing"),
+        (["--tasks", "facts", "--output", "/dev/null/r"], "--output /dev/null/r"),
+        (["--tasks", ","], "--tasks is empty"),
+    ),
+)
+def test_mistakes_are_one_line_before_the_model_is_loaded(lm, monkeypatch, args, message):
+    without_models(monkeypatch)
+    code, out, err = lm(*args)
+    assert (code, out) == (2, "") and message in err.splitlines()[-1]
+
+
+def test_without_the_harness_a_sentence_says_what_to_install(lm, monkeypatch):
+    without_models(monkeypatch)
+    for name in ("mlx_snapkv.evals.lm", "mlx_lm.evaluate"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("mlx_snapkv.evals.lm")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, err = lm("--tasks", "facts")
+    assert code == 2 and "pip install 'mlx-snapkv[lm]'" in err

@@ -125,10 +125,10 @@ def test_the_share_of_drafted_tokens_is_told(call):
 @pytest.mark.parametrize(
     "options, closing",
     [
-        ("recall", r" read by every token, KV memory [^|]*, all \d+ in memory as well "),
+        ("recall", r" read by every token, KV memory [^|]*, all \d+ kept \(--memory recall\) "),
         (
             "recall:file:8bit --refresh turn",
-            r" entries kept, [^|]*, all \d+ in files in 8 bits as well ",
+            r" entries kept, [^|]*, all \d+ kept \(--memory recall:file:8bit\) ",
         ),
         (
             "recall --verify all",

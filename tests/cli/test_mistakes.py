@@ -54,10 +54,10 @@ cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | and no policy was given
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --snapkv top_k=60 | reads the text in full
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy keydiff --kv-bits 8 | recall:file:8bit
-inspect --prompt x --model demo                          | give a --policy
-inspect --prompt x --model demo --policy tova --policy random --policy keydiff | at most 2 policies
+inspect --prompt x --model demo                          | give one --policy, or two to compare, got 0
+inspect --prompt x --model demo --policy tova --policy random --policy keydiff | give one --policy, or two
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
-batch {} -o {}/a.jsonl --model demo                      | is a folder
+batch {} -o {}/a.jsonl --model demo                      | {}: Is a directory
 batch {}/text -o {}/a.jsonl --model demo                 | a JSON object a line, and line 1 is not JSON
 batch {}/picture -o {}/a.jsonl --model demo              | line 1 is not UTF-8
 batch {}/requests -o /dev/full --model demo              | is no regular file
