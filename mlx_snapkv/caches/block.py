@@ -142,12 +142,10 @@ class BlockKVCache(EvictingCache):
         if not self.accumulates or n <= 0:
             return
         counted = mx.contiguous(read(queries[:, :, : int(n)]))
-        if self._mark is not None:  # one by one, as they may be rolled back
-            self._uncounted += mx.split(counted, int(n), axis=2)
-        else:
-            self._uncounted.append(counted)
-            if n > 1 or len(self._uncounted) >= self.block:
-                self._received, self._uncounted = self._counted(), []
+        alone = self._mark is not None  # as they may be rolled back one by one
+        self._uncounted += mx.split(counted, int(n) if alone else 1, axis=2)
+        if not alone and (n > 1 or len(self._uncounted) >= self.block):
+            self._received, self._uncounted = self._counted(), []
 
     @property
     def recorded(self) -> list[mx.array]:

@@ -6,17 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from ..entries.quantization import (
-    Quantization,
-    Stored,
-    arrays,
-    each,
-    grown,
-    join,
-    n_rows,
-    rows,
-    write,
-)
+from ..entries.quantization import Quantization, Stored, each, grown, join, n_rows, rows, write
 from ..errors import SnapKVError
 from ..policies import Policy
 from . import ring
@@ -176,9 +166,7 @@ class SnapKVCache(EvictingCache):
             n, self._oldest = n_rows(tail), (self._oldest + pending) % self.n_window
             moved = min(pending, self.n_window)
             places = self.n_pin + mx.arange(self._oldest - moved, self._oldest) % self.n_window
-            newest = rows(tail, n - moved, n)
-            for held, new in zip(arrays((self.keys, self.values)), arrays(newest)):
-                held[:, :, places] = new
+            write((self.keys, self.values), places, rows(tail, n - moved, n))
             self._n = self.n_keep
             self._newest = 0
         self._tail = None

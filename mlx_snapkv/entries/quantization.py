@@ -92,10 +92,11 @@ def rows(stored: Stored, start: int, stop: int) -> Stored:
     return each(lambda x: x[:, :, start:stop], stored)
 
 
-def write(stored: Stored, start: int, entries: Stored) -> None:
-    """Write entries in place, from row `start` on."""
+def write(stored: Stored, where: int | mx.array, entries: Stored) -> None:
+    """Write entries in place: to these rows, or from one on."""
     for held, new in zip(arrays(stored), arrays(entries)):
-        held[..., start : start + new.shape[2], :] = new
+        places = slice(where, where + new.shape[2]) if isinstance(where, int) else where
+        held[..., places, :] = new
 
 
 def join(stored: Stored, entries: Stored) -> Stored:
