@@ -127,21 +127,17 @@ def test_the_readmes_commands_run_as_they_stand(readme_run):
     assert answers == [[hawk], [oak], [], [hawk]]
 
 
-def test_the_python_pages_examples_run_one_after_the_other(readme_run, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name, printed",
+    [("README.md", "157815"), ("docs/python.md", "[' 157815', ' 6475938'] [None, None]")],
+)
+def test_a_pages_python_runs_one_after_the_other(readme_run, monkeypatch, capsys, name, printed):
     monkeypatch.chdir(readme_run[1])
-    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    page = (ROOT / name).read_text(encoding="utf-8")
     names = {}
     for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
-        exec(compile(code, "docs/python.md", "exec"), names)
-    assert capsys.readouterr().out.splitlines()[-1] == "[' 157815', ' 6475938'] [None, None]"
-
-
-def test_the_readmes_python_runs(readme_run, monkeypatch, capsys):
-    monkeypatch.chdir(readme_run[1])
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out.splitlines()[-1].strip() == "157815"
+        exec(compile(code, name, "exec"), names)
+    assert capsys.readouterr().out.splitlines()[-1].strip() == printed
 
 
 ANSWERING = ("generate", "chat", "serve", "batch", "cache-prompt")
@@ -154,14 +150,13 @@ def setting_of(words):
     return policy, said.get("--memory", "drop")
 
 
-SHOWING = [path.name for path in sorted((ROOT / "docs").glob("*.md"))]
 CHOSEN = {setting_of(_shown(f"```\n{choice.command}\n```")[0]) for choice in CHOICES}
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}" for name in SHOWING)])
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 def test_every_page_gives_the_settings_of_the_table(page):
     """For a model of one's own; the embedded one's documents are short."""
-    for words in _shown((ROOT / page).read_text(encoding="utf-8")):
+    for words in _shown(page.read_text(encoding="utf-8")):
         if words[0] in ANSWERING and "demo" not in words and setting_of(words)[0] is not None:
             assert setting_of(words) in CHOSEN, words
 
