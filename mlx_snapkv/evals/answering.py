@@ -10,11 +10,11 @@ keep every entry read for themselves. No method's answer depends on which others
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -28,8 +28,9 @@ from . import loop
 from .divergence import Reference
 from .headwise import HeadWise, kinds_of, masked
 from .loop import Record, Results
-from .methods import KNOWN, LATER, Dataset, Document, Method
+from .methods import SETTINGS, Dataset, Document, Method, Question
 from .reading import Reading, read_once
+from .tables import grouped
 
 Kept = tuple[list, CompressionReport | None]  # None if what it has not been fed is compressed, too
 
@@ -54,13 +55,20 @@ def run(
         ]
 
         def measure(missing: list[Record]) -> Iterable[Record]:
+            known, later = ([c for c in missing if c["setting"] == s] for s in SETTINGS)
+            asked = [named[cell["method"]] for cell in missing]
+            numbers = sorted({cell["question"] for cell in known})
+            answers = Answers(model, dataset.tokenizer, document, asked, numbers)
             # All answers to a prompt, then the next prompt; of documents, all answers of a method.
-            known = lambda cell: cell["question"] if cell["setting"] == KNOWN else 0  # noqa: E731
-            missing.sort(key=lambda cell: (settings.index(cell["setting"]), known(cell)))
-            asked = [(named[x["method"]], x["setting"], x["question"]) for x in missing]
-            answers = Answers(model, dataset.tokenizer, document, asked)
-            for cell, each in zip(missing, asked):
-                yield cell | answers.record(*each)
+            for (i,), own in grouped(known, "question").items():
+                yield from map(_record, own, answers.known(i, [named[c["method"]] for c in own]))
+            for (name,), own in grouped(later, "method").items():
+                yield from map(
+                    _record, own, answers.later(named[name], [c["question"] for c in own])
+                )
+
+        def _record(cell: Record, answer: Answer) -> Record:
+            return cell | answer.record(document.questions[cell["question"]], named[cell["method"]])
 
         return wanted, measure
 
@@ -84,6 +92,23 @@ class Answer:
     report: CompressionReport
     times: list[float]
     n_before: int
+
+    def record(self, question: Question, method: Method) -> Record:
+        """What is recorded of a method's answer to a question."""
+        report, n_bytes = self.report, kv_bytes(self.cache)
+        if report.compressed:
+            # With a memory, the cache that was given holds all entries, and the answer's own is another.
+            n_bytes = report.kv_bytes_after + (n_bytes if method.options else 0)
+        return {
+            "score": float(question.score(self.text)),
+            "answer": self.text,
+            "expected": question.expected,
+            "tokens": len(question.prompt),
+            "entries": report.entries if report.compressed else None,
+            "kv_bytes": n_bytes,
+            "file_bytes": file_bytes(self.cache),
+            "reason": None if method.policy is None else report.reason,
+        }
 
 
 def decode(
@@ -139,87 +164,74 @@ def decode(
 
 
 class Answers:
-    """The answers to questions about one document.
+    """The answers to questions about one document, of which the `known` ones may stand in the prompt."""
 
-    Args:
-        wanted: the methods, settings and numbers of the questions to come. They cost least question by question where
-            the question is known, and method by method where it comes later.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, document: Document, wanted: Sequence[tuple]):
-        self._model, self._tokenizer = model, tokenizer
-        self._questions, self._n_shared = document.questions, document.n_shared
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        document: Document,
+        methods: Iterable[Method],
+        known: Iterable[int],
+    ):
+        self._model, self._tokenizer, self._questions = model, tokenizer, document.questions
         self._document = document.questions[0].prompt[: document.n_shared]
-        sharing = [each for each in wanted if each[0].shares_reading]
-        self._policies = [method.scores for method, *_ in sharing]
-        self._known = sorted({i for _, setting, i in sharing if setting == KNOWN})
-        self._reading = functools.cache(self._read)
-        self._prompt = functools.lru_cache(1)(
-            lambda i: self._reading().followed_by(self._suffix(i))
-        )
-        self._document_kept = functools.lru_cache(1)(self._keep_document)
-        self._full = functools.cache(lambda i: self._later(Method(), i))  # in both settings
+        self._suffixes = {i: self._questions[i].prompt[document.n_shared :] for i in known}
+        self._policies = [method.scores for method in methods if method.shares_reading]
+        self._full: dict[int, Answer] = {}  # by question: the same in both settings
 
-    def record(self, method: Method, setting: str, i: int) -> Record:
-        """What is recorded of the answer to the `i`th question."""
-        question, answer = self._questions[i], self.get(method, setting, i)
-        report, n_bytes = answer.report, kv_bytes(answer.cache)
-        if report.compressed:
-            # With a memory, the cache that was given holds all entries, and the answer's own is another.
-            n_bytes = report.kv_bytes_after + (n_bytes if method.options else 0)
-        return {
-            "score": float(question.score(answer.text)),
-            "answer": answer.text,
-            "expected": question.expected,
-            "tokens": len(question.prompt),
-            "entries": report.entries if report.compressed else None,
-            "kv_bytes": n_bytes,
-            "file_bytes": file_bytes(answer.cache),
-            "reason": None if method.policy is None else report.reason,
-        }
+    @cached_property
+    def _reading(self) -> Reading:
+        return read_once(self._model, self._document, self._policies, self._suffixes.values())
 
-    def get(self, method: Method, setting: str, i: int) -> Answer:
-        """The answer to the `i`th question."""
+    def full(self, i: int) -> Answer:
+        """The full cache's answer to the `i`th question."""
+        if i not in self._full:
+            self._full[i] = self._decode(Method(), i, [], self._reading.compressed(None))
+        return self._full[i]
+
+    def known(self, i: int, methods: Iterable[Method]) -> Iterator[Answer]:
+        """Methods' answers to the `i`th question, which stands in the prompt that they compress."""
+        prompt: Reading | None = None
+        for method in methods:
+            if method.policy is None:
+                yield self.full(i)
+            elif not method.shares_reading:
+                yield self._decode(method, i, [], (make_prompt_cache(self._model), None))
+            else:
+                prompt = prompt or self._reading.followed_by(self._suffixes[i])
+                most, stops = self._questions[i].max_tokens, self._tokenizer.eos_token_ids
+                full = prompt.answer(most, stops)
+                kept = self._compressed(prompt, method, answering=True)
+                # What the full cache's answer and a small cache's have in common is found in one pass over it.
+                n = Reference(prompt, full).n_agreed(copy.deepcopy(kept[0]))
+                yield self._decode(method, i, full[:n], kept)
+
+    def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Answer]:
+        """A method's answers to questions that come when the document has been compressed."""
         if method.policy is None:
-            return self._full(i)
-        if setting == LATER:
-            return self._later(method, i)
-        if not method.shares_reading:
-            return self._decode(method, i, [], (make_prompt_cache(self._model), None))
-        # What the full cache's answer and a small cache's have in common is found in one pass over it.
-        question, prompt = self._questions[i], self._prompt(i)
-        full = prompt.answer(question.max_tokens, self._tokenizer.eos_token_ids)
-        kept = self._compressed(prompt, method, answering=True)
-        n = Reference(prompt, full).n_agreed(copy.deepcopy(kept[0]))
-        return self._decode(method, i, full[:n], kept)
-
-    def _later(self, method: Method, i: int) -> Answer:
+            yield from map(self.full, numbers)
+            return
         cache, report = self._document_kept(method)
-        return self._decode(method, i, [], (copy.deepcopy(cache), report))
+        for i in numbers:
+            yield self._decode(method, i, [], (copy.deepcopy(cache), report))
 
-    def _keep_document(self, method: Method) -> Kept:
+    def _document_kept(self, method: Method) -> Kept:
         policy: Any = method.policy
         if method.shares_reading:
-            return self._compressed(self._reading(), method, answering=False)
+            return self._compressed(self._reading, method, answering=False)
         if not method.options:
             return prefill(self._model, self._document, policy)
         if policy.reads_in_blocks:
             memory = method.options["memory"]
             return read_book(self._model, self._document, policy, memory)[0], None
-        return self._reading().full(), None
+        return self._reading.full(), None
 
     def _compressed(self, reading: Reading, method: Method, answering: bool) -> Kept:
         if isinstance(method.policy, HeadWise):
             kinds = kinds_of(self._tokenizer, reading.tokens)
             return masked(reading, method.policy, kinds, answering)
         return reading.compressed(method.policy, answering)
-
-    def _suffix(self, i: int) -> list[int]:
-        return self._questions[i].prompt[self._n_shared :]
-
-    def _read(self) -> Reading:
-        suffixes = map(self._suffix, self._known)
-        return read_once(self._model, self._document, self._policies, suffixes)
 
     def _decode(self, method: Method, i: int, begun: list[int], kept: Kept) -> Answer:
         question = self._questions[i]

@@ -66,7 +66,7 @@ class Method:
     """
 
     policy: AnyPolicy | None = None
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
