@@ -24,10 +24,7 @@ def started(
 ) -> list[tuple[int, str]]:
     """Run `python -m command` as the ranks of a ring, as mlx.launch does: by rank, the exit code and what it printed.
 
-    Args:
-        folder: for the ring's file.
-        limit: seconds after which whoever is left is killed, which is an error.
-        lines: rank 0's standard input.
+    `lines` are rank 0's standard input. Whoever is left after `limit` seconds is killed, which is an error.
     """
     with running(folder, *command, lines=lines) as ranks:
         end = time.monotonic() + limit

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fork_helpers
 import pytest
+from batch_file_helpers import COLD, FACT
 from several_helpers import LIMIT, ROOT, free_ports, started
 
 LAUNCH = str(Path(sys.executable).with_name("mlx.launch"))
@@ -34,9 +35,8 @@ def test_two_print_once_what_one_prints(ask, demo_llama, tmp_path):
 
 
 def test_rank_0_chats_for_both(tmp_path):
-    file = tmp_path / "facts.txt"
-    file.write_text("The access code of the amber falcon is 482913. " + "It was cold. " * 40)
-    question = "What is the access code of the amber falcon?"
+    file, question = tmp_path / "facts.txt", "What is the access code of the amber falcon?"
+    file.write_text(FACT + COLD * 40)
     lines = "\n".join([f"/file {file}", question, "/undo", question, "/quit"])
     command = ["chat", "--model", "demo-qwen3-next", "--policy", POLICY]
     wanted = one(*command, input=lines)
