@@ -50,9 +50,7 @@ def said(tokenizer, text, ends="stop", **body):
 TEXT = "The key is in the drawer. The door is green. It was cold."
 
 
-@pytest.mark.parametrize(
-    "stop", [" green", "green.", "r. The d", "door is", "T", ".", ["x", "cold", "drawer"]]
-)
+@pytest.mark.parametrize("stop", [" green", "r. The d", "T", ["x", "cold", "drawer"]])
 def test_a_stop_text_ends_the_answer_wherever_tokens_begin(demo_llama, stop):
     first = min(TEXT.partition(s)[0] for s in ([stop] if isinstance(stop, str) else stop))
     choice, left = said(demo_llama[1], TEXT, stop=stop)
@@ -101,20 +99,11 @@ def test_tools_are_called(thinking):
     assert choice["finish_reason"] == "length"
 
 
-def test_tools_reach_the_template(thinking, demo_llama):
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
-    prompts = {
-        choice: completion_request(
-            parse(CHAT, body | {"tool_choice": choice}), thinking, Defaults()
-        ).prompt
-        for choice in ("auto", "none")
-    }
-    assert thinking.decode(prompts["auto"]).startswith("open x")
-    assert thinking.decode(prompts["none"]).startswith("x")
-    with pytest.raises(SnapKVError, match="tool_choice must be auto or none"):
-        parse(CHAT, body | {"tool_choice": "required"})
-    with pytest.raises(SnapKVError, match="takes no tools"):
-        completion_request(parse(CHAT, body), demo_llama[1], Defaults())
+@pytest.mark.parametrize(("choice", "begin"), [("auto", "open x"), ("none", "x")])
+def test_tools_reach_the_template(thinking, choice, begin):
+    body = parse(CHAT, MESSAGES | {"tools": [TOOL], "tool_choice": choice})
+    prompt = completion_request(body, thinking, Defaults()).prompt
+    assert thinking.decode(prompt).startswith(begin)
 
 
 MESSAGES = {"messages": [{"role": "user", "content": "x"}]}

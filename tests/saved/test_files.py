@@ -18,7 +18,6 @@ from mlx_snapkv.saved.files import fingerprint
 
 # One of each state that a cache has: queries that wait to be counted or to vote, a ring that has turned, and so on.
 KINDS = [
-    spec("snapkv", "once"),
     f"{SNAPKV},on_full=keydiff",
     spec("h2o", "block"),
     spec("tova", "block"),
@@ -85,19 +84,14 @@ def test_a_loaded_cache_knows_how_its_models_heads_are_grouped(path, tokens):
         assert mx.array_equal(one.keys, other.keys)
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-def test_mlx_lms_files_load(path, tokens, bits):
+def test_mlx_lms_files_load(path, tokens):
     model = make_llama(hidden_size=128)
-    cache = read(model, tokens, None)
-    if bits:
-        cache = [c.to_quantized(group_size=32, bits=bits) for c in cache]
+    cache = [c.to_quantized(group_size=32, bits=8) for c in read(model, tokens, None)]
     save_prompt_cache(str(path), cache, {"model": "mine"})
     loaded = saved.load(path, model)
     assert (loaded.tokens, loaded.policy, loaded.notes) == (None, "none", {"model": "mine"})
-    assert_same(
-        plain(model, question(), prompt_cache=loaded.prompt_cache),
-        plain(model, question(), prompt_cache=cache),
-    )
+    caches = loaded.prompt_cache, cache
+    assert_same(*(plain(model, question(), prompt_cache=c) for c in caches))
 
 
 def test_a_fingerprint_tells_weights_and_configurations_apart():
@@ -111,10 +105,10 @@ def test_a_fingerprint_tells_weights_and_configurations_apart():
     assert len({mine, *map(fingerprint, others)}) == 6
 
 
-@pytest.mark.parametrize("name", ["book.bin", "none/book.safetensors", "a\0b.safetensors", "."])
-def test_a_place_that_can_not_be_written_is_told(tmp_path, name):
-    with pytest.raises(SnapKVError):
-        saved.require_writable(tmp_path / name)
+def test_a_place_that_can_not_be_written_is_told(tmp_path):
+    for name in ("book.bin", "none/book.safetensors", "a\0b.safetensors", "."):
+        with pytest.raises(SnapKVError):
+            saved.require_writable(tmp_path / name)
 
 
 def test_a_failure_leaves_the_old_file_and_no_other(path, tokens):
