@@ -2,7 +2,8 @@
 
 import openai
 import pytest
-from server_helpers import POLICY, connected, serving
+from batch_file_helpers import COLD, FACT
+from server_helpers import POLICY, ask, connected, serving, talk
 
 from mlx_snapkv import generate
 
@@ -96,18 +97,16 @@ def test_models_and_mistakes(client):
 
 def test_a_short_prompt_goes_on_from_quantised_entries():
     """Below the gate it decodes with others, in mlx-lm's batches, which hold plain entries only."""
-    fact, filler = "The access code of the opal oak is 481516.", " The door is open."
-    question = "\n\nWhat is the access code of the opal oak?"
     with serving(memory="recall:file:4bit") as served:
-        long, short = (chat(connect(served), f"{fact}{filler * n}{question}") for n in (80, 20))
-    kept, all_of_it = (each.model_extra["mlx_snapkv"] for each in (long, short))
-    assert kept["entries"] and not all_of_it["entries"]
-    entry = kept["kv_bytes_before"] // long.usage.prompt_tokens
-    held = entry * short.usage.total_tokens
-    assert all_of_it["kv_bytes_before"] == all_of_it["kv_bytes_after"]
-    assert all_of_it["kv_bytes_after"] == pytest.approx(held, rel=0.03)
-    assert short.usage.prompt_tokens_details.cached_tokens > 50
-    assert {each.choices[0].message.content for each in (long, short)} == {"481516"}
+        (long, _, kept), (short, n_known, plain) = (
+            ask(served, talk(FACT + COLD * n + "What is the access code of the amber falcon?"))
+            for n in (80, 20)
+        )
+    kept, used, plain = kept["mlx_snapkv"], (kept["usage"], plain["usage"]), plain["mlx_snapkv"]
+    assert long == short == "482913" and n_known > 50
+    assert kept["entries"] and not plain["entries"]
+    held = kept["kv_bytes_before"] // used[0]["prompt_tokens"] * used[1]["total_tokens"]
+    assert plain["kv_bytes_before"] == plain["kv_bytes_after"] == pytest.approx(held, rel=0.03)
 
 
 @pytest.mark.parametrize("memory", ["recall:file:8bit", "drop"])
@@ -144,9 +143,6 @@ def test_without_a_memory(policy, document):
         # exactly its own continuation goes on from it, compressed or not
         messages += [{"role": "assistant", "content": facts[0].value}]
         messages += [{"role": "user", "content": facts[1].question}]
-        in_full = chat(client, "", messages=messages, extra_body={"full_cache": True})
-        n_known = in_full.usage.prompt_tokens_details.cached_tokens
-        assert n_known == 0 if policy is not None else n_known > 1400
         second = chat(client, "", messages=messages)
         assert second.usage.prompt_tokens_details.cached_tokens > 1400
         # and a prompt that only begins alike never gets compressed entries
