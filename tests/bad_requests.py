@@ -65,7 +65,7 @@ BAD = [
     chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # this model's template
     chat("tool_choice must be auto or none", tool_choice="required"),
     chat("response_format must be text", response_format={"type": "json_schema"}),
-    chat("can't set 'tokenize'", chat_template_kwargs={"tokenize": False}),
+    chat("leave the prompt a list of tokens", chat_template_kwargs={"tokenize": False}),
     chat("audio is not supported: drop the field", audio={"voice": "x"}),
     (CHAT, [], "body must be an object, got []"),
     (CHAT, None, ""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from ..engine.generate import encode_prompt
 from ..errors import SnapKVError, brief
 from .body import Body, ChatBody, CompletionBody
 
-# Of the template's own parameters, those that a request may set in another way or not at all.
-FREE = {"documents", "chat_template"}
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 PENALTIES = {
     f"{name}_{field}"
@@ -46,13 +43,11 @@ class CompletionRequest:
 
     Attributes:
         prompt: token ids.
-        max_tokens: of the answer, at most.
         sampler: None is greedy.
         processors: of the logits, in mlx-lm's order.
         stop: texts that end the answer, and are no part of it.
         state: of mlx-lm's `TextStateMachine` at the beginning: "normal" or "reasoning".
         chat: whether a message is answered, or a text continued.
-        ignored: unknown fields of the body.
     """
 
     prompt: list[int]
@@ -116,18 +111,17 @@ def chat_tokens(
     if tools and not tokenizer.has_tool_calling:
         raise SnapKVError("this model's chat template takes no tools: drop them")
     options = dict(body.chat_template_kwargs or {})
-    own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
-    for name in options:
-        if name in own and name not in FREE:
-            raise SnapKVError(f"chat_template_kwargs can't set {name!r}: the request does")
     if tools:
         options["tools"] = tools
     options["add_generation_prompt"] = add_generation_prompt
     try:
         process_message_content(messages)
-        return tokenizer.apply_chat_template(messages, **options)
+        found = tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
+    if not isinstance(found, list):
+        raise SnapKVError("chat_template_kwargs must leave the prompt a list of tokens")
+    return found
 
 
 def _text_tokens(prompt: str | list[int], tokenizer) -> list[int]:
@@ -178,8 +172,8 @@ def _initial_state(tokenizer, prompt: list[int]) -> str:
 class SeededSampler:
     """A sampler that draws what mlx-lm's loop draws after `mx.random.seed(seed)`, whatever else a batch samples.
 
-    mlx has one generator for the whole process. Before each draw it is set to the state of this request's own
-    sequence, which is computed apart: nothing waits for the model. `sampler` draws `draws` times for a token.
+    Before each draw mlx's one generator is set to the state of this request's own sequence, which is computed apart:
+    nothing waits for the model. `sampler` draws `draws` times for a token.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, draws: int):

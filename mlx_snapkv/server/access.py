@@ -96,7 +96,7 @@ class Gate:
             elif scope["path"] not in OPEN and scope["method"] != "OPTIONS":
                 _require_key(headers, self._settings.api_key)
             headers["content-type"] = "application/json"  # curl's -d would say it is a form
-            await self._app(scope, _limited(headers, receive, self._settings.body_bytes), noted)
+            await self._app(scope, _limited(receive, self._settings.body_bytes), noted)
         except Exception as error:
             if status:  # the response has begun: all that is left is to end it
                 raise
@@ -143,23 +143,17 @@ def _require_key(headers: Headers, key: str) -> None:
         )
 
 
-def _limited(headers: Headers, receive: Receive, limit: int) -> Receive:
+def _limited(receive: Receive, limit: int) -> Receive:
     """`receive`, which raises an ApiError once a body is longer than `limit` bytes."""
-    length = headers.get("content-length", "0")
     n_received = 0
-
-    def require_at_most(n_bytes: int) -> None:
-        if n_bytes > limit:
-            sentence = f"the request's body is larger than {limit} bytes"
-            raise ApiError(413, sentence, code="request_too_large")
-
-    require_at_most(int(length) if length.isdecimal() else 0)
 
     async def limited() -> Message:
         nonlocal n_received
         message = await receive()
         n_received += len(message.get("body", b""))
-        require_at_most(n_received)
+        if n_received > limit:
+            sentence = f"the request's body is larger than {limit} bytes"
+            raise ApiError(413, sentence, code="request_too_large")
         return message
 
     return limited

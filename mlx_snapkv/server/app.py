@@ -7,8 +7,8 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -45,10 +45,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _raise)
     app.add_middleware(Gate, settings=settings, metrics=engine.metrics)
     if settings.origins:
-        origins = list(settings.origins)
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-        )
+        anything: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **anything)
     return app
 
 
@@ -68,9 +66,10 @@ async def metrics(request: Request) -> Response:
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """A chat page in one file, which may talk to this server only."""
-    html, policy = _page()
+    html = PAGE.read_text(encoding="utf-8")
+    allowed = {"connect_src": "'self'", "img_src": "data:", "frame_ancestors": "'none'"}
     headers = {
-        "Content-Security-Policy": policy,
+        "Content-Security-Policy": content_policy(html, **allowed),
         "Cache-Control": "no-cache",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
@@ -78,16 +77,8 @@ async def page() -> Response:
     return Response(html, media_type="text/html", headers=headers)
 
 
-@cache
-def _page() -> tuple[str, str]:
-    html = PAGE.read_text(encoding="utf-8")
-    allowed = {"connect_src": "'self'", "img_src": "data:", "frame_ancestors": "'none'"}
-    return html, content_policy(html, **allowed)
-
-
 async def _raise(request: Request, error: Exception) -> Response:
-    """What FastAPI refuses by itself, and the endpoints refuse, goes on to the gate."""
-    raise error
+    raise error  # what FastAPI or an endpoint refuses goes on to the gate
 
 
 class Protocol(H11Protocol):
