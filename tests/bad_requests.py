@@ -41,7 +41,7 @@ def item(words, *items):
 # The url, the body, and what is said of it.
 BAD = [
     chat("stop.0 should be a valid string, got 1", stop=[1]),
-    text("prompt must be one text, or the list of its token ids", prompt=[[1], "a"]),
+    text("prompt should be a valid string, got [[1], 'a']", prompt=[[1], "a"]),
     (TEXT, {"max_tokens": 4}, "prompt is missing"),
     text("prompt must have token ids from 0 to", prompt=[10**9]),
     text("top_k must be below the vocabulary's", top_k=10**6),
@@ -63,8 +63,8 @@ BAD = [
     said("messages.0.content should be a valid list, got 5", content=5),
     said("failed", "assistant", content="hi", tool_calls=[{"function": {"arguments": "{"}}]),
     chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # this model's template
-    chat("tool_choice must be auto or none", tool_choice="required"),
-    chat("response_format must be text", response_format={"type": "json_schema"}),
+    chat("tool_choice should be 'auto' or 'none'", tool_choice="required"),
+    chat("response_format.type should be 'text'", response_format={"type": "json_schema"}),
     chat("leave the prompt a list of tokens", chat_template_kwargs={"tokenize": False}),
     chat("audio is not supported: drop the field", audio={"voice": "x"}),
     (CHAT, [], "body must be an object, got []"),
@@ -73,10 +73,12 @@ BAD = [
     block("content must not be empty"),
     block("messages.0.content.0.text should be a valid string", {"type": "text", "text": 5}),
     anthropic("none can be continued", messages=[{"role": "assistant", "content": "a"}]),
-    anthropic("tool_choice must be auto or none", tool_choice={"type": "any"}),
+    anthropic("tool_choice should be 'auto' or 'none'", tool_choice={"type": "any"}),
     anthropic("tools.0.input_schema is missing", tools=[{"name": "open"}]),
     anthropic("takes no tools", tools=[TOOL]),
-    anthropic("output_config.format must be text", output_config={"format": {"type": "x"}}),
+    anthropic(
+        "output_config.format.type should be 'text'", output_config={"format": {"type": "x"}}
+    ),
     anthropic("system.0.type should be", system=[IMAGE]),
     anthropic("tokenizer failed", system="\ud800"),
     anthropic("not UTF-8", model="\ud800"),
@@ -88,7 +90,7 @@ BAD = [
     response("previous_response_id can't be honoured", previous_response_id="resp_1"),
     response("tools.0.name is missing", tools=[{"type": "function"}]),
     response("tools.0.parameters.most should be a finite number", tools=[FUNCTION]),
-    response("text.format must be text", text={"format": {"type": "json_object"}}),
+    response("text.format.type should be 'text'", text={"format": {"type": "json_object"}}),
     response("not UTF-8", stream=True, metadata={"a": "\ud800"}),
 ]
 RAW = {

@@ -20,12 +20,11 @@ from ..errors import SnapKVError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-TEXT = {"type": "text"}
 SHOWN = 60  # characters of a value that is refused
 
 
 def require(ok: bool, rule: str, value: Any) -> None:
-    """Raise ValueError unless ok, with the rule, which goes on from the field's name, and the value got."""
+    """Raise ValueError unless ok: the rule goes on from the field's name."""
     if not ok:
         raise ValueError(f"{rule}, got {_shown(value)}")
 
@@ -46,9 +45,6 @@ Count = Annotated[int, Field(ge=0)]
 NLogprobs = Annotated[int, Field(ge=0, le=20)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
 Stops = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-PlainText = Annotated[
-    Any, must((None, TEXT).__contains__, "must be text: no form can be forced on an answer")
-]
 Unsupported = Annotated[Any, must(lambda value: not value, "is not supported: drop the field")]
 
 
@@ -77,6 +73,12 @@ def _spoken(value: Any, info: ValidationInfo) -> Any:
 
 Parts = BeforeValidator(as_parts)
 Spoken = AfterValidator(_spoken)  # content, after a role: only an assistant's may be empty
+
+
+class PlainText(Part):
+    """The only form of an answer; none can be forced on it."""
+
+    type: Literal["text"]
 
 
 class StreamOptions(Part):
@@ -140,11 +142,8 @@ class ChatBody(Body):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[
-        Any,
-        must((None, "auto", "none").__contains__, "must be auto or none: no tool can be forced"),
-    ] = None
-    response_format: PlainText = None
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: PlainText | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: Unsupported = None
     audio: Unsupported = None
@@ -165,15 +164,10 @@ class ChatBody(Body):
         return [m | {"role": "system"} if m["role"] == "developer" else m for m in dumped]
 
 
-def _is_prompt(value: Any) -> bool:
-    is_list = isinstance(value, list) and value != []
-    return isinstance(value, str) or (is_list and all(type(token) is int for token in value))
-
-
 class CompletionBody(Body):
     """The body of `/v1/completions`."""
 
-    prompt: Annotated[Any, must(_is_prompt, "must be one text, or the list of its token ids")]
+    prompt: str | list[int]  # one text, or its token ids
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: Unsupported = None

@@ -14,7 +14,7 @@ SYSTEM = ("system", "developer")
 
 
 class OutputConfig(Part):
-    format: PlainText = None
+    format: PlainText | None = None
 
 
 def own_tools(*types: str | None) -> BeforeValidator:
