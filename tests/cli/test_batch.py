@@ -109,20 +109,16 @@ def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
     assert {name: answer(record) for name, record in again.items()} == answers
 
 
-def test_models_bits_and_memories_are_the_runs(batch, tmp_path, demo_qwen):
-    question, kv_bytes = chat("a", 24, max_tokens=8), []
-    for options in ([], ["--kv-bits", "8"]):
-        _, found, _ = batch([question], "--model", "demo-qwen3-next", "--policy", SNAPKV, *options)
-        ours = found["a"]["response"]["body"]["mlx_snapkv"]
-        kv_bytes.append(ours["kv_bytes"])
-        if not options:
-            assert answer(found["a"]) == alone(*demo_qwen, question, SNAPKV)
-        (tmp_path / "a.jsonl").unlink()
-    assert ours["kv_bits"] == 8 and kv_bytes[1] < kv_bytes[0] / 3
+def test_bits_and_memories_are_the_runs(batch, tmp_path):
     policy = SNAPKV.replace("lookahead=4", "lookahead=0")
-    _, found, _ = batch([question], "--policy", policy, "--memory", "recall", "--verify", "all")
-    ours = found["a"]["response"]["body"]["mlx_snapkv"]
-    assert (answer(found["a"]), ours["memory"]) == ("482913", "recall")
+    for options, words in (
+        (["--kv-bits", "8"], {"kv_bits": 8}),
+        (["--memory", "recall", "--verify", "all"], {"memory": "recall", "verify": "all"}),
+    ):
+        _, found, _ = batch([chat("a", 24, max_tokens=8)], "--policy", policy, *options)
+        ours = found["a"]["response"]["body"]["mlx_snapkv"]
+        assert answer(found["a"]) == "482913" and words.items() <= ours.items()
+        (tmp_path / "a.jsonl").unlink()
     assert ours["verified"]["tokens"] > 0
 
 
@@ -163,31 +159,21 @@ def test_bad_lines_become_error_lines_and_the_rest_is_answered(call, tmp_path):
     assert f"({len(lines) - 1} of them before)" in err
 
 
-def test_a_template_that_refuses_is_the_lines_mistake(batch):
-    config = json.dumps({"chat_template": '{{ raise_exception("no system messages") }}'})
-    lines = [chat("a", 1), text("b", 1, max_tokens=6)]
-    _, found, _ = batch(lines, "--chat-template-config", config)
-    words = "chat template or tokenizer failed: TemplateError: no system"
-    assert words in said(found["a"])["message"] and answer(found["b"]) == "482913"
-
-
 def test_progress_on_a_terminal(on_terminal, tmp_path):
     file = write(tmp_path / "r.jsonl", [chat(f"{n}", n) for n in range(5)])
     said = on_terminal("batch", str(file), "-o", f"{file}.a", *DEMO, stdout=subprocess.DEVNULL)
     assert "answering" in said and "5/5" in said and "tokens/s read" in said
 
 
-def test_kv_memory_has_a_limit(batch):
+def test_kv_memory_has_a_limit_and_a_policy_that_gains_nothing_is_told_at_the_end(batch):
     requests = [text(name, n, max_tokens=4) for name, n in (("small", 5), ("large", 300), ("b", 6))]
-    code, found, _ = batch(requests, "--policy", SNAPKV, "--max-kv-bytes", "2.5MB")
+    options = ["--policy", "keydiff:budget=95%,block=64", "--max-kv-bytes", "2.5MB"]
+    code, found, err = batch(requests, *options)
     assert code == 1
     assert [answer(found[name]) for name in ("small", "b")] == ["4829", "4829"]
     message = said(found["large"])["message"]
     assert re.search(r"need [\d.]+ MB of KV memory, and max_kv_bytes is 2.5 MB: raise it", message)
-
-
-def test_a_policy_that_gains_nothing_is_told_at_the_end(batch):
-    requests = [text(f"{n}", 4, max_tokens=4) for n in range(2)]
-    _, _, err = batch(requests, "--policy", "keydiff:budget=95%,block=64")
-    said = "warning: the entries kept take more memory than the full cache would (2 of 2 answers)"
-    assert err.splitlines()[-1] == said
+    warning = (
+        "warning: the entries kept take more memory than the full cache would (2 of 2 answers)"
+    )
+    assert err.splitlines()[-1] == warning

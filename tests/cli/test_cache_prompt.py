@@ -1,7 +1,6 @@
 """Saving a prompt and asking about it, as a user does."""
 
 import json
-import random
 import re
 import sys
 from datetime import datetime
@@ -17,19 +16,17 @@ from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.prompts import encode_question, opening_tokens
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine.prefill import mlx_generate
 
 HALF = ["--policy", "keydiff:budget=50%,block=64"]
 
 
 @pytest.fixture(scope="module")
-def book(tmp_path_factory):
+def book(text_file, tmp_path_factory):
     """A folder with a text of 600 tokens, one question about it, and the answer."""
     folder = tmp_path_factory.mktemp("book")
-    _, tokenizer = load_model("demo")
-    document, facts = make_haystack(tokenizer, random.Random(1), 4, 600)
-    (folder / "book.txt").write_text(document + "\n")
+    path, facts = text_file(folder / "book.txt", 600, seed=1, n_facts=4)
+    path.write_text(path.read_text() + "\n")
     return folder, facts[0].question, facts[0].value
 
 
@@ -94,19 +91,15 @@ def test_a_prompt_is_compressed_and_quantised_when_saved_or_when_loaded(cache, a
         assert less < 0.35 * size < 0.35 * kv_memory(said)
 
 
-def test_a_full_cache_that_is_asked_with_a_policy_reports_it(cache, ask):
-    file, err = cache("full.safetensors", "--quiet")
-    assert err == ""
-    result = json.loads(ask(file, *HALF, "--json")[1])
+def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(book, cache, ask, monkeypatch):
+    """Asked with a policy, it reports that."""
+    full, plain = cache("full.safetensors")
+    result = json.loads(ask(full, *HALF, "--json")[1])
     assert result["compression"]["entries_kept"] == [300, 300, 300]
     assert result["prompt_cache"]["policy"] == HALF[1]
-    _, _, err = ask(file, "--policy", "keydiff:min_ctx=9000")
+    _, _, err = ask(full, "--policy", "keydiff:min_ctx=9000")
     assert "full cache: the saved prompt's 600 tokens are below min_ctx=9000" in err
-
-
-def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(book, cache, ask, monkeypatch):
     monkeypatch.setitem(mlx_generate.generate_step.__kwdefaults__, "quantized_kv_start", 100)
-    _, plain = cache("full.safetensors")
     file, quantised = cache("eight.safetensors", "--kv-bits", "8")
     assert kv_memory(quantised) < 0.35 * kv_memory(plain)
     for policy in ([], HALF):

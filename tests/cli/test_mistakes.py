@@ -176,9 +176,8 @@ def test_a_draft_model_of_another_tokenizer(call, tmp_path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
     tokenizer["vocab"]["another word"] = 100_000
     change(folder / "tokenizer.json", model=tokenizer)
-    code, out, err = call(
-        "generate", "--model", "demo", "--prompt", "x", "--draft-model", str(folder)
-    )
+    asked = ["generate", "--model", "demo", "--prompt", "x", "--draft-model", str(folder)]
+    code, out, err = call(*asked)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "a draft model needs the model's own tokenizer" in err
 

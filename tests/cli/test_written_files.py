@@ -1,6 +1,5 @@
 """No command replaces a file that is not this package's own, and replacing one of its own is said."""
 
-import json
 import shutil
 
 import pytest
@@ -55,15 +54,6 @@ def test_a_result_replaces_only_results(call, tmp_path, ending):
         assert (code, out, err.count("\n")) == (2, "", 1) and str(file) in err
         assert [p.name for p in tmp_path.iterdir()] == [file.name]
         assert file.read_text() == "my notes"
-
-
-def test_replacing_a_result_is_said(call, tmp_path):
-    args = [*NEEDLE, "--output", str(tmp_path / "r")]
-    code, out, _ = call(*args)
-    assert code == 0 and f"wrote {tmp_path}/r.json " in out and "replaced" not in out
-    code, out, _ = call(*args)
-    assert code == 0 and f"replaced {tmp_path}/r.json " in out and "wrote" not in out
-    assert json.loads((tmp_path / "r.json").read_text())["summary"]
 
 
 def test_a_full_disk_leaves_the_page_of_before(call, tmp_path):
