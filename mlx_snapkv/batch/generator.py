@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, greedy_sample
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
+from ..engine.loop_model import PacedModel
 from ..engine.request import held_tokens, reason_for_nothing
 from ..engine.retention import DROP, RetentionConfig
 from ..engine.serving import require_servable
@@ -189,9 +190,8 @@ class Reading(PromptProcessingBatch):
         """A batch of one prompt; `sequence` is what mlx-lm keeps of it, in lists of one."""
         errors = {} if job.error is None else {job.uid: job.error}
         job.error = of_all_ranks(job.model, errors).get(job.uid)
-        batch = cls(
-            job.request.model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence
-        )
+        model = PacedModel(job.request.model)
+        batch = cls(model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence)
         batch.job, batch.prompt_cache = job, job.caches
         return batch
 

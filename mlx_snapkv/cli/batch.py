@@ -12,7 +12,7 @@ from ..errors import SnapKVError
 from ..paths import path_of, refusing
 from . import cache_options, options
 from .command import option
-from .reading import Reading
+from .reading import Reading, noticing
 
 if TYPE_CHECKING:
     from ..batch.files import AnswersFile, RequestsFile
@@ -74,7 +74,7 @@ def batch(
         sampling.generation(tokenizer)  # which finds mistakes
         asked = answers, ways | vars(cache), model.model, about, Defaults(**vars(sampling))
         run = Run(loaded, tokenizer, *asked, files.concurrency, files.max_kv_bytes, seed=files.seed)
-        _answer(run, lines, files.quiet)
+        _answer(run, lines, reading, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
     for said, n in run.progress.warnings.items():
@@ -83,10 +83,11 @@ def batch(
         raise Exit(1)
 
 
-def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
+def _answer(run: Run, file: RequestsFile, reading: Reading, quiet: bool) -> None:
     from .progress import StepBars
 
-    with run.answers, StepBars(run.answers.path, quiet) as bar:
+    stopping = noticing(lambda: reading.say("stopping after this chunk"))
+    with run.answers, StepBars(run.answers.path, quiet) as bar, stopping:
         bar.start("answering", file.n_lines)
 
         def update(done: Progress) -> None:

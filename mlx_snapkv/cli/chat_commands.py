@@ -13,6 +13,7 @@ from prompt_toolkit.document import Document
 
 from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
+from ..engine.auto import AUTO, CONVERSATION
 from ..engine.report import format_bytes
 from ..engine.retention import VERIFY
 from ..errors import SnapKVError, UnknownOptionError, suggestion
@@ -20,6 +21,7 @@ from ..paths import path_of, put, refusing
 from ..policies import POLICIES, resolve_policy
 from ..saved import require_writable
 from ..several.ranks import here
+from .cache_options import AutoPolicyOptions
 from .chat_session import Session
 from .options import SamplingOptions
 from .prompts import read_file
@@ -123,6 +125,8 @@ def _undo(session: Session, _: str) -> None:
 @_command()
 def _retry(session: Session, _: str) -> None:
     """answer the last question again"""
+    if not session.conversation.said:
+        raise SnapKVError("nothing has been said yet, so there is nothing to answer again")
     is_same = _answers_the_same_again(session)
     if session.sampling.temp == 0 and is_same:
         session.say("the same answer, since temp is 0: /set temp 0.7 lets it differ")
@@ -192,14 +196,16 @@ def _stats(session: Session, _: str) -> None:
         numbers = [layer for layer, _ in group]
         first, last = numbers[0], numbers[-1]
         if n is not None:
-            layers.append(f"{first}: {n}" if first == last else f"{first} to {last}: {n}")
+            where = f"layer {first}" if first == last else f"layers {first} to {last}"
+            layers.append(f"{n} in {where}")
     if layers:
-        session.say(f"entries by layer: {', '.join(layers)}")
+        session.say(f"entries: {', '.join(layers)}")
     caches = conversation.prompt_cache
-    others = {" in files": file_bytes(caches), " for /undo": conversation.undo_nbytes}
-    held = {"": kv_bytes(caches), **{where: n for where, n in others.items() if n}}
-    sizes = ", ".join(f"{format_bytes(n)}{where}" for where, n in held.items())
-    session.say(f"KV memory held between turns: {sizes}; {session.speed}")
+    others = {"in files": file_bytes(caches), "in memory for /undo": conversation.undo_nbytes}
+    held = {"in memory": kv_bytes(caches), **{where: n for where, n in others.items() if n}}
+    sizes = ", ".join(f"{format_bytes(n)} {where}" for where, n in held.items())
+    session.say(f"held until the next turn: {sizes}")
+    session.say(f"speed: {session.speed}")
 
 
 @_command(FILE)
@@ -254,14 +260,21 @@ def _reset(session: Session, _: str) -> None:
     session.start_again("the conversation is forgotten")
 
 
-@_command("[POLICY]", "none", *POLICIES)
+@_command("[POLICY]", "none", AUTO, *POLICIES)
 def _policy(session: Session, text: str) -> None:
     """start again with this policy; none for the full cache"""
+    now = session.conversation
     if not text:
-        session.say(f"policy: {session.conversation.policy or 'none'}")
+        session.say(f"policy: {now.policy or 'none'}")
         return
-    policy = None if text == "none" else resolve_policy(policy=text)
-    session.start_again(f"a new conversation with policy {policy or 'none'}", policy=policy)
+    if text == AUTO:
+        options = AutoPolicyOptions(policy=AUTO, kv_memory=session.context.params["kv_memory"])
+        memory = session.wanted["memory"]
+        changes = options.take(now.model, None, CONVERSATION, memory, session.say)
+    else:
+        changes = {"policy": None if text == "none" else resolve_policy(policy=text)}
+    said = f"a new conversation with policy {changes['policy'] or 'none'}"
+    session.start_again(said, **changes)
 
 
 @_command("[TEXT]")

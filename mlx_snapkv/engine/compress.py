@@ -125,6 +125,8 @@ class Compression:
         self.begin_answer()
         report.kv_bytes_after = kv_bytes(self.caches)
         report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.caches))
+        if self.decode_policy.schedule == "block":
+            report.block = self.decode_policy.block
         report.selection_seconds += time.perf_counter() - started
 
     def begin_answer(self) -> None:

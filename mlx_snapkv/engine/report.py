@@ -66,6 +66,7 @@ class CompressionReport:
         entries_kept: by layer of the model, entries per KV head; None for layers without a KV cache.
         kv_bytes_before: of all tokens' entries at the compression, those evicted before included.
         kv_bytes_after: of the buffers of the caches that go on; `kv_dtype` is their "float16", say, or "8 bits".
+        block: the tokens for which those have room beside the entries kept, if the answer evicts in blocks.
         attention_share: by layer, the part (0 to 1) of the voters' attention that went to the entries kept; None for
             policies without votes, for those that go on evicting, and where the answer's tokens choose.
         prefill_seconds: from the first chunk to the compression, selection excluded.
@@ -87,6 +88,7 @@ class CompressionReport:
     kv_bytes_before: int = 0
     kv_bytes_after: int = 0
     kv_dtype: str = ""
+    block: int | None = None
     attention_share: list[float | None] = field(default_factory=list)
     prefill_seconds: float = 0.0
     selection_seconds: float = 0.0
@@ -136,9 +138,9 @@ class CompressionReport:
         kept = [n for n in self.entries_kept if n is not None]
         share = sum(kept) / max(1, len(kept) * self.prompt_tokens)
         spare = self.kv_bytes_after > 1.05 * share * self.kv_bytes_before
-        room = ", with room for more" if spare else ""
+        room = f", with room for {f'a block of {self.block}' if self.block else 'more'}"
         before, after = format_bytes(self.kv_bytes_before), format_bytes(self.kv_bytes_after)
-        return f"KV memory {before} → {after} ({self.kv_dtype}{room})"
+        return f"KV memory {before} → {after} ({self.kv_dtype}{room if spare else ''})"
 
     @property
     def recall_text(self) -> str:

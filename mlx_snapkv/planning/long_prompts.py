@@ -76,7 +76,8 @@ class LongPrompts:
         rows = [k + beside for k in kept]
         after = total_bytes(footprint.row_bytes, rows) + n * sum(sizes.plain)
         sizes_text = f"{format_bytes(before)} → {format_bytes(after)}"
-        return f"{count} of {n:,} entries will be kept: KV memory {sizes_text}"
+        room = f", room for a block of {beside:,} included" if beside else ""
+        return f"{count} of {n:,} entries will be kept: KV memory {sizes_text}{room}"
 
     def _too_large(self, n_prompt: int) -> str | None:
         """A sentence if a prompt will not fit; None if it will, or if it can't be planned."""

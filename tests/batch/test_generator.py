@@ -5,9 +5,11 @@ import pytest
 from batch_helpers import Run, alone, prompts_of
 from mlx_lm.generate import BatchGenerator
 from request_helpers import assert_unpatched, plain
+from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, prefill
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
+from mlx_snapkv.engine import loop_model
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32"
 SNAPKV = f"{PLAIN},on_full=keydiff,lookahead=4"
@@ -50,6 +52,17 @@ def test_a_prompt_that_is_being_read_can_be_extracted_and_removed(tiny_model):
     assert [int(t) for t, _ in rest] == alone(tiny_model, prompts[0], 10)
     run.generator.remove([uids[0]])
     assert run.finish() == {uids[1]: alone(tiny_model, prompts[1], 10, policy=policy)}
+
+
+def test_a_chunk_is_evaluated_some_layers_at_a_time(monkeypatch):
+    """So that Ctrl-C is noticed within a second."""
+    run = Run(make_llama(num_hidden_layers=6), f"{SNAPKV},budget=56", prefill_step_size=64)
+    run.insert(prompts_of(300), 1)
+    evaluations, evaluate = [], mx.eval
+    monkeypatch.setattr(loop_model, "FAST", 0)
+    monkeypatch.setattr(mx, "eval", lambda *args: (evaluations.append(args), evaluate(*args)))
+    run.step()
+    assert len(evaluations) >= 6
 
 
 def test_prompts_are_read_before_others_go_on_if_nobody_waits(tiny_model):

@@ -26,7 +26,7 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(script, document
     code, out, err = script(lines, *POLICY)
     assert (code, out) == (0, [fact.value for fact in facts])
     assert "notes of today.txt: " in err and "100 entries read by every token" in err
-    assert "entries by layer: 0 to 2: 100\n" in err and "tokens/s" in err
+    assert "entries: 100 in layers 0 to 2\n" in err and "tokens/s" in err
     assert "\n/file FILE               put a document in front of the next message\n" in err
     assert all(f"\n{command} " in err for command in ("/reset", "/policy", "/quit"))
 
@@ -37,10 +37,10 @@ def test_a_quiet_chat_keeps_entries_in_a_file_and_leaves_stderr_to_commands(scri
     ways = [*SNAPKV, "--memory", "recall:file", "--kv-bits", "8", "--kv-group-size", "32", "-q"]
     code, out, err = script(lines, *ways)
     assert (code, out) == (0, [fact.value for fact in facts])
-    first, report, layers, held = err.splitlines()
+    first, report, layers, held, _ = err.splitlines()
     assert first.startswith("notes of today.txt: ") and "(8 bits)" in report
-    assert layers == "entries by layer: 0 to 2: 100"
-    assert held.startswith("KV memory held between turns: 0 B, ") and " in files; " in held
+    assert layers == "entries: 100 in layers 0 to 2"
+    assert re.fullmatch(r"held until the next turn: 0 B in memory, [\d.]+ [kM]B in files", held)
 
 
 def test_verify_is_chosen_and_shown(script, document):
@@ -77,6 +77,17 @@ def test_reset_policy_and_system_start_again(script, document):
     assert err.count("is forgotten") == err.count("policy: none") == 2
 
 
+def test_a_policy_of_blocks_names_the_block_and_auto_is_taken_for_a_conversation(script, document):
+    path, facts = document
+    file, question = f"/file {path}", facts[0].question
+    lines = [file, question, "/stats", "/policy auto", "/policy", file, question, "/stats"]
+    code, out, err = script(lines, "--policy", "keydiff:budget=64,block=32")
+    assert (code, out[-1]) == (0, facts[0].value)
+    assert "(float32, with room for a block of 32)" in err
+    assert "auto: snapkv:top_k=4096, --memory recall, because every token then chooses" in err
+    assert "\npolicy: snapkv:min_ctx=10932\n" in err and "below min_ctx=10932" in err
+
+
 def test_a_files_own_settings_end_with_it(script, document, tmp_path):
     """What the command line asked for is what the next full cache, and a new start, get."""
     path, facts = document
@@ -101,7 +112,9 @@ def test_turns_are_taken_back_and_answered_again(script, document):
     assert code == 0 and out[:2] == [facts[0].value] * 2
     assert out[2] == out[3] and out[4:] == [facts[1].value]
     assert err.count("the same answer, since temp is 0") == 2
-    assert re.search(r"held between turns: [\d.]+ kB, [\d.]+ kB for /undo; ", err)  # memory is drop
+    assert re.search(
+        r"held until the next turn: [\d.]+ kB in memory, [\d.]+ kB in memory for /undo\n", err
+    )  # memory is drop
     assert err.count("taken back: What is the") == 2
     assert "and the document will be read with your next message" in err
 
@@ -152,6 +165,7 @@ def test_a_conversation_is_exported_as_markdown(script, document, tmp_path):
         ("/file", "/file needs the name of a file"),
         ("/policy keydif", "did you mean 'keydiff'?"),
         ("/undo", "nothing to take back"),
+        ("/retry", "nothing to answer again"),
         ("/set heat 1", "unknown setting heat: one of /set temp, /set top_p, "),
         ("/set temp 200", "/set temp must be from 0 to 100, got '200'"),
         ("/set max-tokens 1.5", "/set max_tokens: "),
