@@ -65,11 +65,24 @@ class Layout:
 
 
 class EntryFile:
-    """A layer's keys or values in a file."""
+    """A layer's keys or values in a file; by default one without a name, which goes with this."""
 
-    def __init__(self, layout: Layout, file: Any):
+    def __init__(self, layout: Layout, file: Any = None):
+        if file is None:
+            file = tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)  # noqa: SIM115
         self.layout, self._file = layout, file
         weakref.finalize(self, file.close)
+
+    def write(self, stored: Stored, at: int) -> None:
+        """Write rows from entry `at` on. Raises: OSError."""
+        data, start = self.layout.to_bytes(stored), at * self.layout.token
+        while data:
+            n = os.pwrite(self._file.fileno(), data, start)
+            data, start = data[n:], start + n
+
+    def cut(self, n: int) -> None:
+        """Hold the first `n` entries only."""
+        os.ftruncate(self._file.fileno(), n * self.layout.token)
 
     def read(self, start: int, stop: int) -> Stored:
         """The rows of entries `[start, stop)`."""
@@ -93,25 +106,6 @@ class EntryFile:
 
     def __str__(self) -> str:
         return "entries kept in a file"
-
-
-class TemporaryFile(EntryFile):
-    """A file without a name, whose space is free again as soon as this or the process is gone."""
-
-    def __init__(self, layout: Layout):
-        file = tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)  # noqa: SIM115
-        super().__init__(layout, file)
-
-    def write(self, stored: Stored, at: int) -> None:
-        """Write rows from entry `at` on. Raises: OSError."""
-        data, start = self.layout.to_bytes(stored), at * self.layout.token
-        while data:
-            n = os.pwrite(self._file.fileno(), data, start)
-            data, start = data[n:], start + n
-
-    def cut(self, n: int) -> None:
-        """Hold the first `n` entries only."""
-        os.ftruncate(self._file.fileno(), n * self.layout.token)
 
 
 class SavedFile(EntryFile):
@@ -217,7 +211,7 @@ class FileStore(JoinedView, Store):
         stored = new.stored_keys, new.stored_values
         try:
             if not self._grows:
-                files = [TemporaryFile(Layout.of(x)) for x in stored]
+                files = [EntryFile(Layout.of(x)) for x in stored]
                 self._parts.append(_Part(files, self.quantization))
                 self._grows = True
             part = self._parts[-1]

@@ -17,6 +17,7 @@ from .stores import EntryView, JoinedView
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED = 16  # places all over the text, whose keys' spread it is made for
+ANY = 1 << 62  # positions that queries and keys may be apart
 FEW = 8192  # entries whose exact votes cost no more than an index
 
 
@@ -40,7 +41,7 @@ class FullView(Entries):
         n_entries: int | None = None,
     ):
         super().__init__(None, None, layer=layer)
-        self._compaction = compaction
+        self._compaction = compaction or Compaction(ANY)
         self._entries = JoinedView(views)
         self._n = n_entries
         self.index = index if len(self) > FEW else None
@@ -56,8 +57,6 @@ class FullView(Entries):
 
     def asked_by(self, observed: Queries) -> Queries:
         """Queries as they vote over all entries, which come as they were read."""
-        if self._compaction is None:
-            return observed
         return self._compaction.asking(observed, self.layer)
 
     def gather(self, positions: mx.array, end: int | None = None) -> Entries:
@@ -68,14 +67,11 @@ class FullView(Entries):
         """
         keys, values = self._entries.gather(positions)
         entries = Entries(keys, values, given_positions=positions, layer=self.layer)
-        if self._compaction is None or end is None:
-            return entries
-        return self._compaction.nearer(entries, end)[0]
+        return entries if end is None else self._compaction.nearer(entries, end)[0]
 
     def seen_from(self, positions: mx.array, start: int) -> Entries:
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as queries from `start` on vote for them."""
-        entries = self.gather(positions)
-        return entries if self._compaction is None else self._compaction.seen_from(entries, start)
+        return self._compaction.seen_from(self.gather(positions), start)
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
         """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if they are few."""
