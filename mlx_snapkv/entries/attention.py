@@ -67,7 +67,7 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
     late = mx.tile(late.astype(mx.float32), (1, group))
     B, H, T, D = keys.shape
     held = queries.shape[2] + (0 if keys.dtype == queries.dtype else D)
-    if isinstance(keys, mx.array) and 4 * B * H * T * held <= HELD_BYTES:
+    if not _waits(keys) and 4 * B * H * T * held <= HELD_BYTES:
         weights, share = _weights(keys, observed, queries, T)
         votes = (share[..., None, :] * late) @ weights
     else:
@@ -166,7 +166,7 @@ def _sums(
     """
     B, H, T, D = keys.shape
     n = queries.shape[2]
-    waits = isinstance(keys, KeyBlocks) and keys.waits
+    waits = _waits(keys)
     keeps = n <= D // 4 and 4 * B * H * n * T <= KEPT_BYTES
     block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries, BLOCK_BYTES)
     # Of few queries, the logits of several blocks of keys are as much as those of one block of many.
@@ -222,6 +222,10 @@ def _grouped(keys: Keys, observed: Queries) -> tuple[mx.array, int]:
     else:
         queries = observed.heads.astype(mx.float32) * (observed.scale * LOG2_E)
     return queries.reshape(B, H, -1, D), n_heads // H
+
+
+def _waits(keys: Keys) -> bool:
+    return isinstance(keys, KeyBlocks) and keys.waits
 
 
 def _block(queries: mx.array, n_bytes: int) -> int:
