@@ -69,7 +69,7 @@ def test_tokens_since_a_mark_and_stored_ones_are_rolled_back(store, offloads):
         assert same(cache.keys_and_values(), wanted)
 
 
-N_LAYERS, N_ENTRIES = 6, 8_000
+N_LAYERS, N_ENTRIES = 6, 20_000
 SMALL = resolve_policy(policy="snapkv:budget=64,n_sink=4,n_window=32")
 
 
