@@ -21,7 +21,7 @@ from ..paths import path_of, put, refusing
 from ..policies import POLICIES, resolve_policy
 from ..saved import require_writable
 from ..several.ranks import here
-from .cache_options import AutoPolicyOptions
+from .cache_options import CompressionOptions
 from .chat_session import Session
 from .options import SamplingOptions
 from .prompts import read_file
@@ -268,9 +268,9 @@ def _policy(session: Session, text: str) -> None:
         session.say(f"policy: {now.policy or 'none'}")
         return
     if text == AUTO:
-        options = AutoPolicyOptions(policy=AUTO, kv_memory=session.context.params["kv_memory"])
-        memory = session.wanted["memory"]
-        changes = options.take(now.model, None, CONVERSATION, memory, session.say)
+        memory, kv_memory = session.wanted["memory"], session.context.params["kv_memory"]
+        options = CompressionOptions(policy=AUTO, memory=memory, kv_memory=kv_memory)
+        changes = options.take(now.model, None, CONVERSATION, session.say)
     else:
         changes = {"policy": None if text == "none" else resolve_policy(policy=text)}
     said = f"a new conversation with policy {changes['policy'] or 'none'}"
