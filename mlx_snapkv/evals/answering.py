@@ -127,8 +127,7 @@ def decode(
     Args:
         begun: the answer's first tokens.
         on_text: called with the text as it comes, without the token that ends it.
-        on_report: called when a prompt that the cache had not been fed has been compressed.
-        **options: of `stream_generate`.
+        **options: of `stream_generate`; `on_report` is called if this compresses a prompt.
     """
     cache, report = kept
     detokenizer, stops = tokenizer.detokenizer, tokenizer.eos_token_ids

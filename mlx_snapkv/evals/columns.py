@@ -59,14 +59,9 @@ class Row(BaseModel, strict=True, frozen=True):
 def read_columns(
     name: str, tasks: Sequence[str] | None = None, most: int | None = None
 ) -> tuple[list[list[Row]], str]:
-    """The rows of a file, or of all parquet and JSON-lines files in a folder and below, a list a document.
+    """The rows of a file, or of all parquet and JSON-lines files in a folder and below; and a digest of the data.
 
-    Args:
-        tasks: which of them; None is all.
-        most: documents of each task and length, from the first on.
-
-    Returns:
-        Them by length and task, and a digest of the data.
+    They are a list a document, by length and task: at most the first `most` of each, of these tasks or of all.
 
     Raises:
         SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.

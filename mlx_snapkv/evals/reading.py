@@ -35,8 +35,7 @@ MORE = 256  # tokens that there is room for behind a prompt
 def shares_reading(policy: AnyPolicy | None) -> bool:
     """Whether a policy chooses from full caches, by queries that are recorded while others' are; None keeps all.
 
-    Block policies evict while they read, h2o counts the attention of every query, kvzip reads a second time: these
-    read for themselves.
+    Others read for themselves: block policies evict meanwhile, h2o counts all attention, kvzip reads twice.
     """
     if policy is None:
         return True

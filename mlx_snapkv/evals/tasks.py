@@ -109,8 +109,7 @@ def filled(
 ) -> str:
     """The longest document with `parts` in it whose prompt has at most `length` tokens, as `n_prompt` counts them.
 
-    Raises:
-        SnapKVError: not even one piece of filler has room.
+    Raises: SnapKVError: not even one piece of filler has room.
     """
     pieces = [next(filler)]
     least = n_prompt(joined(pieces, parts))
@@ -134,9 +133,8 @@ def joined(pieces: Sequence[str], parts: Iterable[tuple[float, str]]) -> str:
 def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None) -> Dataset:
     """One fact is asked for; the other `needles - 1` are spread over the document.
 
-    Args:
-        text: the filler, cut to length between sentences and repeated if it is too short; by default the sentences
-            that the embedded models were trained on.
+    The filler is `text`, cut to length between sentences and repeated if it is too short, or else the sentences that
+    the embedded models were trained on.
     """
 
     def hide(rng: random.Random, depth: float) -> Hidden:

@@ -63,8 +63,7 @@ class Texts:
     def pieces(self, tokenizer: Any, length: int, n_following: int, most: int) -> list[Piece]:
         """At most `most` disjoint pieces: the first of every text, then the second of every one, ...
 
-        Raises:
-            SnapKVError: no text is long enough.
+        Raises: SnapKVError: no text is long enough.
         """
         size = length + n_following
         waiting = deque(_cut(n, text, tokenizer, length, size) for n, text in self._texts.items())
@@ -118,11 +117,7 @@ class Frame(NamedTuple):
 
 
 def frame_of(tokenizer: Any, question: str | None) -> Frame:
-    """Around a text with a question behind it, in the chat template if there is one, or around a text alone.
-
-    Raises:
-        SnapKVError: the template fails, or changes what the user says.
-    """
+    """Around a text with a question behind it, in the chat template if there is one, or around a text alone."""
     start = tokenizer.encode("")
     if question is None:
         return Frame(start, start, [])
@@ -134,7 +129,10 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
 
 def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
-    """What the chat template has before what the user says, and from its `ending` on."""
+    """What the chat template has before what the user says, and from its `ending` on.
+
+    Raises: SnapKVError: the template fails, or changes what the user says.
+    """
     messages = [{"role": "user", "content": f"{MARK}{ending}"}]
     options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
     try:

@@ -34,20 +34,16 @@ class Inspection:
     """What a policy kept of a prompt, and what the answer attended to.
 
     Attributes:
-        policy: as its command-line string.
-        tokens: the prompt's ids.
-        text: what they say.
+        tokens, text: the prompt's ids, and what they say.
         spans: of each token in the text; tokens that only make a character together share theirs.
         layers: the model's layers with entries, by their number from 0; the rows of `positions`.
         layers_without: those without: linear or state-space layers, and sliding windows, which forget by themselves.
         heads: KV heads of each of `layers`.
         positions: int32 `(n_layers, n_kv_heads, n_kept)`, the tokens whose entries each head keeps, in order. -1 behind
             them where a layer keeps fewer, or has fewer heads.
-        sentences: those of which anything is kept, the most kept first (see `Sentence`); none if nothing was dropped.
+        sentences: those of which anything is kept, the most kept first; none if nothing was dropped.
         report: what the compression did, or why nothing was dropped: then all positions are kept.
-        answer: its text.
-        answer_tokens: its tokens' texts, one after the other.
-        attended: what these attended to.
+        answer_tokens: the texts of the answer's tokens, and what these `attended` to.
     """
 
     policy: str

@@ -18,8 +18,7 @@ MOST = 8  # tokens of a character, which has at most four bytes
 # Up to the end of a sentence or paragraph, with the white space that follows it.
 _PIECE = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*|\Z)", re.DOTALL)
 
-LONG = 400  # characters; a longer piece is a list, a table or code, and is cut between its lines
-LONG_TO_READ = 200  # the same, where sentences are shown
+LONG = 200  # characters; a longer piece is a list, a table or code, and is cut between its lines
 
 # Before a line of a list, of a table, or a heading.
 _MARKED = re.compile(r"(?<=\n)(?=[^\S\n]*[^\w\s\"'“‘(])")
@@ -92,15 +91,9 @@ class Sentence:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """The sentences of a text, with the white space behind them; long lists, tables and code line by line."""
-    for piece in _PIECE.findall(text):
+    """The sentences of a text, with the white space behind them; items of lists, rows and lines of code alone."""
+    for piece in itertools.chain.from_iterable(map(_MARKED.split, _PIECE.findall(text))):
         yield from piece.splitlines(keepends=True) if len(piece) > LONG else [piece]
-
-
-def lines_of(text: str) -> Iterator[str]:
-    """Sentences as short as a reader wants them: items of lists, rows of tables and lines of code are their own."""
-    for piece in itertools.chain.from_iterable(map(_MARKED.split, sentences_of(text))):
-        yield from piece.splitlines(keepends=True) if len(piece) > LONG_TO_READ else [piece]
 
 
 def ranked(
@@ -139,7 +132,7 @@ def _tokens_of_sentences(
         words = text[at : spans[run[-1]][1]]
         role = _ROLE.match(words) if start and special[start - 1] else None
         lead = [] if role is None else [role.group()]
-        for piece in (*lead, *lines_of(words[role.end() :] if role else words)):
+        for piece in (*lead, *sentences_of(words[role.end() :] if role else words)):
             at += len(piece)
             stop = start
             while stop <= run[-1] and spans[stop][1] <= at:
