@@ -85,5 +85,5 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     }
     asked = pieces, methods, settings, questions, options.continuation
     ask = partial(measuring.run, model, tokenizer, *asked)
-    results = results_in(files, fixed, measuring.KEYS)
+    results = results_in(files, fixed)
     result.measure(files, fixed, results, len(pieces), ask, PAGE)

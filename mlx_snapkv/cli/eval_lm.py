@@ -84,7 +84,7 @@ def lm(
     files = result.files()
     versions = {"mlx-snapkv": __version__, "lm_eval": version("lm_eval")}
     fixed = options.fixed() | {"model": model} | versions
-    results = results_in(files, fixed, harness.KEYS)
+    results = results_in(files, fixed)
     metadata: dict[str, Any] = {"tokenizer": str(MODELS.get(model, model))}
     if options.length is not None:
         metadata["max_seq_lengths"] = [options.length]

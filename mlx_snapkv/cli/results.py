@@ -180,13 +180,11 @@ class ResultOptions:
             print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 
-def results_in(
-    files: ResultFiles | None, fixed: dict[str, Any], keys: tuple[str, ...] | None = None
-) -> Results:
-    """The records that are there; `keys` identify a record. SnapKVError if they are of another run."""
-    from ..evals.loop import KEYS, Results
+def results_in(files: ResultFiles | None, fixed: dict[str, Any]) -> Results:
+    """The records that are there. SnapKVError if they are of another run."""
+    from ..evals.loop import Results
 
-    return Results(fixed, None if files is None else files.path(".jsonl"), keys or KEYS)
+    return Results(fixed, None if files is None else files.path(".jsonl"))
 
 
 def methods_of(

@@ -29,7 +29,6 @@ from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
 SETTINGS = (TEXT, KNOWN, LATER)
-KEYS = ("method", "setting", "document", "piece")
 
 
 def run(
@@ -53,21 +52,22 @@ def run(
     asked = [None] if set(settings) == {TEXT} else questions
     framed = [(question, frame_of(tokenizer, question)) for question in asked]
 
-    def cells(piece: Piece, question: str | None, frame: Frame):
+    def document(piece: Piece, question: str | None, frame: Frame):
         def measure(missing: list[Record]) -> Iterable[Record]:
             own = [policies[cell["method"]] for cell in missing]
             wanted = {cell["setting"] for cell in missing}
             judges = Judges(model, piece, frame, own, wanted, n, tokenizer.eos_token_ids)
             for cell in missing:
-                setting = cell["setting"]
-                figures = judges.judge(setting, policies[cell["method"]], loop.next_stream())
-                yield cell | {"question": None if setting == TEXT else question} | figures
+                policy = policies[cell["method"]]
+                yield cell | judges.judge(cell["setting"], policy, loop.next_stream())
 
         place = {"document": piece.document, "piece": piece.number}
         pairs = itertools.product(settings, policies)
-        return [{"method": name, "setting": s, **place} for s, name in pairs], measure
+        asked = {setting: None if setting == TEXT else question for setting in settings}
+        cells = [{"method": m, "setting": s, **place, "question": asked[s]} for s, m in pairs]
+        return cells, measure
 
-    each = (cells(piece, *frame) for piece, frame in zip(pieces, itertools.cycle(framed)))
+    each = (document(piece, *frame) for piece, frame in zip(pieces, itertools.cycle(framed)))
     return loop.run(each, results, on_piece)
 
 

@@ -35,8 +35,6 @@ from . import loop, tables
 from .loop import Record, Results
 from .methods import FULL, KNOWN, Method
 
-KEYS = ("method", "task")
-
 
 class PolicyLM(mlx_evaluate.MLXLM):
     """`MLXLM` over a model that is loaded already; `reports` are those of the prompts that a policy was to compress.

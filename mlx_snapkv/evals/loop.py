@@ -19,12 +19,12 @@ from ..paths import naming, put_result
 Record = dict[str, Any]
 Measure = Callable[[list[Record]], Iterable[Record]]
 
-KEYS = ("method", "setting", "task", "length", "document", "question")
+KEYS = ("method", "setting", "task", "length", "document", "piece", "question")
 WAITING = 32  # records that a CPU computes at a time, each of which holds a compressed cache
 
 
 class Results:
-    """Records, identified by the values of `keys`.
+    """Records, identified by their method, and by those of the other `KEYS` that they have.
 
     With a path, each is appended to that file of JSON lines as it comes; the first line is the setting. A later run
     goes on from the file, without a last line that was not finished.
@@ -33,26 +33,21 @@ class Results:
         SnapKVError: the file is not of this setting, or not such a file.
     """
 
-    def __init__(self, setting: Record, path: Path | None = None, keys: tuple[str, ...] = KEYS):
-        self._path, self._keys = path, keys
-        self._records: dict[tuple, Record] = {}
+    def __init__(self, setting: Record, path: Path | None = None):
+        self._path, self._records = path, dict[tuple, Record]()
         if path is not None:
             self._load(setting, path)
 
     def get(self, wanted: Record) -> Record | None:
-        """The record with the same keys as `wanted`."""
-        return self._records.get(self._key(wanted))
+        return self._records.get(_key(wanted))
 
     def add(self, record: Record) -> None:
         """Arrays become numbers."""
         made = {k: x.item() if isinstance(x, mx.array) else x for k, x in record.items()}
-        self._records[self._key(made)] = made
+        self._records[_key(made)] = made
         if self._path is not None:
             with naming(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(made) + "\n")
-
-    def _key(self, record: Record) -> tuple:
-        return tuple(record[name] for name in self._keys)
 
     def _load(self, setting: Record, path: Path) -> None:
         data = path.read_bytes() if path.exists() else b""
@@ -66,11 +61,15 @@ class Results:
         for number, line in enumerate(lines, start=2):
             try:
                 record = json.loads(line)
-                self._records[self._key(record)] = record
+                self._records[_key(record)] = record
             except (ValueError, TypeError, KeyError):
                 raise SnapKVError(f"{path}: line {number} is damaged: delete that line") from None
         if len(whole) < len(data):
             os.truncate(path, len(whole))
+
+
+def _key(record: Record) -> tuple:
+    return record["method"], *map(record.get, KEYS[1:])
 
 
 def _require_same(setting: Record, first: bytes, path: Path) -> None:

@@ -13,7 +13,7 @@ from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals.divergence import divergence, log_softmax
-from mlx_snapkv.evals.fidelity import KEYS, SETTINGS, TEXT, run, without_lookahead
+from mlx_snapkv.evals.fidelity import SETTINGS, TEXT, run, without_lookahead
 from mlx_snapkv.evals.fidelity_tables import PAGE, summarise, tables
 from mlx_snapkv.evals.loop import Results
 from mlx_snapkv.evals.methods import FULL, KNOWN, LATER, Method
@@ -65,7 +65,7 @@ def compare(demo_llama, pieces):
 
     def get(methods, settings=SETTINGS, of=pieces):
         given = of, [*map(Method, methods.values())], settings, QUESTIONS, N
-        return run(*demo_llama, *given, Results({}, keys=KEYS))
+        return run(*demo_llama, *given, Results({}))
 
     return get
 
@@ -76,8 +76,8 @@ def records(compare):
 
 
 def record_of(records, name, setting, piece):
-    wanted = name, setting, piece.document, piece.number
-    return next(r for r in records if tuple(r[key] for key in KEYS) == wanted)
+    wanted = {"method": name, "setting": setting, "document": piece[0], "piece": piece[1]}
+    return next(r for r in records if r | wanted == r)
 
 
 def softmax64(logits):

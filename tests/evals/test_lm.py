@@ -22,7 +22,7 @@ from mlx_snapkv.batch.generate import batch_generate
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals import lm as harness
-from mlx_snapkv.evals.lm import KEYS, PolicyLM, load_tasks, run
+from mlx_snapkv.evals.lm import PolicyLM, load_tasks, run
 from mlx_snapkv.evals.loop import Results
 from mlx_snapkv.evals.methods import Method
 from mlx_snapkv.policies import resolve_policy
@@ -153,7 +153,7 @@ def test_runs_go_on_and_no_methods_answer_depends_on_the_others(folder, lm_of, t
     batches = []
 
     def asked(*methods):
-        results = Results({"task": "lm"}, tmp_path / "r.jsonl", KEYS)
+        results = Results({"task": "lm"}, tmp_path / "r.jsonl")
         on_documents = lambda *batch: batches.append(batch)  # noqa: E731
         return run(lm_of, tasks, methods, results, on_documents, **options)
 
@@ -162,7 +162,7 @@ def test_runs_go_on_and_no_methods_answer_depends_on_the_others(folder, lm_of, t
     batches.clear()
     together = asked(full, streaming, snapkv)
     assert batches == [(False, 3), (False, 3), (True, 2), (True, 1)] * 2
-    alone = run(lm_of, tasks, [snapkv], Results({}, keys=KEYS), **options)
+    alone = run(lm_of, tasks, [snapkv], Results({}), **options)
     assert together[2::3] == alone
     assert [r["prompts"] for r in together] == [0, 3, 3] * 2
     assert [(r["n"], len(r["documents"])) for r in together] == [(3, 3)] * 6
