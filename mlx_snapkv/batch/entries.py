@@ -35,9 +35,11 @@ class Batched(OnQueries, _BaseCache):
 
     Attributes:
         offset: int32 `(B,)`, the position of each request's next token.
+        keys: some that a step reads; mlx-lm lets them wait for what a pipeline sends.
     """
 
     offset: mx.array
+    keys: Any
 
     def __init__(self, members: Sequence[Any]):
         self.members = list(members)
@@ -81,6 +83,14 @@ class BatchedChoices(Batched, Choosing):
     def layer(self) -> Any:  # type: ignore[override]
         return self.members[0].layer
 
+    @property
+    def keys(self) -> Any:  # type: ignore[override]
+        return self.members[0].keys
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self.members[0].keys = keys
+
     def move(self, n: int) -> None:
         for member in self.members:
             member.move(n)
@@ -101,10 +111,6 @@ class BatchedChoices(Batched, Choosing):
         """A request's cache by itself; this one keeps it, too."""
         return copy.deepcopy(self.members[idx])
 
-    @property  # type: ignore[misc]  # nothing sets it
-    def state(self) -> list:
-        return [member.state for member in self.members]
-
     @property
     def nbytes(self) -> int:
         return sum(member.nbytes for member in self.members)
@@ -118,12 +124,14 @@ class BatchedEntries(Batched, Quantised):
     next entry goes to and when to evict, and takes its slot back for that. So a request keeps what it would keep alone.
     """
 
+    values: Any
+
     def __init__(self, members: Sequence[EvictingCache]):
         super().__init__(members)
         self.quantization = members[0].quantization
         for member in members:
             member.flush()
-        self._stored = _stacked([member.keys_and_values() for member in members])
+        self.keys, self.values = _stacked([member.keys_and_values() for member in members])
         self._make_room(self._n_needed())
         for member in members:
             member.keys = member.values = None
@@ -144,7 +152,7 @@ class BatchedEntries(Batched, Quantised):
     def keys_and_values(self) -> tuple[Stored, Stored]:
         """The entries that the attention is to see."""
         n = self.size()
-        return self._stored if n == self._n_rows else rows(self._stored, 0, n)
+        return self._stored if n == n_rows(self.keys) else rows(self._stored, 0, n)
 
     def record(self, queries: mx.array, *more: Any, **options: Any) -> None:
         """Leave each request its query of `(B, n_heads, 1, head_dim)`, if it asks for it; see `Recorder.record`."""
@@ -179,7 +187,7 @@ class BatchedEntries(Batched, Quantised):
 
     def extend(self, other: BatchedEntries) -> None:
         super().extend(other)
-        self._stored = _stacked([self._stored, other._stored])
+        self.keys, self.values = _stacked([self._stored, other._stored])
         self.offset = mx.concatenate([self.offset, other.offset])
 
     def filter(self, keep: Sequence[int]) -> None:
@@ -187,7 +195,8 @@ class BatchedEntries(Batched, Quantised):
         chosen = mx.array(list(keep))
         n = self._n_needed()
         stored = each(lambda x: mx.take(x, chosen, axis=0), self._stored)
-        self._stored = stored if n >= self._n_rows else _contiguous(rows(stored, 0, n))
+        whole = n >= n_rows(stored)
+        self.keys, self.values = stored if whole else _contiguous(rows(stored, 0, n))
         self.offset = self.offset[chosen]
 
     def extract(self, idx: int) -> EvictingCache:
@@ -226,7 +235,7 @@ class BatchedEntries(Batched, Quantised):
         def put(held: mx.array, new: mx.array) -> mx.array:
             return mx.put_along_axis(held, mx.broadcast_to(index, new.shape), new, axis=2)
 
-        self._stored = each(put, self._stored, entries)
+        self.keys, self.values = each(put, self._stored, entries)
 
     def _n_needed(self) -> int:
         """Rows that the requests need now, and for their next tokens."""
@@ -234,16 +243,13 @@ class BatchedEntries(Batched, Quantised):
 
     def _make_room(self, n: int) -> None:
         """Have at least `n` rows, and half as many again if there are fewer."""
-        if n > self._n_rows:
-            self._stored = _with_room(self._stored, max(n, self._n_rows * 3 // 2))
+        held = n_rows(self.keys)
+        if n > held:
+            self.keys, self.values = _with_room(self._stored, max(n, held * 3 // 2))
 
     @property
-    def _n_rows(self) -> int:
-        return n_rows(self._stored)
-
-    @property  # type: ignore[misc]  # nothing sets it
-    def state(self) -> tuple:
-        return self._stored, self.offset
+    def _stored(self) -> Stored:
+        return self.keys, self.values
 
     @property
     def nbytes(self) -> int:

@@ -129,6 +129,24 @@ def test_the_caches_really_are_small(tiny_model):
     assert run.generator.prompt_cache_nbytes < full.prompt_cache_nbytes
 
 
+@pytest.mark.parametrize("memory", ["drop", "recall"])
+def test_keys_may_wait_for_what_a_pipeline_sends(tiny_model, memory, monkeypatch):
+    """As mlx-lm's models of which each Mac has some layers do after every call."""
+    policy, prompts = f"{SNAPKV},budget=56", prompts_of(200, 150)
+    wanted = [alone(tiny_model, prompt, 9, policy=policy, memory=memory) for prompt in prompts]
+    call = type(tiny_model).__call__
+
+    def sends(self, inputs, cache=None):
+        logits = call(self, inputs, cache=cache)
+        cache[-1].keys = mx.depends(cache[-1].keys, logits)
+        return logits
+
+    monkeypatch.setattr(type(tiny_model), "__call__", sends)
+    run = Run(tiny_model, policy, memory=memory)
+    uids = run.insert(prompts, 9)
+    assert [run.finish()[uid] for uid in uids] == wanted
+
+
 def test_without_a_policy_it_is_mlx_lms(tiny_model):
     prompts = prompts_of(100, 140)
     answers = []
