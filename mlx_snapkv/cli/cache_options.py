@@ -195,8 +195,7 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
     ) -> dict[str, Any]:
         """What --policy auto changes of them, said in one line; a model's name will do."""
         from ..engine.auto import FEW, auto
-        from .loading import load_without_weights
-        from .sharded import require_alone
+        from .loading import load_without_weights, require_alone
 
         if not self.is_auto:
             return {}

@@ -23,9 +23,9 @@ from ..saved import require_writable
 from ..several.ranks import here
 from .cache_options import CompressionOptions
 from .chat_session import Session
+from .loading import ALONE_ONLY
 from .options import SamplingOptions
 from .prompts import read_file
-from .sharded import ALONE_ONLY, on_first
 
 FILE = "FILE"
 
@@ -83,7 +83,7 @@ class CommandCompleter(Completer):
 @_command(FILE)
 def _file(session: Session, path: str) -> None:
     """put a document in front of the next message"""
-    text = on_first(partial(read_file, "/file", path))
+    text = here().from_first(partial(read_file, "/file", path))
     tokens = session.attach(text)
     session.names[text] = Path(path).name
     session.say(f"{session.names[text]}: {tokens:,} tokens, to be read with your next message")

@@ -25,7 +25,6 @@ from .options import SamplingOptions
 from .progress import stderr_console
 from .prompts import require_text
 from .reading import Reading
-from .sharded import on_first
 
 
 class Lines:
@@ -49,12 +48,12 @@ class Lines:
         return here().first(self._on_terminal)
 
     def __iter__(self) -> Iterator[str]:
-        while (message := on_first(self._message)) is not None:
+        while (message := here().from_first(self._message)) is not None:
             yield message
 
     def agree(self, question: str) -> bool:
         """Whether the user at the terminal says yes."""
-        return on_first(partial(self._agree, f"{question} [y/N] "))
+        return here().from_first(partial(self._agree, f"{question} [y/N] "))
 
     def _message(self) -> str | None:
         while True:

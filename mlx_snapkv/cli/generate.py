@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.report import NO_POLICY, CompressionReport
 from . import cache_options, options
 from .command import option
+from .loading import require_alone
 from .options import one_of
 from .prompts import PromptOptions
 from .reading import Reading
@@ -64,12 +65,12 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
+    from ..several.ranks import here
     from .saved_start import SavedStart
-    from .sharded import on_first, require_alone
 
     keywords, file = compression.keywords(), prompt.prompt_cache_file
     keywords |= cache.generation(keywords["policy"])
-    text = on_first(prompt.read)
+    text = here().from_first(prompt.read)
     require_alone(draft_model=draft.draft_model)
     loaded, tokenizer = model.load()
     keywords |= draft.load(tokenizer, model.trust_remote_code)

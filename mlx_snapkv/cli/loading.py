@@ -5,14 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
 from ..paths import path_of
-from .process import listen
+from .command import flag_of
+from .process import be_silent, listen
+
+if TYPE_CHECKING:
+    from ..several.ranks import Ranks
+
+INDEX = "model.safetensors.index.json"
+# What mlx and mlx-lm say of a model that can't be split so.
+UNSPLIT = ("does not support", "must be positive", "annot shard", "annot be sharded")
+ALONE_ONLY = "start it without mlx.launch"
 
 # What the errors of the Hugging Face hub mean.
 HUB = {
@@ -52,9 +62,10 @@ def load_model(
     Raises:
         SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
-    from .sharded import join, load_shared
+    from mlx_lm import load
 
-    ranks = join(pipeline, adapter_path=adapter_path, quantize_activations=quantize_activations)
+    ranks = _joined(pipeline)
+    require_alone(adapter_path=adapter_path, quantize_activations=quantize_activations)
     folder = _place(name, option)
     adapter = None if adapter_path is None else path_of(adapter_path, "--adapter-path")
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
@@ -67,20 +78,79 @@ def load_model(
     options: Any = {"tokenizer_config": code, **code}
     try:
         if ranks.size > 1:
-            model, tokenizer = load_shared(where, ranks, bool(pipeline), **options)
+            model, tokenizer = _load_shard(where, ranks, bool(pipeline), **options)
         else:
-            from mlx_lm import load
-
-            config = {"quantize_activations": quantize_activations}
-            adapters = None if adapter is None else str(adapter)
-            model, tokenizer, *_ = load(
-                where, adapter_path=adapters, model_config=config, **options
-            )
+            options["model_config"] = {"quantize_activations": quantize_activations}
+            options["adapter_path"] = None if adapter is None else str(adapter)
+            model, tokenizer, *_ = load(where, **options)
     except SnapKVError as error:
         raise SnapKVError(f"{option} {name}: {error}") from error
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
         raise SnapKVError(f"{option} {name}: {_why(name, folder, error, 'loaded')}") from error
     _make_fast(name, model)
+    return model, tokenizer
+
+
+def _joined(pipeline: bool | None) -> Ranks:
+    """All processes that were started with this one. Those but rank 0 print nothing from here on.
+
+    Raises:
+        SnapKVError: the command is for one Mac, or the ranks were given different options.
+    """
+    from ..several.ranks import here
+
+    ranks = here()
+    if ranks.rank:
+        be_silent()
+    if ranks.size == 1 and pipeline:
+        raise SnapKVError(
+            "--pipeline is for several Macs: start the command by mlx.launch, or drop it"
+        )
+    ranks.require_same(options=" ".join(sys.argv[1:]))
+    if ranks.size > 1 and pipeline is None:
+        raise SnapKVError(f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {ALONE_ONLY}")
+    return ranks
+
+
+def require_alone(**options: Any) -> None:
+    """Raises: SnapKVError: an option is given that several Macs can't serve, and this is one of several."""
+    from ..several.ranks import here
+
+    for name, given in options.items():
+        if given and here().size > 1:
+            raise SnapKVError(
+                f"{flag_of(name)} can't be used on several Macs: drop it, or {ALONE_ONLY}"
+            )
+
+
+def _load_shard(folder: str, ranks: Ranks, pipeline: bool, **options: Any) -> tuple[Any, Any]:
+    """This rank's shard of a model, and the tokenizer; SnapKVError if mlx-lm can't split it so."""
+    import mlx.core as mx
+    from mlx_lm.utils import sharded_load
+
+    group: Any = {"pipeline_group" if pipeline else "tensor_group": mx.distributed.init()}
+    try:
+        model, tokenizer = sharded_load(folder, **group, **options)
+    except FileNotFoundError as error:
+        if not str(error.filename).endswith(INDEX):
+            raise
+        raise SnapKVError(
+            f"--pipeline needs {INDEX}, which tells the layers' files: make it with mlx_lm.convert, or drop it"
+        ) from error
+    except ValueError as error:
+        if not any(reason in str(error) for reason in UNSPLIT):
+            raise
+        other = "drop --pipeline" if pipeline else "add --pipeline"
+        raise SnapKVError(
+            f"mlx-lm can't split this model so ({brief(error)}): {other}, or start fewer processes"
+        ) from error
+    args = getattr(model, "args", None)
+    text = getattr(args, "text_config", None) or {}
+    n = getattr(args, "num_key_value_heads", None) or text.get("num_key_value_heads")
+    if not pipeline and n and n % ranks.size:
+        raise SnapKVError(
+            f"{n} KV heads can't be split over {ranks.size} processes: start as many as divide them, or add --pipeline"
+        )
     return model, tokenizer
 
 
@@ -151,8 +221,7 @@ def _fault(folder: Path, error: Exception) -> str:
         return "no weights there: model.safetensors, or several model-*.safetensors"
     for file in weights:
         try:
-            with safe_open(file, "np"):  # which is as long as its header says
-                pass
+            safe_open(file, "np").keys()  # which is as long as its header says
         except (OSError, SafetensorError):
             return f"{file.name} is damaged or cut short"
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]

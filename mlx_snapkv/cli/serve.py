@@ -15,6 +15,7 @@ from ..paths import path_of
 from ..server import BILLING
 from . import cache_options, options
 from .command import option
+from .loading import require_alone
 from .options import n_bytes
 from .process import listen
 from .reading import Reading
@@ -129,7 +130,6 @@ def serve(
     from ..server.prefix_cache import PrefixCache
     from ..server.requests import Loaded
     from ..several.ranks import here
-    from .sharded import require_alone
 
     require_alone(prefix_dir=prefixes.prefix_dir)
     ranks = here()
