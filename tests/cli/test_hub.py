@@ -15,35 +15,32 @@ from mlx_snapkv.demo import MODELS
 class Hub(BaseHTTPRequestHandler):
     """The files of the server's `files`, as the real hub sends them, or its `refusal` of every request."""
 
-    def do_HEAD(self):
-        self.do_GET()
-
     def do_GET(self):
-        if self.server.refusal:
-            status, code = self.server.refusal
-            return self._send(status, b"", {"X-Error-Code": code})
+        status, code = self.server.refusal or (404, "EntryNotFound")
         name = self.path.rpartition("/resolve/main/")[2]
-        if self.path.startswith("/api/models/") and "/resolve/" not in self.path:
-            return self._send(200, json.dumps({"id": "somebody/big", "sha": "a" * 40}).encode())
-        if name not in self.server.files:
-            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
-        data = self.server.files[name]
-        start, _, stop = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
-        if not start:
-            return self._send(200, data)
-        part = data[int(start) : int(stop) + 1] if stop else data[int(start) :]
-        span = f"bytes {start}-{int(start) + len(part) - 1}/{len(data)}"
-        return self._send(206, part, {"Content-Range": span})
-
-    def _send(self, status, data, headers=None):
+        data, headers = self.server.files.get(name, b""), {}
+        if self.server.refusal:
+            data = b""
+        elif self.path.startswith("/api/models/") and "/resolve/" not in self.path:
+            status, data = 200, json.dumps({"id": "somebody/big", "sha": "a" * 40}).encode()
+        elif data:
+            start, _, stop = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+            status, size, first = 206 if start else 200, len(data), int(start or 0)
+            data = data[first : int(stop) + 1 if stop else None]
+            span = f"bytes {first}-{first + len(data) - 1}/{size}"
+            headers = {"Content-Range": span} if start else {}
+        if status >= 400:
+            headers = {"X-Error-Code": code}
         self.send_response(status)
         known = {"ETag": f'"{self.path[-5:]}"', "X-Repo-Commit": "a" * 40}
-        for name, value in {**known, **(headers or {}), "Content-Length": str(len(data))}.items():
+        for name, value in {**known, **headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
             self.server.sent += len(data)
             self.wfile.write(data)
+
+    do_HEAD = do_GET
 
     def log_message(self, *args):
         pass
