@@ -137,7 +137,6 @@ def _require_key(headers: Headers, key: str) -> None:
         raise ApiError(
             401,
             "the API key is missing or wrong: send it as 'Authorization: Bearer' or 'x-api-key'",
-            kind="authentication_error",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

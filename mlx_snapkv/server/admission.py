@@ -61,7 +61,6 @@ class Admission:
             raise ApiError(
                 429,
                 f"{self._limits.queue} requests are waiting already: try again later",
-                kind="rate_limit_error",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": "5"},
             )

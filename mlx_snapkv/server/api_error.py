@@ -14,6 +14,7 @@ from ..batch.memory import NeverFits
 from ..completions.body import problem
 from ..errors import EntryFileError, SnapKVError
 
+KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
 log = logging.getLogger("mlx_snapkv.server")
 
 
@@ -21,17 +22,11 @@ class ApiError(HTTPException):
     """An HTTP status and one sentence; `kind`, `code` and `param` are OpenAI's `type`, `code` and `param`."""
 
     def __init__(
-        self,
-        status: int,
-        sentence: str,
-        *,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
-        param: str | None = None,
-        headers: Any = None,
+        self, status: int, sentence: str, code: Any = None, param: Any = None, headers: Any = None
     ):
         super().__init__(status, sentence, headers)
-        self.kind, self.code, self.param = kind, code, param
+        other = "server_error" if status >= 500 else "invalid_request_error"
+        self.kind, self.code, self.param = KINDS.get(status, other), code, param
 
 
 def prompt_too_long(why: str) -> ApiError:
@@ -41,7 +36,7 @@ def prompt_too_long(why: str) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+    return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -71,4 +66,4 @@ def as_api_error(error: BaseException) -> ApiError:
     else:
         log.error("request %s failed", number, exc_info=error)
     sentence = f"the server failed on this request; its log says more under {number}"
-    return ApiError(500, sentence, kind="server_error", code="internal_error")
+    return ApiError(500, sentence, code="internal_error")

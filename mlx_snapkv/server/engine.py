@@ -40,7 +40,7 @@ class Engine:
         open_files: gives the folder that prefixes are also kept in, if there is one.
 
     Attributes:
-        kv_bytes: of requests that are being read or answered, after the last step.
+        kv_bytes: of the requests in the batch, after the last step.
         failure: what ended the server of several ranks, after which uvicorn's `server` must exit.
     """
 
@@ -242,7 +242,7 @@ class Engine:
         told = error
         if self._ranks.size > 1:
             self.failure, self._ended = error, True
-            told = ApiError(500, f"the server ends: {sentence(error)}", kind="server_error")
+            told = ApiError(500, f"the server ends: {sentence(error)}")
             if self.server is not None:
                 self.server.should_exit = True
         for request in self.batch.running.values():

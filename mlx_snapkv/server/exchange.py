@@ -81,7 +81,7 @@ async def _events(
                     raise ClientDisconnect()
                 if timeout is not None and now > since + timeout:
                     sentence = f"the request was not answered within {timeout:g} seconds"
-                    raise ApiError(408, sentence, kind="timeout_error", code="timeout")
+                    raise ApiError(408, sentence, code="timeout")
             try:
                 index, event = await asyncio.wait_for(queue.get(), POLL)
             except asyncio.TimeoutError:

@@ -24,23 +24,18 @@ from .prefix_files import Prefix, PrefixFiles, as_ids, longest
 from .requests import EngineRequest
 
 SHORTEST = 128  # tokens that are worth a checkpoint
-# Tokens at the end in which a template may open the model's reasoning, as in mlx-lm's server.
-REASONING = 11
+REASONING = 11  # tokens at the end in which a template may open the model's reasoning, as in mlx-lm's server
 
 
 class PrefixCache:
-    """Prompt caches, the oldest first.
+    """Prompt caches, the oldest first, and `files` where they outlive the server.
 
     Caches with all entries serve any prompt that begins alike; a compressed one serves only an exact continuation.
     When the limit is reached, the newest of many questions about a document is kept.
 
     Args:
-        most_bytes: for caches, in memory and in nameless files.
+        most_bytes: for caches, in memory (`nbytes`) and in nameless files (`file_nbytes`); shared ones count for each.
         agreed: turns this rank's answer into the one of all ranks, so that they keep the same prompts.
-
-    Attributes:
-        files: where prefixes outlive the server; None is nowhere.
-        nbytes, file_nbytes: in memory, and in nameless files; what caches share counts for each.
     """
 
     files: PrefixFiles | None = None

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,9 @@ class Prefix:
 
 def longest(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
     """The most of these tokens that some prefix has read, and that prefix."""
-    best: tuple[int, Prefix | None] = 0, None
-    for prefix in prefixes:
-        n = prefix.in_common(ids)
-        if n > best[0] and (prefix.whole or n == len(prefix.ids)):
-            best = n, prefix
-    return best
+    known = ((prefix.in_common(ids), prefix) for prefix in prefixes)
+    usable = ((n, prefix) for n, prefix in known if n and (prefix.whole or n == len(prefix.ids)))
+    return max(usable, key=itemgetter(0), default=(0, None))
 
 
 def as_ids(tokens: list[int]) -> np.ndarray:
