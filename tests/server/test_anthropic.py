@@ -8,6 +8,7 @@ import pytest
 from server_helpers import connected, serving
 
 from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.server.anthropic.messages import Messages
 
 TOOL = {
     "name": "open",
@@ -159,6 +160,8 @@ def test_reasoning_and_tools(obeying):
         {"role": "user", "content": results},
     ]
     assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
+    given = {"messages": [messages[0], messages[2]], "max_tokens": 1}
+    assert [m.role for m in Messages(**given).chat().messages] == ["user", "tool", "tool"]
 
 
 def test_tools_and_reasoning_reach_the_template(agent, obeying):

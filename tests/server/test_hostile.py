@@ -210,10 +210,16 @@ def test_clients_that_leave(served, n_lines):
     assert_answers(served)
 
 
-def test_a_request_that_takes_too_long():
-    with serving(timeout=1.5) as served:
-        assert_refused(served.post(TEXT, {"prompt": "The key of", "max_tokens": 100_000}), [408])
+def test_a_request_that_takes_too_long_and_one_under_way_when_the_server_stops():
+    endless = {"prompt": "The key of", "max_tokens": 100_000, "logit_bias": {"1": -100}}
+    with serving(timeout=2) as served, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert_refused(served.post(TEXT, endless), [408])
         assert gone(served)
+        answer = pool.submit(served.post, TEXT, endless)
+        while not served.engine.batch.running:
+            time.sleep(0.01)
+        served.engine.stop()
+        assert_refused(answer.result(5), [503])
 
 
 def test_a_model_that_fails_ends_its_requests_and_serving_goes_on(caplog):

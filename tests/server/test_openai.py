@@ -143,6 +143,8 @@ def test_without_a_memory(policy, document):
         # exactly its own continuation goes on from it, compressed or not
         messages += [{"role": "assistant", "content": facts[0].value}]
         messages += [{"role": "user", "content": facts[1].question}]
+        in_full = chat(client, "", messages=messages, extra_body={"full_cache": True})
+        assert (in_full.usage.prompt_tokens_details.cached_tokens == 0) == (policy is not None)
         second = chat(client, "", messages=messages)
         assert second.usage.prompt_tokens_details.cached_tokens > 1400
         # and a prompt that only begins alike never gets compressed entries
