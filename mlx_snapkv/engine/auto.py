@@ -30,7 +30,6 @@ class Setting(NamedTuple):
 
 
 def _within(budget: int, memory: str = "drop") -> Setting:
-    """A prompt that is read within a budget, of which the question then chooses a quarter."""
     return Setting(f"keydiff:budget={budget} then snapkv:top_k={budget // 4}", memory)
 
 

@@ -107,7 +107,6 @@ class Compression:
             )
 
     def compress(self) -> None:
-        """Compress `caches`, and let the answer begin."""
         started, report = time.perf_counter(), self.report
         # Also where nobody votes: the tokens that choose instead are computed on all ranks.
         self.layers[0].shard.ranks.synchronize()
@@ -140,7 +139,6 @@ class Compression:
 
     @property
     def decode_quotas(self) -> list[Quota]:
-        """What each layer is to keep."""
         return quotas_of(self.layers, self.decode_policy.quotas, self.plan.n_prompt)
 
     def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:

@@ -132,7 +132,6 @@ class DraftedRequest:
         read(self.draft_model, tokens, self._draft, {"prefill_step_size": step})
 
     def _processors(self, said: list[int]) -> list[Callable] | None:
-        """The logits processors, given the tokens before those that the speculative loop sees, too."""
         before = mx.concatenate([self.prompt, mx.array(said, self.prompt.dtype)])
 
         def of_all(processor: Callable) -> Callable:

@@ -122,7 +122,6 @@ class Footprint:
         return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed)
 
     def kept(self, n_prompt: int) -> list[int]:
-        """By layer whose entries the policy chooses, how many stay."""
         assert self.policy is not None
         quotas = quotas_of(self.sizes.layers, self.policy.stages[1].quotas, n_prompt)
         return [min(n_prompt, quota.entries) for quota in quotas]
@@ -158,7 +157,6 @@ def window_of(cache: Any) -> int | None:
 
 
 def _grown(n: int, policy: Policy, max_tokens: int, n_window: int) -> int:
-    """Rows for `n` entries and the answer's, as far as those stay."""
     if policy.keeps_shape:
         return n
     more = max_tokens if policy.grows else min(max_tokens, policy.answer_block(n_window))
@@ -193,7 +191,6 @@ class BookCost:
 
     @property
     def warnings(self) -> list[str]:
-        """What is likely to go wrong, a sentence each."""
         return [
             f"{folder} has not enough room: {format_bytes(need)} are to be written and "
             f"{format_bytes(free)} are free; give --store-dir another folder, fewer bits (recall:file:4bit), or a "

@@ -114,7 +114,6 @@ class PacedModel(WrappedModel):
         self._done, self._total, self._told = 0, 0, time.perf_counter()
 
     def tell(self, done: int, total: int) -> None:
-        """The callback for mlx-lm's loop."""
         self._done, self._total, self._told = done, total, time.perf_counter()
         self._progress(done, total)
 

@@ -15,8 +15,6 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
 class Machine(NamedTuple):
-    """A machine's memory, and what of it MLX may use, in bytes."""
-
     memory: int
     usable: int
 

@@ -30,7 +30,6 @@ class OutOfCoreReader(RetainingReader):
     """
 
     def _prepare(self, quotas: list[Quota]) -> None:
-        """Have the caches evict, and store what they evict."""
         policy = self.prefill_policy
         caches = [layer.cache_in(self.caches) for layer in self.layers]
         self._lacked_index = self.n_held > FEW and any(cache.index is None for cache in caches)
@@ -128,7 +127,6 @@ class OutOfCoreReader(RetainingReader):
         book.read_again_seconds = time.perf_counter() - gathered
 
     def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:
-        """Everything scored, with the memory of one layer at a time."""
         policy, cache = self.decode_policy, layer.cache_in(self.prompt_cache)
         voters = None
         if self.plan.n_voters:
@@ -159,7 +157,6 @@ class OutOfCoreReader(RetainingReader):
         return logits
 
     def _answering(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> object:
-        """What the policy decodes the answer from."""
         read = layer.cache_in(self._small)
         kept = read.held().packed(self.quantization)
         wanted = self.plan.n_prompt, self.decode_policy, choice.quota, uniform

@@ -101,14 +101,12 @@ class Reader(Compression, ABC):
         return self.retention.reads_on and self.quantization is None and not reads_itself
 
     def require_unchanged(self) -> None:
-        """Raises: SnapKVError: the prompt cache has been fed meanwhile."""
         if any(layer.entries_in(self.prompt_cache).offset != self.n_held for layer in self.layers):
             raise SnapKVError(
                 "another request has filled this prompt cache meanwhile: give each its own"
             )
 
     def step_size(self, limit: int | None) -> int:
-        """Tokens to read at a time, `limit` at most."""
         return chunk_size(self.policy, limit, self.plan, self.n_new)
 
     def begin_answer(self) -> None:
@@ -183,7 +181,6 @@ class InMemoryReader(Reader):
         return super().choose()
 
     def keep(self, choices: list[Choice]) -> None:
-        """Compress the caches and hand them to the caller's list."""
         super().keep(choices)
         self.prompt_cache[:] = self.caches
 
@@ -259,7 +256,6 @@ class RetainingReader(Reader):
         return RefreshedKVCache(self.full_view(layer), quota, layer)
 
     def full_caches(self) -> list:
-        """Caches with all entries to read on with."""
         full = list(self.prompt_cache)
         for layer in self.layers:
             layer.put(full, layer.cache_in(full).growing_cache())

@@ -31,7 +31,6 @@ class Repetition:
 
     @property
     def most_at_once(self) -> int:
-        """Entries there should be room for behind the prompt's."""
         return min(self._chunk, self._n_prompt) + LEAD
 
     def progress(self, callback: ProgressCallback) -> ProgressCallback:

@@ -111,7 +111,6 @@ class CompressionReport:
 
     @property
     def warnings(self) -> list[str]:
-        """What was no gain, a sentence each; `verified` says its own gain."""
         found = []
         if self.full_token_seconds and self.token_seconds and self.verified is None:
             times = self.full_token_seconds / self.token_seconds

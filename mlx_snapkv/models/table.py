@@ -22,7 +22,6 @@ _LENT = "this model's layers lend each other entries past mlx-lm's quantised att
 
 
 def _unless(sound: Callable[[list], bool], reason: str) -> Callable[[list], str | None]:
-    """Why a model with these attention modules is refused; None if they are sound."""
     return lambda attentions: None if sound(attentions) else reason
 
 

@@ -133,7 +133,6 @@ class Planner:
         return self.plan(context, taken.setting.policy, kv_bits), taken
 
     def _made(self, policy: Policy | Stages | None, how: Quantization | None) -> Footprint:
-        """Raises: SnapKVError: the policy can't serve the model, or reads a prompt twice."""
         name = policy and policy.stages[1].repeats and policy.stages[1].name
         if name:
             raise SnapKVError(
@@ -142,7 +141,6 @@ class Planner:
         return Footprint(self._sizes, policy, how, self._step_size)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:
-        """How entries are quantised; SnapKVError if the model's can't be."""
         if kv_bits is None:
             return None
         found = Quantization(kv_bits, self._group_size)
@@ -243,5 +241,4 @@ def _added(policy: Policy, n: int, max_tokens: int) -> int:
 
 
 def _rows(n: int) -> int:
-    """Rows of a full cache of `n` entries."""
     return -(-n // KVCache.step) * KVCache.step

@@ -98,12 +98,10 @@ def layer_shapes(model: Any, sizes: EntrySizes) -> set[LayerShape]:
 
 
 def tables(model: Any) -> list[nn.Module]:
-    """A model's embeddings."""
     return [x for x in model.modules() if isinstance(x, (nn.Embedding, nn.QuantizedEmbedding))]
 
 
 def _holding(caches: Any) -> list[Any]:
-    """Those of `caches` that hold keys and values."""
     return [c for c in members(caches) if not isinstance(c, ArraysCache) and not c.empty()]
 
 
@@ -124,7 +122,6 @@ def _attending(
     item: int,
     before: int,
 ) -> LayerShape:
-    """The shape of a layer, with its attention."""
     heads, size, scores, per_entry = _heads(attention), cache.key_size, 1, 0
     if hasattr(attention, "embed_q"):  # MLA's latents, expanded for every head
         size = attention.qk_nope_head_dim

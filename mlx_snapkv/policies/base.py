@@ -108,7 +108,6 @@ class Policy(ABC):
 
     @property
     def keeps_shape(self) -> bool:
-        """Whether the answer is decoded with as many entries from its first token to its last."""
         return self.schedule == "once" and not self.grows
 
     @property
@@ -121,7 +120,6 @@ class Policy(ABC):
         return self.schedule == "block" and self.observes
 
     def answer_block(self, n_window: int) -> int:
-        """Tokens of the answer between two evictions, where the recent window has `n_window` entries."""
         return self.block
 
     @property
@@ -135,7 +133,6 @@ class Policy(ABC):
         return self.schedule == "block"
 
     def window(self, budget: int) -> int:
-        """Recent entries that are always kept, of a budget of so many."""
         return amount(self.n_window, budget)
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
@@ -155,7 +152,6 @@ class Policy(ABC):
         return [dataclasses.replace(q, entries=max(q.entries, n_prompt)) for q in quotas]
 
     def fits(self, n_prompt: int) -> bool:
-        """Whether a prompt's entries all stay."""
         return n_prompt <= mean_entries(self.budget, n_prompt)
 
     @classmethod
@@ -167,7 +163,6 @@ class Policy(ABC):
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Policy:
-        """Build from keyword options; SnapKVError if a name is unknown or a value out of range."""
         known = cls.options()
         for name in map(str, options):
             if name not in known:
@@ -178,7 +173,6 @@ class Policy(ABC):
 
     @classmethod
     def from_string(cls, text: str) -> Policy:
-        """Build from `"key=value,key=value"`; raises as `from_options`."""
         options: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, sign, value = (x.strip() for x in part.partition("="))

@@ -35,7 +35,6 @@ class Quota:
         return Quota(self.entries, half - n_window, n_window)
 
     def select(self, scores: mx.array) -> mx.array:
-        """The positions to keep, uint32 `(B, n_kv_heads, min(entries, T))`, by scores `(B, n_kv_heads, T)`."""
         top_k = self.entries - self.n_sink - self.n_window
         return select_positions(scores, n_sink=self.n_sink, top_k=top_k, n_window=self.n_window)
 
@@ -73,12 +72,10 @@ def is_budget(value: object) -> bool:
 
 
 def is_share(budget: int | str) -> bool:
-    """Whether it depends on the prompt."""
     return isinstance(_shape_and_mean(budget)[1], str)
 
 
 def is_adaptive(budget: int | str) -> bool:
-    """Whether it is shared out among the layers by the scores of their entries."""
     return _shape_and_mean(budget)[0] == ADAPTIVE
 
 

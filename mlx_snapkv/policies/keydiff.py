@@ -55,7 +55,6 @@ class KeyDiff(Policy):
         return pool_votes(most - scores, "avg", self.pool_kernel) - most
 
     def _mean(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, 1, head_dim)`."""
         sums = entries.of_keys(lambda part: self._scaled(part).sum(axis=2, keepdims=True))
         return sums.sum(axis=2, keepdims=True) / len(entries)
 
@@ -70,7 +69,6 @@ class KeyDiff(Policy):
         return mx.concatenate(medians, axis=1)
 
     def _scaled(self, keys: mx.array) -> mx.array:
-        """Keys as the anchor is computed from: of length one for the cosine."""
         return keys * mx.rsqrt(_squared(keys) + TINY) if self.similarity == "cosine" else keys
 
     def _similarity(self, keys: mx.array, others: mx.array) -> mx.array:

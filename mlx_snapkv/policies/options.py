@@ -16,7 +16,6 @@ def option(default: Any, allowed: Callable[[Any], bool], said: str) -> Any:
 
 
 def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
-    """A field that holds a whole number."""
 
     def allowed(value: Any) -> bool:
         return is_whole(value) and least <= value and (most is None or value <= most)
@@ -26,13 +25,11 @@ def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
 
 
 def entry_count(default: int | str, least: int = 0) -> Any:
-    """A field that holds entries: a number or a share."""
     said = f'a whole number of entries of at least {least} or a share such as "25%"'
     return option(default, lambda value: is_amount(value, least), said)
 
 
 def choice(*values: str) -> Any:
-    """A field that holds one of some words, the first by default."""
     return option(values[0], values.__contains__, f"{', '.join(values[:-1])} or {values[-1]}")
 
 

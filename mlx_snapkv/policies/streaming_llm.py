@@ -42,6 +42,5 @@ class StreamingLLM(Policy):
         return [Quota(n, n - self.window(n), self.window(n)) for n in counts]
 
     def score(self, entries: Entries) -> mx.array:
-        """The later, the higher."""
         B, H, T, _ = entries.keys.shape
         return mx.broadcast_to(mx.arange(T, dtype=mx.float32), (B, H, T))
