@@ -68,16 +68,6 @@ def test_prefill_in_other_chunks_keeps_the_same(kept, stepped, tiny_model, token
     assert_same_entries(found, stepped(policy))
 
 
-def test_generate_and_a_given_cache_keep_the_same(kept, stepped, tiny_model, tokens, demo_llama):
-    options = {"max_tokens": 8, "policy": SNAPKV}
-    generate = mlx_snapkv.generate
-    found = kept(lambda: generate(tiny_model, demo_llama[1], tokens.tolist(), **options))
-    assert_same_entries(found, stepped(SNAPKV))
-    options["prompt_cache"] = make_prompt_cache(tiny_model)
-    found = kept(lambda: list(generate_step(tokens, tiny_model, **options)))
-    assert_same_entries(found, stepped(SNAPKV))
-
-
 @pytest.mark.parametrize("policy", VOTING)
 def test_a_cache_that_was_read_and_recorded_elsewhere(kept, stepped, tiny_model, tokens, policy):
     policy = policy.replace("lookahead=4", "lookahead=0")
@@ -111,22 +101,17 @@ def conversed(demo_model, haystack, policy, memory, turns, kept):
     return found, mx.array(known + read)
 
 
-def asked(demo_model, read, policy, kept):
-    """What one request for all these tokens keeps; like a conversation's, its answer may end before the cut."""
-    options = {"prompt_cache": make_prompt_cache(demo_model[0]), "max_tokens": 8, "policy": policy}
-    return kept(lambda: list(mlx_snapkv.stream_generate(*demo_model, read, **options)))
-
-
-@pytest.mark.parametrize("policy", [MANY, *BLOCK])
-def test_a_first_turn_keeps_what_a_request_does(kept, demo_llama, haystack, policy):
-    found, read = conversed(demo_llama, haystack, policy, "drop", 1, kept)
-    assert_same_entries(found, asked(demo_llama, read, policy, kept))
-
-
-@pytest.mark.parametrize("memory, turns", [("recall", 2), ("recall:file", 3), ("recall:8bit", 1)])
-def test_a_later_turn_keeps_what_a_request_for_the_whole_chat_does(
-    kept, demo_model, haystack, memory, turns
+@pytest.mark.parametrize(
+    "policy, memory, turns",
+    [*((policy, "drop", 1) for policy in (MANY, *BLOCK)), (SNAPKV, "recall", 2), (SNAPKV, "recall:file", 3),
+     (SNAPKV, "recall:8bit", 1)],
+)  # fmt: skip
+def test_a_turn_keeps_what_a_request_for_the_whole_chat_does(
+    kept, demo_model, haystack, policy, memory, turns
 ):
     """Messages are longer than the observation window: only a turn's own queries vote."""
-    found, read = conversed(demo_model, haystack, SNAPKV, memory, turns, kept)
-    assert_same_entries(found, asked(demo_model, read, SNAPKV, kept), atol=1e-4)
+    found, read = conversed(demo_model, haystack, policy, memory, turns, kept)
+    # Like a conversation's, a request's answer may end before the cut.
+    options = {"prompt_cache": make_prompt_cache(demo_model[0]), "max_tokens": 8, "policy": policy}
+    wanted = kept(lambda: list(mlx_snapkv.stream_generate(*demo_model, read, **options)))
+    assert_same_entries(found, wanted, atol=1e-4)
