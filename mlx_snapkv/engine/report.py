@@ -67,18 +67,16 @@ class CompressionReport:
         kv_bytes_before: of all tokens' entries at the compression, those evicted before included.
         kv_bytes_after: of the buffers of the caches that go on; `kv_dtype` is their "float16", say, or "8 bits".
         block: the tokens for which those have room beside the entries kept, if the answer evicts in blocks.
-        attention_share: by layer, the part (0 to 1) of the voters' attention that went to the entries kept; None for
-            policies without votes, for those that go on evicting, and where the answer's tokens choose.
+        attention_share: by layer, the part (0 to 1) of the voters' attention that went to the entries kept, if the
+            prompt votes.
         prefill_seconds: from the first chunk to the compression, selection excluded.
         selection_seconds: scoring, ranking and gathering, all evictions while reading included.
-        verified: the answer's drafts and their checks; None without `verify`.
-        refreshed: entries per KV head, the most of any layer, that every token of the answer chooses anew; None if the
-            prompt chose for the whole answer.
+        verified: the answer's drafts and their checks, with `verify`.
+        refreshed: entries per KV head, the most of any layer, that every token of the answer chooses anew, if it does.
         book: where the other entries are, if the prompt was read out of core.
         pulled_to: the trained length, if the prompt is longer and its positions were compacted.
         auto: what `policy="auto"` took, and why.
-        full_token_seconds, token_seconds: what a token took on the full cache, before the compression, and takes since;
-            None if that is not known.
+        full_token_seconds, token_seconds: what a token took on the full cache, before the compression, and takes since.
     """
 
     policy: str

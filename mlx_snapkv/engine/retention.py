@@ -23,16 +23,7 @@ FAR = r"keep|pull(:[1-9]\d*)?"
 
 @dataclass(frozen=True)
 class RetentionConfig:
-    """What becomes of the entries that an answer is not decoded from, and how the answer uses them.
-
-    Attributes:
-        memory: one of `MEMORIES`.
-        verify: "all": the answer's tokens are drafted, and verified on all entries. None: they are not.
-        refresh: when an answer chooses among all entries: "token": anew for every token, by an index of the keys.
-            "turn": once, after the prompt.
-        far: "pull": positions are compacted, so that no distance exceeds the length that the model was trained on;
-            "pull:2048": so that none exceeds 2,048 tokens. "keep": they are not. None: they are if a prompt is longer
-            than the model was trained on, and it is possible.
+    """What becomes of the entries that an answer is not decoded from, and how the answer uses them; see `generate_step`.
 
     Raises:
         SnapKVError: an option is invalid or conflicts with another.
@@ -91,16 +82,12 @@ class RetentionConfig:
             )
         if not self.retains or policy is None:
             return
-        _, decode_policy = policy.stages
-        if decode_policy.repeats is not None:
-            raise SnapKVError(
-                f"{decode_policy.name} chooses once for all questions, and memory={self.memory} keeps all entries for "
-                "every question to choose from: use memory=drop, or a policy that votes, such as snapkv"
-            )
-        if any(stage.accumulates_attention for stage in policy.stages):
+        counts = any(stage.accumulates_attention for stage in policy.stages)
+        if counts or policy.stages[1].repeats is not None:
+            what = "counts the attention of all" if counts else "chooses once for all questions"
             raise SnapKVError(
                 f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
-                f"and {policy} counts the attention of all: take keydiff, for one, or memory=drop"
+                f"and {policy} {what}: take keydiff or snapkv, for two, or memory=drop"
             )
 
     def require_rollback(self, prompt_cache: list, n_full: int) -> None:

@@ -120,10 +120,7 @@ class AttentionFamily:
         return head_dim if self.rotary_tail is None else getattr(attention, self.rotary_tail)
 
     def turned(self, attention, x: mx.array, function: Callable[[mx.array], mx.array]) -> mx.array:
-        """`x` `(B, n_heads, n, head_dim)` with `function` of its rotary dimensions, which are the last.
-
-        What a family does to its queries after RoPE, in a few a norm or a factor, is left as it is.
-        """
+        """`x` `(B, n_heads, n, head_dim)` with `function` of its rotary dimensions, which are the last."""
         n_before = x.shape[3] - self._n_rotary(attention, x.shape[3])
         if not n_before:
             return function(x)
@@ -158,10 +155,10 @@ class AttentionFamily:
     def output_weights(
         self, attention, kv_head: int, n_kv_heads: int, n_heads: int, like: mx.array
     ) -> mx.array:
-        """The output projection's weights for values like these of a KV head, for each query head that reads it.
+        """The output projection's weights `(group, head_dim, hidden_size)`, for each query head that reads a KV head.
 
-        `(group, head_dim, hidden_size)`. The module is called on unit vectors, so that quantised and adapted weights
-        count too. Without its bias, and without the norm or gate that a few families apply before it.
+        The module is called on unit vectors like these values, so that quantised and adapted weights count too; its
+        bias, and the norm or gate that a few families apply before it, do not.
         """
         if self.latent:
             return latents.output_weights(attention, self.output_of(attention), n_heads, like)

@@ -33,28 +33,20 @@ EVICTED = 3.0
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a prompt of `context` tokens takes, in bytes.
-
-    Attributes:
-        policy, kv_bits: how its entries are kept; None is all, unquantised.
-        weights: of the model.
-        kv: of the entries once the prompt has been read, and compressed.
-        kv_in_bits: the same, if they were quantised to so many; empty where they can't be.
-        reading, answering: the most in use at once until then, and from then on; the weights included.
-        reason: why the policy leaves the prompt as it is, if it does.
-        beyond: a sentence, if the model was trained to read fewer tokens, and they are left where they are.
-    """
+    """What a prompt of `context` tokens takes, in bytes."""
 
     context: int
-    policy: str | None
+    policy: str | None  # None is all entries, and no `kv_bits` unquantised ones
     kv_bits: int | None
     weights: int
-    kv: int
-    reading: int
-    answering: int
-    reason: str | None = None
-    kv_in_bits: dict[int, int] = field(default_factory=dict)
-    beyond: str | None = None
+    kv: int  # once the prompt has been read, and compressed
+    reading: int  # the most in use at once until then, the weights included
+    answering: int  # and from then on
+    reason: str | None = None  # why the policy leaves the prompt as it is, if it does
+    kv_in_bits: dict[int, int] = field(
+        default_factory=dict
+    )  # `kv`, if it were quantised to so many
+    beyond: str | None = None  # a sentence, if the model was trained to read fewer tokens
 
     @property
     def peak(self) -> int:

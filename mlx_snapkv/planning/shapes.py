@@ -34,23 +34,16 @@ _SSD_STEP = 256  # tokens that mlx-lm's Mamba 2 reads at a time
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The bytes that a decoder layer holds while it reads a chunk.
+    """The bytes that a decoder layer holds while it reads a chunk."""
 
-    Attributes:
-        per_token: of each token of the chunk.
-        pairs: of each pair of up to 256 of them (Mamba 2).
-        scores: of each query and each entry that it sees; 0 without attention, and where a fused kernel computes it.
-        window: entries that a query sees at most.
-        per_entry: of each entry in the cache.
-        before: entries seen in the layer before, if that one's scores are held as well in a first chunk.
-    """
-
-    per_token: int
-    pairs: int
-    scores: int = 0
-    window: int = 0
-    per_entry: int = 0
-    before: int = 0
+    per_token: int  # of each token of the chunk
+    pairs: int  # of each pair of up to 256 of them (Mamba 2)
+    scores: int = (
+        0  # of each query and each entry that it sees, unless a fused kernel computes them
+    )
+    window: int = 0  # entries that a query sees at most
+    per_entry: int = 0  # of each entry in the cache
+    before: int = 0  # entries seen in the layer before, if a first chunk holds its scores as well
 
     def held(self, chunk: int, end: int, most: int) -> int:
         """Bytes held while the `chunk` tokens before `end` are read, where full caches have at most `most` entries."""

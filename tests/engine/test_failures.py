@@ -67,8 +67,6 @@ def test_one_cache_list_serves_one_request(tokens):
     [
         ({"kv_bits": 8}, "kv_bits"),
         ({"max_kv_size": 64}, "max_kv_size"),
-        ({"snapkv": SMALL, "policy": "snapkv"}, "give only one"),
-        ({"snapkv": {"topk": 1}}, "unknown snapkv option"),
         ({"prompt": mx.array([], mx.int32)}, "the prompt is empty"),
         ({"stream": 5}, "third argument is mlx-lm's stream: give max_tokens=5"),
     ],
