@@ -16,7 +16,7 @@ from ..caches.full_view import FEW, FullView
 from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes
 from ..caches.refreshed import RefreshedKVCache
 from ..policies.budgets import Quota
-from .compress import Choice, Scored, choose_all, score
+from .compress import Choice, Scored, score
 from .readers import RetainingReader
 from .report import Book
 
@@ -47,13 +47,18 @@ class OutOfCoreReader(RetainingReader):
             )
         self.observes |= self.retention.reads_on
         self.hook = self._read
-        n_window = self.decode_quotas[0].n_window
         # What is read again is always kept, so that the others are as many as the budget has room for.
-        most = min(n_window, policy.block, n_window if self.votes else CHOOSING)
-        self._n_again = max(1, min(self.n_new, most))
+        most = min(policy.block, *(quota.n_window for quota in self.decode_quotas))
+        self._n_again = min(self.n_new, most if self.votes else min(most, CHOOSING))
         self._n_left = self.n_new
         self._again: list[mx.array] = []
         self._small: list = []
+
+    @property
+    def decode_quotas(self) -> list[Quota]:
+        """With a window of at least the last token, which is read again."""
+        quotas = super().decode_quotas
+        return [Quota(max(q.entries, q.n_sink + 1), q.n_sink, max(1, q.n_window)) for q in quotas]
 
     def _read(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for tokens `(1, L)` of the prompt; when it gets the last, the answer's caches are made."""
@@ -89,12 +94,8 @@ class OutOfCoreReader(RetainingReader):
             read_again=self._n_again,
             index_made_again=self._lacked_index,
         )
-        if not self.votes:
-            return []
         started = time.perf_counter()
-        quotas = [_with_window(quota, self._n_again) for quota in self.decode_quotas]
-        scored = map(self._scored, self.layers, quotas)
-        choices = choose_all(scored, self.decode_policy, quotas, self.layers[0].shard)
+        choices = super().choose()
         self.report.book.vote_seconds = time.perf_counter() - started
         return choices
 
@@ -175,11 +176,11 @@ class OutOfCoreReader(RetainingReader):
     def _choosing(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """A cache whose tokens choose among all entries before those of the tokens that are read again."""
         views, index = layer.cache_in(self.prompt_cache).views(), self.full_view(layer).index
-        n = self.plan.n_prompt - self._n_again
-        view = FullView(views, layer, self.compaction, index, n)
-        n_window = max(0, quota.n_window - self._n_again)
-        most = max(quota.n_sink + n_window, quota.entries - self._n_again)
-        return RefreshedKVCache(view, Quota(most, quota.n_sink, n_window), layer)
+        n = self._n_again
+        view = FullView(views, layer, self.compaction, index, self.plan.n_prompt - n)
+        return RefreshedKVCache(
+            view, Quota(quota.entries - n, quota.n_sink, quota.n_window - n), layer
+        )
 
     def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """With the entries of the tokens that were read again as they came out of that."""
@@ -195,8 +196,3 @@ class OutOfCoreReader(RetainingReader):
         for layer in self.layers:
             cache = layer.cache_in(self.prompt_cache)
             cache.store.truncate(cache.offset)
-
-
-def _with_window(quota: Quota, n_window: int) -> Quota:
-    n_window = max(quota.n_window, n_window)
-    return Quota(max(quota.entries, quota.n_sink + n_window), quota.n_sink, n_window)

@@ -23,7 +23,7 @@ FAR = r"keep|pull(:[1-9]\d*)?"
 
 @dataclass(frozen=True)
 class RetentionConfig:
-    """What becomes of the entries that an answer is not decoded from, and how the answer uses them; see `generate_step`.
+    """What becomes of the entries that an answer is not decoded from, and how it uses them; see `generate_step`.
 
     Raises:
         SnapKVError: an option is invalid or conflicts with another.
