@@ -3,12 +3,11 @@
 import copy
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
-from ..entries.attention import KeyBlocks, latest_votes
+from ..entries.attention import latest_votes
 from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
 from ..entries.queries import Queries
@@ -91,24 +90,9 @@ class FullView(Entries):
         part = self._entries.read(which, start, stop)
         return mx.depends(part, list(after)) if after else part
 
-    @cached_property
-    def positions(self) -> mx.array:
-        B, H, T, _ = self.blocks().shape
-        return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
-
     @property
     def waits(self) -> bool:
         return self._entries.waits
-
-    def blocks(self) -> KeyBlocks:
-        """All keys, to be read a block at a time."""
-        one = self.read_keys(0, 1)
-        B, H, _, D = one.shape
-        return KeyBlocks((B, H, len(self), D), one.dtype, self.read_keys, self.waits)
-
-    @property
-    def _voted_keys(self) -> KeyBlocks:
-        return self.blocks()
 
     def _votes_of_last(self, *counts: int) -> mx.array:
         index, asked, budget = self.index, self.voters, self.budget or len(self)

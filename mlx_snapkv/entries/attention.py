@@ -40,7 +40,7 @@ class KeyBlocks:
 
     shape: tuple[int, int, int, int]
     dtype: mx.Dtype
-    read: Callable[[int, int], mx.array]  # from start to stop
+    read: Callable[[int, int, Sequence[mx.array]], mx.array]  # from start to stop, after these
     waits: bool  # what is read takes memory, so that each block is computed before the next is read
 
 
@@ -110,7 +110,7 @@ def most_attention(
     return most[-1]
 
 
-def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
+def attention_weights(keys: Keys, observed: Queries) -> mx.array:
     """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum."""
     queries, group = _grouped(keys, observed)
     B, H, T, _ = keys.shape
@@ -118,7 +118,7 @@ def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
     return (weights * share[..., None]).reshape(B, H * group, -1, T)
 
 
-def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
+def shared_logits(keys: Keys, observed: Queries) -> mx.array:
     """One score for all heads of a layer: `(B, n_kv_heads, T)` float32.
 
     Queries averaged over each GQA group, then the highest logit over KV heads and queries.
@@ -255,9 +255,11 @@ def _logits(
     start, stop = span
     if observed.pages is not None and start < observed.pages.until:
         queries, _ = _grouped(keys, observed.seen_by(start // observed.pages.size))
-    part = keys[:, :, start:stop] if isinstance(keys, mx.array) else keys.read(start, stop)
-    if after:
-        part = mx.depends(part, list(after))
+    if isinstance(keys, KeyBlocks):
+        part = keys.read(start, stop, after)
+    else:
+        part = keys[:, :, start:stop]
+        part = mx.depends(part, list(after)) if after else part
     if NATIVE:
         logits = (queries @ part.mT).astype(mx.float32) * (observed.scale * LOG2_E)
     else:

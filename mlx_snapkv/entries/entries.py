@@ -11,19 +11,8 @@ import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
 from ..several.ranks import ALONE, Ranks
-from .attention import BLOCK_BYTES, Keys, above_average, attention_weights, latest_votes
-from .quantization import (
-    KEYS,
-    VALUES,
-    Quantization,
-    Stored,
-    arrays,
-    each,
-    n_rows,
-    pack,
-    rows,
-    unpack,
-)
+from .attention import BLOCK_BYTES, KeyBlocks, above_average, attention_weights, latest_votes
+from .quantization import KEYS, VALUES, Quantization, Stored, each, n_rows, pack, rows, unpack
 from .queries import Queries
 
 ByBlock = Callable[[int, int, list[mx.array]], mx.array]
@@ -142,9 +131,15 @@ class Entries:
                 mx.eval(parts[-1])
         return mx.concatenate(parts, axis=2)
 
+    def blocks(self) -> KeyBlocks:
+        """All keys, to be read a block at a time."""
+        one = self.read_keys(0, 1)
+        B, H, _, D = one.shape
+        return KeyBlocks((B, H, len(self), D), one.dtype, self.read_keys, self.waits)
+
     def of_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
         """`function` of the keys in float32, `by_block`, where it makes `width` numbers of each key."""
-        B, H, _, D = self.read_keys(0, 1).shape
+        B, H, _, D = self.blocks().shape
         size = max(64, BLOCK_BYTES // (4 * B * H * max(D, width)))
         return self.by_block(
             lambda *block: function(self.read_keys(*block).astype(mx.float32)),
@@ -156,8 +151,8 @@ class Entries:
         """uint32 `(B, n_kv_heads, T)`: the entries' positions in the prompt."""
         if self.given_positions is not None:
             return self.given_positions
-        shape = arrays(self.stored_keys)[0].shape[:3]
-        return mx.broadcast_to(mx.arange(shape[2], dtype=mx.uint32), shape)
+        shape = (*self.read_keys(0, 1).shape[:2], len(self))
+        return mx.broadcast_to(mx.arange(len(self), dtype=mx.uint32), shape)
 
     @property
     def rotations(self) -> mx.array:
@@ -201,7 +196,7 @@ class Entries:
     @cached_property
     def attention(self) -> mx.array:
         """`(B, n_heads, n, T)` float32: every observed query's weights, causal, after the sinks' share."""
-        return attention_weights(self.keys, self.voters)
+        return attention_weights(self.blocks(), self.voters)
 
     @cached_property
     def votes(self) -> mx.array:
@@ -217,20 +212,16 @@ class Entries:
     def _votes_of_last(self, *counts: int) -> mx.array:
         shared, places = self.shared_votes, self.voters.places
         if shared is None:
-            return latest_votes(self._voted_keys, self.voters, counts)
+            return latest_votes(self.blocks(), self.voters, counts)
         key = len(self), places.start, places.stop, *counts
         if key not in shared:
-            shared[key] = latest_votes(self._voted_keys, self.voters, counts)
+            shared[key] = latest_votes(self.blocks(), self.voters, counts)
         return shared[key]
-
-    @property
-    def _voted_keys(self) -> Keys:
-        return self.keys
 
     @cached_property
     def above_average(self) -> mx.array:
         """`(B, n_kv_heads, T)` float32: see `attention.above_average`."""
-        return above_average(self._voted_keys, self.voters)
+        return above_average(self.blocks(), self.voters)
 
     def taken(self, chosen: mx.array) -> Entries:
         """The chosen entries, uint32 `(B, n_kv_heads, n)`; without queries."""

@@ -133,7 +133,7 @@ class SnapKV(Policy):
         elif self.heads == "per_head":
             votes, to_pool = entries.votes, [entries.votes]
         else:
-            votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
+            votes = entries.heads.max(shared_logits(entries.blocks(), entries.voters))
             to_pool = [votes]
         budget = entries.budget or mean_entries(self.budget, len(entries))
         n_window = self.window(budget) if entries.n_window is None else entries.n_window

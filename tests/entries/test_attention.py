@@ -9,6 +9,7 @@ from mlx_snapkv import KeyDiff, KeyNorm
 from mlx_snapkv.entries import attention as votes
 from mlx_snapkv.entries.attention import KeyBlocks, attention_votes, shared_logits
 from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Pages, Queries
 from mlx_snapkv.entries.selection import top_positions
 
@@ -84,8 +85,8 @@ def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monk
         monkeypatch.setattr(votes, "READ_BYTES", 1)
         monkeypatch.setattr(votes, "KEPT_BYTES", 1 << 30 if "kept" in kind else 0)
         keys = entries.keys
-        blocks = KeyBlocks(keys.shape, keys.dtype, lambda a, b: keys[:, :, a:b], waits=True)
-        monkeypatch.setattr(Entries, "_voted_keys", blocks)
+        blocks = KeyBlocks(keys.shape, keys.dtype, entries.read_keys, waits=True)
+        monkeypatch.setattr(Entries, "blocks", lambda entries: blocks)
     (latest,) = entries.latest_votes(7)
     assert np.allclose(latest, whole[1], atol=1e-6)
     assert "votes" in vars(entries) and np.allclose(entries.votes, whole[0], atol=1e-6)
@@ -110,9 +111,10 @@ def test_sinks_take_their_share_of_the_softmax():
     (32, lambda entries: entries.above_average),
     (32, lambda entries: shared_logits(entries.keys, entries.observed)),
     (8, lambda entries: Entries(entries.keys, None, entries.observed.latest(2)).attention),
+    (32, lambda entries: entries.packed(Quantization(4, 64)).votes),
     (32, KeyNorm(budget=9).score),
     (32, KeyDiff(budget=9).score),
-], ids=["votes", "latest", "above average", "shared", "attention", "key norm", "keydiff"])  # fmt: skip
+], ids=["votes", "latest", "above average", "shared", "attention", "4 bits", "key norm", "keydiff"])  # fmt: skip
 def test_no_float32_copy_of_all_keys_is_made(n_heads, found):
     T = 32_768
     keys = mx.random.normal((1, 8, T, 64)).astype(mx.bfloat16)
