@@ -49,13 +49,10 @@ NAMES = [*METHODS]
 def pieces(demo_llama):
     """Two pieces of one text and one of another."""
     tokenizer, found = demo_llama[1], []
-    for name, n in (("a", 2), ("b", 1)):
+    for name, number in (("a", 1), ("a", 2), ("b", 1)):
         text, _ = make_haystack(tokenizer, random.Random(name), 3, 420)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        step = 150 + N + 1
-        for number in range(1, n + 1):
-            own = ids[(number - 1) * step : number * step]
-            found.append(Piece(name, number, own[:150], own[150:]))
+        ids, end = tokenizer.encode(text, add_special_tokens=False), number * (150 + N + 1)
+        found.append(Piece(name, number, ids[end - N - 151 : end - N - 1], ids[end - N - 1 : end]))
     return found
 
 
@@ -93,7 +90,9 @@ def full_logprobs(model, prompt, known):
     return softmax64(logits[len(prompt) - 1 :])
 
 
-def fed_one_by_one(model, cache, tokens):
+def fed_one_by_one(model, document, policy, tokens):
+    """After each of the tokens that follow a compressed document."""
+    cache, _ = prefill(model, document, without_lookahead(policy))
     with recording(attention_classes(model)):
         return softmax64(mx.concatenate([model(mx.array([[t]]), cache=cache)[0] for t in tokens]))
 
@@ -103,18 +102,16 @@ def expected(model, tokenizer, piece, question, setting, policy):
     frame = frame_of(tokenizer, None if setting == TEXT else question)
     document = [*frame.before, *piece.tokens]
     if setting == TEXT:
-        cache, _ = prefill(model, document, without_lookahead(policy))
         full = full_logprobs(model, document, piece.following)[1:]
-        return full, fed_one_by_one(model, cache, piece.following[:-1])
+        return full, fed_one_by_one(model, document, policy, piece.following[:-1])
     prompt = [*document, *frame.after]
     answer = [token for token, _ in plain(model, mx.array(prompt), N)]
     stops = [i for i, token in enumerate(answer) if token in tokenizer.eos_token_ids]
     answer = answer[: stops[0] + 1] if stops else answer
     full = full_logprobs(model, prompt, answer)
     if setting == LATER:
-        cache, _ = prefill(model, document, without_lookahead(policy))
         rest = [*frame.after, *answer[:-1]]
-        return full, fed_one_by_one(model, cache, rest)[-len(answer) :]
+        return full, fed_one_by_one(model, document, policy, rest)[-len(answer) :]
     told = iter(answer)
     given = {"policy": policy, "max_tokens": len(answer)}
     given["sampler"] = lambda logprobs: mx.array([next(told, 0)])
@@ -135,10 +132,9 @@ def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name
         assert record["question"] == (None if setting == TEXT else question)
         assert record["reason"] is None and record["entries"] < 150
         if setting == TEXT:
-            came = -ours[np.arange(N), piece.following[1:]].mean()
-            assert record["loss"] == pytest.approx(came, rel=1e-4)
-            came = -full[np.arange(N), piece.following[1:]].mean()
-            assert whole["loss"] == pytest.approx(came, rel=1e-5)
+            for own, logprobs in ((record, ours), (whole, full)):
+                came = -logprobs[np.arange(N), piece.following[1:]].mean()
+                assert own["loss"] == pytest.approx(came, rel=1e-4)
         assert (whole["kl"], whole["same"]) == (0, 1) and whole["entries"] >= 150
     assert_unpatched()
 

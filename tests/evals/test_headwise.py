@@ -32,11 +32,9 @@ def adakv_reference(scores, quota, safeguard):
         head, t = place
         return (quota.n_sink <= t < T - quota.n_window, -scores[head, t], head, t)
 
-    safe = set()
-    for head in range(H):
-        safe |= set(sorted(((head, t) for t in range(T)), key=rank)[: int(safeguard * n)])
-    others = {(h, t) for h in range(H) for t in range(T)} - safe
-    chosen = safe | set(sorted(others, key=rank)[: H * n - len(safe)])
+    ranked = sorted(np.ndindex(H, T), key=rank)
+    safe = {x for h in range(H) for x in [x for x in ranked if x[0] == h][: int(safeguard * n)]}
+    chosen = safe | {*[x for x in ranked if x not in safe][: H * n - len(safe)]}
     return [sorted(t for h, t in chosen if h == head) for head in range(H)]
 
 
@@ -111,10 +109,10 @@ def test_hidden_entries_are_not_attended_to(kind):
     mask = cache.hide(q, k, given[kind])
     found = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.5, mask=mask)
     for head in range(H * group):
+        own, kv = (slice(i, i + 1) for i in (head, head // group))
         seen = np.concatenate([visible[head // group], np.ones(T - n, bool)]) & causal
-        own = slice(head // group, head // group + 1)
-        wanted = attention(queries[head : head + 1], keys[own], values[own], seen, 0.5)
-        assert np.allclose(np.array(found[0, head]), wanted[0], atol=1e-5)
+        wanted = attention(queries[own], keys[kv], values[kv], seen, 0.5)
+        assert np.allclose(found[0, own], wanted, atol=1e-5)
 
 
 def test_names_and_mistakes():

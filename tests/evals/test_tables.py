@@ -13,26 +13,21 @@ from mlx_snapkv.evals.lm import summarise
 
 def record(task, method, values, metrics=None, **more):
     """A record of documents with these values of `acc`."""
-    documents = [
-        {"document": i, "filter": "none", "answers": ["x"], "acc": x} for i, x in enumerate(values)
-    ]
+    documents = [{"document": i, "filter": "none", "acc": x} for i, x in enumerate(values)]
     found = metrics or {"acc,none": sum(values) / len(values)}
-    told = {"prompts": len(values), "entries": 64, "uncompressed": 0, "reason": None}
-    if method == FULL:
-        told |= {"prompts": 0, "entries": None}
-    given = {"task": task, "method": method, "n": len(values), "metrics": found}
-    return given | {"documents": documents} | told | more
+    told = {"entries": None if method == FULL else 64, "uncompressed": 0, "reason": None}
+    given = {"task": task, "method": method, "metrics": found, "documents": documents}
+    return given | told | more
 
 
 def test_metrics_that_are_means_over_documents_are_tasks():
-    tasks = {"a": [1.0], "b": [0.0, 0.0, 1.0, 1.0]}
-    own = [
-        record(task, m, x if m == FULL else [0.0] * len(x))
-        for task, x in tasks.items()
-        for m in (FULL, "less")
+    other = {"corpus,none": 5.0, "4096,none": -1.0}
+    records = [
+        *(record("a", m, [x]) for m, x in ((FULL, 1.0), ("less", 0.0))),
+        *(record("b", m, [0.0, 0.0, x, x]) for m, x in ((FULL, 1.0), ("less", 0.0))),
+        *(record("c", m, [1.0], other) for m in (FULL, "less")),
     ]
-    other = [record("c", m, [1.0], {"corpus,none": 5.0, "4096,none": -1.0}) for m in (FULL, "less")]
-    full, less = summarise([*own, *other])
+    full, less = summarise(records)
     assert full["by_task"] == {"a, acc": 1, "b, acc": 0.5} and full["score"] == 0.75
     assert (less["asked"], less["entries"], less["difference"]["mean"]) == (5, 64, -0.75)
     assert less["difference"]["worse"] == 3 and less["kv_bytes"] is None
