@@ -56,10 +56,10 @@ def run(
         def measure(missing: list[Record]) -> Iterable[Record]:
             own = [policies[cell["method"]] for cell in missing]
             wanted = {cell["setting"] for cell in missing}
-            judges = Judges(model, piece, frame, own, wanted, n, tokenizer.eos_token_ids)
+            read = read_piece(model, piece, frame, own, wanted, n, tokenizer.eos_token_ids)
             for cell in missing:
-                policy = policies[cell["method"]]
-                yield cell | judges.judge(cell["setting"], policy, loop.next_stream())
+                setting, policy = cell["setting"], policies[cell["method"]]
+                yield cell | judge(setting, *read[setting], policy, loop.next_stream())
 
         place = {"document": piece.document, "piece": piece.number}
         pairs = itertools.product(settings, policies)
@@ -78,72 +78,69 @@ def without_lookahead(policy: Any) -> Any:
     return dataclasses.replace(policy, lookahead=0) if policy and policy.lookahead else policy
 
 
-class Judges:
-    """A piece of a text, read once and answered by the full cache, and the figures of every policy.
+def read_piece(
+    model: Any,
+    piece: Piece,
+    frame: Frame,
+    policies: Sequence[AnyPolicy | None],
+    settings: Collection[str],
+    n: int,
+    stops: Collection[int],
+) -> dict[str, tuple[Reading, Reference]]:
+    """By setting, what is compressed, read once for all policies, and what is judged.
 
     Args:
-        frame: what stands around the piece.
-        policies, settings: all that will be compared; None is the full cache.
-        n: tokens of an answer, at most.
-        stops: tokens that end it.
+        n: tokens of an answer, at most; `stops` end it.
     """
+    found: dict[str, tuple[Reading, Reference]] = {}
+    bare = [without_lookahead(policy) for policy in policies]
+    text = None
+    if set(settings) != {TEXT}:
+        tokens = [*frame.before, *piece.tokens]
+        asked = read_once(model, tokens, [*policies, *bare], [frame.after])
+        prompt = asked.followed_by(frame.after)
+        answer = Reference(prompt, prompt.answer(n, stops))
+        found |= {KNOWN: (prompt, answer), LATER: (asked, answer)}
+        text = asked if frame.start == frame.before else None
+    if TEXT in settings:
+        text = text or read_once(model, [*frame.start, *piece.tokens], bare)
+        # The full cache says which token comes first after a piece; it is fed, and those after it are judged.
+        found[TEXT] = text, Reference(text, piece.following, n_fed=1)
+    for _, reference in found.values():
+        reference.logprobs  # noqa: B018  # computed now, and not by the stream of whoever asks first
+    return found
 
-    def __init__(
-        self,
-        model: Any,
-        piece: Piece,
-        frame: Frame,
-        policies: Sequence[AnyPolicy | None],
-        settings: Collection[str],
-        n: int,
-        stops: Collection[int],
-    ):
-        self._model = model
-        self._judged: dict[str, tuple[Reading, Reference]] = {}  # what is compressed, by setting
-        bare = [without_lookahead(policy) for policy in policies]
-        text = None
-        if set(settings) != {TEXT}:
-            tokens = [*frame.before, *piece.tokens]
-            asked = read_once(model, tokens, [*policies, *bare], [frame.after])
-            prompt = asked.followed_by(frame.after)
-            answer = Reference(prompt, prompt.answer(n, stops))
-            self._judged |= {KNOWN: (prompt, answer), LATER: (asked, answer)}
-            text = asked if frame.start == frame.before else None
-        if TEXT in settings:
-            text = text or read_once(model, [*frame.start, *piece.tokens], bare)
-            # The full cache says which token comes first after a piece; it is fed, and those after it are judged.
-            self._judged[TEXT] = text, Reference(text, piece.following, n_fed=1)
-        for _, reference in self._judged.values():
-            reference.logprobs  # noqa: B018  # computed now, and not by the stream of whoever asks first
 
-    def judge(self, setting: str, policy: AnyPolicy | None, stream: Any) -> Record:
-        """A policy's figures, or the full cache's; some of them are arrays that `stream` has to compute."""
-        reading, reference = self._judged[setting]
-        known = setting == KNOWN
-        held: Record = {}
-        if known and not shares_reading(policy):
-            cache = make_prompt_cache(self._model)
-            on_report = lambda report: held.update(self._held(cache, report))  # noqa: E731
-            predictions = reference.generated(policy, prompt_cache=cache, on_report=on_report)
-        else:
-            chosen = policy if known else without_lookahead(policy)
-            cache, report = reading.compressed(chosen, answering=known)
-            held = self._held(cache, report)
-            predictions = None
-        with mx.stream(stream):
-            if predictions is None:
-                predictions = reference.predictions(cache) if policy else reference.logprobs
-            figures = reference.figures(predictions)
-            loss = reference.loss(predictions) if setting == TEXT else None
-        counts = {"tokens": len(reference), "judged": len(predictions)}
-        return counts | figures | {"loss": loss} | held
+def judge(
+    setting: str, reading: Reading, reference: Reference, policy: AnyPolicy | None, stream: Any
+) -> Record:
+    """A policy's figures, or the full cache's; some of them are arrays that `stream` has to compute."""
+    known = setting == KNOWN
+    held: Record = {}
+    if known and not shares_reading(policy):
+        cache = make_prompt_cache(reading.model)
+        on_report = lambda report: held.update(_held(reading, cache, report))  # noqa: E731
+        predictions = reference.generated(policy, prompt_cache=cache, on_report=on_report)
+    else:
+        chosen = policy if known else without_lookahead(policy)
+        cache, report = reading.compressed(chosen, answering=known)
+        held = _held(reading, cache, report)
+        predictions = None
+    with mx.stream(stream):
+        if predictions is None:
+            predictions = reference.predictions(cache) if policy else reference.logprobs
+        figures = reference.figures(predictions)
+        loss = reference.loss(predictions) if setting == TEXT else None
+    counts = {"tokens": len(reference), "judged": len(predictions)}
+    return counts | figures | {"loss": loss} | held
 
-    def _held(self, cache: list, report: CompressionReport) -> Record:
-        """What a cache holds once it is compressed: entries, the mean over layers, and their bytes."""
-        held = [layer.entries_in(cache).held() for layer in attention_layers(self._model, cache)]
-        kept = [n for n in report.entries_kept if n is not None]
-        return {
-            "entries": round(fmean(kept)) if kept else report.prompt_tokens,
-            "kv_bytes": sum(n_bytes((e.stored_keys, e.stored_values)) for e in held),
-            "reason": None if report.policy == NO_POLICY else report.reason,
-        }
+
+def _held(reading: Reading, cache: list, report: CompressionReport) -> Record:
+    """What a cache holds once it is compressed: entries, the mean over layers, and their bytes."""
+    held = [layer.entries_in(cache).held() for layer in attention_layers(reading.model, cache)]
+    kept = [n for n in report.entries_kept if n is not None]
+    return {
+        "entries": round(fmean(kept)) if kept else report.prompt_tokens,
+        "kv_bytes": sum(n_bytes((e.stored_keys, e.stored_values)) for e in held),
+        "reason": None if report.policy == NO_POLICY else report.reason,
+    }

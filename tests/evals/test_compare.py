@@ -5,7 +5,7 @@ import pytest
 
 from mlx_snapkv import generate
 from mlx_snapkv.evals.compare import Comparison
-from mlx_snapkv.evals.fidelity import KNOWN, Judges
+from mlx_snapkv.evals.fidelity import KNOWN, judge, read_piece
 from mlx_snapkv.evals.methods import Method
 from mlx_snapkv.evals.texts import Frame, Piece
 from mlx_snapkv.policies import resolve_policy
@@ -46,9 +46,9 @@ def test_kl_is_that_of_fidelity(demo_llama, compared):
     prompt, found = compared
     policies = [method.policy for method, _ in found if not method.options]
     piece, frame = Piece("", 1, prompt[:-20], []), Frame([], [], prompt[-20:])
-    judges = Judges(model, piece, frame, policies, {KNOWN}, N, tokenizer.eos_token_ids)
+    read = read_piece(model, piece, frame, policies, {KNOWN}, N, tokenizer.eos_token_ids)[KNOWN]
     for policy, (method, answer) in zip(policies, found):
-        record = judges.judge(KNOWN, policy, mx.default_stream(mx.default_device()))
+        record = judge(KNOWN, *read, policy, mx.default_stream(mx.default_device()))
         assert answer.kl == pytest.approx(float(record["kl"]), abs=1e-4), method.name
     assert found[0][1].kl == 0 and max(answer.kl for _, answer in found) > 0.1
     (refreshed,) = (answer.kl for method, answer in found if method.options)
