@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..engine.report import format_bytes
 from ..paths import put_result
@@ -17,7 +17,6 @@ from .results import methods_of, print_table, require_page
 
 if TYPE_CHECKING:
     from ..evals.compare import Compared
-    from ..evals.methods import Method
 
 REMARK = "Entries are per KV head; KL is to the full cache over its answer, in nats a token."
 
@@ -54,7 +53,7 @@ def compare(
           --policy snapkv:top_k=1024 --policy keydiff:budget=25% -o compared.html
     """
     from ..engine.auto import worth_comparing
-    from ..evals.compare import Comparison
+    from ..evals.compare import compare as compared
     from ..evals.compare_page import page
 
     path, ways = require_page(shown.output, ".html"), retention.retention()
@@ -62,10 +61,20 @@ def compare(
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
     methods = methods_of(shown.policy or worth_comparing(len(tokens)), **ways)
+    answers: list[Compared] = []
+    begun: set[str] = set()
+
+    def show(name: str, text: str) -> None:
+        # Not printed before: the bar of a reading is in between.
+        heading = "" if name in begun else f"── {name}\n"
+        begun.add(name)
+        print(*([] if shown.as_json else [heading, text]), sep="", end="", flush=True)
+
     with reading.bar() as update:
-        how = max_tokens, update, prefill_step_size
-        comparison = Comparison(loaded, tokenizer, tokens, methods, *how)
-        answers = [_answer(comparison, method, shown.as_json) for method in methods]
+        how = {"prefill_step_size": prefill_step_size, "prompt_progress_callback": update}
+        for answer in compared(loaded, tokenizer, tokens, methods, max_tokens, show, **how):
+            answers.append(answer)
+            print("" if shown.as_json else "\n\n", end="", flush=True)
     table = _table(answers, len(tokens))
     if shown.as_json:
         told = {"model": model.model, "prompt_tokens": len(tokens)}
@@ -76,18 +85,6 @@ def compare(
     if path is not None:
         put_result(path, page(model.model, tokenizer, tokens, answers, table))
         reading.say(f"wrote {path}")
-
-
-def _answer(comparison: Any, method: Method, silent: bool) -> Compared:
-    heading = [f"── {method.name}\n"]  # not printed before: the bar of a reading is in between
-
-    def show(text: str) -> None:
-        print(heading.pop() if heading else "", text, sep="", end="", flush=True)
-
-    found = comparison.answer(method, (lambda text: None) if silent else show)
-    if not silent:
-        print("\n", flush=True)
-    return found
 
 
 def _table(answers: list[Compared], n_prompt: int) -> Table:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes
-from ..engine.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, gate
+from ..engine.prompt_plan import gate
 from ..engine.request import held_tokens
 from .answering import Answer, decode
 from .divergence import Reference
 from .methods import Method
-from .reading import Reading, read_once
+from .reading import read_once
 
 BEFORE = 8  # tokens shown before the first that differs
 
@@ -56,113 +56,99 @@ class Compared:
         return {name: value for name, value in vars(self).items() if name != "kept"}
 
 
-class Comparison:
+def compare(
+    model: Any,
+    tokenizer: Any,
+    tokens: Sequence[int],
+    methods: Sequence[Method],
+    max_tokens: int,
+    on_text: Callable[[str, str], None] = lambda name, text: None,
+    **options: Any,
+) -> Iterator[Compared]:
     """A prompt's greedy answers, those of `generate`; it is read once for all methods that choose from full caches.
 
     Args:
-        tokens: token ids of the prompt.
-        methods: all that will be asked for.
+        methods: the full cache first, by whose answer the others' are judged.
         max_tokens: of an answer, at most.
-        progress: as mlx-lm's `prompt_progress_callback`, of every reading.
+        on_text: called with a method's name and its answer's text as it comes.
+        **options: `prefill_step_size` and `prompt_progress_callback`, of every reading.
 
     Raises:
         SnapKVError: as `read_once` does.
     """
+    n = len(tokens)
+    started = time.perf_counter()
+    policies = [method.policy for method in methods if method.shares_reading]
+    reading = read_once(model, tokens, policies, **options)
+    read_seconds = time.perf_counter() - started
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        tokens: Sequence[int],
-        methods: Sequence[Method],
-        max_tokens: int,
-        progress: ProgressCallback | None = None,
-        prefill_step_size: int = PREFILL_STEP_SIZE,
-    ):
-        self._model, self._tokenizer, self._tokens = model, tokenizer, list(tokens)
-        self._max_tokens = max_tokens
-        self._options: dict[str, Any] = {
-            "prefill_step_size": prefill_step_size,
-            "prompt_progress_callback": progress,
-        }
-        self._policies = [method.policy for method in methods if method.shares_reading]
-        self._full: Compared | None = None
+    def answered(method: Method, begun: list[int], kept: Any, **more: Any) -> Compared:
+        given = begun[:max_tokens], kept, max_tokens, partial(on_text, method.name)
+        answer = decode(model, tokenizer, tokens, *given, **more)
+        return _compared(method.name, answer, n, None if more else read_seconds)
 
-    def answer(
-        self, method: Method, on_text: Callable[[str], None] = lambda text: None
-    ) -> Compared:
-        """A method's answer, whose text is given to `on_text` as it comes; others' are judged by the full cache's."""
-        if method.policy is None:
-            begun, full_cache = self._reading.answer(1), self._reading.compressed(None)
-            self._full = self._compared(method, self._decode(begun, full_cache, on_text))
-            self._reference = Reference(self._reading, self._full.tokens)
-            return self._full
-        full = self._full or self.answer(Method())
-        n = len(self._tokens)
-        if (reason := gate(method.policy, n, None, self._max_tokens)) is not None:
-            on_text(full.text)
-            return replace(full, name=method.name, reason=reason)
+    full = answered(methods[0], reading.answer(1), reading.compressed(None))
+    yield full
+    reference = Reference(reading, full.tokens)
+    for method in methods[1:]:
+        policy: Any = method.policy
+        if (reason := gate(policy, n, None, max_tokens)) is not None:
+            on_text(method.name, full.text)
+            yield replace(full, name=method.name, reason=reason)
+            continue
         held: list[list] = []  # what was kept, before anything is decoded from it
         if method.shares_reading:
-            kept = self._reading.compressed(method.policy, answering=True)
+            kept = reading.compressed(policy, answering=True)
             held.append(copy.deepcopy(kept[0]))
-            begun = full.tokens[: max(0, held_tokens(self._model, kept[0]) - n + 1)]
-            answer = self._decode(begun, kept, on_text)
+            found = answered(method, full.tokens[: held_tokens(model, kept[0]) - n + 1], kept)
         else:
-            cache = make_prompt_cache(self._model)
-            options = {"policy": method.policy, **method.options, **self._options}
+            cache = make_prompt_cache(model)
+            more = {"policy": policy, **method.options, **options}
             if not method.options:
-                options["on_report"] = lambda report: held.append(copy.deepcopy(cache))
-            answer = self._decode([], (cache, None), on_text, **options)
+                more["on_report"] = lambda report: held.append(copy.deepcopy(cache))  # noqa: B023
+            found = answered(method, [], (cache, None), **more)
         if held:
-            logprobs = self._reference.predictions(held[0])
+            logprobs = reference.predictions(held[0])
         else:  # what the answer's tokens choose, whether or not they are verified
-            asked = method.options | {"verify": None}
-            asked["prefill_step_size"] = self._options["prefill_step_size"]
-            logprobs = self._reference.generated(method.policy, **asked)
-        return replace(
-            self._compared(method, answer),
-            kl=float(self._reference.figures(logprobs)["kl"]),
-            kept=self._share_kept(held[0]) if held else None,
-            differs=self._difference(full.tokens, answer.tokens),
+            more = {**method.options, **options, "verify": None, "prompt_progress_callback": None}
+            logprobs = reference.generated(policy, **more)
+        yield replace(
+            found,
+            kl=float(reference.figures(logprobs)["kl"]),
+            kept=_share_kept(model, held[0], n) if held else None,
+            differs=_difference(tokenizer, full.tokens, found.tokens),
         )
 
-    def _decode(self, begun: Sequence[int], kept: Any, on_text: Any, **options: Any) -> Answer:
-        asked = self._model, self._tokenizer, self._tokens, begun[: self._max_tokens], kept
-        return decode(*asked, self._max_tokens, on_text, **options)
 
-    def _compared(self, method: Method, answer: Answer) -> Compared:
-        times = answer.times[answer.n_before :]
-        shared = method.shares_reading
-        return Compared(
-            name=method.name,
-            text=answer.text,
-            tokens=answer.tokens,
-            entries=answer.report.entries or len(self._tokens),
-            kv_bytes=answer.report.kv_bytes_after or kv_bytes(answer.cache),
-            first_token_seconds=self._read_seconds if shared else answer.times[1] - answer.times[0],
-            tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 2 else None,
-        )
+def _compared(name: str, answer: Answer, n_prompt: int, read_seconds: float | None) -> Compared:
+    times = answer.times[answer.n_before :]
+    if read_seconds is None:  # the answer's own: it was asked with a new cache
+        read_seconds = answer.times[1] - answer.times[0]
+    return Compared(
+        name=name,
+        text=answer.text,
+        tokens=answer.tokens,
+        entries=answer.report.entries or n_prompt,
+        kv_bytes=answer.report.kv_bytes_after or kv_bytes(answer.cache),
+        first_token_seconds=read_seconds,
+        tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 2 else None,
+    )
 
-    @cached_property
-    def _reading(self) -> Reading:
-        started = time.perf_counter()
-        reading = read_once(self._model, self._tokens, self._policies, **self._options)
-        self._read_seconds = time.perf_counter() - started
-        return reading
 
-    def _share_kept(self, caches: list) -> np.ndarray:
-        layers = attention_layers(self._model, caches)
-        held = [np.array(layer.entries_in(caches).held().positions[0]) for layer in layers]
-        n = len(self._tokens)
-        counts = np.bincount(np.concatenate([rows.ravel() for rows in held]), minlength=n)[:n]
-        return counts / sum(map(len, held))
+def _share_kept(model: Any, cache: list, n: int) -> np.ndarray:
+    layers = attention_layers(model, cache)
+    held = [np.array(layer.entries_in(cache).held().positions[0]) for layer in layers]
+    counts = np.bincount(np.concatenate([rows.ravel() for rows in held]), minlength=n)[:n]
+    return counts / sum(map(len, held))
 
-    def _difference(self, full: list[int], tokens: list[int]) -> tuple[int, str, str, str] | None:
-        if tokens == full:
-            return None
-        pairs = enumerate(zip(tokens, full))
-        i = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(full)))
-        parts = full[max(0, i - BEFORE) : i], full[i : i + 1], tokens[i : i + 1]
-        before, theirs, ours = map(self._tokenizer.decode, parts)
-        return i, before, theirs, ours
+
+def _difference(
+    tokenizer: Any, full: list[int], tokens: list[int]
+) -> tuple[int, str, str, str] | None:
+    if tokens == full:
+        return None
+    pairs = enumerate(zip(tokens, full))
+    i = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(full)))
+    parts = full[max(0, i - BEFORE) : i], full[i : i + 1], tokens[i : i + 1]
+    before, theirs, ours = map(tokenizer.decode, parts)
+    return i, before, theirs, ours

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_snapkv import generate
-from mlx_snapkv.evals.compare import Comparison
+from mlx_snapkv.evals.compare import compare
 from mlx_snapkv.evals.fidelity import KNOWN, judge, read_piece
 from mlx_snapkv.evals.methods import Method
 from mlx_snapkv.evals.texts import Frame, Piece
@@ -28,8 +28,7 @@ def compared(demo_llama, ask):
     prompt, _ = ask(tokenizer, 600, 0)
     policies = [resolve_policy(policy=text) for text in POLICIES]
     methods = [Method(), *map(Method, policies), Method(policies[0], RECALLED)]
-    comparison = Comparison(model, tokenizer, prompt, methods, N)
-    return prompt, [(method, comparison.answer(method)) for method in methods]
+    return prompt, [*zip(methods, compare(model, tokenizer, prompt, methods, N))]
 
 
 def test_every_answer_is_that_of_generate(demo_llama, compared):
@@ -69,7 +68,7 @@ def test_a_prompt_that_fits_the_budget_is_the_full_caches(demo_llama, ask):
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 200, 1)
     methods = [Method(), Method(resolve_policy(policy="snapkv:top_k=4096"))]
-    full, other = map(Comparison(model, tokenizer, prompt, methods, 4).answer, methods)
+    full, other = compare(model, tokenizer, prompt, methods, 4)
     assert "fit the budget" in other.reason and (full.text, full.kl) == (other.text, other.kl)
 
 
@@ -78,6 +77,6 @@ def test_a_verified_answer_is_the_full_caches_and_its_kl_that_of_the_draft(demo_
     prompt, _ = ask(tokenizer, 300, 0)
     policy = resolve_policy(policy="streaming_llm:budget=16,schedule=once")
     methods = [Method(), Method(policy, RECALLED), Method(policy, RECALLED | {"verify": "all"})]
-    full, drafted, verified = map(Comparison(model, tokenizer, prompt, methods, 6).answer, methods)
+    full, drafted, verified = compare(model, tokenizer, prompt, methods, 6)
     assert verified.tokens == full.tokens and verified.differs is None
     assert verified.kl == pytest.approx(drafted.kl, abs=1e-5) and verified.kl > 1e-4
