@@ -91,7 +91,7 @@ class FullView(Entries):
         return mx.depends(part, list(after)) if after else part
 
     @property
-    def waits(self) -> bool:
+    def waits(self) -> bool:  # type: ignore[override]
         return self._entries.waits
 
     def _votes_of_last(self, *counts: int) -> mx.array:

@@ -85,7 +85,7 @@ class Repetition:
         found = []
         for layer in self._layers:
             entries = layer.entries_in(cache).held(inputs.shape[1])
-            most = most_attention(entries.keys, entries.voters, n_sink, asked, self._n_prompt)
+            most = most_attention(entries.blocks(), entries.voters, n_sink, asked, self._n_prompt)
             mx.eval(most)
             found.append(most)
         return found

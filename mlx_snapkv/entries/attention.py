@@ -88,7 +88,7 @@ def above_average(keys: Keys, observed: Queries) -> mx.array:
 
 
 def most_attention(
-    keys: mx.array, observed: Queries, n_sink: int, asked: range, again: int
+    keys: Keys, observed: Queries, n_sink: int, asked: range, again: int
 ) -> mx.array:
     """The most attention that any query gives each of the entries `asked`, `(B, n_kv_heads, len(asked))` float32.
 

@@ -58,6 +58,8 @@ class Entries:
     # Votes of the same queries, computed before, by numbers of entries, places and counts.
     shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
+    waits = False  # what is read takes memory of its own, and is to be used before more is read
+
     def __post_init__(self):
         self.layer = self.layer or _NO_LAYER
         self.statistics = self.statistics or _NO_STATISTICS
@@ -112,11 +114,6 @@ class Entries:
         if after:
             stored = each(lambda x: mx.depends(x, list(after)), stored)
         return unpack(stored, self.quantization)
-
-    @property
-    def waits(self) -> bool:
-        """Whether what is read takes memory of its own, so that it should be used before more is read."""
-        return False
 
     def by_block(self, function: ByBlock, blocks: range) -> mx.array:
         """`function(start, stop, after)` of each block, the results joined along axis 2.
