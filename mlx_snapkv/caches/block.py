@@ -74,12 +74,10 @@ class BlockKVCache(EvictingCache):
 
     @property
     def capacity(self) -> int:
-        """Entries that fit in."""
         return self.quota.entries + self.block
 
     @property
     def _n_kept(self) -> int:
-        """How many the last eviction left."""
         return 0 if self._kept_positions is None else self._kept_positions.shape[2]
 
     @property
@@ -189,7 +187,6 @@ class BlockKVCache(EvictingCache):
         write((self.keys, self.values), start, (keys, values))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't have a budget")
         if N == 1:

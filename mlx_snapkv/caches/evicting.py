@@ -96,7 +96,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
-        """The entries as they lie in the buffers."""
         stored = self.keys, self.values
         # A slice would keep an eviction from writing in place.
         return stored if n_rows(stored) == self._n else rows(stored, 0, self._n)
@@ -155,7 +154,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return self._mark is not None
 
     def trim(self, n: int) -> int:
-        """`rollback`, for mlx-lm's loops; how many tokens it dropped."""
         self.rollback(n)
         return n
 
@@ -187,7 +185,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             )
 
     def _rows(self, **more: Any) -> Entries:
-        """The entries as they lie in the buffers, and what more is known of them."""
         return Entries(
             *self.keys_and_values(),
             given_positions=self.positions,

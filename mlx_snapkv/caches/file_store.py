@@ -42,12 +42,10 @@ class Layout:
 
     @property
     def row(self) -> int:
-        """Bytes of a row."""
         return sum(dtype.size * width for dtype, width in self.parts)
 
     @property
     def token(self) -> int:
-        """Bytes of a token's rows."""
         return math.prod(self.heads) * self.row
 
     def to_bytes(self, stored: Stored) -> memoryview:
@@ -81,11 +79,9 @@ class EntryFile:
             data, start = data[n:], start + n
 
     def cut(self, n: int) -> None:
-        """Hold the first `n` entries only."""
         os.ftruncate(self._file.fileno(), n * self.layout.token)
 
     def read(self, start: int, stop: int) -> Stored:
-        """The rows of entries `[start, stop)`."""
         by_token = self._map(np.arange(start, stop))
         return self.layout.from_bytes(by_token[start:].transpose(1, 2, 0))
 

@@ -69,7 +69,6 @@ class AttentionLayer:
 
     @property
     def cap(self) -> float | None:
-        """What the logits are capped at, if anything."""
         return self.family.cap_of(self.attention)
 
     @property
@@ -172,7 +171,6 @@ def token_caches(model) -> list:
 
 
 def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
-    """Head sizes of the keys and values of a model's full-attention layers."""
     caches = token_caches(model)
     return {x.shape[3] for layer in layers for x in layer.cache_in(caches).keys_and_values()}
 
@@ -210,7 +208,6 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
 def quotas_of(
     layers: list[AttentionLayer], quotas: Callable[[int, int], list[Quota]], n_prompt: int
 ) -> list[Quota]:
-    """What a policy's `quotas` or `prefill_quotas` give these layers of a prompt."""
     by_number = quotas(n_prompt, layers[0].n_layers)
     return [by_number[layer.number] for layer in layers]
 
@@ -241,12 +238,10 @@ def kv_dtype(cache: LayerCache) -> str:
 
 
 def kv_bytes(prompt_cache: list) -> int:
-    """Bytes of keys and values in memory."""
     return sum(cache.kv_nbytes for cache in layer_caches(prompt_cache))
 
 
 def file_bytes(prompt_cache: list) -> int:
-    """Bytes of keys and values in files."""
     return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
 
 

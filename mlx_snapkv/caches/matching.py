@@ -117,5 +117,4 @@ def _difference(found: Any, wanted: Any, exact: bool = False) -> str | None:
 
 
 def _arrays(tree: Any) -> dict[str, mx.array]:
-    """The arrays of a state by their place in it."""
     return {name: x for name, x in dict(tree_flatten(tree)).items() if isinstance(x, mx.array)}

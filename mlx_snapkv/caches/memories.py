@@ -31,7 +31,6 @@ _BITS = {"8bit": 8, "4bit": 4}
 
 
 def require_memory(memory: str) -> None:
-    """Raises: SnapKVError: there is no such memory."""
     if memory not in MEMORIES:
         *most, last = MEMORIES
         raise SnapKVError(f"memory must be {', '.join(most)} or {last}, got {memory!r}")

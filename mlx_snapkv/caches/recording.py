@@ -101,7 +101,6 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """All keys and values, `(B, n_kv_heads, offset, head_dim)` each."""
         if self._n_stored == 0:
             return self.growing.keys_and_values()
         stored = self.store.entries()
@@ -154,7 +153,6 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         self._mark = Mark({"stored": self._n_stored, "growing": copy.copy(self.growing)})
 
     def rollback(self, n: int) -> None:
-        """Drop the newest `n` tokens, whether they are in the store or not."""
         if n > self.offset:
             raise TrimError(f"this cache holds {self.offset} tokens, {n} can't be rolled back")
         before: dict[str, Any] = self._mark.state if self._mark else {"stored": self._n_stored}
@@ -165,7 +163,6 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
             self.growing = copy.copy(before["growing"])
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """The mask of the next update of `N` tokens, as mlx-lm's `KVCache` makes it."""
         return create_attention_mask(N, self.offset, return_array, window_size)
 
     def size(self) -> int:
@@ -178,7 +175,6 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         return True
 
     def trim(self, n: int) -> int:
-        """Drop the newest `n` tokens; how many those were."""
         n = min(self.offset, n)
         left = n - self.growing.trim(n)
         if left:

@@ -44,7 +44,6 @@ class EntryView(ABC):
         """The KEYS or VALUES of entries `[start, stop)`, as they are stored."""
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
-        """The KEYS or VALUES of entries `[start, stop)`."""
         return unpack(self.stored(which, start, stop), self.quantization)
 
     @abstractmethod
@@ -82,7 +81,6 @@ class Store(EntryView):
         """Hold the first `n` entries only."""
 
     def held(self) -> Entries:
-        """All entries as they are stored."""
         keys, values = (self.stored(which, 0, self.n_entries) for which in (KEYS, VALUES))
         return Entries(keys, values, quantization=self.quantization)
 

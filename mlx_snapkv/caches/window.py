@@ -127,7 +127,6 @@ class SnapKVCache(EvictingCache):
 
     @property
     def n_keep(self) -> int:
-        """Entries held when the window is full."""
         return self.n_pin + self.n_window
 
     @property
@@ -180,7 +179,7 @@ class SnapKVCache(EvictingCache):
         self._newest = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`; see `ring.visible`."""
+        """None, `"causal"`, or bool `(N, rows)`; see `ring.visible`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         p, w = self.n_pin, self.n_window

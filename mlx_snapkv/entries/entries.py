@@ -73,7 +73,6 @@ class Entries:
 
     @property
     def heads(self) -> Ranks:
-        """The ranks that share the layer's KV heads."""
         return ALONE if self.layer is _NO_LAYER else self.layer.heads
 
     def plain(self) -> tuple[mx.array, mx.array]:
@@ -158,7 +157,6 @@ class Entries:
 
     @property
     def voters(self) -> Queries:
-        """The observed queries with their places."""
         if self.observed is None:
             raise SnapKVError(
                 "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"

@@ -69,7 +69,6 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes held."""
         return sum(codes.nbytes for codes in self._codes)
 
     def append(self, keys: mx.array) -> None:
@@ -83,14 +82,12 @@ class KeyIndex:
         mx.eval(self._codes)
 
     def truncate(self, n: int) -> None:
-        """Hold the first `n` tokens only."""
         self._codes = [
             codes[..., : n - start] for start, codes in zip(range(0, n, BLOCK), self._codes)
         ]
 
     @property
     def state(self) -> list:
-        """Its arrays, for a file."""
         return [self._mean, self._of_keys, self._of_queries, self._codes]
 
     @classmethod
@@ -195,7 +192,6 @@ class KeyIndex:
 
 
 def _size(head_dim: int) -> int:
-    """Bytes of a key's codes."""
     return max(1, head_dim // 4)
 
 

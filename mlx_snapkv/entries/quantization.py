@@ -28,7 +28,6 @@ class Quantization:
     group_size: int  # values that share a scale and a bias; it divides the head size
 
     def pack(self, entries: mx.array) -> Stored:
-        """Entries `(B, n_kv_heads, T, head_dim)`, quantised."""
         return tuple(mx.quantize(entries, group_size=self.group_size, bits=self.bits))
 
     def unpack(self, stored: Stored) -> mx.array:
@@ -100,7 +99,6 @@ def write(stored: Stored, where: int | mx.array, entries: Stored) -> None:
 
 
 def join(stored: Stored, entries: Stored) -> Stored:
-    """A copy with entries appended."""
     return each(lambda *pair: mx.concatenate(list(pair), axis=2), stored, entries)
 
 

@@ -54,7 +54,6 @@ class Queries:
         return self.of(lambda x: x[:, :, first:stop], places=self.places[first:stop], start=start)
 
     def latest(self, n: int) -> Queries:
-        """The last `n` of them, or all."""
         n_all = len(self.places)
         return self.between(max(0, n_all - n), n_all)
 
@@ -179,7 +178,6 @@ class Recorder(OnQueries):
     def _take_queries(
         self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read
     ) -> None:
-        """`record` of the queries of all readers."""
         self.scale, self.sinks = scale, sinks
         callback = _callback.get()
         if callback is not None:
@@ -252,7 +250,6 @@ class Recorder(OnQueries):
 
     @property
     def query_positions(self) -> range:
-        """The logical positions of `queries`."""
         n = self.n_queries if self.newest is None else min(self.n_queries, self.newest)
         return range(self._stop - n, self._stop)
 

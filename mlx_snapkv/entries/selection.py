@@ -84,5 +84,4 @@ def take_entries(buffer: mx.array, positions: mx.array) -> mx.array:
 
 
 def nan_scores() -> SnapKVError:
-    """The error of scores that contain NaN."""
     return SnapKVError("the scores of the entries contain NaN: the model gave NaN attention")
