@@ -71,7 +71,7 @@ def completion_request(
     """
     prompt, tools, state = [], None, "normal"
     if isinstance(body, ChatBody):
-        prompt, tools = chat_tokens(body, tokenizer, body.template_messages()), _tools(body)
+        prompt, tools = chat_tokens(body, tokenizer), _tools(body)
         state = _initial_state(tokenizer, prompt)
     elif isinstance(body, CompletionBody):
         prompt = _text_tokens(body.prompt, tokenizer)
@@ -98,14 +98,14 @@ def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
 
 
 def chat_tokens(
-    body: ChatBody,
-    tokenizer,
-    messages: list[dict[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
+    body: ChatBody, tokenizer, context: list[dict[str, Any]] | None = None
 ) -> list[int]:
-    """Messages, which are changed, in the chat template. Raises: SnapKVError: it refuses, or there is none."""
-    tools = _tools(body)
+    """The body's messages in the chat template, or some that are only a context, which is changed.
+
+    Raises:
+        SnapKVError: the template refuses, or there is none.
+    """
+    tools, messages = _tools(body), body.template_messages() if context is None else context
     if not tokenizer.has_chat_template:
         raise SnapKVError("this model has no chat template: ask it by /v1/completions")
     if tools and not tokenizer.has_tool_calling:
@@ -113,7 +113,7 @@ def chat_tokens(
     options = dict(body.chat_template_kwargs or {})
     if tools:
         options["tools"] = tools
-    options["add_generation_prompt"] = add_generation_prompt
+    options["add_generation_prompt"] = context is None
     try:
         process_message_content(messages)
         found = tokenizer.apply_chat_template(messages, **options)

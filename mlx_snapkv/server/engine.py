@@ -103,7 +103,7 @@ class Engine:
     def count(self, body: ChatBody) -> int:
         """The tokens of a prompt. Raises: ApiError: the server is shutting down."""
         self.require_alive()
-        return len(chat_tokens(body, self.loaded.tokenizer, body.template_messages()))
+        return len(chat_tokens(body, self.loaded.tokenizer))
 
     def stop(self, seconds: float | None = None) -> None:
         """End all requests after the step under way, and wait for that so long."""

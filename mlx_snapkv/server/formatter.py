@@ -42,7 +42,6 @@ class ResponseFormatter(ABC):
 
     @property
     def n_generated(self) -> int:
-        """Tokens of all answers."""
         return sum(end.answer.n_tokens for end in self.finished.values())
 
     @abstractmethod

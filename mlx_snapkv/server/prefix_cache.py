@@ -194,7 +194,7 @@ class Checkpoints:
         if n == 0:
             return 0
         other = [*messages[:n], {"role": "user", "content": ""}]
-        alone = chat_tokens(body, self._tokenizer, other, add_generation_prompt=False)
+        alone = chat_tokens(body, self._tokenizer, other)
         return common_prefix([alone, prompt])
 
     def _reasoning_start(self, prompt: list[int]) -> int:

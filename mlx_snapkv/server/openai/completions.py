@@ -62,13 +62,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 class CompletionFormatter(ResponseFormatter):
-    """Choices of chats or of texts.
-
-    Args:
-        model: the client's name for it.
-        with_usage: streams end with it.
-        memory: what becomes of entries that are not kept.
-    """
+    """Choices of chats or of texts; streams may end with the usage."""
 
     def __init__(self, model: str, is_chat: bool, with_usage: bool, memory: str):
         super().__init__()
@@ -141,7 +135,6 @@ class CompletionFormatter(ResponseFormatter):
             "tokens": [t.token for t in tokens],
             "token_logprobs": [t.logprob for t in tokens],
             "top_logprobs": [dict(t.top) for t in tokens],
-            "text_offset": None,
         }
 
     def _ending(self) -> dict[str, Any]:
