@@ -11,7 +11,7 @@ from ..engine.machine import this_machine
 from ..engine.prompt_plan import gate
 from ..engine.report import format_bytes
 from ..engine.retention import RetentionConfig
-from ..entries.quantization import Quantization
+from ..entries.quantization import taken_from
 from ..policies import Policy, Stages
 from .plan import Planner
 
@@ -22,22 +22,13 @@ _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
 class LongPrompts:
     """Warns about prompts before they are read, and says what would help; the options are those of `generate_step`."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        policy: Policy | Stages | None = None,
-        memory: str = "drop",
-        verify: str | None = None,
-        far: str | None = None,
-        **options: Any,
-    ):
-        self._model, self._policy = model, policy
-        self._retention = RetentionConfig(memory, verify, far=far)
-        self._is_rotating = options.get("max_kv_size") is not None
-        self._kv_bits, self._usable = options.get("kv_bits"), this_machine().usable
-        self._group_size = options.get("kv_group_size", 64)
-        self._options = {k: v for k, v in options.items() if k in _PLANNED and v is not None}
+    def __init__(self, model: Any, *, policy: Policy | Stages | None = None, **options: Any):
+        self._model, self._policy, self._usable = model, policy, this_machine().usable
+        given = {name: value for name, value in options.items() if value is not None}
+        self._retention, given = RetentionConfig.taken_from(given)
+        self._quantization, _ = taken_from(given)
+        self._kv_bits, self._is_rotating = given.get("kv_bits"), "max_kv_size" in given
+        self._options = {name: given[name] for name in _PLANNED if name in given}
         self._planner: Planner | None = None
 
     def warnings(self, n_prompt: int, n_before: int = 0) -> list[str]:
@@ -65,8 +56,7 @@ class LongPrompts:
             return (
                 f"nothing will be evicted: {reason}, for example --policy {worth_comparing(n)[0]}"
             )
-        how = None if self._kv_bits is None else Quantization(self._kv_bits, self._group_size)
-        footprint, last = Footprint(sizes, policy, how), policy.stages[1]
+        footprint, last = Footprint(sizes, policy, self._quantization), policy.stages[1]
         kept = footprint.kept(n)
         least, most = min(kept), max(kept)
         count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"

@@ -160,12 +160,10 @@ def test_a_name_is_given_once(asking):
 def test_a_whole_request_is_served_by_such_a_policy(asking, tokens, schedule):
     """Read in chunks, with evictions while it is read and while it answers: all it asks for is there."""
     model, reports = make_llama(), []
-    policy, cache = (
-        replace(asking, schedule=schedule, block=8, n_window=6),
-        make_prompt_cache(model),
-    )
+    cache = make_prompt_cache(model)
     options = {"prompt_cache": cache, "on_report": reports.append, "prefill_step_size": 16}
-    assert len(steps(model, tokens[:T], 20, policy=policy, **options)) == 20
+    options["policy"] = replace(asking, schedule=schedule, block=8, n_window=6)
+    assert len(steps(model, tokens[:T], 20, **options)) == 20
     assert reports[0].compressed and reports[0].entries == 20
     assert all(c.size() <= 28 for c in cache)
 

@@ -59,4 +59,7 @@ def test_a_request_is_served(name, way, tokens):
     (report,) = reports
     kept = [n for n in report.entries_kept if n is not None]
     assert report.compressed and report.reason is None
+    if way == "once":
+        votes = policy.obs_window or policy.accumulates_attention
+        assert (report.attention_share[-1] is not None) == bool(votes)
     assert sum(kept) == len(kept) * (28 if way == "first stage" else 40)
