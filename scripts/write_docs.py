@@ -22,7 +22,7 @@ NAME = "mlx-snapkv"
 COMMANDS = """# The commands
 
 Written by `python scripts/write_docs.py` from the command line itself, never typed. `mlx-snapkv COMMAND --help` prints
-the same. A mistake is one line on stderr and exit code 2.
+the same. A mistake is one line on stderr and exit code 2, a full disk one and exit code 1.
 """
 
 MODELS = """# Model types

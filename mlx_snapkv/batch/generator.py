@@ -64,6 +64,7 @@ class CompressedBatchGenerator(BatchGenerator):
             policy reads a prompt again as a whole, such as kvzip.
         reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
             fewer and fuller steps.
+        on_pause: called about once a second while a chunk is read; what it raises fails the request.
         **kwargs: `memory`, `verify`, `refresh`, `far` as of `generate_step`: answers that are verified decode by
             themselves, in turn with the others. `kv_bits`, `kv_group_size` of compressed entries; full ones
             stay plain. mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `completion_batch_size` and so on.
@@ -87,6 +88,7 @@ class CompressedBatchGenerator(BatchGenerator):
         on_recall: Callable[[int, list, list[int]], None] | None = None,
         turns: bool = False,
         reads_first: bool = False,
+        on_pause: Callable[[int, int], None] = lambda done, total: None,
         **kwargs: Any,
     ):
         chosen = resolve_policy(snapkv, policy)
@@ -105,7 +107,7 @@ class CompressedBatchGenerator(BatchGenerator):
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)
         self._generation_batch = Groups()
-        self._reads_first = reads_first
+        self._reads_first, self._on_pause = reads_first, on_pause
         self.in_full: set[int] = set()
 
     def insert_segments(
@@ -167,7 +169,8 @@ class CompressedBatchGenerator(BatchGenerator):
         self.prefill_step_size = job.request.step_size(self._limit)
         return Reading.of(
             job,
-            self.prefill_step_size,
+            PacedModel(job.request.model, self._on_pause),
+            prefill_step_size=self.prefill_step_size,
             tokens=[tokens],
             samplers=[sampler],
             fallback_sampler=self.sampler,
@@ -186,12 +189,11 @@ class Reading(PromptProcessingBatch):
     job: Job
 
     @classmethod
-    def of(cls, job: Job, prefill_step_size: int, **sequence: Any) -> Reading:
+    def of(cls, job: Job, model: PacedModel, **sequence: Any) -> Reading:
         """A batch of one prompt; `sequence` is what mlx-lm keeps of it, in lists of one."""
         errors = {} if job.error is None else {job.uid: job.error}
         job.error = of_all_ranks(job.model, errors).get(job.uid)
-        model = PacedModel(job.request.model)
-        batch = cls(model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence)
+        batch = cls(model, [job.uid], [], **sequence)
         batch.job, batch.prompt_cache = job, job.caches
         return batch
 

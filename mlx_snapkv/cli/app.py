@@ -1,5 +1,6 @@
 """The command's entry point: its sub-commands, and one line for every mistake."""
 
+import errno
 import os
 import sys
 from typing import Annotated, NoReturn
@@ -68,7 +69,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    """Run the command; a user's mistake is one line on stderr and exit code 2, a full disk 1."""
     process.hold_standard_descriptors()
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]
@@ -83,7 +84,7 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.stdout.flush()
     except SnapKVError as error:
-        fail(in_flags(str(error)))
+        fail(in_flags(str(error)), status=1 if _is_of_full_disk(error) else 2)
     except (KeyboardInterrupt, typer.Abort):
         if launched():
             fail("stopped", INTERRUPTED)
@@ -103,6 +104,14 @@ def main() -> None:
         raise
     else:
         process.leave(status if isinstance(status, int) else 0)
+
+
+def _is_of_full_disk(error: BaseException | None) -> bool:
+    """Whether a full disk is behind an error: no mistake of the command's."""
+    full = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    while error is not None and getattr(error, "errno", None) not in full:
+        error = error.__cause__
+    return error is not None
 
 
 def fail(message: str, status: int = 2) -> NoReturn:

@@ -108,7 +108,7 @@ class PacedModel(WrappedModel):
     """A model whose chunks are evaluated some layers at a time: long ones notice Ctrl-C, and call `progress`, mlx-lm's
     `prompt_progress_callback`, about once a second. Numbers stay the same."""
 
-    def __init__(self, model, progress: Callable[[int, int], None] = lambda done, total: None):
+    def __init__(self, model, progress: Callable[[int, int], None]):
         super().__init__(model)
         self._progress, self._n_layers = progress, 1
         self._done, self._total, self._told = 0, 0, time.perf_counter()

@@ -234,7 +234,13 @@ class Engine:
 
     def _new_batch(self) -> ServedBatch:
         most, options = self._limits.concurrency, self.options
-        return ServedBatch(self.loaded, options, most, self._checkpoints, self.metrics, self._ranks)
+        given = self._checkpoints, self.metrics, self._ranks, self._pause
+        return ServedBatch(self.loaded, options, most, *given)
+
+    def _pause(self, done: int, total: int) -> None:
+        """Leave a chunk that is read when the server stops; of several ranks each reads it to its end."""
+        if self._ranks.size == 1:
+            self.require_alive()
 
     def _fail_all(self, error: Exception) -> None:
         """A step failed: end its requests, and continue with a new batch; ranks have diverged, and end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import mlx.core as mx
@@ -35,6 +35,7 @@ class ServedBatch:
         checkpoints: Checkpoints,
         metrics: Metrics,
         ranks: Ranks,
+        on_pause: Callable[[int, int], None],
     ):
         self._loaded, self._checkpoints, self._metrics = loaded, checkpoints, metrics
         self._ranks = ranks
@@ -45,6 +46,7 @@ class ServedBatch:
             completion_batch_size=most,
             on_report=lambda uid, report: setattr(self.running[uid], "report", report),
             on_recall=lambda uid, *found: checkpoints.read(self.running[uid], *found),
+            on_pause=on_pause,
             turns=True,
             stream=mx.default_stream(mx.default_device()),
             **options,

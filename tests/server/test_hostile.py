@@ -7,13 +7,16 @@ import re
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
+import mlx.core as mx
 import pytest
 from bad_requests import BAD, BAD_HTTP, CHAT, HEAD, HELLO, RAW, TEXT
 from server_helpers import load_named, serving
 
 from mlx_snapkv import SnapKVError
+from mlx_snapkv.engine import loop_model
 from mlx_snapkv.server import exchange
 from mlx_snapkv.server.access import Settings
 from mlx_snapkv.server.admission import Limits
@@ -220,6 +223,26 @@ def test_a_request_that_takes_too_long_and_one_under_way_when_the_server_stops()
             time.sleep(0.01)
         served.engine.stop()
         assert_refused(answer.result(5), [503])
+
+
+def test_a_chunk_that_is_read_when_the_server_stops_is_left(monkeypatch):
+    evaluated = []
+
+    def evaluate(arrays):
+        evaluated.append(arrays)
+        while served.engine.is_alive:
+            time.sleep(0.01)
+        mx.eval(arrays)
+
+    monkeypatch.setattr(loop_model, "mx", SimpleNamespace(eval=evaluate))
+    monkeypatch.setattr(loop_model, "TELL_EVERY", 0)
+    with serving() as served, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.post, TEXT, {"prompt": "The key of" * 50})
+        while not evaluated:
+            time.sleep(0.01)
+        served.engine.stop()
+        assert_refused(answer.result(5), [503])
+    assert len(evaluated) == 1
 
 
 def test_a_model_that_fails_ends_its_requests_and_serving_goes_on(caplog):
