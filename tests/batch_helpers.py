@@ -1,5 +1,6 @@
 """Requests in a batch, and the same alone."""
 
+import functools
 import random
 
 import mlx.core as mx
@@ -19,13 +20,19 @@ def alone(model, prompt, n, **keywords):
 
 
 class Run:
-    """A generator, what it has answered, and its last responses, by number of the request."""
+    """A generator, what it has answered, reported and handed on, and its last responses, by number of the request."""
 
     def __init__(self, model, policy, **options):
-        self.reports = {}
-        options = {"on_report": self.reports.setdefault, **options}
-        self.generator = CompressedBatchGenerator(model, policy=policy, **options)
-        self.answers, self.last = {}, {}
+        self.reports, self.recalled, self.answers, self.last = {}, {}, {}, {}
+        self.generator = CompressedBatchGenerator(
+            model,
+            policy=policy,
+            on_report=self.reports.setdefault,
+            on_recall=lambda uid, *told: self.recalled.update({uid: told}),
+            **options,
+        )
+        retained = {name: options[name] for name in ("memory", "verify") if name in options}
+        self.alone = functools.partial(alone, model, policy=policy, **retained)
 
     def insert(self, prompts, max_tokens, **options):
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
@@ -41,14 +48,23 @@ class Run:
         self.finish()
         return uids
 
+    def assert_alone(self, uids, prompts, limits):
+        """They have answered, to the end, and reported as each does by itself."""
+        for uid, prompt, limit in zip(uids, prompts, limits):
+            reports = []
+            assert self.answers[uid] == self.alone(prompt, limit, on_report=reports.append)
+            assert self.reports[uid].entries_kept == reports[0].entries_kept
+            assert self.reports[uid].reason == reports[0].reason
+            assert self.last[uid].finish_reason == "length", self.last[uid].error
+
     def step(self):
-        """One step; whether anything is left to do."""
+        """One step; what it read and answered, if anything was left to do."""
         prompts, responses = self.generator.next()
         for response in responses:
             if response.finish_reason != "error":
                 self.answers.setdefault(response.uid, []).append(response.token)
             self.last[response.uid] = response
-        return bool(prompts or responses)
+        return (prompts, responses) if prompts or responses else None
 
     def finish(self):
         while self.step():

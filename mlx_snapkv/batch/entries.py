@@ -34,15 +34,18 @@ class Batched(OnQueries, _BaseCache):
         members: one cache a request; they belong to this one from now on.
 
     Attributes:
-        offset: int32 `(B,)`, the position of each request's next token.
         keys: some that a step reads; mlx-lm lets them wait for what a pipeline sends.
     """
 
-    offset: mx.array
     keys: Any
 
     def __init__(self, members: Sequence[Any]):
         self.members = list(members)
+
+    @property
+    def offset(self) -> mx.array:
+        """int32 `(B,)`, the position of each request's next token."""
+        return mx.array([member.offset for member in self.members], mx.int32)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """The mask of the next update: None, or bool `(B, 1, 1, rows)` where the requests' entries differ in number."""
@@ -76,10 +79,6 @@ class BatchedChoices(Batched, Choosing):
     members: list[RefreshedKVCache]
 
     @property
-    def offset(self) -> mx.array:  # type: ignore[override]
-        return mx.array([member.offset for member in self.members], mx.int32)
-
-    @property
     def layer(self) -> Any:  # type: ignore[override]
         return self.members[0].layer
 
@@ -106,6 +105,11 @@ class BatchedChoices(Batched, Choosing):
             own = mx.depends(heads[i : i + 1], arrays(chosen[-1:]))
             chosen.append(member.choice(own, scale, sinks))
         return _stacked(chosen)
+
+    @property
+    def kind(self) -> tuple:
+        """See `BatchedEntries.kind`."""
+        return ("chosen", power_of_two(self.members[0].n_after_next))
 
     def extract(self, idx: int) -> RefreshedKVCache:
         """A request's cache by itself; this one keeps it, too."""
@@ -135,7 +139,6 @@ class BatchedEntries(Batched, Quantised):
         self._make_room(self._n_needed())
         for member in members:
             member.keys = member.values = None
-        self.offset = mx.array([member.offset for member in members], mx.int32)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
         """Add a token of each request, `(B, n_kv_heads, 1, head_dim)`; the entries that the attention is to see."""
@@ -146,7 +149,6 @@ class BatchedEntries(Batched, Quantised):
         places = [member.place() for member in self.members]
         self._make_room(max(places) + 1)
         self._write(places, (pack(keys, self.quantization), pack(values, self.quantization)))
-        self.offset = self.offset + 1
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
@@ -179,7 +181,7 @@ class BatchedEntries(Batched, Quantised):
     def kind(self) -> tuple:
         """What requests must have in common to share the arrays and mlx-lm's one mask for all layers."""
         member, how = self.members[0], self.quantization
-        n, fixed = member.n_entries, member.n_after_next == member.n_entries
+        n, fixed = member.n_after_next, member.n_after_next == member.n_entries
         if member.uniform:
             return fixed, power_of_two(n), how
         # Padded layers of different lengths would need a mask each.
@@ -188,7 +190,6 @@ class BatchedEntries(Batched, Quantised):
     def extend(self, other: BatchedEntries) -> None:
         super().extend(other)
         self.keys, self.values = _stacked([self._stored, other._stored])
-        self.offset = mx.concatenate([self.offset, other.offset])
 
     def filter(self, keep: Sequence[int]) -> None:
         super().filter(keep)
@@ -196,8 +197,7 @@ class BatchedEntries(Batched, Quantised):
         n = self._n_needed()
         stored = each(lambda x: mx.take(x, chosen, axis=0), self._stored)
         whole = n >= n_rows(stored)
-        self.keys, self.values = stored if whole else _contiguous(rows(stored, 0, n))
-        self.offset = self.offset[chosen]
+        self.keys, self.values = stored if whole else each(mx.contiguous, rows(stored, 0, n))
 
     def extract(self, idx: int) -> EvictingCache:
         """A request's cache by itself; this one keeps it, too."""
@@ -222,7 +222,7 @@ class BatchedEntries(Batched, Quantised):
             member.keys = member.values = None
 
     def _slot_of(self, i: int, n: int) -> Stored:
-        return _contiguous(each(lambda x: x[i : i + 1, :, :n], self._stored))
+        return each(lambda x: mx.contiguous(x[i : i + 1, :, :n]), self._stored)
 
     def _write(self, places: list[int], entries: Stored) -> None:
         """Write one entry a request to its place, in place."""
@@ -267,10 +267,6 @@ def _stacked(slots: list[Stored]) -> Stored:
     n = max(map(n_rows, slots))
     first, *others = (_with_room(slot, n) for slot in slots)
     return each(lambda *parts: mx.concatenate(list(parts)), first, *others)
-
-
-def _contiguous(stored: Stored) -> Stored:
-    return each(mx.contiguous, stored)
 
 
 def power_of_two(n: int) -> int:

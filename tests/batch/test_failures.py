@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from batch_helpers import Run, alone, prompts_of
+from batch_helpers import Run, prompts_of
 from request_helpers import assert_unpatched
 from tiny_models import make_llama
 
@@ -26,25 +26,22 @@ def prompts():
     return prompts_of(150, 90, 200, vocab_size=BAD)
 
 
-def others_answer_as_alone(run, model, prompts, policy, failed):
+def error_of(run, prompts, failed):
+    """What ended that request; the others answer as alone."""
     run.finish()
     assert_unpatched()
-    for uid, prompt in enumerate(prompts):
-        if uid == failed:
-            assert run.last[uid].finish_reason == "error"
-        else:
-            assert run.answers[uid] == alone(model, prompt, 30, policy=policy)
-    return run.last[failed].error
+    others = [uid for uid in range(len(prompts)) if uid != failed]
+    run.assert_alone(others, [prompts[uid] for uid in others], [30, 30])
+    assert run.last[failed].finish_reason == "error"
+    return str(run.last[failed].error)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("place", [0, 149])
+@pytest.mark.parametrize(("policy", "place"), list(zip(POLICIES, [0, 149, 149])))
 def test_nan_in_a_prompt(model, prompts, policy, place):
     prompts[0][place] = BAD
     run = Run(model, policy)
     run.insert(prompts, 30)
-    error = others_answer_as_alone(run, model, prompts, policy, failed=0)
-    assert "NaN" in str(error)
+    assert "NaN" in error_of(run, prompts, failed=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -56,9 +53,8 @@ def test_nan_in_an_answer(model, prompts, policy):
 
     run = Run(model, policy)
     run.insert(prompts, 30, logits_processors=[[say_bad], None, None])
-    error = others_answer_as_alone(run, model, prompts, policy, failed=0)
-    assert "NaN" in str(error)
-    assert run.answers[0][:5] == alone(model, prompts[0], 5, policy=policy)
+    assert "NaN" in error_of(run, prompts, failed=0)
+    assert run.answers[0][:5] == run.alone(prompts[0], 5)
 
 
 def raises(*args):
@@ -77,16 +73,15 @@ def raises(*args):
 def test_functions_of_a_request(prompts, policy, number, option, function):
     given = [None] * 3
     given[number] = function if option == "samplers" else [function]
-    model = make_llama()
-    run = Run(model, policy)
+    run = Run(make_llama(), policy)
     run.insert(prompts, 30, **{option: given})
-    error = others_answer_as_alone(run, model, prompts, policy, failed=number)
-    assert "no such word" in str(error) or "(3, 7)" in str(error)
+    why = "no such word" if function is raises else "(3, 7)"
+    assert why in error_of(run, prompts, failed=number)
 
 
 def test_a_model_that_fails_ends_the_requests_of_that_step_and_no_others(prompts, monkeypatch):
-    model, policy = make_llama(), POLICIES[0]
-    run = Run(model, policy)
+    model = make_llama()
+    run = Run(model, POLICIES[0])
     run.insert(prompts[:2], 30)
     while len(run.answers.get(1, [])) < 8:
         run.step()
@@ -97,4 +92,4 @@ def test_a_model_that_fails_ends_the_requests_of_that_step_and_no_others(prompts
     assert [run.last[uid].finish_reason for uid in (0, 1)] == ["error", "error"]
     (uid,) = run.insert(prompts[2:], 30)
     run.finish()
-    assert run.answers[uid] == alone(model, prompts[2], 30, policy=policy)
+    assert run.answers[uid] == run.alone(prompts[2], 30)

@@ -30,13 +30,7 @@ def test_staggered_requests_answer_as_alone(tiny_model, policy):
     prompts = prompts_of(*LENGTHS)
     limits = [12, 90, 40, 25, 60, 7]
     run = Run(tiny_model, policy)
-    for uid, prompt, limit in zip(run.staggered(prompts, limits), prompts, limits):
-        reports = []
-        wanted = alone(tiny_model, prompt, limit, policy=policy, on_report=reports.append)
-        assert run.answers[uid] == wanted
-        assert run.reports[uid].entries_kept == reports[0].entries_kept
-        assert run.reports[uid].reason == reports[0].reason
-        assert run.last[uid].finish_reason == "length"
+    run.assert_alone(run.staggered(prompts, limits), prompts, limits)
     assert_unpatched()
 
 
@@ -51,7 +45,7 @@ def test_a_prompt_that_is_being_read_can_be_extracted_and_removed(tiny_model):
     rest = plain(tiny_model, mx.array(prompts[0][len(tokens) :]), 10, prompt_cache=cache)
     assert [int(t) for t, _ in rest] == alone(tiny_model, prompts[0], 10)
     run.generator.remove([uids[0]])
-    assert run.finish() == {uids[1]: alone(tiny_model, prompts[1], 10, policy=policy)}
+    assert run.finish() == {uids[1]: run.alone(prompts[1], 10)}
 
 
 def test_a_chunk_is_evaluated_some_layers_at_a_time(monkeypatch):
@@ -75,25 +69,19 @@ def test_prompts_are_read_before_others_go_on_if_nobody_waits(tiny_model):
         run.step()
         assert all(len(answer) <= 5 for answer in run.answers.values())  # which vote
     run.finish()
-    for uid, prompt in zip(uids, prompts):
-        assert run.answers[uid] == alone(tiny_model, prompt, 30, policy=policy)
+    run.assert_alone(uids, prompts, [30] * 3)
 
 
 def test_segments_and_all_tokens_are_mlx_lms(tiny_model):
     prompt = prompts_of(200)[0]
-    policy = f"{SNAPKV},budget=56"
-    run = Run(tiny_model, policy)
+    run = Run(tiny_model, f"{SNAPKV},budget=56")
     (uid,) = run.generator.insert_segments([[prompt[:70], prompt[70:150], prompt[150:]]], [15])
     ends = 0
-    while True:
-        responses, answers = run.generator.next()
-        ends += sum(r.end_of_segment for r in responses)
-        for answer in answers:
-            run.answers.setdefault(answer.uid, []).append(answer.token)
-        if answers and answers[-1].finish_reason:
-            break
-    assert run.answers[uid] == alone(tiny_model, prompt, 15, policy=policy)
-    assert answers[-1].all_tokens == prompt + run.answers[uid]
+    while uid not in run.answers:
+        ends += sum(response.end_of_segment for response in run.step()[0])
+    run.finish()
+    assert run.answers[uid] == run.alone(prompt, 15)
+    assert run.last[uid].all_tokens == prompt + run.answers[uid]
     assert ends >= 3
 
 
@@ -145,18 +133,6 @@ def test_keys_may_wait_for_what_a_pipeline_sends(tiny_model, memory, monkeypatch
     run = Run(tiny_model, policy, memory=memory)
     uids = run.insert(prompts, 9)
     assert [run.finish()[uid] for uid in uids] == wanted
-
-
-def test_without_a_policy_it_is_mlx_lms(tiny_model):
-    prompts = prompts_of(100, 140)
-    answers = []
-    for generator in (CompressedBatchGenerator(tiny_model), BatchGenerator(tiny_model)):
-        generator.insert([list(p) for p in prompts], [10, 10])
-        answers.append([])
-        while responses := generator.next_generated():
-            answers[-1] += [(r.uid, r.token, r.logprobs) for r in responses]
-    assert [a[:2] for a in answers[0]] == [a[:2] for a in answers[1]]
-    assert all(mx.array_equal(a[2], b[2]) for a, b in zip(*answers))
 
 
 def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):

@@ -1,11 +1,16 @@
-"""Model types of every kind of cache and attention decode in a batch as alone, or are refused by name."""
+"""Model types of every kind of cache and attention decode in a batch as alone, or are refused by name.
+
+With a memory that recalls, their tokens choose together, by votes or by an index.
+"""
 
 import pytest
-from batch_helpers import Run, alone, prompts_of
+from batch_helpers import Run, prompts_of
 from model_configs import make_model
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.batch.generator import ALONE
+from mlx_snapkv.caches import full_view
+from mlx_snapkv.caches.layers import members
 
 POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,lookahead=0"
 
@@ -16,12 +21,23 @@ TYPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*TYPES, *ALONE])
-def test_a_batch_answers_as_each_alone(name):
+# A hybrid, attention sinks; latents and borrowed entries, whose attention modules are called twice.
+CHOOSING = ["qwen3_next", "gpt_oss", "deepseek_v3", "gemma3n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "few"),
+    [
+        *((name, "drop", 0) for name in [*TYPES, *ALONE]),
+        *((name, "recall:file", few) for name in CHOOSING for few in (0, 8192)),
+    ],
+)
+def test_a_batch_answers_as_each_alone(name, memory, few, monkeypatch):
+    monkeypatch.setattr(full_view, "FEW", few)
     model = make_model(name)
     prompts = prompts_of(40, 30, 55, vocab_size=120)
     try:
-        run = Run(model, POLICY)
+        run = Run(model, POLICY, memory=memory)
     except SnapKVError as error:
         assert name in ALONE and "one after the other" in str(error)
         return
@@ -29,7 +45,9 @@ def test_a_batch_answers_as_each_alone(name):
     for _ in range(4):
         run.step()
     uids += run.insert(prompts[2:], [10])
-    run.finish()
-    for uid, prompt, n in zip(uids, prompts, (14, 9, 10)):
-        assert run.last[uid].finish_reason == "length", run.last[uid].error
-        assert run.answers[uid] == alone(model, prompt, n, policy=POLICY)
+    sizes = set()
+    while run.step():
+        caches = members(run.generator._generation_batch.prompt_cache)
+        sizes |= {len(cache.members) for cache in caches if hasattr(cache, "members")}
+    assert max(sizes) > 1
+    run.assert_alone(uids, prompts, (14, 9, 10))
