@@ -1,13 +1,16 @@
-"""A follow-up turn of 150 tokens against the same tokens one by one, on every cache that a policy leaves."""
+"""Models as mlx-lm's loops see them: turns read as if token by token, and chunks that show progress."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import steps
+from tiny_models import make_llama
 
 from mlx_snapkv import SnapKV, prefill
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import members
+from mlx_snapkv.engine import loop_model
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import H2O, KeyDiff
@@ -43,3 +46,32 @@ def test_generate_step_reads_a_turn_as_one_by_one(tiny_model, tokens, policy, be
             ours, theirs = layer_cache(a).held(), layer_cache(b).held()
             assert a.offset == b.offset and mx.array_equal(ours.positions, theirs.positions)
             assert mx.allclose(ours.keys, theirs.keys, atol=1e-5)
+
+
+# Chunks are evaluated some layers at a time where someone looks on.
+
+SNAPKV = "snapkv:budget=60,n_window=16,lookahead=4"
+
+
+def answered(model, tokens, **options):
+    cache = make_prompt_cache(model)
+    found = steps(model, tokens, 8, prompt_cache=cache, **options)
+    return [mx.stack([logprobs for _, logprobs in found]), *(c.keys for c in cache)]
+
+
+@pytest.mark.parametrize("policy", [None, SNAPKV, "keydiff:budget=60,block=64"])
+def test_what_is_computed_is_the_same_with_progress(tokens, policy):
+    model, told = make_llama(num_hidden_layers=5), []
+    plain = answered(model, tokens, policy=policy)
+    progress = {"prompt_progress_callback": lambda *at: told.append(at)}
+    paced = answered(model, tokens, policy=policy, **progress)
+    assert all(mx.array_equal(a, b) for a, b in zip(plain, paced)) and told[-1] == (200, 200)
+
+
+def test_a_chunk_that_takes_long_tells_how_far_it_is(tokens, monkeypatch):
+    monkeypatch.setattr(loop_model, "TELL_EVERY", 0)
+    monkeypatch.setattr(loop_model, "FAST", 0)
+    told = []
+    model = make_llama(num_hidden_layers=4)
+    answered(model, tokens, prompt_progress_callback=lambda done, total: told.append(done))
+    assert told == [0, 49, 99, 149, 199, 200]  # 199 are the first chunk
