@@ -50,34 +50,29 @@ def settings_of(context: Any) -> dict[str, Setting]:
 
 def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Setting]:
     """Variables go before the file, a command's own table before the keys above it."""
-    options = _options(command)
-    found: dict[str, Setting] = {}
-    for values, place in _places(path, table):
-        is_shared = place in (PREFIX, str(config_file()))
+    options, found = _options(command), dict[str, Setting]()
+    variables = {
+        name[len(PREFIX) :].lower(): value
+        for name, value in os.environ.items()
+        if value and name.startswith(PREFIX)
+    }
+    places = [(table, f"{config_file()}, ", True)]  # with a name for each, and whether all share it
+    for n, part in enumerate(path, start=1):
+        table = table.get(part.replace("-", "_"), {})
+        if not isinstance(table, dict):  # a flag by a command's name, such as eval's data
+            break
+        places.append((table, f"{config_file()}, [{'.'.join(path[:n])}], ", False))
+    for values, place, is_shared in [(variables, PREFIX, True), *reversed(places)]:
         passed_over = ONE_OF if ONE_OF & found.keys() else set()
         for name in options.keys() & values.keys() - found.keys() - passed_over:
             value = values[name]
             chooses = "kv_memory" in options or (name, value) != ("policy", "auto")
             if is_shared and ((*path, name) in OWN or not chooses):
                 continue
-            key = name.replace("_", "-")
-            origin = PREFIX + name.upper() if place == PREFIX else f"{place}, {key}"
+            key = name.upper() if values is variables else name.replace("_", "-")
             as_list = options[name].multiple and not isinstance(value, list)
-            found[name] = Setting([value] if as_list else value, origin)
+            found[name] = Setting([value] if as_list else value, place + key)
     return {option.name: found[name] for name, option in options.items() if name in found}
-
-
-def _places(path: tuple[str, ...], table: Table) -> Iterator[tuple[Table, str]]:
-    """Where a command's settings may be, the first to be asked first, with a name for each place."""
-    given = {name: value for name, value in os.environ.items() if value and name.startswith(PREFIX)}
-    yield {name[len(PREFIX) :].lower(): value for name, value in given.items()}, PREFIX
-    places = [(table, str(config_file()))]
-    for n, part in enumerate(path, start=1):
-        table = table.get(part.replace("-", "_"), {})
-        if not isinstance(table, dict):  # a flag by a command's name, such as eval's data
-            break
-        places.append((table, f"{config_file()}, [{'.'.join(path[:n])}]"))
-    yield from reversed(places)
 
 
 def _read(root: Any) -> Table:

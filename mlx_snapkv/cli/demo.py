@@ -55,7 +55,7 @@ def demo(
 
     console = Console(highlight=False, theme=PALETTE)
     loaded, tokenizer = load_model(model)
-    adapt_tokenizer(tokenizer, None, '{"enable_thinking": false}')
+    adapt_tokenizer(tokenizer, None, {"enable_thinking": False})
     document, facts = make_haystack(tokenizer, random.Random(seed), questions, tokens)
     if save_document is not None:
         _save(document, save_document)

@@ -79,6 +79,13 @@ def one_of(*values: Any) -> Callable[[Any], Any]:
     return parse
 
 
+def json_object(text: Any) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(str(text)), dict):
+            return found
+    raise BadParameter("must be a JSON object, such as '{\"enable_thinking\": false}'")
+
+
 Model = Annotated[
     str, Option(help=f"Model folder, Hugging Face repository, or: {', '.join(MODELS)}.")
 ]
@@ -86,7 +93,10 @@ IgnoreChatTemplate = Annotated[
     bool, Option("--ignore-chat-template", help="Give the prompt as raw text.")
 ]
 ChatTemplateConfig = Annotated[
-    str | None, Option(help="Options of the chat template, as a JSON object.", metavar="JSON")
+    Any,
+    Option(
+        parser=json_object, help="Options of the chat template, as a JSON object.", metavar="JSON"
+    ),
 ]
 SystemPrompt = Annotated[str | None, Option(help="System message of the chat template.")]
 MaxTokens = Annotated[
@@ -203,7 +213,7 @@ class SamplingOptions:
             raise UnknownOptionError(
                 f"unknown setting {name}{suggestion(name, known)}: one of {others}"
             )
-        flag: Any = next(param for param in context.command.params if param.name == name)
+        (flag,) = [option for option in context.command.params if option.name == name]
         try:
             return replace(self, **{name: flag.process_value(context, text)})
         except BadParameter as error:
@@ -224,24 +234,15 @@ class SamplingOptions:
 
 
 def adapt_tokenizer(
-    tokenizer, extra_eos_token: Sequence[str] | None, chat_template_config: str | None
+    tokenizer, extra_eos_token: Sequence[str] | None, template_options: dict[str, Any] | None
 ) -> None:
-    """Add tokens that end an answer, and options for the chat template, a JSON object."""
+    """Add tokens that end an answer, and options for the chat template."""
     for token in extra_eos_token or []:
         known = range(len(tokenizer)) if token.isdecimal() else tokenizer.get_vocab()
         if (int(token) if token.isdecimal() else token) not in known:
             raise SnapKVError(f"--extra-eos-token {token!r}: this tokenizer has no such token")
         tokenizer.add_eos_token(token)
-    if chat_template_config is None:
-        return
-    options = None
-    with contextlib.suppress(ValueError):
-        options = json.loads(chat_template_config)
-    if not isinstance(options, dict):
-        raise SnapKVError(
-            "--chat-template-config must be a JSON object, "
-            f"such as '{{\"enable_thinking\": false}}', got {chat_template_config!r}"
-        )
+    options = template_options or {}
     own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
     for name in options.keys() & own.keys() - TEMPLATE_OPTIONS:
         raise SnapKVError(f"--chat-template-config can't set {name!r}: the command does")

@@ -42,10 +42,12 @@ class TextOptions:
         if self.prompt_file is not None:
             is_stdin = self.prompt_file == "-"
             parts.append(_stdin() if is_stdin else read_file("--prompt-file", self.prompt_file))
-        if self.prompt is not None:
+        if self.prompt == "-":
+            parts.append(_stdin())
+        elif self.prompt is not None:
             # As mlx-lm does: \n and \t may be typed on the command line.
             typed = self.prompt.replace("\\n", "\n").replace("\\t", "\t")
-            parts.append(_stdin() if typed == "-" else require_text(typed, "--prompt"))
+            parts.append(require_text(typed, "--prompt"))
         text = "\n\n".join(parts)
         if not text.strip():
             raise SnapKVError("the prompt is empty: give some text")
