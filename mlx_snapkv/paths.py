@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from .errors import SnapKVError
 
@@ -77,13 +75,6 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, f"{path} can't be written: {reason(error)}") from error
-
-
-def put_figure(path: Path, figure: Any, **options: Any) -> None:
-    """The same of one of matplotlib's figures."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", **options)
-    put_result(path, picture.getvalue())
 
 
 @contextlib.contextmanager

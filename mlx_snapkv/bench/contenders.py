@@ -85,7 +85,6 @@ def make_random_model() -> llama.Model:
 
 
 def random_prompt(n_tokens: int) -> mx.array:
-    """`(n_tokens,)` token ids."""
     prompt = mx.random.randint(1, VOCABULARY, (n_tokens,))
     mx.eval(prompt)
     return prompt

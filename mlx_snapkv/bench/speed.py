@@ -42,7 +42,6 @@ class Plan:
     steps: int
 
     def readers(self, length: int) -> list[Contender]:
-        """Who reads a prompt of so many tokens."""
         if length in self.prompts:
             return [Contender("full cache", length), *compressed(length, self.policies)]
         return compressed(length, [policy for policy in self.policies if policy.reads_in_blocks])

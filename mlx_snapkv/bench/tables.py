@@ -1,12 +1,9 @@
 """A benchmark's rows as a table, a page and a picture."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..engine.report import format_bytes
-from ..paths import put_figure
-from ..reporting.files import PNG_METADATA
 from ..reporting.setting import title
 from ..reporting.table import Table, as_page
 from .speed import Row
@@ -15,12 +12,10 @@ REMARK = "Figures are for this machine; the ratios are what carries over, and on
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
-    """The table's page, with the picture of this name."""
     return as_page("Benchmarks", result, REMARK, [speed(result["speed"])], [picture])
 
 
 def speed(rows: list[Row]) -> Table:
-    """Decoding and reading by context length."""
     table = Table(
         "Decoding and reading by context length",
         "Steps of all caches in turn, medians; the caches hold random entries, since only shapes matter for speed. "
@@ -50,13 +45,8 @@ def _ratio(row: Row, base: Row, figure: str) -> str:
     return f", {row[figure] / base[figure]:.2f}x" if known else ""
 
 
-def write_picture(result: dict[str, Any], path: Path) -> None:
-    """Decoding speed and KV memory by context length."""
-    put_figure(path, figure(result), dpi=120, metadata=PNG_METADATA)
-
-
 def figure(result: dict[str, Any]) -> Any:
-    """The same as matplotlib's figure."""
+    """Decoding speed and KV memory by context length, as matplotlib's figure."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 

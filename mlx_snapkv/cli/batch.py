@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileOptions:
-    """The files, and how many of their lines are answered at once."""
-
     requests: Annotated[
         str, Argument(help="File of requests, one a line, or - for stdin.", metavar="REQUESTS")
     ]

@@ -21,8 +21,6 @@ POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Which policies of which model are measured, at which lengths, and how often."""
-
     model: str | None = option(
         None, "Model folder, repository or embedded name; default: a random LLaMA."
     )
@@ -46,7 +44,6 @@ class BenchOptions:
     )
 
     def plan(self) -> Plan:
-        """What is measured; a mistake in the options shows before anything is."""
         from ..bench.speed import Plan
         from ..policies import resolve_policy
 
@@ -64,7 +61,8 @@ def bench(*, options: BenchOptions) -> None:
     """Measure decoding and reading by context length: the full cache, mlx-lm's own options, and policies, in turn."""
     from ..bench.contenders import RANDOM, make_random_model
     from ..bench.speed import measure_speed
-    from ..bench.tables import markdown, speed, write_picture
+    from ..bench.tables import figure, markdown, speed
+    from ..reporting.files import put_figure
     from .progress import StepBars
 
     plan, model = options.plan(), options.model
@@ -76,7 +74,6 @@ def bench(*, options: BenchOptions) -> None:
     with StepBars() as bars:
 
         def done(rows: list[dict[str, Any]]) -> None:
-            """One more is measured: save what there is."""
             result["speed"] = rows
             bars.done()
             if files is not None:
@@ -87,5 +84,5 @@ def bench(*, options: BenchOptions) -> None:
     if files is not None:
         picture = files.path(".png")
         written = write_result(files.base, result, markdown(result, picture.name))
-        write_picture(result, picture)
+        put_figure(picture, figure(result))
         print(files.summary([*written, picture]))

@@ -135,8 +135,6 @@ class AutoPolicyOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What becomes of the entries that a policy does not keep, and of those that are far away."""
-
     memory: str = option(
         "drop",
         "Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
@@ -187,7 +185,6 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
     """The policy, or what suits the prompt and the machine, and what becomes of what it does not keep."""
 
     def keywords(self) -> dict[str, Any]:
-        """The same as keywords of `stream_generate`, `Conversation` and batches."""
         return {"policy": self.resolve(), **self.retention()}
 
     def take(

@@ -52,7 +52,6 @@ class Lines:
             yield message
 
     def agree(self, question: str) -> bool:
-        """Whether the user at the terminal says yes."""
         return here().from_first(partial(self._agree, f"{question} [y/N] "))
 
     def _message(self) -> str | None:
@@ -138,7 +137,6 @@ class Session:
         return n_tokens
 
     def answer(self, text: str) -> None:
-        """Send a message, and print the answer as it comes."""
         last, now = None, self.conversation
         with self.reading.bar(partial(_long_turn, now, len(now.read))) as update:
             responses: Any = self.reading.wait_for(partial(now.send, text, update))
@@ -157,7 +155,6 @@ class Session:
 
     @property
     def ways(self) -> str:
-        """The conversation's policy and memory."""
         now = self.conversation
         named = {"verify": now.verify, "far": now.far}
         more = "".join(f", {name} {value}" for name, value in named.items() if value)
@@ -190,7 +187,6 @@ class Session:
         return False
 
     def replace(self, conversation: Conversation) -> None:
-        """Go on with another conversation."""
         self.conversation = conversation
         self.saved()
 

@@ -179,7 +179,6 @@ _NAMED = re.compile(
 
 
 def flag_of(name: str) -> str:
-    """The flag of an argument."""
     return f"--{name.replace('_', '-')}"
 
 

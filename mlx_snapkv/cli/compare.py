@@ -23,8 +23,6 @@ REMARK = "Entries are per KV head; KL is to the full cache over its answer, in n
 
 @dataclass(frozen=True)
 class CompareOptions(options.ShownOptions):
-    """What is compared, and how it is shown."""
-
     policy: list[str] | None = option(
         None,
         "Such as keydiff:budget=25%; repeat it for several. By default three that suit the prompt's length.",

@@ -27,14 +27,11 @@ Table = dict[str, Any]  # of config.toml, all its names with underscores
 
 
 class Setting(NamedTuple):
-    """An option's value, and where it is from."""
-
     value: Any
     origin: str
 
 
 def config_file() -> Path:
-    """Where the file is, if there is one."""
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(folder) / "mlx-snapkv" / "config.toml"
 

@@ -32,8 +32,6 @@ POOLING = [*(f"{POOLED},pool=avg,pool_kernel={width}" for width in (1, 7, 21)), 
 
 @dataclass(frozen=True)
 class AskedOptions:
-    """Who is asked, and how."""
-
     model: Model = "demo"
     policy: Policies = None
     setting: str = option("both", WHETHER, parser=one_of(*SETTINGS, "both"))
@@ -61,7 +59,6 @@ class AskedOptions:
         page: Page,
         plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
     ) -> None:
-        """Ask everything, print the tables, and write the files."""
         from ..evals.answering import run
 
         fixed = {**dataset.setting, "model": self.model, "mlx-snapkv": __version__}
@@ -100,8 +97,6 @@ class GridOptions(AskedOptions):
 
 @dataclass(frozen=True)
 class NeedleOptions(GridOptions):
-    """The same, and where the facts are hidden."""
-
     needles: int = option(1, "Facts hidden in a document; one is asked for.", min=1, max=1000)
     haystack: list[str] | None = option(
         None, "Text to hide facts in; repeat it for several files.", metavar="FILE"
@@ -138,8 +133,6 @@ def lines(*, options: GridOptions, result: ResultOptions) -> None:
 
 @dataclass(frozen=True)
 class SuiteOptions(AskedOptions):
-    """Which tasks are asked, of which lengths."""
-
     model: Model = "demo-tasks"
     by_mask: list[str] | None = option(
         None,
@@ -178,8 +171,6 @@ def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ResultO
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(AskedOptions):
-    """What of a data set is asked."""
-
     data: str = option(
         ...,
         "A .parquet or .jsonl file, or a folder of them, with the columns context, question, answer and "

@@ -20,8 +20,6 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityOptions:
-    """What is read, compressed and judged."""
-
     text: list[str] = option(
         ...,
         "Text file, or folder of text files with all below it; repeat it for several.",

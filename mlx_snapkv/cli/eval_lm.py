@@ -20,8 +20,6 @@ from .results import Policies, ResultOptions, methods_of, results_in
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    """Which tasks lm-evaluation-harness runs, and how."""
-
     tasks: list[str] = option(
         ...,
         "Tasks, groups or tags of lm-evaluation-harness, with commas or repeated; * is any characters.",

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuestionOptions(PromptOptions):
-    """A text to answer, which may go on from a saved one."""
-
     prompt_cache_file: str | None = option(None, "A prompt saved by cache-prompt, to be continued.")
 
 
@@ -174,7 +172,6 @@ class _Answer:
 
     @property
     def _kept(self) -> str:
-        """What became of the prompt's entries."""
         if self._continued is not None:
             return self._continued.kept
         if not self.reports:

@@ -26,8 +26,6 @@ WIDEST = 160  # columns of a map
 
 @dataclass(frozen=True)
 class InspectOptions(options.ShownOptions):
-    """What is inspected, and how it is shown."""
-
     snapkv: cache_options.Snapkv = None
     policy: list[str] | None = option(
         None, "Such as keydiff:budget=25%; two are compared.", metavar="POLICY"

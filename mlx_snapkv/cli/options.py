@@ -120,15 +120,12 @@ AsJson = Annotated[bool, Option("--json", help="One JSON object on stdout.")]
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and how it is loaded."""
-
     model: Model
     adapter_path: str | None = option(None, "Folder of LoRA adapters.")
     quantize_activations: bool = option(False, "Quantise activations like weights.", "-qa")
     trust_remote_code: bool = option(False, "Allow a tokenizer's own code.")
 
     def load(self, **more: Any) -> tuple[Any, Any]:
-        """The model and its tokenizer; see `load_model`."""
         from .loading import load_model
 
         how = self.adapter_path, self.trust_remote_code
@@ -163,13 +160,10 @@ class ShardedModelOptions(TalkingModelOptions):
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """A draft model."""
-
     draft_model: str | None = option(None, "Small model of this tokenizer that proposes tokens.")
     num_draft_tokens: int = option(3, "Tokens that the draft model proposes at a time.", min=1)
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
-        """What `stream_generate` is to know of it; SnapKVError if it has not the vocabulary of the tokenizer."""
         from .loading import load_model
 
         name = self.draft_model
@@ -186,16 +180,12 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class ShownOptions:
-    """What is shown beside the answers."""
-
     quiet: Quiet = False
     as_json: AsJson = False
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How an answer's tokens are chosen, and how many at most."""
-
     temp: float = option(0.0, "Sampling temperature; 0 is greedy.", min=0, max=100)
     top_p: float = option(1.0, "Sampling top-p; 1 is off.", min=0, max=1)
     min_p: float = option(0.0, "Sampling min-p; 0 is off.", min=0, max=1)

@@ -30,8 +30,6 @@ def mac_bytes(text: Any) -> int:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is planned, and for which machine."""
-
     context: int | None = option(
         None,
         "Tokens of a prompt, such as 128k; by default from 4k to the model's trained length.",
@@ -109,7 +107,6 @@ class Plans:
     kv_memory: int | None
 
     def contexts(self) -> list[int]:
-        """Contexts to plan: none beyond the trained length."""
         if self.trained is None:
             return [n for n in CONTEXTS if n <= UNTOLD]
         return [*(n for n in CONTEXTS if n < self.trained), self.trained]

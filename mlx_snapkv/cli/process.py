@@ -44,7 +44,6 @@ def be_silent() -> None:
 
 
 def speak() -> None:
-    """Print errors again."""
     sys.stderr = Stderr(sys.__stderr__)  # type: ignore[assignment]
 
 

@@ -114,7 +114,6 @@ class StepBars:
             self._tell()
 
     def reach(self, done: int, more: str) -> None:
-        """So many steps are done; `more` is shown beside."""
         self._progress.update(self._task, completed=done, more=more)
         self._tell()
 

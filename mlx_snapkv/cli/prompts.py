@@ -24,8 +24,6 @@ PROBES = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 @dataclass(frozen=True)
 class TextOptions:
-    """A text to read."""
-
     prompt: str | None = option(None, "Text, or - for stdin.", "-p")
     prompt_file: str | None = option(None, "Text file to read; a --prompt is put after it.")
     system_prompt: SystemPrompt = None
@@ -56,13 +54,10 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TextOptions):
-    """A text to answer."""
-
     prefill_response: str | None = option(None, "What the answer is to begin with.")
     ignore_chat_template: IgnoreChatTemplate = False
 
     def load(self, model: TalkingModelOptions, reading: Reading) -> tuple[Any, Any, list[int]]:
-        """A model, its tokenizer, and the prompt's token ids."""
         text = self.read()
         loaded, tokenizer = model.load()
         return loaded, tokenizer, reading.wait_for(partial(self.encode, tokenizer, text))

@@ -42,7 +42,6 @@ class Reading:
         self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def say_warnings(self, report: CompressionReport) -> None:
-        """What was no gain, once an answer has ended."""
         for said in report.warnings:
             self.say(f"warning: {said}")
 

@@ -49,7 +49,6 @@ class ResultFiles:
             self._replaced = [p for p in map(self.path, endings) if _is_replaced(p)]
 
     def path(self, ending: str) -> Path:
-        """The file with this ending."""
         return self.base.with_name(self.base.name + ending)
 
     def summary(self, written: Iterable[Path]) -> str:
@@ -140,7 +139,6 @@ class ResultOptions:
     as_json: AsJson = False
 
     def files(self, *endings: str) -> ResultFiles | None:
-        """What is going to be written."""
         if self.output is None:
             return None
         return ResultFiles(self.output, (".jsonl", ".json", ".md", *endings))
@@ -181,7 +179,6 @@ class ResultOptions:
 
 
 def results_in(files: ResultFiles | None, fixed: dict[str, Any]) -> Results:
-    """The records that are there. SnapKVError if they are of another run."""
     from ..evals.loop import Results
 
     return Results(fixed, None if files is None else files.path(".jsonl"))

@@ -31,8 +31,6 @@ PREFIX_FILES = "20GB"
 
 @dataclass(frozen=True)
 class HTTPOptions:
-    """Where the server listens, and to whom."""
-
     host: str = option("127.0.0.1", "Address to listen at.")
     port: int = option(8080, "Port to listen at; 0 is any free one.")
     api_key: str | None = option(
@@ -61,8 +59,6 @@ class HTTPOptions:
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """What the server takes on at once."""
-
     concurrency: options.Concurrency = 8
     queue: int = option(64, "Requests that may wait; more get a 429.", min=0)
     max_context: int | None = option(None, "Longest prompt in tokens; others get a 400.", min=1)

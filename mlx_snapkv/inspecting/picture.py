@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..paths import put_figure
-from ..reporting.files import PNG_METADATA
+from ..reporting.files import put_figure
 from .inspection import Inspection
 
 COLUMNS = 256  # parts of the prompt
@@ -28,7 +27,7 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
     bar = figure.colorbar(images[-1], ax=list(rows), format="{x:.0%}")
     bar.set_label("heads that keep the entries", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    put_figure(path, figure, dpi=200, metadata=PNG_METADATA)
+    put_figure(path, figure, dpi=200)
 
 
 def _draw(axes: Any, found: Inspection) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 from ..errors import SnapKVError
-
-PNG_METADATA = {"Software": "mlx-snapkv"}
+from ..paths import put_result
 
 # What stands near a file's beginning. Whoever goes on from a .jsonl file looks for itself.
 _MARKS = {
@@ -23,6 +24,13 @@ def is_ours(path: Path) -> bool:
     mark = _MARKS.get(path.suffix, b"")
     with path.open("rb") as file:
         return mark in file.read(_BEGINNING)
+
+
+def put_figure(path: Path, figure: Any, dpi: int = 120) -> None:
+    """Write one of matplotlib's figures as a file of this package."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi, metadata={"Software": "mlx-snapkv"})
+    put_result(path, picture.getvalue())
 
 
 def require_matplotlib() -> None:

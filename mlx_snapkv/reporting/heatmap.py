@@ -6,8 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ..paths import put_figure
-from .files import PNG_METADATA
+from .files import put_figure
 from .setting import title
 
 LONGEST = 200  # characters of a method in a file's name
@@ -65,7 +64,7 @@ def _plot(records: list[dict[str, Any]], heading: str, path: Path) -> None:
     axes.set_ylabel("depth")
     axes.set_title(heading, fontsize=8, loc="left")
     figure.colorbar(image, label="right answers")
-    put_figure(path, figure, dpi=120, metadata=PNG_METADATA)
+    put_figure(path, figure)
 
 
 def readable_on(color: tuple[float, ...]) -> str:

@@ -11,7 +11,6 @@ from .._version import __version__
 
 
 def setting() -> dict[str, Any]:
-    """Versions, commit and machine, as a JSON object."""
     import mlx.core as mx
 
     return {

@@ -1,12 +1,13 @@
-"""What `policies` and `models` list."""
+"""What `policies` and `models` list; every command of `policies --choose` is tried."""
 
 import json
 import re
+import shlex
 
 import pytest
 
 from mlx_snapkv import models
-from mlx_snapkv.cli.listings import defaults
+from mlx_snapkv.cli.listings import CHOICES, defaults
 from mlx_snapkv.policies import POLICIES
 
 
@@ -37,3 +38,40 @@ def test_both_lists_of_models_are_printed(call, monkeypatch):
     found = json.loads(call("models", "--json")[1])
     assert "llama" in {row["model_type"] for row in found["supported"]}
     assert all(row["why"] for row in found["refused"])
+
+
+ASKED = [choice for choice in CHOICES if choice.command.split()[1] in ("generate", "chat")]
+
+
+def words(choice, model, text, question="What?"):
+    """What is typed for a choice, after `mlx-snapkv`."""
+    filled = choice.command.replace("MODEL", model).replace("TEXT", str(text))
+    return [question if word == "QUESTION" else word for word in shlex.split(filled)[1:]]
+
+
+def test_all_of_them_are_printed(call):
+    code, out, _ = call("policies", "--choose")
+    assert code == 0
+    for choice in CHOICES:
+        assert choice.command in out and choice.when in out
+
+
+@pytest.mark.parametrize("choice", ASKED, ids=lambda choice: choice.when)
+def test_every_one_that_answers_does(call, story, choice):
+    path, facts = story
+    name, *given = words(choice, "demo", path, facts[0].question)
+    typed = f"/file {path}\n{facts[0].question}\n".encode()
+    code, out, err = call(name, *given, stdin=typed if name == "chat" else b"")
+    assert code == 0, err
+    assert out.splitlines()[-1].strip() == facts[0].value
+
+
+def test_what_is_saved_can_be_asked(call, story, tmp_path):
+    path, facts = story
+    (choice,) = (choice for choice in CHOICES if "cache-prompt" in choice.command)
+    copy = tmp_path / "story"
+    copy.write_text(path.read_text())
+    assert call(*words(choice, "demo", copy), "-q")[0] == 0
+    saved = ("--prompt-cache-file", f"{copy}.safetensors", "--prompt", facts[1].question)
+    code, out, _ = call("generate", "--model", "demo", *saved, "-q")
+    assert (code, out.strip()) == (0, facts[1].value)
