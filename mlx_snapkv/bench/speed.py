@@ -84,16 +84,10 @@ def decoding(
         if _can_decode(model, cache):
             found.append((contender, cache))
     seconds = step_in_turn(model, [cache for _, cache in found], steps)
-    figures = [
-        (
-            contender,
-            {
-                "step_seconds": statistics.median(times),
-                "kv_bytes": _entries_bytes(cache, contender.refreshes),
-            },
-        )
-        for (contender, cache), times in zip(found, seconds)
-    ]
+    figures = []
+    for (contender, cache), times in zip(found, seconds):
+        held = _entries_bytes(cache, contender.refreshes)
+        figures.append((contender, {"step_seconds": statistics.median(times), "kv_bytes": held}))
     del found, cache
     mx.clear_cache()
     return figures

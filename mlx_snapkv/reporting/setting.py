@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -40,17 +41,12 @@ def title(what: str, result: dict[str, Any]) -> str:
 
 def _commit() -> str:
     """The checkout's commit, with "+" if it has changes; "unknown" outside a checkout."""
-    here = Path(__file__).parent
+    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    here: Any = {"cwd": Path(__file__).parent, "stderr": subprocess.DEVNULL, "text": True}
     try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-        )
-    except OSError:
+        return subprocess.check_output(describe, **here).strip()
+    except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return run.stdout.strip() if run.returncode == 0 else "unknown"
 
 
 def _processor() -> str:
@@ -59,8 +55,5 @@ def _processor() -> str:
     if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
+    named = re.search(r"^model name\s*:(.*)$", info.read_text() if info.is_file() else "", re.M)
+    return named[1].strip() if named else platform.processor() or "unknown"
