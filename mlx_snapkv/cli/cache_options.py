@@ -144,9 +144,8 @@ class MemoryOptions:
     store_dir: Path | None = option(None, "Folder of --memory recall:file; by default TMPDIR.")
     far: str | None = option(
         None,
-        "Entries farther away than the model was trained to: turned as if they were nearer (pull; pull:2048 does so "
-        "beyond 2,048 tokens), or left where they are (keep). Without it, pulled if the prompt is longer than that, "
-        "and the policy evicts while it is read.",
+        "Entries farther away than the model was trained to: turned as if they were nearer (pull), or left where they "
+        "are (keep). Without it, pulled if the prompt is longer than that, and the policy evicts while it is read.",
     )
 
     def __post_init__(self):

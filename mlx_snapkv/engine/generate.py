@@ -47,8 +47,8 @@ def generate_step(
             which entries it reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer,
             which is faster.
         far: "pull": positions are compacted by the model's own RoPE, so that no distance exceeds the trained length,
-            with a policy that evicts while the prompt is read; "pull:2048": none exceeds 2,048 tokens. "keep": they are
-            not. By default they are if the prompt is longer than the trained length, and it is possible.
+            with a policy that evicts while the prompt is read. "keep": they are not. By default they are if the prompt
+            is longer than that, and it is possible.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
         stream, **kwargs: mlx-lm's, untouched.
 

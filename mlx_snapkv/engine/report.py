@@ -142,7 +142,7 @@ class CompressionReport:
     @property
     def recall_text(self) -> str:
         """After a comma, what became of the entries that the answer is not decoded from."""
-        pulled = f"pulled together, so that none is more than {self.pulled_to} tokens away"
+        pulled = f"pulled together beyond the {self.pulled_to} tokens that the model was trained to"
         parts = (self.book, self.verified, None if self.pulled_to is None else pulled)
         return "".join(f", {part}" for part in parts if part is not None)
 

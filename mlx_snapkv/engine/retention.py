@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..policies import Policy, Stages
 
 VERIFY = ("all",)
 REFRESH = ("token", "turn")
-FAR = r"keep|pull(:[1-9]\d*)?"
+FAR = ("keep", "pull")
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,10 @@ class RetentionConfig:
 
     def __post_init__(self):
         require_memory(self.memory)
-        for name, allowed in (("refresh", REFRESH), ("verify", VERIFY)):
+        for name, allowed in (("refresh", REFRESH), ("far", FAR), ("verify", VERIFY)):
             got = getattr(self, name)
             if got not in allowed and (got is not None or name == "refresh"):
                 raise SnapKVError(f"{name} must be {' or '.join(allowed)}, got {got!r}")
-        if self.far is not None and re.fullmatch(FAR, self.far) is None:
-            raise SnapKVError(
-                f"far must be keep, pull or pull:N, with a number of tokens, got {self.far!r}"
-            )
         if self.verify is not None and (not self.retains or in_files(self.memory)):
             raise SnapKVError(
                 "verify=all reads all entries for every token, so they must be in memory, not "
@@ -69,10 +64,10 @@ class RetentionConfig:
     def require(self, model, policy: Policy | Stages | None) -> None:
         """Raises: SnapKVError: this can't be combined with the policy, or not on this model."""
         self.require_policy(policy)
-        if self._pulls:
+        if self.far == "pull":
             why = self._keeps_positions_because(model, policy)
             if why is not None:
-                raise SnapKVError(f"far={self.far} {why}")
+                raise SnapKVError(f"far=pull {why}")
 
     def require_policy(self, policy: Policy | Stages | None) -> None:
         """Raises: SnapKVError: the policy can't choose from entries that stay, or there is none to verify."""
@@ -101,9 +96,9 @@ class RetentionConfig:
 
     def compaction(self, model, policy: Policy | Stages | None, n_prompt: int) -> Compaction | None:
         """How the positions of a prompt's tokens are compacted; None leaves them as they are."""
-        length = self._farthest(model)
+        length = trained_length(model)
         longer = length is not None and n_prompt > length
-        wanted = longer if self.far is None else self._pulls
+        wanted = longer if self.far is None else self.far == "pull"
         if not wanted or length is None or self._keeps_positions_because(model, policy) is not None:
             return None
         return Compaction(length)
@@ -120,15 +115,6 @@ class RetentionConfig:
             return why
         return f"{why}; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
 
-    @property
-    def _pulls(self) -> bool:
-        return self.far is not None and self.far != "keep"
-
-    def _farthest(self, model) -> int | None:
-        """The largest distance between a query and a key, if positions are compacted."""
-        _, _, length = (self.far or "").partition(":")
-        return int(length) if length else trained_length(model)
-
     def _keeps_positions_because(self, model, policy: Policy | Stages | None) -> str | None:
         """Why positions can't be compacted, as the rest of a sentence; None if they can."""
         if policy is None or not policy.reads_in_blocks:
@@ -136,7 +122,7 @@ class RetentionConfig:
             return f"needs a policy that evicts while a prompt is read, such as keydiff, and {what}"
         if self.verify == "all":
             return "can't be combined with verify=all, which reads all entries where they are: leave verify out"
-        length, name = self._farthest(model), type_of(model)
+        length, name = trained_length(model), type_of(model)
         if length is None:
             return f"needs the trained length, and mlx-lm's {name!r} has no max_position_embeddings"
         layers = attention_layers(model, make_prompt_cache(model))

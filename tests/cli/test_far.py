@@ -28,7 +28,7 @@ def test_entries_are_pulled_together_where_a_policy_evicts_while_it_reads(call, 
     ways = ["--policy", THEN, "--memory", "recall", "-m", "12"]
     asked = ["generate", "--model", model, "--prompt-file", book, "--prompt", fact.question, *ways]
     code, out, err = call(*asked)
-    pulled = f"pulled together, so that none is more than {LENGTH} tokens away"
+    pulled = f"pulled together beyond the {LENGTH} tokens that the model was trained to"
     assert code == 0 and fact.value in out and pulled in err.splitlines()[-1] and BEYOND not in err
     code, _, err = call(*asked, "--far", "keep")
     assert code == 0 and "pulled" not in err

@@ -21,7 +21,7 @@ generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and -
 generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
 generate --prompt x --model demo --policy tova --memory recall --refresh never | --refresh must be token or turn
 generate --prompt x --model demo --far pull              | --far pull needs a policy that evicts
-generate --prompt x --model demo --far near              | --far must be keep, pull or
+generate --prompt x --model demo --far near              | --far must be keep or pull, got 'near'
 generate --prompt x --model demo --memory recall:file --store-dir nowhere | --store-dir nowhere is no folder that files
 generate --prompt "" --model demo                        | the prompt is empty: give some text
 generate --model demo                                    | nothing to read: give --prompt TEXT, --prompt - or
