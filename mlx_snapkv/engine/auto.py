@@ -103,7 +103,7 @@ def recommended(
         return Taken(settings[-1], f"nothing fits {room}, and it takes the least", False)
     best = next((s for s in fit if costs[s].beyond is None), fit[0])
     if best is first:
-        why = f"of {n_prompt:,} tokens less than half would be evicted" if few else WHY[task]
+        why = f"fewer than half of {n_prompt:,} entries would be evicted" if few else WHY[task]
     elif first not in fit:
         over_kv = costs[first].kv > most
         need, limit = (costs[first].kv, most) if over_kv else (costs[first].total, usable)

@@ -32,7 +32,7 @@ def cost(setting):
 @pytest.mark.parametrize(
     "n, task, usable, kv_memory, setting, why",
     [
-        (FEW - 1, QUESTION, 16 * GB, None, FULL, "less than half would be evicted"),
+        (FEW - 1, QUESTION, 16 * GB, None, FULL, "fewer than half of 10,931 entries would be evicted"),
         (FEW, QUESTION, 16 * GB, None, SNAPKV, "the question chooses"),
         (FEW, BATCH, 16 * GB, None, SNAPKV, "decoded together"),
         (FEW, CONVERSATION, 16 * GB, None, RECALLED, "every token"),
@@ -69,7 +69,7 @@ def test_python_takes_it_and_the_report_tells(demo_llama, asked):
     next(generate_step(list(range(5, 105)), demo_llama[0], **options, **asked))
     (report,) = reports
     assert report.auto.startswith("auto: the full cache, because of 100 tokens")
-    assert report.reason == "of 100 tokens less than half would be evicted"
+    assert report.reason == "fewer than half of 100 entries would be evicted"
 
 
 def test_python_compresses_by_it(demo_llama, monkeypatch):
