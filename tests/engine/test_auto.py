@@ -68,7 +68,7 @@ def test_python_takes_it_and_the_report_tells(demo_llama, asked):
     options = {"max_tokens": 1, "on_report": reports.append, "verify": None}
     next(generate_step(list(range(5, 105)), demo_llama[0], **options, **asked))
     (report,) = reports
-    assert report.auto.startswith("auto: the full cache, because of 100 tokens")
+    assert report.auto.startswith("auto: the full cache, because fewer than half")
     assert report.reason == "fewer than half of 100 entries would be evicted"
 
 
