@@ -13,7 +13,9 @@ from mlx_snapkv.evals.lm import summarise
 
 def record(task, method, values, metrics=None, **more):
     """A record of documents with these values of `acc`."""
-    documents = [{"document": i, "filter": "none", "acc": x} for i, x in enumerate(values)]
+    documents = [
+        {"document": i, "filter": "none", "acc": x, "4096": -1.0} for i, x in enumerate(values)
+    ]
     found = metrics or {"acc,none": sum(values) / len(values)}
     told = {"entries": None if method == FULL else 64, "uncompressed": 0, "reason": None}
     given = {"task": task, "method": method, "metrics": found, "documents": documents}
@@ -31,6 +33,10 @@ def test_metrics_that_are_means_over_documents_are_tasks():
     assert full["by_task"] == {"a, acc": 1, "b, acc": 0.5} and full["score"] == 0.75
     assert (less["asked"], less["entries"], less["difference"]["mean"]) == (5, 64, -0.75)
     assert less["difference"]["worse"] == 3 and less["kv_bytes"] is None
+    _, both = tables([full, less])
+    assert both.columns == ["method", "a, acc", "b, acc"] and both.rows[0][1:] == ["100.0", "50.0"]
+    _, alone = tables([full])
+    assert alone.rows == [["a, acc", "100.0"], ["b, acc", "50.0"]]
 
 
 def test_what_was_not_compressed_has_no_figure():
