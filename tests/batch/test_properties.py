@@ -29,6 +29,8 @@ EVENTS = st.lists(
 
 # taken out before it is compressed
 @example(POLICIES[0], [("insert", 116, 11), ("step", 6, 0), ("extract", 0, 0)], False)
+# a copy of what goes on
+@example(RECALL, [("insert", 100, 30), ("step", 12, 0), ("extract", 0, 0)], False)
 @given(st.sampled_from(POLICIES), EVENTS, st.booleans())
 @settings(max_examples=25)
 def test_every_answer_is_the_one_alone(policy, events, reads_first):
@@ -48,17 +50,17 @@ def test_every_answer_is_the_one_alone(policy, events, reads_first):
             removed.add(a)
         else:
             for uid, (cache, tokens) in run.generator.extract_cache([a]).items():
-                way = (
-                    {"policy": policy, **options} if uid in run.reports else {}
-                )  # before, it is full
-                extracted.append((uid, cache, list(tokens), way))
+                compressed = uid in run.reports  # before, it is full
+                way = {"policy": policy, **options} if compressed else {}
+                extracted.append((uid, cache, list(tokens), way, [c.size() for c in cache]))
     run.finish()
     wanted = {uid: alone(MODEL, p, n, policy=policy, **options) for uid, (p, n) in inserted.items()}
     for uid in inserted:
         answer = run.answers.get(uid, [])
         assert answer == wanted[uid][: len(answer)]
         assert uid in removed or answer == wanted[uid]
-    for uid, cache, tokens, way in extracted:
+    for uid, cache, tokens, way, sizes in extracted:
+        assert [c.size() for c in cache] == sizes
         prompt, n = inserted[uid]
         answer = alone(MODEL, prompt, n, **way)
         said = len(tokens) - len(prompt)
