@@ -37,7 +37,6 @@ def cache_prompt(
           --policy "keydiff:budget=4096 then snapkv:top_k=1024"
     """
     from .. import saved
-    from ..caches.layers import kv_bytes
     from ..caches.memories import saved_forms
     from ..engine.footprint import book_cost
     from ..engine.prefill import require_book
@@ -66,18 +65,24 @@ def cache_prompt(
         read, report = _read(loaded, tokens, **keywords, prompt_progress_callback=bar)
     notes = {"text": text, "system_prompt": prompt.system_prompt, "time": now.isoformat()}
     used = report.policy if report.compressed else NO_POLICY
-    kept = report.entries_text
     if memory != "drop":
         notes["memory"], used = memory, str(chosen)
-        kept = f"{report.entries} entries resident"
-    kept = f"{kept}{report.recall_text}" if report.compressed else f"full cache: {report.reason}"
     writing, forms = writing_bar(reading.console), saved_forms(loaded, read)
     with writing as update:
         saved.save(path, loaded, forms, tokens, used, notes, update)
     if writing.done:
         where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
-    held = f"KV memory {format_bytes(report.kv_bytes_after or kv_bytes(forms))}"
-    reading.say(f"{report.prompt_tokens} prompt tokens, {kept}, {held} | {where}")
+    reading.say(
+        f"{report.prompt_tokens} prompt tokens, {_summary(report, forms, memory)} | {where}"
+    )
+
+
+def _summary(report: CompressionReport, cache: list, memory: str) -> str:
+    from ..caches.layers import kv_bytes
+
+    kept = report.entries_text if memory == "drop" else f"{report.entries} entries resident"
+    kept = f"{kept}{report.recall_text}" if report.compressed else f"full cache: {report.reason}"
+    return f"{kept}, KV memory {format_bytes(report.kv_bytes_after or kv_bytes(cache))}"
 
 
 def _read(
