@@ -10,6 +10,7 @@ FILE = """
 model = "demo"
 policy = "keydiff:budget=16,n_sink=4,n_window=8"
 api-key = "very secret"
+max-tokens = 9
 
 [generate]
 max-tokens = 6

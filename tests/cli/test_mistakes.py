@@ -23,6 +23,7 @@ generate --prompt x --model demo --policy tova --memory recall --refresh never |
 generate --prompt x --model demo --far pull              | --far pull needs a policy that evicts
 generate --prompt x --model demo --far near              | --far must be keep or pull, got 'near'
 generate --prompt x --model demo --memory recall:file --store-dir nowhere | --store-dir nowhere is no folder that files
+generate --prompt x --model demo --memory recall:file --store-dir {}/text | no folder that files can be written to
 generate --prompt "" --model demo                        | the prompt is empty: give some text
 generate --model demo                                    | nothing to read: give --prompt TEXT, --prompt - or
 generate --prompt - --prompt-file - --model demo         | can't both read standard input
