@@ -45,15 +45,12 @@ def batch_generate(
     """`mlx_lm.batch_generate` with compressed prompts; without a policy it is mlx-lm's own.
 
     Args:
-        prompts: token ids of each prompt, at least one.
-        prompt_caches: what went before each prompt; as mlx-lm does, they are left as they are.
         snapkv, policy: as of `generate_step`.
         on_report: receives one `CompressionReport` a prompt, in their order.
         **kwargs: `kv_bits`, `kv_group_size`, and mlx-lm's, for `CompressedBatchGenerator`.
 
     Returns:
-        mlx-lm's response; with a policy a `BatchResponse`. The answers of prompts that didn't fail are those that they
-        get alone.
+        mlx-lm's response; with a policy a `BatchResponse`. Prompts that don't fail get the answers that they get alone.
 
     Raises:
         SnapKVError: options, models or prompts can't be served; nothing has been read then.
@@ -71,17 +68,12 @@ def batch_generate(
         returned = return_prompt_caches, return_token_ids, return_logprobs
         wanted = given, prompt_caches, max_tokens, verbose, *returned
         return mlx_batch_generate(model, tokenizer, *wanted, **kwargs)
-    answers = [_Answer() for _ in given]
     reports: dict[int, CompressionReport] = {}
     stops = [[token] for token in tokenizer.eos_token_ids]
     kwargs |= {"policy": chosen, "stop_tokens": stops, "on_report": reports.__setitem__}
     generator = CompressedBatchGenerator(model, reads_first=True, **kwargs)
-    limits = [max_tokens] * len(given) if isinstance(max_tokens, int) else max_tokens
     with contextlib.closing(generator), generator.stats() as stats:
-        generator.insert(given, limits, caches=prompt_caches)  # which numbers them from 0
-        while responses := generator.next_generated():
-            for response in responses:
-                answers[response.uid].add(response, return_logprobs)
+        answers = _answers(generator, given, max_tokens, prompt_caches, return_logprobs)
     for uid in sorted(reports):
         on_report(reports[uid])
     if verbose:
@@ -111,3 +103,19 @@ class _Answer:
             self.tokens.append(response.token)
             if with_logprobs:
                 self.logprobs.append(response.logprobs[response.token].item())
+
+
+def _answers(
+    generator: CompressedBatchGenerator,
+    prompts: list[list[int]],
+    max_tokens: int | list[int],
+    prompt_caches: list[list[Any]] | None,
+    with_logprobs: bool,
+) -> list[_Answer]:
+    answers = [_Answer() for _ in prompts]
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    generator.insert(prompts, limits, caches=prompt_caches)  # which numbers them from 0
+    while responses := generator.next_generated():
+        for response in responses:
+            answers[response.uid].add(response, with_logprobs)
+    return answers
