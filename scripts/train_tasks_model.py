@@ -25,6 +25,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from results_page import options
 from tokenizers import Tokenizer
 from training_batches import ANSWER, COPY, TEXT, Mix, Progress, SequenceMaker, exact_match
+from training_quick_exp import cross_entropy, quick_llama
 
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.tasks import TASKS
@@ -79,7 +80,7 @@ def loss_and_hits(model: Model, ids: mx.array, picked: np.ndarray, weight: mx.ar
     hidden = model.model(ids[:, :-1])
     logits = model.model.embed_tokens.as_linear(hidden.reshape(-1, hidden.shape[-1])[picked])
     target = ids[:, 1:].reshape(-1)[picked]
-    return (weight * nn.losses.cross_entropy(logits, target)).sum(), logits.argmax(-1) == target
+    return (weight * cross_entropy(logits, target)).sum(), logits.argmax(-1) == target
 
 
 def picked_positions(kinds: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -168,10 +169,11 @@ def main() -> None:
     args = parser.parse_args()
     run = Run(args.seed, args.out)
     ends: list[dict] = []
-    for stage in CURRICULUM:
-        run.train(stage)
-        run.save()
-        ends.append(tree_map(np.array, run.model.parameters()))
+    with quick_llama():
+        for stage in CURRICULUM:
+            run.train(stage)
+            run.save()
+            ends.append(tree_map(np.array, run.model.parameters()))
     run.model.update(tree_map(lambda *each: mx.array(sum(each) / len(each)), *ends[-AVERAGED:]))
     run.save()
 

@@ -1,9 +1,54 @@
-"""The seed makes the shipped tokenizer, and sequences are what their mix says."""
+"""What training uses in the place of MLX's own functions gives their values; the seed makes the shipped tokenizer."""
 
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import llama
 from training_batches import ANSWER, COPY, Mix, SequenceMaker
 from training_tokenizer import train_tokenizer
 
 from mlx_snapkv.demo import MODELS
+from scripts import training_quick_exp as quick_exp
+
+TARGET = mx.array([3, 0, 7])
+PAIRS = {
+    "swiglu": (quick_exp.swiglu, llama.swiglu, (6, 40), (6, 40)),
+    "cross-entropy": (
+        lambda x, _: quick_exp.cross_entropy(x, TARGET),
+        lambda x, _: nn.losses.cross_entropy(x, TARGET),
+        (3, 9),
+        (1,),
+    ),
+    "attention with a cache": (
+        lambda q, k: quick_exp.attention(q, k, k, scale=0.3, mask="causal"),
+        lambda q, k: mx.fast.scaled_dot_product_attention(q, k, k, scale=0.3, mask="causal"),
+        (2, 4, 3, 8),
+        (2, 2, 7, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_it_is_as_mlxs_own(name):
+    quick, own, *shapes = PAIRS[name]
+    mx.random.seed(0)
+    inputs = [mx.random.normal(shape) for shape in shapes]
+
+    def value_and_gradients(function):
+        def total(*args):
+            return function(*args).square().sum()
+
+        return [function(*inputs), *mx.grad(total, argnums=(0, 1))(*inputs)]
+
+    for one, other in zip(value_and_gradients(quick), value_and_gradients(own), strict=True):
+        assert mx.abs(one - other).max() <= 1e-4 * mx.abs(other).max()
+
+
+def test_mlx_lm_has_its_own_again_afterwards():
+    own = llama.scaled_dot_product_attention
+    with quick_exp.quick_llama():
+        assert llama.scaled_dot_product_attention is quick_exp.attention
+    assert llama.scaled_dot_product_attention is own
 
 
 def test_the_seed_makes_the_shipped_tokenizer_and_sequences_are_what_their_mix_says():
