@@ -89,7 +89,9 @@ def _shown(text: str) -> list[list[str]]:
 def test_commands_are_found_in_the_docs():
     """Else the test of them would be one of nothing."""
     shown = _shown((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [words[0] for words in shown] == "demo compare chat chat cache-prompt generate".split()
+    assert [words[0] for words in shown] == (
+        "demo generate compare chat chat cache-prompt generate".split()
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -120,11 +122,11 @@ def readme_run(tmp_path_factory):
 
 
 def test_the_readmes_commands_run_as_they_stand(readme_run):
-    (demo, compared, *answers), _ = readme_run
+    (demo, auto, compared, *answers), _ = readme_run
     assert any(line.count("3/3") == 2 for line in demo)  # the full cache and recall
     oak, hawk = "6475938", "157815"
     assert compared.count(oak) == 4  # the full cache's and three policies'
-    assert answers == [[hawk], [oak], [], [hawk]]
+    assert [auto, *answers] == [[oak], [hawk], [oak], [], [hawk]]
 
 
 @pytest.mark.parametrize(
