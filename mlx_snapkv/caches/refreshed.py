@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from .contract import LayerCache
 from .full_view import FullView
 
 
-class Choosing(OnQueries):
+class Choosing(OnQueries, ABC):
     """What an attention module and its function are given where a call's queries choose the entries.
 
     The attention module is given zeros. Its queries choose, and the attention function sees what they chose; where a
@@ -34,23 +35,23 @@ class Choosing(OnQueries):
     _chosen: Any = None  # what it is to be given
     _seen: Any = ()  # what it was given last
 
+    @abstractmethod
     def move(self, n: int) -> None:
         """Move the offset on by `n` tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, keys: mx.array, values: mx.array) -> None:
         """Add entries that are always read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def size(self) -> int:
         """Entries that a token reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(
         self, heads: mx.array, scale: float, sinks: mx.array | None
     ) -> tuple[mx.array, mx.array]:
         """What the tokens added last read, chosen by their queries `(B, n_heads, L, head_dim)`."""
-        raise NotImplementedError
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add keys and values; zeros, never computed, in an attention module's first call, then what was chosen."""

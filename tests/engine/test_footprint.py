@@ -28,6 +28,7 @@ def test_it_takes_what_was_said(demo_model, ask, memory):
     assert [disk.need for disk in cost.disks] == ([book.file_bytes] if "file" in memory else [])
     assert book.resident <= cost.resident and book.resident_bytes <= cost.resident_bytes
     assert cost.resident_bytes <= 1.25 * book.resident_bytes
+    assert cost.resident == 96 + 64  # the budget, and a block before it evicts
     assert not cost.warnings
 
 
