@@ -10,7 +10,7 @@ from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries.quantization import Quantization
-from mlx_snapkv.entries.queries import Recorder
+from mlx_snapkv.entries.queries import Captured, Recorder
 from mlx_snapkv.policies.budgets import Quota
 
 B, H, D = 1, 2, 32
@@ -48,7 +48,7 @@ def window(policy=None, quantization=None, n_window=N_WINDOW, **options):
         quantization=quantization,
         **options,
     )
-    cache.record(queries, SCALE)
+    cache.record(Captured(queries, SCALE))
     return cache
 
 
@@ -108,5 +108,5 @@ def feed(cache, n):
     mask = cache.make_mask(n, return_array=False, window_size=None)
     keys, values = cache.update_and_fetch(keys, values)
     if isinstance(cache, Recorder):
-        cache.record(queries, SCALE)
+        cache.record(Captured(queries, SCALE))
     return scaled_dot_product_attention(queries, keys, values, cache, SCALE, mask)

@@ -24,7 +24,7 @@ from ..entries.quantization import (
     pack,
     rows,
 )
-from ..entries.queries import OnQueries
+from ..entries.queries import Captured, OnQueries
 
 
 class Batched(OnQueries, _BaseCache):
@@ -98,12 +98,12 @@ class BatchedChoices(Batched, Choosing):
         for i, member in enumerate(self.members):
             member.add(keys[i : i + 1], values[i : i + 1])
 
-    def choice(self, heads: mx.array, scale: float, sinks: mx.array | None) -> Stored:
+    def choice(self, captured: Captured) -> Stored:
         chosen: list[Stored] = []
         for i, member in enumerate(self.members):
             # One after the other, with the memory of one.
-            own = mx.depends(heads[i : i + 1], arrays(chosen[-1:]))
-            chosen.append(member.choice(own, scale, sinks))
+            own = mx.depends(captured.heads[i : i + 1], arrays(chosen[-1:]))
+            chosen.append(member.choice(captured._replace(heads=own)))
         return _stacked(chosen)
 
     @property
@@ -156,12 +156,12 @@ class BatchedEntries(Batched, Quantised):
         n = self.size()
         return self._stored if n == n_rows(self.keys) else rows(self._stored, 0, n)
 
-    def record(self, queries: mx.array, *more: Any, **options: Any) -> None:
+    def record(self, captured: Captured) -> None:
         """Leave each request its query of `(B, n_heads, 1, head_dim)`, if it asks for it; see `Recorder.record`."""
         for i, member in enumerate(self.members):
             if member.observes:
                 with self._own_slot(i):
-                    member.record(queries[i : i + 1], *more, **options)
+                    member.record(captured._replace(heads=captured.heads[i : i + 1]))
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]

@@ -8,7 +8,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, grown, n_rows, rows, write
-from ..entries.queries import Read
+from ..entries.queries import Captured
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
@@ -132,14 +132,12 @@ class BlockKVCache(EvictingCache):
     def held(self, n_queries: int = 0) -> Entries:
         return self._rows(observed=self._observed(n_queries), received=self._counted())
 
-    def _take_queries(
-        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read
-    ) -> None:
-        super()._take_queries(queries, scale, sinks, read)
-        n = min(self.last, self.offset) - (self.offset - queries.shape[2])
+    def _take_queries(self, captured: Captured) -> None:
+        super()._take_queries(captured)
+        n = min(self.last, self.offset) - (self.offset - captured.heads.shape[2])
         if not self.accumulates or n <= 0:
             return
-        counted = mx.contiguous(read(queries[:, :, : int(n)]))
+        counted = mx.contiguous(captured.read(captured.heads[:, :, : int(n)]))
         alone = self._mark is not None  # as they may be rolled back one by one
         self._uncounted += mx.split(counted, int(n) if alone else 1, axis=2)
         if not alone and (n > 1 or len(self._uncounted) >= self.block):

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes
-from ..entries.queries import Read, Recorder
+from ..entries.queries import Captured, Recorder
 from ..errors import TrimError
 from .adapter import plain_cache
 from .contract import LosslessCache, Mark
@@ -202,12 +202,10 @@ class SharedKVCache(RecordingKVCache):
         super().__init__(0, 0, capacity, layer)
         self.recorders = recorders
 
-    def _take_queries(
-        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read
-    ) -> None:
+    def _take_queries(self, captured: Captured) -> None:
         for recorder in self.recorders:
             recorder.growing.offset = self.offset
-            recorder._take_queries(queries, scale, sinks, read)
+            recorder._take_queries(captured)
 
     @property  # type: ignore[misc]  # nothing sets the state of a request under way
     def state(self) -> tuple:

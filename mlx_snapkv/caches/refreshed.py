@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from ..entries.attention import attention_votes
 from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes, rows
-from ..entries.queries import OnQueries, Queries, Read
+from ..entries.queries import Captured, OnQueries, Queries
 from ..entries.selection import n_of_groups, top_of_groups
 from ..errors import TrimError
 from ..policies.budgets import Quota
@@ -48,10 +48,8 @@ class Choosing(OnQueries, ABC):
         """Entries that a token reads."""
 
     @abstractmethod
-    def choice(
-        self, heads: mx.array, scale: float, sinks: mx.array | None
-    ) -> tuple[mx.array, mx.array]:
-        """What the tokens added last read, chosen by their queries `(B, n_heads, L, head_dim)`."""
+    def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
+        """What the tokens added last read, chosen by their queries, each KV head's readers together."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add keys and values; zeros, never computed, in an attention module's first call, then what was chosen."""
@@ -65,20 +63,12 @@ class Choosing(OnQueries, ABC):
         self._zeros = tuple(mx.zeros((*shape, x.shape[3]), x.dtype) for x in (keys, values))
         return self._zeros
 
-    def record(
-        self,
-        queries: mx.array,
-        scale: float,
-        sinks: mx.array | None = None,
-        read: Read | None = None,
-        borrowed: bool = False,
-    ) -> None:
-        """Choose by the queries `(B, n_heads, L, head_dim)` of the tokens that were added last."""
-        if borrowed or self._zeros is None:
-            return
-        queries = queries if read is None else read(queries)
-        heads = self.layer.family.grouped(queries, self._zeros[0].shape[1])
-        self._chosen = self.choice(heads, scale, sinks)
+    def record(self, captured: Captured) -> None:
+        """Choose by the queries of the tokens that were added last."""
+        if not captured.borrowed and self._zeros is not None:
+            queries = captured.read(captured.heads)
+            heads = self.layer.family.grouped(queries, self._zeros[0].shape[1])
+            self._chosen = self.choice(captured._replace(heads=heads))
 
     def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """What was chosen, if the attention function was given what the cache gave, and nobody else reads that."""
@@ -148,9 +138,8 @@ class RefreshedKVCache(Choosing, LayerCache):
         mx.eval(self._seen)
         self.offset += len(entries)
 
-    def choice(
-        self, heads: mx.array, scale: float, sinks: mx.array | None
-    ) -> tuple[mx.array, mx.array]:
+    def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
+        heads, scale, sinks, *_ = captured
         always = self._always.keys_and_values()
         if self._n_chosen == 0 or self._first == self._stop:
             return always

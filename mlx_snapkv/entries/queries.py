@@ -7,13 +7,23 @@ import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..errors import SnapKVError
 
 Read = Callable[[mx.array], mx.array]
+
+
+class Captured(NamedTuple):
+    """The queries of a call of an attention module, whose entries are already stored."""
+
+    heads: mx.array  # `(B, n_heads, L, head_dim)`
+    scale: float
+    sinks: mx.array | None = None
+    read: Read = lambda heads: heads  # makes of queries what the entries' keys are multiplied by
+    borrowed: bool = False  # they are those of a later layer, which reads this one's entries
 
 
 @dataclass(frozen=True)
@@ -146,39 +156,24 @@ class Recorder(OnQueries):
     def waits_for_readers(self) -> bool:  # type: ignore[override]
         return bool(self._by_reader)
 
-    def record(
-        self,
-        queries: mx.array,
-        scale: float,
-        sinks: mx.array | None = None,
-        read: Read | None = None,
-        borrowed: bool = False,
-    ) -> None:
-        """Record a call's queries `(B, n_heads, L, head_dim)`; its entries are already stored.
-
-        Args:
-            read: makes of queries what the entries' keys are multiplied by; None is the same.
-            borrowed: they are those of a later layer that reads this one's entries. Nothing is recorded before the
-                queries of all the layer's readers have come, whose heads are then side by side.
+    def record(self, captured: Captured) -> None:
+        """Record a call's queries; nothing before those of all the layer's readers have come, whose heads are joined.
 
         Raises:
             SnapKVError: it is not known how many layers read the entries.
         """
         n_readers = 1 if self.layer is None else len(self.layer.readers)
-        if n_readers == 1 and borrowed:
+        if n_readers == 1 and captured.borrowed:
             raise SnapKVError(
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
-        every = [*self._by_reader, queries] if borrowed else [queries]
+        every = [*self._by_reader, captured.heads] if captured.borrowed else [captured.heads]
         self._by_reader = every if len(every) < n_readers else []
         if not self._by_reader:
-            queries = mx.concatenate(every, axis=1)
-            self._take_queries(queries, scale, sinks, read or (lambda queries: queries))
+            self._take_queries(captured._replace(heads=mx.concatenate(every, axis=1)))
 
-    def _take_queries(
-        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read
-    ) -> None:
-        self.scale, self.sinks = scale, sinks
+    def _take_queries(self, captured: Captured) -> None:
+        queries, self.scale, self.sinks, read, _ = captured
         callback = _callback.get()
         if callback is not None:
             callback(self, read(queries))

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
+from ..entries.queries import Captured
 from . import latents
 from .family import AttentionFamily
 
@@ -33,13 +34,13 @@ class Call:
         self, queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
     ) -> tuple[Any, Any]:
         """Record the queries of the attention function's call; returns the entries to attend to."""
-        read = None
-        if self.family.latent:
-            queries, read = latents.asked(
-                self.attention, queries, self._positional(), absorbed=keys is values
-            )
         borrowed = self.family.borrows(self.attention)
-        self.recorder.record(queries, scale, sinks, read=read, borrowed=borrowed)
+        captured = Captured(queries, scale, sinks, borrowed=borrowed)
+        if self.family.latent:
+            captured = latents.asked(
+                self.attention, captured, self._positional(), absorbed=keys is values
+            )
+        self.recorder.record(captured)
         if self.recorder.waits_for_readers:
             _thread.lent[id(keys)] = keys, self.recorder
         return self.recorder.attended(keys, values)
@@ -54,7 +55,7 @@ class Call:
         """Record the queries of a module that computes its scores itself."""
         if not self.family.attends:
             scale = self.family.scale_of(self.attention, self.captured[0].shape[3])
-            self.recorder.record(self.captured[0], scale)
+            self.recorder.record(Captured(self.captured[0], scale))
 
 
 class _Thread(threading.local):
@@ -90,7 +91,7 @@ def record(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) 
         return _thread.call.record(queries, keys, values, scale, sinks)
     _, recorder = _thread.lent.get(id(keys), (None, None))
     if recorder is not None:
-        recorder.record(queries, scale, sinks, borrowed=True)
+        recorder.record(Captured(queries, scale, sinks, borrowed=True))
         if not recorder.waits_for_readers:
             del _thread.lent[id(keys)]
     return keys, values

@@ -10,28 +10,26 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..entries.queries import Read
+from ..entries.queries import Captured
 
 
-def asked(
-    attention: Any, queries: mx.array, positional: mx.array, absorbed: bool
-) -> tuple[mx.array, Read | None]:
-    """The queries of a call, and a function that turns some of them into what multiplies the keys.
+def asked(attention: Any, captured: Captured, positional: mx.array, absorbed: bool) -> Captured:
+    """The whole queries of a call.
 
     Given are those that the attention function has, perhaps with `embed_q` absorbed, and `q_pe`, of
     `(B, n_heads, L, ...)` each.
     """
-    n_plain = attention.qk_nope_head_dim
-    if absorbed:
-        return mx.concatenate([queries, positional], axis=-1), None
-    if queries.shape[3] == n_plain:
+    n_plain, queries = attention.qk_nope_head_dim, captured.heads
+    if absorbed or queries.shape[3] == n_plain:
         queries = mx.concatenate([queries, positional], axis=-1)
+    if absorbed:
+        return captured._replace(heads=queries)
 
     def read(some: mx.array) -> mx.array:
         plain, rest = some[..., :n_plain], some[..., n_plain:]
         return mx.concatenate([attention.embed_q(plain), rest], axis=-1)
 
-    return queries, read
+    return captured._replace(heads=queries, read=read)
 
 
 def output_weights(attention: Any, output: Any, n_heads: int, like: mx.array) -> mx.array:

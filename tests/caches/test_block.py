@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKVError
+from mlx_snapkv.entries.queries import Captured
 from mlx_snapkv.policies.budgets import Quota
 
 B, H, D = 1, 2, 4
@@ -91,7 +92,7 @@ def feed(cache, start, n, queries):
     """An attention call as the patched classes make it."""
     keys, values = rows_of(start, n)
     cache.update_and_fetch(keys, values)
-    cache.record(queries[:, :, start : start + n], 0.5)
+    cache.record(Captured(queries[:, :, start : start + n], 0.5))
     return keys
 
 

@@ -14,6 +14,7 @@ from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.engine.retention import RetentionConfig
 from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.entries.queries import Captured
 from mlx_snapkv.policies import resolve_policy
 
 STORES = [FileStore, lambda: MemoryStore(Quantization(4, 64))]
@@ -105,7 +106,7 @@ def test_recorded_queries_do_not_keep_their_chunk_alive():
     mx.eval(queries, cache.state)
     last = queries[:, :, -32:].tolist()
     chunk, before = queries.nbytes, mx.get_active_memory()
-    cache.record(queries, 1.0)
+    cache.record(Captured(queries, 1.0))
     mx.eval(cache.state)
     del queries
     gc.collect()
