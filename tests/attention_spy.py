@@ -5,6 +5,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.request import make_request
 
 
@@ -59,7 +60,7 @@ def read_and_spy(model, tokens, policy, monkeypatch):
         return softmax(scores, *args, **kwargs)
 
     cache = make_prompt_cache(model)
-    request = make_request(model, policy, tokens.size, cache)
+    request = make_request(model, CompressionConfig(policy), tokens.size, cache)
     with request.recording(), monkeypatch.context() as patched:
         if any(layer.cap for layer in attention_layers(model, cache)):
             patched.setattr(mx, "softmax", spy_scores)

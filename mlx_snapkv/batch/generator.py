@@ -12,9 +12,9 @@ from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, greedy_sample
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
+from ..engine.config import CompressionConfig
 from ..engine.loop_model import PacedModel
 from ..engine.request import held_tokens, reason_for_nothing
-from ..engine.retention import DROP, RetentionConfig
 from ..engine.serving import require_servable
 from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
@@ -92,17 +92,16 @@ class CompressedBatchGenerator(BatchGenerator):
         **kwargs: Any,
     ):
         chosen = resolve_policy(snapkv, policy)
-        retention, kwargs = RetentionConfig.taken_from(kwargs)
+        config, kwargs = CompressionConfig.taken_from(kwargs, chosen, turns=turns)
         if chosen is None and not turns:
-            retention.require(model, None)
+            config.require(model)
             self._settings = None
             super().__init__(model, **taken_from(kwargs)[1])
             return
-        layers, quantization = require_servable(model, chosen, retention, kwargs)
+        self._n_layers, config = require_servable(model, config, kwargs)
         require_together(model)
-        self._n_layers, (_, kwargs) = layers[0].n_layers, taken_from(kwargs)
-        wanted = quantization, retention, on_report, on_recall, turns
-        self._settings = BatchSettings(model, chosen, *wanted)
+        self._settings = BatchSettings(model, config, on_report, on_recall)
+        _, kwargs = taken_from(kwargs)
         super().__init__(model, **kwargs | {"prefill_batch_size": 1})
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)
@@ -137,13 +136,12 @@ class CompressedBatchGenerator(BatchGenerator):
     def _require(self, n_prompt: int, prompt_cache: list) -> None:
         """Raises: SnapKVError: the policy can't serve such a prompt."""
         assert self._settings is not None
-        policy, retention = self._settings.policy, self._settings.retention
-        given = self.model, policy, n_prompt, prompt_cache, 0, retention
-        if policy is None or not n_prompt:
+        config = self._settings.config
+        if config.policy is None or not n_prompt:
             return
-        if reason_for_nothing(*given, turns=self._settings.turns) is None:
+        if reason_for_nothing(self.model, config, n_prompt, prompt_cache) is None:
             n = held_tokens(self.model, prompt_cache) + n_prompt
-            policy.prefill_quotas(n, self._n_layers)
+            config.policy.prefill_quotas(n, self._n_layers)
 
     def _next(self) -> Any:
         if self._settings is not None and self._reads_first:
@@ -164,7 +162,7 @@ class CompressedBatchGenerator(BatchGenerator):
         settings = self._settings
         if uid in self.in_full:
             self.in_full.remove(uid)
-            settings = replace(settings, policy=None, retention=DROP)
+            settings = replace(settings, config=CompressionConfig(turns=settings.config.turns))
         job = Job(settings, uid, n_prompt, cache, max_tokens)
         self.prefill_step_size = job.request.step_size(self._limit)
         return Reading.of(

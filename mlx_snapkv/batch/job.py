@@ -12,11 +12,10 @@ from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import attention_layers, members
 from ..caches.memories import lasting_forms, plain_forms, saved_forms
+from ..engine.config import CompressionConfig
+from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import Request, Uncompressed, make_request
-from ..engine.retention import RetentionConfig
-from ..entries.quantization import Quantization
-from ..policies import Policy, Stages
+from ..engine.request import Uncompressed, make_request
 
 BatchReport = Callable[[int, CompressionReport], None]
 
@@ -26,12 +25,9 @@ class BatchSettings:
     """What all requests of a batch have in common; see `CompressedBatchGenerator` and `make_request`."""
 
     model: Any
-    policy: Policy | Stages | None
-    quantization: Quantization | None
-    retention: RetentionConfig
+    config: CompressionConfig
     on_report: BatchReport | None
     on_recall: Callable[[int, list, list[int]], None] | None
-    turns: bool
 
 
 class Job:
@@ -52,18 +48,16 @@ class Job:
         self._retained: list | None = None  # caches with all entries, to be handed on
         self._unreported: CompressionReport | None = None  # why the prompt is left as it is
         given = copy.deepcopy(prompt_cache)
-        wanted = settings.policy, n_prompt, given, settings.retention, settings.quantization
+        wanted = self.model, settings.config, n_prompt, given
         self.request: Request | Uncompressed
         try:
-            self.request = make_request(
-                self.model, *wanted, max_tokens=max_tokens, turns=settings.turns
-            )
+            self.request = make_request(*wanted, max_tokens=max_tokens)
         except Exception as error:
             self.error = error
             self.request = Uncompressed(self.model, given, CompressionReport(NO_POLICY, n_prompt))
         if isinstance(self.request, Request):
-            if settings.retention.retains:
-                self._retained = self.request.reader.prompt_cache
+            if settings.config.retains:
+                self._retained = self.request.prompt_cache
         elif self.error is None:
             self._unreported = self.request.report
             self.request.caches = plain_forms(self.model, given)
@@ -96,7 +90,7 @@ class Job:
             return
         report = request.compress()
         self.is_compressed = True
-        if self._settings.retention.verify is None:  # which goes on reading into them
+        if self._settings.config.verify is None:  # which goes on reading into them
             self._hand_on(tokens)
             request.end()
             self.request = Uncompressed(self.model, request.caches, report)
@@ -119,7 +113,7 @@ class Job:
         layers = attention_layers(self.model, caches)
         n, *more = {layer.entries_in(caches).offset for layer in layers}
         if not more:
-            lasting = lasting_forms(self.model, caches, self._settings.retention.memory)
+            lasting = lasting_forms(self.model, caches, self._settings.config.memory)
             self._settings.on_recall(self.uid, lasting, list(tokens[:n]))
 
     def extracted(self) -> list:

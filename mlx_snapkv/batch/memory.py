@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from ..engine.config import CompressionConfig
 from ..engine.footprint import EntrySizes, Footprint, Need
 from ..engine.prompt_plan import PREFILL_STEP_SIZE
 from ..engine.report import format_bytes
-from ..engine.retention import RetentionConfig
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 
@@ -27,7 +27,7 @@ class Memory:
         self._footprint = Footprint(EntrySizes(model), policy, quantization, step_size)
         self.limit = limit
         # Such requests hold what their prompts were read with until their answers end.
-        self._read_on = RetentionConfig.taken_from(options)[0].reads_on
+        self._read_on = CompressionConfig.taken_from(options)[0].reads_on
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """What a request takes. Raises: NeverFits: more than the limit; SnapKVError: the policy can't serve it."""

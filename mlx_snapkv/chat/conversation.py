@@ -14,10 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.memories import make_caches
 from ..engine.auto import AUTO, CONVERSATION, FEW, auto
+from ..engine.config import CompressionConfig
 from ..engine.prefill import mlx_generate
 from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
-from ..engine.retention import RetentionConfig
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError
@@ -90,12 +90,13 @@ class Conversation:
         self.reset()
 
     @property
-    def _retention(self) -> RetentionConfig:
-        return RetentionConfig(self.memory, self.verify, self.refresh, self.far)
+    def _config(self) -> CompressionConfig:
+        kept = self.memory, self.verify, self.refresh, self.far
+        return CompressionConfig(self.policy, *kept, turns=True)
 
     def _require_usable(self) -> None:
         if self.policy is None:
-            self._retention.require(self.model, None)
+            self._config.require(self.model)
             return
         _, decode_policy = self.policy.stages
         if decode_policy.repeats is not None:
@@ -103,11 +104,11 @@ class Conversation:
                 f"{decode_policy.name} reads a prompt again as a whole, and a conversation's turns are only parts of "
                 "one: save the text by cache-prompt and ask by generate --prompt-cache-file, or take another policy"
             )
-        require_servable(self.model, self.policy, self._retention, self.generation)
+        require_servable(self.model, self._config, self.generation)
 
     def verify_answers(self, verify: str | None) -> None:
         """Let later answers be verified so, or not at all. Raises: SnapKVError: the memory or policy forbids it."""
-        replace(self._retention, verify=verify).require_policy(self.policy)
+        replace(self._config, verify=verify).require(self.model)
         self.verify = verify
 
     def reset(self) -> None:
@@ -249,9 +250,9 @@ class Conversation:
         start = partial(mlx_generate.stream_generate, tokenizer=self.tokenizer, prompt=prompt)
         n_answer = options.get("max_tokens", MAX_TOKENS)
         on_report = partial(setattr, self, "report")
-        wanted = len(tokens), n_answer, self.policy, self._retention, on_report
+        wanted = len(tokens), n_answer, self._config, on_report
         options = options | {"prompt_cache": self.prompt_cache}
-        responses = served(start, self.model, *wanted, options, turns=True)
+        responses = served(start, self.model, *wanted, options)
         try:
             for response in responses:
                 if not answered:

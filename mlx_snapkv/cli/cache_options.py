@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..entries.quantization import Quantization
     from ..policies import Policy, Stages
 
-RETENTION = ("memory", "verify", "refresh", "far")  # the fields of `RetentionConfig`
+RETENTION = ("memory", "verify", "refresh", "far")  # fields of `CompressionConfig`
 
 PrefillStepSize = Annotated[int, Option(min=1, help="Prompt tokens read at a time, at most.")]
 Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "top_k=1024".')]
@@ -149,9 +149,9 @@ class MemoryOptions:
     )
 
     def __post_init__(self):
-        from ..engine.retention import RetentionConfig
+        from ..engine.config import CompressionConfig
 
-        RetentionConfig(**self.retention())  # which finds mistakes
+        CompressionConfig(**self.retention())  # which finds mistakes
         if self.store_dir is None:
             return
         folder = path_of(self.store_dir, "--store-dir")

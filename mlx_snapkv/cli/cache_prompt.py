@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from typer import Option
 
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
-from ..errors import SnapKVError
 from . import cache_options, options
 from .prompts import TextOptions, opening_tokens
 from .reading import Reading
@@ -38,22 +37,17 @@ def cache_prompt(
     """
     from .. import saved
     from ..caches.memories import saved_forms
+    from ..engine.config import CompressionConfig
     from ..engine.footprint import book_cost
     from ..engine.prefill import require_book
-    from ..engine.retention import RetentionConfig
     from .progress import writing_bar
 
     chosen, memory = policy.resolve(), retention.memory
-    require_book(chosen, memory)
-    if memory != "drop" and cache.kv_bits is not None:
-        raise SnapKVError(
-            "--kv-bits quantises what answers are decoded from: for all entries, give --memory recall:file:8bit or "
-            "recall:file:4bit"
-        )
+    require_book(chosen, memory, cache.kv_bits)
     path, text = saved.require_writable(output), prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
-    RetentionConfig(**retention.retention()).require(loaded, chosen)
+    CompressionConfig(chosen, **retention.retention()).require(loaded)
     now, reading = datetime.now(), Reading(quiet)
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = reading.wait_for(opening)
@@ -92,13 +86,10 @@ def _read(
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    from ..engine.prefill import prefill, read, read_book
+    from ..engine.prefill import prefill, read
 
     if policy is None:
         cache = make_prompt_cache(model)
         read(model, mx.array(tokens), cache, keywords)
         return cache, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
-    if memory == "drop":
-        return prefill(model, tokens, policy, far=far, **keywords)
-    del keywords["kv_bits"], keywords["kv_group_size"]
-    return read_book(model, tokens, policy, memory, far=far, **keywords)
+    return prefill(model, tokens, policy, memory=memory, far=far, **keywords)

@@ -14,8 +14,8 @@ from prompt_toolkit.document import Document
 from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
 from ..engine.auto import AUTO, CONVERSATION
+from ..engine.config import VERIFY
 from ..engine.report import format_bytes
-from ..engine.retention import VERIFY
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..paths import path_of, put, refusing
 from ..policies import POLICIES, resolve_policy

@@ -195,7 +195,7 @@ def methods_of(
     Raises:
         SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
     """
-    from ..engine.retention import RetentionConfig
+    from ..engine.config import CompressionConfig
     from ..evals.headwise import headwise
     from ..evals.methods import Method, require_compression
     from ..policies import resolve_policy
@@ -204,7 +204,7 @@ def methods_of(
     methods = [Method()]
     for text in dict.fromkeys(policies or []):
         chosen = resolve_policy(policy=text)
-        RetentionConfig(**retention).require_policy(chosen)
+        CompressionConfig(chosen, **retention)
         methods.append(Method(chosen, options))
     methods += [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]
     require_compression(methods, lengths)

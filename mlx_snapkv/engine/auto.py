@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from ..models.rope import trained_length
 from ..policies import Policy, SnapKV, Stages, resolve_policy
+from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, weight_bytes
 from .machine import free_memory
 from .report import CompressionReport, format_bytes
-from .retention import RetentionConfig
 
 AUTO = "auto"
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
@@ -132,29 +132,30 @@ def auto(
     def cost(setting: Setting) -> Cost:
         policy = resolve_policy(policy=setting.policy)
         kv = Footprint(sizes, policy).need(n, n_answer).most
-        return Cost(weights + kv, kv, RetentionConfig(setting.memory).warning(model, policy, n))
+        return Cost(weights + kv, kv, CompressionConfig(policy, setting.memory).warning(model, n))
 
     can_compress = sizes.refusal is None
     return recommended(n, task, cost, free_memory(), kv_memory=kv_memory, can_compress=can_compress)
 
 
-def policy_for(
+def asked_for(
     model: Any,
     n_prompt: int,
+    max_tokens: int,
     snapkv: Any,
     policy: Any,
-    retention: RetentionConfig,
-    max_tokens: int,
     on_report: Callable[[CompressionReport], None] | None,
-) -> tuple[Policy | Stages | None, RetentionConfig, Callable[[CompressionReport], None] | None]:
-    """The policy that the keywords ask for; with "auto" or `snapkv=True`, the report tells what was taken and why."""
+    options: dict[str, Any],
+) -> tuple[CompressionConfig, Callable[[CompressionReport], None] | None, dict[str, Any]]:
+    """What the keywords ask for, and mlx-lm's; with "auto" or `snapkv=True`, the report tells what was taken."""
     if policy != AUTO and (snapkv is not True or policy is not None):
-        return resolve_policy(snapkv, policy), retention, on_report
-    task = QUESTION if retention.memory == "drop" else CONVERSATION
+        config, options = CompressionConfig.taken_from(options, resolve_policy(snapkv, policy))
+        return config, on_report, options
+    config, options = CompressionConfig.taken_from(options)
+    task = CONVERSATION if config.retains else QUESTION
     taken = auto(model, n_prompt, task, max_tokens=max_tokens)
     found = taken.policy()
-    if found is None:
-        retention = dataclasses.replace(retention, verify=None)
+    verify = None if found is None else config.verify
 
     def explained(report: CompressionReport) -> None:
         report.auto = str(taken)
@@ -162,7 +163,7 @@ def policy_for(
         if on_report is not None:
             on_report(report)
 
-    return found, retention, explained
+    return dataclasses.replace(config, policy=found, verify=verify), explained, options
 
 
 def worth_comparing(n_prompt: int) -> list[str]:

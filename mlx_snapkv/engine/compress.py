@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -26,7 +26,6 @@ from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota, shared_out
 from ..several.ranks import Ranks
-from ..several.shard import Shard
 from .prompt_plan import PromptPlan, fits_reason
 from .report import CompressionReport
 
@@ -77,8 +76,8 @@ def compress_prompt_cache(
         report.reason = fits_reason(n, decode_policy)
         return report
     plan = PromptPlan(n, n, n)
-    Compression(layers, prompt_cache, decode_policy, plan, report, quantization, queries).compress()
-    return report
+    wanted = decode_policy, plan, report, quantization, queries
+    return Compression(layers, prompt_cache, *wanted).compress()
 
 
 @dataclass
@@ -106,18 +105,16 @@ class Compression:
                 "give a number, a share or a pyramid"
             )
 
-    def compress(self) -> None:
+    def compress(self) -> CompressionReport:
         started, report = time.perf_counter(), self.report
         # Also where nobody votes: the tokens that choose instead are computed on all ranks.
         self.layers[0].shard.ranks.synchronize()
         choices = self.choose()
-        report.entries_kept = [None] * len(self.caches)
-        report.attention_share = [None] * len(self.caches)
-        for layer in self.layers:
-            report.kv_bytes_before += layer.entries_in(self.caches).full_nbytes
-        for layer, choice in zip(self.layers, choices):
-            report.entries_kept[layer.index] = choice.kept.shape[-1]
-            report.attention_share[layer.index] = choice.share
+        report.kv_bytes_before = sum(x.entries_in(self.caches).full_nbytes for x in self.layers)
+        chosen = {layer.index: choice for layer, choice in zip(self.layers, choices)}
+        found = [chosen.get(i) for i in range(len(self.caches))]
+        report.entries_kept = [None if x is None else x.kept.shape[-1] for x in found]
+        report.attention_share = [None if x is None else x.share for x in found]
         self.keep(choices)
         mx.clear_cache()
         self.is_compressed = True
@@ -127,15 +124,29 @@ class Compression:
         if self.decode_policy.schedule == "block":
             report.block = self.decode_policy.block
         report.selection_seconds += time.perf_counter() - started
+        return report
 
     def begin_answer(self) -> None:
         """The caches are compressed."""
 
     def choose(self) -> list[Choice]:
-        """What is to be kept, layer by layer; nothing is changed. Nothing at all if the tokens to come choose."""
+        """What is to be kept, layer by layer; nothing is changed. Nothing at all if the tokens to come choose.
+
+        A failure on one rank is raised on all.
+        """
         quotas = self.decode_quotas
         scored = map(self._scored, self.layers, quotas)
-        return choose_all(scored, self.decode_policy, quotas, self.layers[0].shard)
+
+        def choices() -> list[Choice]:
+            if not self.decode_policy.adaptive:
+                return list(map(choose, scored, quotas))
+            layers = []  # their scores are held at once
+            for layer in scored:
+                mx.eval(layer.scores, layer.votes)
+                layers.append(layer)
+            return list(map(choose, layers, shared_out([x.scores for x in layers], quotas)))
+
+        return self.layers[0].shard.ranks.agreed(choices, SnapKVError)
 
     @property
     def decode_quotas(self) -> list[Quota]:
@@ -241,26 +252,6 @@ def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     if policy.accumulates_attention:
         votes = entries.received
     return Scored(policy.score(entries), votes, entries.heads)
-
-
-def choose_all(
-    scored: Iterable[Scored], policy: Policy, quotas: list[Quota], shard: Shard
-) -> list[Choice]:
-    """What a policy keeps, layer by layer; all scores are held at once only if it shares its budget out by them.
-
-    A failure on one rank is raised on all.
-    """
-
-    def choices() -> list[Choice]:
-        if not policy.adaptive:
-            return list(map(choose, scored, quotas))
-        layers = []
-        for layer in scored:
-            mx.eval(layer.scores, layer.votes)
-            layers.append(layer)
-        return list(map(choose, layers, shared_out([layer.scores for layer in layers], quotas)))
-
-    return shard.ranks.agreed(choices, SnapKVError)
 
 
 def choose(scored: Scored, quota: Quota) -> Choice:

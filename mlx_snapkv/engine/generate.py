@@ -10,12 +10,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import SnapKVError
 from ..policies import Policy, SnapKV, Stages
-from .auto import policy_for
+from .auto import asked_for
 from .draft_model import DraftedRequest, require_rewindable
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .request import reason_for_nothing
-from .retention import RetentionConfig
 from .serving import MAX_TOKENS, ReportCallback, served
 
 
@@ -62,14 +61,12 @@ def generate_step(
         raise SnapKVError(
             f"generate_step's third argument is mlx-lm's stream: give max_tokens={stream}"
         )
-    retention, options = RetentionConfig.taken_from(kwargs)
     if stream is not None:
-        options["stream"] = stream
+        kwargs["stream"] = stream
     prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
     start = functools.partial(mlx_generate.generate_step, prompt)
-    n, max_tokens = len(prompt), options.get("max_tokens", MAX_TOKENS)
-    wanted = policy_for(model, n, snapkv, policy, retention, max_tokens, on_report)
-    return served(start, model, n, max_tokens, *wanted, options)
+    request = model, len(prompt), kwargs.get("max_tokens", MAX_TOKENS)
+    return served(start, *request, *asked_for(*request, snapkv, policy, on_report, kwargs))
 
 
 def stream_generate(
@@ -93,25 +90,24 @@ def stream_generate(
         mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt, and
         `generation_tps` leaves out the time that the selection took.
     """
-    retention, options = RetentionConfig.taken_from(kwargs)
-    if draft_model is not None and retention.retains:
-        raise SnapKVError(
-            f"a draft model can't be combined with memory={retention.memory}: drop one of them"
-        )
     tokens = encode_prompt(tokenizer, prompt)
     n = len(tokens)
-    asked = snapkv, policy, retention, max_tokens, on_report
-    chosen, retention, on_report = policy_for(model, n, *asked)
+    asked = model, n, max_tokens, snapkv, policy, on_report
+    config, on_report, options = asked_for(*asked, kwargs)
+    if draft_model is not None and config.retains:
+        raise SnapKVError(
+            f"a draft model can't be combined with memory={config.memory}: drop one of them"
+        )
     given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
         start = functools.partial(mlx_generate.stream_generate, tokenizer=tokenizer, **given)
-        return served(start, model, n, max_tokens, chosen, retention, on_report, options)
+        return served(start, model, n, max_tokens, config, on_report, options)
 
     if draft_model is not None:
         cache = options.get("prompt_cache")
         require_rewindable(model, cache)
-        reason = reason_for_nothing(model, chosen, n, cache, max_tokens)
+        reason, chosen = reason_for_nothing(model, config, n, cache, max_tokens), config.policy
         if chosen is not None and reason is None and options.get("input_embeddings") is None:
             wanted = draft_model, tokenizer, tokens, max_tokens, chosen, options
             return DraftedRequest(model, *wanted).responses(serve, on_report)

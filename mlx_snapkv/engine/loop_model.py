@@ -35,17 +35,17 @@ class WrappedModel(nn.Module):
 
 
 class HookedModel(WrappedModel):
-    """A reader's model, whose calls the reader's `hook(inputs, cache)` makes while it has one.
+    """A request's model, whose calls the request's `hook(inputs, cache)` makes while it has one.
 
     It gives logits that follow tokens `(1, L)`: `(1, n, vocab_size)` for the last `n`, at least 1.
     """
 
-    def __init__(self, reader: Any):
-        super().__init__(reader.model)
-        self._reader = reader
+    def __init__(self, model: Any, request: Any):
+        super().__init__(model)
+        self._request = request
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        hook: Call | None = self._reader.hook
+        hook: Call | None = self._request.hook
         if hook is None or kwargs:
             return self["wrapped"](inputs, cache=cache, **kwargs)
         return hook(inputs, cache)

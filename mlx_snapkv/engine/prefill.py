@@ -6,18 +6,18 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, kv_bytes
+from ..caches.layers import kv_bytes
 from ..caches.memories import make_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
+from .config import CompressionConfig
 from .loop_model import pacing
 from .prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
+from .readers import Request
 from .report import CompressionReport
 from .request import Uncompressed, make_request
-from .retention import RetentionConfig
 from .rewind import Rewind
 
 # mlx_lm re-exports a function under the module's own name.
@@ -34,6 +34,7 @@ def prefill(
     prompt_progress_callback: ProgressCallback | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
+    memory: str = "drop",
     far: str | None = None,
 ) -> tuple[list, CompressionReport]:
     """Feed all of `tokens` to the model and compress its prompt cache.
@@ -42,14 +43,17 @@ def prefill(
     `generate_step`. Of a prompt given whole, the entries kept are those that our `generate_step` keeps: the next tokens
     that vote (`lookahead`) are decoded, greedily, and rolled back.
 
+    With a `memory` that recalls, a text is read out of core, for questions to come: all entries are stored so, and the
+    report tells what is resident. Later requests with that memory, and turns of a conversation, go on from its caches.
+
     Args:
         tokens: `(T,)` token ids.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
         prompt_cache: an empty cache of the model to fill; by default a new one.
         prefill_step_size: tokens a chunk at most; a policy's `prefill_chunk` or `block` takes precedence.
         prompt_progress_callback: called with the tokens processed and their total.
-        kv_bits, kv_group_size: of the cache's entries, if they are to be quantised.
-        far: as of `generate_step`.
+        kv_bits, kv_group_size: of the entries kept, if they are to be quantised.
+        memory, far: as of `generate_step`.
 
     Returns:
         The prompt cache and the report, whose `reason` is set if the cache was not compressed.
@@ -61,14 +65,16 @@ def prefill(
     chosen = resolve_policy(policy=policy)
     if chosen is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096)")
+    require_book(chosen, memory, kv_bits)
     tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
     if tokens.ndim != 1:
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
-    cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-    retention = RetentionConfig(far=far)
-    retention.require(model, chosen)
-    request = make_request(model, chosen, tokens.size, cache, retention, taken_from(quantised)[0])
+    how, _ = taken_from(quantised)
+    config = CompressionConfig(chosen, memory, refresh="turn", far=far, quantization=how)
+    config.require(model)
+    cache = make_caches(model, memory, chosen) if prompt_cache is None else prompt_cache
+    request = make_request(model, config, tokens.size, cache, owned=prompt_cache is None)
     options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),
         "prompt_progress_callback": request.progress(prompt_progress_callback),
@@ -76,13 +82,31 @@ def prefill(
     with request.recording():
         if isinstance(request, Uncompressed):
             read(request.model, tokens, cache, options | quantised)  # by mlx-lm, on the way
-            return cache, request.report
-        following = read(request.model, tokens, request.caches, options)
-        request.prompt_is_read()
-        n = request.plan.last - tokens.size
-        if n > 0:
-            _look_ahead(model, request.caches, mx.argmax(following, axis=-1), n)
-        return cache, request.compress()
+        elif config.retains:
+            cache = request.prompt_cache
+            read(model, tokens, cache, options)  # no question votes: the model's own calls
+            _leave_resident(request)
+        else:
+            following = read(request.model, tokens, request.caches, options)
+            request.prompt_is_read()
+            n = request.plan.last - tokens.size
+            if n > 0:
+                _look_ahead(model, request.caches, mx.argmax(following, axis=-1), n)
+            request.compress()
+    return cache, request.report
+
+
+def _leave_resident(request: Request) -> None:
+    """Store all entries, and tell of those that are resident."""
+    caches, report = request.prompt_cache, request.report
+    report.entries_kept = [None] * len(caches)
+    for layer in request.layers:
+        cache = layer.cache_in(caches)
+        cache.offload()
+        report.entries_kept[layer.index] = cache.n_entries
+        report.kv_bytes_before += cache.full_nbytes
+        report.kv_bytes_after -= cache.store.nbytes
+    report.kv_bytes_after += kv_bytes(caches)
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
@@ -107,54 +131,18 @@ def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
     before.restore()
 
 
-def require_book(policy: Policy | Stages | None, memory: str) -> None:
+def require_book(policy: Policy | Stages | None, memory: str, kv_bits: int | None = None) -> None:
     """Raises: SnapKVError: a text read on its own leaves nothing that later questions could recall."""
-    RetentionConfig(memory).require_policy(policy)
-    if memory != "drop" and (policy is None or not policy.reads_in_blocks):
+    if not (config := CompressionConfig(policy, memory)).retains:
+        return
+    if not config.reads_in_blocks:
         why = "no policy was given" if policy is None else f"{policy} reads the text in full"
         raise SnapKVError(
             f"memory={memory} saves a text that is read in blocks, and {why}: give a policy such as "
             "keydiff:budget=4096 then snapkv:top_k=1024, or drop the memory"
         )
-
-
-def read_book(
-    model,
-    tokens: list[int],
-    policy: Policy | Stages,
-    memory: str,
-    *,
-    prefill_step_size: int = PREFILL_STEP_SIZE,
-    prompt_progress_callback: ProgressCallback | None = None,
-    far: str | None = None,
-) -> tuple[list, CompressionReport]:
-    """Read a text for questions to come, out of core; a turn of a conversation can go on from its caches.
-
-    The options are those of `prefill`; `memory` says where the entries are stored. Returns the caches, and a report of
-    what is resident, whose `reason` is set if everything is.
-
-    Raises:
-        SnapKVError: `require_book` does, the model is not supported, or there is no room for the entries.
-    """
-    require_book(policy, memory)
-    retention = RetentionConfig(memory, refresh="turn", far=far)
-    caches = make_caches(model, memory, policy)
-    request = make_request(model, policy, len(tokens), caches, retention, owned=True)
-    options = {
-        "prefill_step_size": request.step_size(prefill_step_size),
-        "prompt_progress_callback": prompt_progress_callback,
-    }
-    with request.recording():
-        read(model, mx.array(tokens), caches, options)  # no question votes: the model's own calls
-    report = request.report
-    if isinstance(request, Uncompressed):
-        return caches, report
-    report.entries_kept = [None] * len(caches)
-    for layer in attention_layers(model, caches):
-        cache = layer.cache_in(caches)
-        cache.offload()
-        report.entries_kept[layer.index] = cache.n_entries
-        report.kv_bytes_before += cache.full_nbytes
-        report.kv_bytes_after -= cache.store.nbytes
-    report.kv_bytes_after += kv_bytes(caches)
-    return caches, report
+    if kv_bits is not None:
+        raise SnapKVError(
+            "kv_bits quantises what answers are decoded from: for all entries, give memory=recall:file:8bit or "
+            "recall:file:4bit"
+        )

@@ -1,13 +1,13 @@
-"""How a prompt is read, and how what it keeps is chosen: on caches of its own, or on caches that retain everything."""
+"""A request that is compressed: how its prompt is read, and how what it keeps is chosen."""
 
+import contextlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 from ..caches.block import BlockKVCache
 from ..caches.contract import LayerCache
-from ..caches.full_view import FullView
 from ..caches.layers import (
     AttentionLayer,
     attention_layers,
@@ -16,34 +16,34 @@ from ..caches.layers import (
     require_quantizable,
 )
 from ..caches.recording import RecordingKVCache
-from ..caches.refreshed import RefreshedKVCache
-from ..entries.quantization import Quantization
 from ..errors import SnapKVError, UnsupportedModelError
-from ..models import type_of
-from ..policies import Policy, Stages
+from ..models import attention_classes, type_of
+from ..models.patch import recording
 from ..policies.budgets import Quota
 from .compress import Choice, Compression
-from .loop_model import Call
-from .prompt_plan import chunk_size, fits_reason, plan_prompt
+from .config import CompressionConfig
+from .loop_model import Call, HookedModel
+from .prompt_plan import ProgressCallback, chunk_size, fits_reason, plan_prompt
 from .repetition import Repetition
-from .report import CompressionReport, Verified
-from .retention import RetentionConfig
-from .self_speculation import SelfSpeculation
+from .report import CompressionReport
 
 
-class Reader(Compression, ABC):
-    """Reads a prompt on `caches`, replaces them by what stays of it, and says how the answer is decoded from that.
+class Request(Compression, ABC):
+    """One request that is compressed: it reads a prompt on `caches`, replaces them by what stays of it, and says how
+    the answer is decoded from that.
+
+    mlx-lm's own `generate_step` drives, on `model` and `caches`, and reads that list at every step: the compression
+    replaces its entries between two of its steps.
 
     Args:
         n_new: tokens to read, after what is in `prompt_cache`: earlier turns, in full or compressed, or nothing.
-        quantization: of the entries kept.
 
     Attributes:
         caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.
         observes: queries are asked for.
         hook: makes the model's calls, if it is not the model itself.
-        on_read: compresses; for a reader that has to when the last token has been read.
         repetition: reads the prompt again, if the policy asks for that.
+        report: what the compression did; empty before.
 
     Raises:
         SnapKVError: the model is not supported, its entries can't be quantised so, or a budget has no room for what is
@@ -51,63 +51,98 @@ class Reader(Compression, ABC):
     """
 
     hook: Call | None = None
-    on_read: Callable[[], object]
     repetition: Repetition | None = None
+    _started: float | None = None
+    _prefill_seconds: float | None = None
 
-    def __init__(
-        self,
-        model: Any,
-        policy: Policy | Stages,
-        n_new: int,
-        prompt_cache: list,
-        retention: RetentionConfig,
-        quantization: Quantization | None,
-    ):
-        self.model, self.policy, self.n_new = model, policy, n_new
-        self.prompt_cache, self.retention = prompt_cache, retention
-        self.prefill_policy, decode_policy = policy.stages
+    def __init__(self, model: Any, config: CompressionConfig, n_new: int, prompt_cache: list):
+        assert config.policy is not None
+        self._model, self.config, self.policy, self.n_new = model, config, config.policy, n_new
+        self.model, self.prompt_cache = HookedModel(model, self), prompt_cache
+        self._observed = attention_classes(model)
+        self.prefill_policy, decode_policy = stages = self.policy.stages
         layers = attention_layers(model, prompt_cache)
         self.n_held = layers[0].entries_in(prompt_cache).offset
         n_prompt = self.n_held + n_new
-        plan = plan_prompt(policy, n_prompt, retention.retains and policy.reads_in_blocks)
-        report = CompressionReport(str(policy), n_prompt)
-        super().__init__(layers, list(prompt_cache), decode_policy, plan, report, quantization)
-        self.compaction = found = retention.compaction(model, policy, n_prompt)
+        plan = plan_prompt(
+            self.policy, n_prompt, out_of_core=config.retains and config.reads_in_blocks
+        )
+        report = CompressionReport(str(self.policy), n_prompt)
+        how = config.quantization
+        super().__init__(layers, list(prompt_cache), decode_policy, plan, report, how)
+        self.compaction = found = config.compaction(model, n_prompt)
         report.pulled_to = found.length if found is not None and n_prompt > found.length else None
-        self.observes = any(stage.observes for stage in policy.stages)
-        wanted = [stage.query_statistics for stage in policy.stages]
+        self.observes = any(stage.observes for stage in stages)
+        wanted = [stage.query_statistics for stage in stages]
         self.statistics_from = min((n for n in wanted if n is not None), default=None)
-        if quantization is not None:
-            require_quantizable(model, layers, quantization)
+        if how is not None:
+            require_quantizable(model, layers, how)
         if self.statistics_from is not None and any(layer.cap for layer in layers):
             raise UnsupportedModelError(
-                f"{policy} has no closed form where logits are capped, as those of model type "
+                f"{self.policy} has no closed form where logits are capped, as those of model type "
                 f"{type_of(model)!r} are: give another policy, such as snapkv"
             )
-        retention.require_rollback(prompt_cache, len(layers))
-        self._prepare(quotas_of(layers, policy.prefill_quotas, n_prompt))
+        config.require_rollback(prompt_cache, len(layers))
+        self._prepare(quotas_of(layers, self.policy.prefill_quotas, n_prompt))
 
     @abstractmethod
     def _prepare(self, quotas: list[Quota]) -> None:
         """Make `caches` ready to read, each with what it may hold meanwhile."""
 
     @property
+    def n_ahead(self) -> int:
+        return self.plan.n_ahead
+
+    @property
     def refreshes(self) -> bool:
         """Whether the answer's tokens choose anew: not among entries that are quantised for the answer, or that the
         model's attention itself reads from its cache."""
-        if self.retention.verify is not None:
+        if self.config.verify is not None:
             return True
         reads_itself = any(layer.family.method != "__call__" for layer in self.layers)
-        return self.retention.reads_on and self.quantization is None and not reads_itself
+        return self.config.reads_on and self.quantization is None and not reads_itself
 
-    def require_unchanged(self) -> None:
+    def step_size(self, limit: int | None) -> int:
+        return chunk_size(self.policy, limit, self.plan, self.n_new)
+
+    def progress(self, callback: ProgressCallback | None) -> ProgressCallback | None:
+        """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
+        again = self.repetition
+        return callback if callback is None or again is None else again.progress(callback)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Patch the model's attention classes for the block, if queries are asked for."""
+        if self._started is None:
+            self._require_unchanged()
+            self._started = time.perf_counter()
+        with recording(self._observed if self.observes else []):
+            yield
+
+    def _require_unchanged(self) -> None:
         if any(layer.entries_in(self.prompt_cache).offset != self.n_held for layer in self.layers):
             raise SnapKVError(
                 "another request has filled this prompt cache meanwhile: give each its own"
             )
 
-    def step_size(self, limit: int | None) -> int:
-        return chunk_size(self.policy, limit, self.plan, self.n_new)
+    def prompt_is_read(self) -> None:
+        """Stop the prefill's clock, if it was started; the first call counts."""
+        if self._prefill_seconds is None and self._started is not None:
+            self._prefill_seconds = time.perf_counter() - self._started
+
+    def compress(self) -> CompressionReport:
+        """Compress `caches`, once, and let the answer begin; what was done.
+
+        Raises:
+            SnapKVError: the scores are NaN, or there is no room for the entries that stay.
+        """
+        if not self.is_compressed:
+            self.prompt_is_read()
+            super().compress()
+            n_again = self.repetition.seconds if self.repetition else 0.0
+            self.report.prefill_seconds = (self._prefill_seconds or 0.0) - n_again
+            self.report.selection_seconds += n_again
+        return self.report
 
     def begin_answer(self) -> None:
         self.hook = None
@@ -117,7 +152,7 @@ class Reader(Compression, ABC):
         """The answer has ended: leave the caller's caches ready to go on from."""
 
 
-class InMemoryReader(Reader):
+class InMemoryReader(Request):
     """Reads on caches of its own, all at once or in blocks between evictions; what is dropped is gone.
 
     The caller's list and caches stay as they are until it compresses: if anything raises before, nothing has changed.
@@ -126,7 +161,7 @@ class InMemoryReader(Reader):
 
     def _prepare(self, quotas: list[Quota]) -> None:
         if self.decode_policy.repeats is not None:
-            self.repetition = Repetition(self.model, self.layers, self.decode_policy, self.n_new)
+            self.repetition = Repetition(self._model, self.layers, self.decode_policy, self.n_new)
             self.hook = self.repetition.read
         self.caches = copies_but_entries(self.prompt_cache, self.layers)
         held = {layer.entries_in(self.prompt_cache).n_entries for layer in self.layers}
@@ -177,7 +212,7 @@ class InMemoryReader(Reader):
         return block
 
     def choose(self) -> list[Choice]:
-        self.require_unchanged()
+        self._require_unchanged()
         return super().choose()
 
     def keep(self, choices: list[Choice]) -> None:
@@ -190,73 +225,3 @@ class InMemoryReader(Reader):
         if self.decode_policy.schedule == "block" and self.report.entries >= n_prompt:
             why = fits_reason(n_prompt, self.policy)
             self.report.reason = f"{why}; the answer is kept within it"
-
-
-class RetainingReader(Reader):
-    """Reads on the caller's own caches, which go on holding all entries; compressed copies serve the answer only."""
-
-    def _prepare(self, quotas: list[Quota]) -> None:
-        capacity = self.plan.n_prompt + self.plan.n_ahead + 1
-        for layer in self.layers:
-            cache = layer.cache_in(self.caches)
-            cache.observe(self.plan.first, self.plan.last, capacity, self.statistics_from)
-            cache.layer = layer
-
-    @property
-    def votes(self) -> bool:
-        """Whether the prompt chooses: not where the answer's tokens do, unless it shares a budget out by layer."""
-        return not self.refreshes or self.decode_policy.adaptive
-
-    def choose(self) -> list[Choice]:
-        return super().choose() if self.votes else []
-
-    def keep(self, choices: list[Choice]) -> None:
-        small = copies_but_entries(self.caches, self.layers)
-        self._replace(small, choices)
-        self.caches[:] = small
-        self.offload()
-
-    def offload(self) -> None:
-        """Put the prompt's entries to where they are kept; SnapKVError if there is no room, and some stay in memory."""
-        for layer in self.layers:
-            layer.cache_in(self.prompt_cache).offload()
-
-    def full_view(self, layer: AttentionLayer) -> FullView:
-        """All of a layer's entries, with an index for queries like the prompt's last, if those were recorded."""
-        cache = layer.cache_in(self.prompt_cache)
-        view = FullView(cache.views(), layer, self.compaction, cache.index)
-        if cache.index is None:
-            view.index = view.make_index(cache.held(1).voters.heads if cache.n_queries else None)
-        return view
-
-    def begin_answer(self) -> None:
-        """Unless the prompt has chosen for it, let every token of the answer choose anew among all entries."""
-        super().begin_answer()
-        if not self.refreshes:
-            return
-        kept, counts = self.report.entries_kept, []
-        for layer, quota in zip(self.layers, self.decode_quotas):
-            if self.decode_policy.adaptive:
-                quota = replace(quota, entries=layer.entries_in(self.caches).n_entries)
-            layer.put(self.caches, self.refreshed(layer, quota))
-            counts.append(layer.entries_in(self.caches).n_entries)
-            kept[layer.index] = kept[layer.index] or counts[-1]
-        self.report.refreshed = max(counts)
-        if self.retention.verify is not None:
-            self.report.verified = Verified()
-            caches = self.full_caches(), list(self.caches)
-            self.hook = SelfSpeculation(self.model, *caches, self.report.verified)
-
-    def end(self) -> None:
-        if isinstance(self.hook, SelfSpeculation):
-            self.hook.close()
-
-    def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
-        """A cache whose tokens choose `quota` entries anew among all."""
-        return RefreshedKVCache(self.full_view(layer), quota, layer)
-
-    def full_caches(self) -> list:
-        full = list(self.prompt_cache)
-        for layer in self.layers:
-            layer.put(full, layer.cache_in(full).growing_cache())
-        return full

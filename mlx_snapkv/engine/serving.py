@@ -9,16 +9,15 @@ from typing import Any
 
 from mlx_lm.generate import GenerationResponse
 
-from ..caches.layers import AttentionLayer, attention_layers, is_compressed, require_quantizable
+from ..caches.layers import attention_layers, is_compressed, require_quantizable
 from ..caches.memories import lasting_forms, make_caches
-from ..entries.quantization import Quantization, taken_from
+from ..entries.quantization import taken_from
 from ..errors import SnapKVError
-from ..policies import Policy, Stages
 from .compress import KeptCallback
+from .config import CompressionConfig
 from .loop_model import evicts, pacing, rewinding
 from .report import CompressionReport
 from .request import Request, Uncompressed, make_request
-from .retention import RetentionConfig
 from .rewind import Rewind
 
 ReportCallback = Callable[[CompressionReport], None]
@@ -32,74 +31,73 @@ def served(
     model,
     n_prompt: int,
     max_tokens: int,
-    policy: Policy | Stages | None,
-    retention: RetentionConfig,
+    config: CompressionConfig,
     on_report: ReportCallback | None,
     options: dict[str, Any],
     *,
     on_kept: KeptCallback | None = None,
-    turns: bool = False,
 ) -> Iterator[Any]:
     """mlx-lm's own iterator, `start(model, **options)`, if need be with a compression between two of its steps.
 
     Args:
         n_prompt: tokens to read.
+        config: with `turns`, `options` hold a conversation's own prompt cache.
         on_kept: receives what is kept of each layer.
-        turns: `options` hold a conversation's own prompt cache; see `make_request`.
     """
     start = pacing(start)
     report_to = on_report or (lambda report: None)
-    retention.require(model, policy)
-    given = options.get("prompt_cache")
+    config.require(model)
+    given, turns = options.get("prompt_cache"), config.turns
     # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
     quantization, ours = taken_from(options)
     request: Request | Uncompressed
-    if policy is not None and options.get("input_embeddings") is not None:
+    if config.policy is not None and options.get("input_embeddings") is not None:
         why = "a prompt given as embeddings is not compressed"
-        report = CompressionReport(str(policy), n_prompt, why)
+        report = CompressionReport(str(config.policy), n_prompt, why)
         request = Uncompressed(model, given or [], report)
     else:
-        wanted = model, policy, n_prompt, given, retention, quantization
-        request = make_request(*wanted, max_tokens=max_tokens, turns=turns, owned=turns)
+        config = dataclasses.replace(config, quantization=quantization)
+        wanted = model, config, n_prompt, given
+        request = make_request(*wanted, max_tokens=max_tokens, owned=turns)
     if isinstance(request, Uncompressed):
         report_to(request.report)
         return _continued(start, request, options)
     _require_no_conflict(options)
-    request.reader.on_kept = on_kept
+    request.on_kept = on_kept
     ours |= {
         "prompt_cache": request.caches,
         "prefill_step_size": request.step_size(ours.get("prefill_step_size")),
         "prompt_progress_callback": request.progress(ours.get("prompt_progress_callback")),
     }
     items = start(request.model, **ours)
-    if turns or not retention.retains:
+    if turns or not config.retains:
         return _compressed(items, request, report_to, keep=given is not None)
-    caches = request.reader.prompt_cache
+    caches = request.prompt_cache
 
     def compressed(report: CompressionReport) -> None:
         if given is not None:
-            given[:] = lasting_forms(model, caches, retention.memory)
+            given[:] = lasting_forms(model, caches, config.memory)
         report_to(report)
 
     return _all_or_nothing(_compressed(items, request, compressed, given is not None), caches)
 
 
 def require_servable(
-    model, policy: Policy | Stages | None, retention: RetentionConfig, options: dict[str, Any]
-) -> tuple[list[AttentionLayer], Quantization | None]:
-    """A model's full-attention layers, and how mlx-lm's `options` have entries quantised.
+    model, config: CompressionConfig, options: dict[str, Any]
+) -> tuple[int, CompressionConfig]:
+    """A model's number of full-attention layers, and the config with mlx-lm's `options` of quantised entries.
 
-    Raises: SnapKVError: policy, retention and options conflict, or the model can't be served so.
+    Raises: SnapKVError: the options conflict, or the model can't be served so.
     """
-    retention.require(model, policy)
+    config.require(model)
     _require_no_conflict(options)
-    caches = make_caches(model, "drop" if policy is None else retention.memory, policy)
+    caches = make_caches(model, "drop" if config.policy is None else config.memory, config.policy)
     layers = attention_layers(model, caches)
-    retention.require_rollback(caches, len(layers))
+    config.require_rollback(caches, len(layers))
     quantization, _ = taken_from(options)
     if quantization is not None:
         require_quantizable(model, layers, quantization)
-    return layers, quantization
+    return layers[0].n_layers, dataclasses.replace(config, quantization=quantization)
 
 
 def _require_no_conflict(options: dict[str, Any]) -> None:

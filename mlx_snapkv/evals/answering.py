@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import file_bytes, kv_bytes
 from ..engine.generate import stream_generate
-from ..engine.prefill import prefill, read_book
+from ..engine.prefill import prefill
 from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from . import loop
@@ -219,12 +219,11 @@ class Answers:
         policy: Any = method.policy
         if method.shares_reading:
             return self._compressed(self._reading, method, answering=False)
-        if not method.options:
-            return prefill(self._model, self._document, policy)
-        if policy.reads_in_blocks:
-            memory = method.options["memory"]
-            return read_book(self._model, self._document, policy, memory)[0], None
-        return self._reading.full(), None
+        if method.options and not policy.reads_in_blocks:
+            return self._reading.full(), None
+        memory = method.options.get("memory", "drop")
+        cache, report = prefill(self._model, self._document, policy, memory=memory)
+        return cache, None if method.options else report
 
     def _compressed(self, reading: Reading, method: Method, answering: bool) -> Kept:
         if isinstance(method.policy, HeadWise):

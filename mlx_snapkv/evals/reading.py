@@ -17,11 +17,13 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..caches.adapter import plain_cache
 from ..caches.layers import attention_layers, copies_but_entries
 from ..caches.recording import RecordingKVCache, SharedKVCache
+from ..engine.config import CompressionConfig
 from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
 from ..engine.prompt_plan import LARGEST_CHUNK, gate, plan_prompt
+from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import NO_POLICY_REASON, Request, make_request
+from ..engine.request import NO_POLICY_REASON, make_request
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
@@ -161,7 +163,7 @@ class Reading:
             return prefill(self.model, self.tokens, policy)
         request = self.request(policy, answering)
         report = request.compress()
-        return request.reader.prompt_cache, report
+        return request.prompt_cache, report
 
     def request(self, policy: AnyPolicy, answering: bool) -> Request:
         """One whose caches hold what `compressed` compresses, and who votes on it."""
@@ -174,7 +176,7 @@ class Reading:
         caches = copies_but_entries(self._others[n], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
             layer.put(caches, recorder.filled(layer.cache_in(self._caches), n))
-        request.reader.caches = caches
+        request.caches = caches
         return request
 
     def _feed_answer(self, n: int) -> None:
@@ -212,7 +214,7 @@ def _best(logits: mx.array) -> int:
 
 
 def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
-    request = make_request(model, policy, n_prompt, None)
+    request = make_request(model, CompressionConfig(policy), n_prompt, None)
     assert isinstance(request, Request)  # the gate has been asked
     return request
 

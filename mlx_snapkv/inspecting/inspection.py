@@ -14,11 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import attention_layers
 from ..caches.recording import RecordingKVCache
+from ..engine.config import CompressionConfig
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
 from ..engine.prompt_plan import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
-from ..engine.retention import DROP
 from ..engine.serving import MAX_TOKENS, served
 from ..entries.queries import on_queries
 from ..errors import SnapKVError
@@ -192,7 +192,7 @@ def _recorded(
     recorder: Recorder, start: Any, model: Any, n: int, max_tokens: int, policy: Any, options: dict
 ) -> list[GenerationResponse]:
     """The answer of mlx-lm's `start`, with every token's attention recorded when it has come."""
-    wanted = model, n, max_tokens, policy, DROP, recorder.on_report, options
+    wanted = model, n, max_tokens, CompressionConfig(policy), recorder.on_report, options
     responses = []
     with recording(attention_classes(model)), on_queries(recorder.on_queries):
         for response in served(start, *wanted, on_kept=recorder.on_kept):

@@ -6,11 +6,11 @@ import shlex
 from typing import Any
 
 from ..engine.auto import worth_comparing
+from ..engine.config import CompressionConfig
 from ..engine.footprint import EntrySizes, Footprint, total_bytes
 from ..engine.machine import this_machine
 from ..engine.prompt_plan import gate
 from ..engine.report import format_bytes
-from ..engine.retention import RetentionConfig
 from ..entries.quantization import taken_from
 from ..policies import Policy, Stages
 from .plan import Planner
@@ -25,7 +25,7 @@ class LongPrompts:
     def __init__(self, model: Any, *, policy: Policy | Stages | None = None, **options: Any):
         self._model, self._policy, self._usable = model, policy, this_machine().usable
         given = {name: value for name, value in options.items() if value is not None}
-        self._retention, given = RetentionConfig.taken_from(given)
+        self._config, given = CompressionConfig.taken_from(given, policy)
         self._quantization, _ = taken_from(given)
         self._kv_bits, self._is_rotating = given.get("kv_bits"), "max_kv_size" in given
         self._options = {name: given[name] for name in _PLANNED if name in given}
@@ -35,7 +35,7 @@ class LongPrompts:
         """Problems of a prompt of `n_prompt` tokens, after `n_before` that were read already."""
         if self._is_rotating:
             return []
-        far = self._retention.warning(self._model, self._policy, n_before + n_prompt)
+        far = self._config.warning(self._model, n_before + n_prompt)
         return [said for said in (self._too_large(n_prompt), far) if said is not None]
 
     def foretold(self, n_prompt: int, n_before: int = 0) -> str | None:
@@ -44,7 +44,7 @@ class LongPrompts:
         None of short prompts without a policy. SnapKVError if memory, policy and model can't be combined.
         """
         n, policy = n_before + n_prompt, self._policy
-        self._retention.require(self._model, policy)
+        self._config.require(self._model)
         if self._is_rotating or (policy is None and n < LONG):
             return None
         sizes = EntrySizes(self._model)
@@ -60,7 +60,7 @@ class LongPrompts:
         kept = footprint.kept(n)
         least, most = min(kept), max(kept)
         count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
-        if self._retention.retains:
+        if self._config.retains:
             return f"the answer will read {count} of {n:,} entries, all of which stay"
         beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
         rows = [k + beside for k in kept]

@@ -12,9 +12,9 @@ from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import require_quantizable
 from ..engine.auto import QUESTION, Cost, Setting, Taken, recommended
+from ..engine.config import CompressionConfig
 from ..engine.footprint import EntrySizes, Footprint, total_bytes, weight_bytes
 from ..engine.prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
-from ..engine.retention import DROP
 from ..entries.attention import HELD_BYTES
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
@@ -100,7 +100,7 @@ class Planner:
             self._weights + self._answering(footprint, context),
             reason,
             in_bits,
-            DROP.warning(self._model, used, context),
+            CompressionConfig(used).warning(self._model, context),
         )
 
     def recommended(

@@ -11,8 +11,8 @@ from tiny_models import make_llama
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
+from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.request import make_request
-from mlx_snapkv.engine.retention import RetentionConfig
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured
 from mlx_snapkv.policies import resolve_policy
@@ -83,8 +83,8 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
         cache.update_and_fetch(*rows_of(N_ENTRIES))
         cache.offload()
     mx.clear_cache()
-    retention = RetentionConfig("recall", refresh="turn")
-    turn = make_request(model, replace(SMALL, lookahead=1), 41, caches, retention, owned=True)
+    config = CompressionConfig(replace(SMALL, lookahead=1), "recall", refresh="turn")
+    turn = make_request(model, config, 41, caches, owned=True)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with turn.recording():

@@ -13,7 +13,7 @@ from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.engine.retention import DROP
+from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.models.rope import trained_length
 from mlx_snapkv.policies import resolve_policy
 
@@ -116,7 +116,7 @@ def test_models_that_cant_are_refused_by_name(name, sentence):
     with pytest.raises(SnapKVError, match=sentence):
         prefill(model, tokens, READ, far="pull")
     policy = resolve_policy(policy="keydiff:budget=16,block=8,n_window=4")
-    assert DROP.compaction(model, policy, 10_000) is None
+    assert CompressionConfig(policy).compaction(model, 10_000) is None
 
 
 @pytest.mark.parametrize("policy, memory", [(READ, "drop"), (THEN, "drop"), (THEN, "recall:file")])

@@ -4,10 +4,9 @@ from functools import partial
 
 import pytest
 
-from mlx_snapkv import SnapKV
+from mlx_snapkv import SnapKV, prefill
 from mlx_snapkv.engine.footprint import book_cost
 from mlx_snapkv.engine.generate import stream_generate
-from mlx_snapkv.engine.prefill import read_book
 from mlx_snapkv.policies import resolve_policy
 
 POLICY = resolve_policy(
@@ -36,7 +35,7 @@ def test_what_is_read_later_adds_to_what_is_stored(demo_llama, ask):
     """And a copy that is saved on the same disk needs as much again."""
     prompt, _ = ask(demo_llama[1], 700, 8)
     cost, n = partial(book_cost, demo_llama[0], POLICY), len(prompt)
-    cache, _ = read_book(demo_llama[0], prompt, POLICY, "recall:file")
+    cache, _ = prefill(demo_llama[0], prompt, POLICY, memory="recall:file")
     once = cost("recall:file", n)
     assert once.disks[0].need == sum(c.file_nbytes for c in cache)
     assert cost("recall:file", 100, n_before=n).stored_bytes * n == once.stored_bytes * 100

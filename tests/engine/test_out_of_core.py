@@ -15,9 +15,9 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.caches.refreshed import RefreshedKVCache
-from mlx_snapkv.engine.out_of_core import CHOOSING
+from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.request import make_request
-from mlx_snapkv.engine.retention import RetentionConfig
+from mlx_snapkv.engine.retaining import CHOOSING
 from mlx_snapkv.policies import resolve_policy
 
 SNAPKV = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5"
@@ -38,8 +38,8 @@ class Read:
     def __init__(self, model, tokens, policy, memory="recall"):
         policy = resolve_policy(policy=policy)
         self.caches = make_caches(model, memory, policy)
-        wanted = model, policy, tokens.size, self.caches, RetentionConfig(memory, refresh="turn")
-        self.request = make_request(*wanted, owned=True)
+        config = CompressionConfig(policy, memory, refresh="turn")
+        self.request = make_request(model, config, tokens.size, self.caches, owned=True)
         self.layers = attention_layers(model, self.caches)
         with self.request.recording():
             step = {"prefill_step_size": self.request.step_size(None)}
@@ -168,7 +168,7 @@ def test_all_of_a_short_prompt_may_be_read_again(tokens, policy, kv_bits, way):
 
 
 def test_an_index_that_a_book_lacks_is_made_again_and_reported(wide, tokens, monkeypatch):
-    for module in ("caches.full_view", "engine.out_of_core"):
+    for module in ("caches.full_view", "engine.retaining"):
         monkeypatch.setattr(f"mlx_snapkv.{module}.FEW", 64)
     cache, reports = make_prompt_cache(wide), []
     keywords = {"policy": BOOK, "memory": "recall:file", "prompt_cache": cache}

@@ -14,6 +14,7 @@ from mlx_snapkv import ExpectedAttention, SnapKVError
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
@@ -199,7 +200,7 @@ def test_statistics_of_a_later_turn_whose_first_tokens_need_an_eviction(tokens):
     cache = make_prompt_cache(model)
     model(tokens[None, :60], cache=cache)
     policy = ExpectedAttention(budget=40, block=16, n_window=8)
-    request = make_request(model, policy, 20, cache, turns=True)
+    request = make_request(model, CompressionConfig(policy, turns=True), 20, cache)
     with request.recording():
         for part in (tokens[60:64], tokens[64:80]):
             model(part[None], cache=request.caches)

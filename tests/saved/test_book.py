@@ -9,10 +9,8 @@ from request_helpers import assert_same, plain, steps
 from saved_helpers import question, saved_file
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import SnapKVError, saved
+from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
-from mlx_snapkv.engine.prefill import read_book
-from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.saved import book
 
 BOOK = (
@@ -27,7 +25,7 @@ def small_pieces(monkeypatch):
 
 
 def read(model, tokens, memory="recall:file"):
-    return read_book(model, tokens.tolist(), resolve_policy(policy=BOOK), memory)[0]
+    return prefill(model, tokens, BOOK, memory=memory)[0]
 
 
 def save(path, model, tokens, memory="recall:file"):

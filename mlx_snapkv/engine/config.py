@@ -1,8 +1,8 @@
-"""What becomes of the entries that an answer is not decoded from: `RetentionConfig`, parsed and checked once."""
+"""What is asked of a request: its policy, and what becomes of the entries that its answer is not decoded from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -10,115 +10,126 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..caches.compaction import Compaction
 from ..caches.layers import attention_layers, head_sizes, members
 from ..caches.memories import in_files, require_memory
+from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..models import type_of
 from ..models.rope import trained_length
 from ..policies import Policy, Stages
 
 VERIFY = ("all",)
-REFRESH = ("token", "turn")
-FAR = ("keep", "pull")
+ALLOWED = {"verify": (None, *VERIFY), "refresh": ("token", "turn"), "far": (None, "keep", "pull")}
+RETENTION = ("memory", *ALLOWED)
 
 
 @dataclass(frozen=True)
-class RetentionConfig:
-    """What becomes of the entries that an answer is not decoded from, and how it uses them; see `generate_step`.
+class CompressionConfig:
+    """How a request is compressed, what becomes of the entries that its answer is not decoded from, and how it uses
+    them; see `generate_step`.
+
+    Attributes:
+        quantization: of the entries kept.
+        turns: caches that hold tokens already are compressed again, as those of a conversation are, unless the policy
+            reads a prompt again as a whole.
 
     Raises:
         SnapKVError: an option is invalid or conflicts with another.
     """
 
+    policy: Policy | Stages | None = None
     memory: str = "drop"
     verify: str | None = None
     refresh: str = "token"
     far: str | None = None
+    quantization: Quantization | None = None
+    turns: bool = False
 
     def __post_init__(self):
         require_memory(self.memory)
-        for name, allowed in (("refresh", REFRESH), ("far", FAR), ("verify", VERIFY)):
-            got = getattr(self, name)
-            if got not in allowed and (got is not None or name == "refresh"):
-                raise SnapKVError(f"{name} must be {' or '.join(allowed)}, got {got!r}")
+        for name, allowed in ALLOWED.items():
+            if (got := getattr(self, name)) not in allowed:
+                said = " or ".join(filter(None, allowed))
+                raise SnapKVError(f"{name} must be {said}, got {got!r}")
         if self.verify is not None and (not self.retains or in_files(self.memory)):
             raise SnapKVError(
                 "verify=all reads all entries for every token, so they must be in memory, not "
                 f"memory={self.memory}: give memory=recall, recall:8bit or recall:4bit, or leave verify out"
             )
+        if not self.retains or self.policy is None:
+            return
+        counts = any(stage.accumulates_attention for stage in self.policy.stages)
+        if counts or self.policy.stages[1].repeats is not None:
+            what = "counts the attention of all" if counts else "chooses once for all questions"
+            raise SnapKVError(
+                f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
+                f"and {self.policy} {what}: take keydiff or snapkv, for two, or memory=drop"
+            )
 
     @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> tuple[RetentionConfig, dict[str, Any]]:
+    def taken_from(
+        cls, options: dict[str, Any], policy: Policy | Stages | None = None, **more: Any
+    ) -> tuple[CompressionConfig, dict[str, Any]]:
         """What the keywords of `generate_step` and its kin ask for, and the other options."""
-        names = {field.name for field in fields(cls)}
-        own = {name: value for name, value in options.items() if name in names}
-        return cls(**own), {name: value for name, value in options.items() if name not in names}
+        own = {name: value for name, value in options.items() if name in RETENTION}
+        others = {name: value for name, value in options.items() if name not in RETENTION}
+        return cls(policy, **own, **more), others
 
     @property
     def retains(self) -> bool:
         return self.memory != "drop"
 
     @property
+    def reads_in_blocks(self) -> bool:
+        """Whether entries are evicted while a prompt is read."""
+        return self.policy is not None and self.policy.reads_in_blocks
+
+    @property
     def reads_on(self) -> bool:
         """Whether an answer goes on reading entries that its prompt did not choose."""
         return self.retains and (self.verify is not None or self.refresh == "token")
 
-    def require(self, model, policy: Policy | Stages | None) -> None:
-        """Raises: SnapKVError: this can't be combined with the policy, or not on this model."""
-        self.require_policy(policy)
-        if self.far == "pull":
-            why = self._keeps_positions_because(model, policy)
-            if why is not None:
-                raise SnapKVError(f"far=pull {why}")
-
-    def require_policy(self, policy: Policy | Stages | None) -> None:
-        """Raises: SnapKVError: the policy can't choose from entries that stay, or there is none to verify."""
-        if policy is None and self.verify is not None:
+    def require(self, model) -> None:
+        """Raises: SnapKVError: there is nothing to verify, or this can't be done on this model."""
+        if self.policy is None and self.verify is not None:
             raise SnapKVError(
                 f"verify={self.verify} needs a policy: without one the full cache answers anyway"
             )
-        if not self.retains or policy is None:
-            return
-        counts = any(stage.accumulates_attention for stage in policy.stages)
-        if counts or policy.stages[1].repeats is not None:
-            what = "counts the attention of all" if counts else "chooses once for all questions"
-            raise SnapKVError(
-                f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
-                f"and {policy} {what}: take keydiff or snapkv, for two, or memory=drop"
-            )
+        if self.far == "pull" and (why := self._keeps_positions_because(model)) is not None:
+            raise SnapKVError(f"far=pull {why}")
 
     def require_rollback(self, prompt_cache: list, n_full: int) -> None:
         """Raises: SnapKVError: answers can't be verified where only `n_full` of a model's caches hold entries."""
-        n_caches = len(list(members(prompt_cache)))
+        n_caches = len(members(prompt_cache))
         if self.verify == "all" and n_full < n_caches:
             raise SnapKVError(
                 f"verify=all takes tokens back, and {n_caches - n_full} of {n_caches} layers can't "
                 "(linear or sliding-window attention): leave verify out"
             )
 
-    def compaction(self, model, policy: Policy | Stages | None, n_prompt: int) -> Compaction | None:
+    def compaction(self, model, n_prompt: int) -> Compaction | None:
         """How the positions of a prompt's tokens are compacted; None leaves them as they are."""
         length = trained_length(model)
-        longer = length is not None and n_prompt > length
-        wanted = longer if self.far is None else self.far == "pull"
-        if not wanted or length is None or self._keeps_positions_because(model, policy) is not None:
+        wanted = n_prompt > (length or n_prompt) if self.far is None else self.far == "pull"
+        if not wanted or length is None or self._keeps_positions_because(model) is not None:
             return None
         return Compaction(length)
 
-    def warning(self, model, policy: Policy | Stages | None, n_prompt: int) -> str | None:
+    def warning(self, model, n_prompt: int) -> str | None:
         """A sentence, if a prompt is longer than the model was trained on and nothing is done about it."""
         length = trained_length(model)
         if length is None or n_prompt <= length or self.far is not None:
             return None
-        if self.compaction(model, policy, n_prompt) is not None:
+        if self.compaction(model, n_prompt) is not None:
             return None
         why = f"{n_prompt} tokens are more than the {length} that this model was trained to read: answers may be wrong"
-        if policy is not None and policy.reads_in_blocks:
+        if self.reads_in_blocks:
             return why
         return f"{why}; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
 
-    def _keeps_positions_because(self, model, policy: Policy | Stages | None) -> str | None:
+    def _keeps_positions_because(self, model) -> str | None:
         """Why positions can't be compacted, as the rest of a sentence; None if they can."""
-        if policy is None or not policy.reads_in_blocks:
-            what = "there is none" if policy is None else f"{policy} reads all of a prompt first"
+        if not self.reads_in_blocks:
+            reads = f"{self.policy} reads all of a prompt first"
+            what = "there is none" if self.policy is None else reads
             return f"needs a policy that evicts while a prompt is read, such as keydiff, and {what}"
         if self.verify == "all":
             return "can't be combined with verify=all, which reads all entries where they are: leave verify out"
@@ -133,6 +144,3 @@ class RetentionConfig:
             how = "can't be turned twice" if ropes else "have no RoPE"
             return f"turns keys on, and those of model type {name!r} {how}"
         return None
-
-
-DROP = RetentionConfig()

@@ -1,9 +1,10 @@
-"""Prompts that are read within a fixed budget while every entry is stored, and the question votes over all of them.
+"""Prompts whose entries all stay while the answer is decoded from a few.
 
-A prompt is read through resident caches that evict block by block, after every entry has been stored. When it has
-been read, its last queries vote over everything stored; the best entries are gathered into small caches, the last
-tokens are read again over those, and the answer is decoded from them. Where every token of the answer chooses anew what
-it reads, so do those last tokens, and nobody votes. The resident caches stay for the next turn.
+Out of core, a prompt is read within a fixed budget: through resident caches that evict block by block, after every
+entry has been stored. When it has been read, its last queries vote over everything stored; the best entries are
+gathered into small caches, the last tokens are read again over those, and the answer is decoded from them. Where every
+token of the answer chooses anew what it reads, so do those last tokens, and nobody votes. The resident caches stay for
+the next turn.
 """
 
 import dataclasses
@@ -17,10 +18,81 @@ from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes
 from ..caches.refreshed import RefreshedKVCache
 from ..policies.budgets import Quota
 from .compress import Choice, Scored, score
-from .readers import RetainingReader
-from .report import Book
+from .readers import Request
+from .report import Book, Verified
+from .self_speculation import SelfSpeculation
 
 CHOOSING = 32  # tokens that are read again at most where they choose together: one set of entries must suit all
+
+
+class RetainingReader(Request):
+    """Reads on the caller's own caches, which go on holding all entries; compressed copies serve the answer only."""
+
+    def _prepare(self, quotas: list[Quota]) -> None:
+        capacity = self.plan.n_prompt + self.plan.n_ahead + 1
+        for layer in self.layers:
+            cache = layer.cache_in(self.caches)
+            cache.observe(self.plan.first, self.plan.last, capacity, self.statistics_from)
+            cache.layer = layer
+
+    @property
+    def votes(self) -> bool:
+        """Whether the prompt chooses: not where the answer's tokens do, unless it shares a budget out by layer."""
+        return not self.refreshes or self.decode_policy.adaptive
+
+    def choose(self) -> list[Choice]:
+        return super().choose() if self.votes else []
+
+    def keep(self, choices: list[Choice]) -> None:
+        small = copies_but_entries(self.caches, self.layers)
+        self._replace(small, choices)
+        self.caches[:] = small
+        self.offload()
+
+    def offload(self) -> None:
+        """Put the prompt's entries to where they are kept; SnapKVError if there is no room, and some stay in memory."""
+        for layer in self.layers:
+            layer.cache_in(self.prompt_cache).offload()
+
+    def full_view(self, layer: AttentionLayer) -> FullView:
+        """All of a layer's entries, with an index for queries like the prompt's last, if those were recorded."""
+        cache = layer.cache_in(self.prompt_cache)
+        view = FullView(cache.views(), layer, self.compaction, cache.index)
+        if cache.index is None:
+            view.index = view.make_index(cache.held(1).voters.heads if cache.n_queries else None)
+        return view
+
+    def begin_answer(self) -> None:
+        """Unless the prompt has chosen for it, let every token of the answer choose anew among all entries."""
+        super().begin_answer()
+        if not self.refreshes:
+            return
+        kept, counts = self.report.entries_kept, []
+        for layer, quota in zip(self.layers, self.decode_quotas):
+            if self.decode_policy.adaptive:
+                quota = dataclasses.replace(quota, entries=layer.entries_in(self.caches).n_entries)
+            layer.put(self.caches, self.refreshed(layer, quota))
+            counts.append(layer.entries_in(self.caches).n_entries)
+            kept[layer.index] = kept[layer.index] or counts[-1]
+        self.report.refreshed = max(counts)
+        if self.config.verify is not None:
+            self.report.verified = Verified()
+            caches = self.full_caches(), list(self.caches)
+            self.hook = SelfSpeculation(self._model, *caches, self.report.verified)
+
+    def end(self) -> None:
+        if isinstance(self.hook, SelfSpeculation):
+            self.hook.close()
+
+    def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
+        """A cache whose tokens choose `quota` entries anew among all."""
+        return RefreshedKVCache(self.full_view(layer), quota, layer)
+
+    def full_caches(self) -> list:
+        full = list(self.prompt_cache)
+        for layer in self.layers:
+            layer.put(full, layer.cache_in(full).growing_cache())
+        return full
 
 
 class OutOfCoreReader(RetainingReader):
@@ -45,7 +117,7 @@ class OutOfCoreReader(RetainingReader):
                 compaction=self.compaction,
                 statistics_from=self.statistics_from,
             )
-        self.observes |= self.retention.reads_on
+        self.observes |= self.config.reads_on
         self.hook = self._read
         # What is read again is always kept, so that the others are as many as the budget has room for.
         most = min(policy.block, *(quota.n_window for quota in self.decode_quotas))
@@ -66,18 +138,18 @@ class OutOfCoreReader(RetainingReader):
         self._n_left -= inputs.shape[1]
         if n_before > 0:
             before, inputs = inputs[:, :n_before], inputs[:, n_before:]
-            logits = self.model(before, cache=cache)
+            logits = self._model(before, cache=cache)
             if inputs.shape[1] == 0:
                 return logits
         if not self._again:
             mx.eval([c.state for c in cache])
             self._small = copies_but_entries(cache, self.layers)
         self._again.append(inputs)
-        logits = self.model(inputs, cache=cache)
+        logits = self._model(inputs, cache=cache)
         if self._n_left:
             return logits
         mx.eval([c.state for c in cache])
-        self.on_read()
+        self.compress()
         self._small = []
         return self._logits
 
@@ -118,7 +190,7 @@ class OutOfCoreReader(RetainingReader):
         self.caches[:] = self._small
         for layer, choice in zip(self.layers, choices):
             layer.put(self.caches, self._answering(layer, choice, uniform))
-        if self.retention.verify is not None:
+        if self.config.verify is not None:
             full = self.full_caches()
             for layer in self.layers:
                 layer.cache_in(full).trim(self._n_again)
@@ -153,7 +225,7 @@ class OutOfCoreReader(RetainingReader):
 
     def _logits_after(self, tokens: mx.array, caches: list) -> mx.array:
         """Logits `(1, 1, vocab_size)` after tokens that are read on caches."""
-        logits = self.model(tokens, cache=caches)[:, -1:]
+        logits = self._model(tokens, cache=caches)[:, -1:]
         mx.eval(logits, [c.state for c in caches])
         return logits
 
