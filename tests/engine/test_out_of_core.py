@@ -186,7 +186,7 @@ def test_a_book_s_last_tokens_choose_together_and_the_last_one_alone(tokens, mon
 
     def noted(self, queries, *args, **options):
         if self.layer.index == 0:
-            chosen.append(queries.shape[2])
+            chosen.append(queries.heads.shape[2])
         return choose(self, queries, *args, **options)
 
     monkeypatch.setattr(RefreshedKVCache, "record", noted)
