@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, greedy_sampler
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -20,16 +19,7 @@ from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from .entries import batched
-from .groups import (
-    Failed,
-    Group,
-    Groups,
-    Guard,
-    Single,
-    of_all_ranks,
-    request_errors,
-)
+from .groups import Groups, Guard, Single, decoding, of_all_ranks, request_errors
 from .job import BatchReport, BatchSettings, Job
 
 # Model types whose batches are wrong, or an error, in mlx-lm itself (0.32).
@@ -135,11 +125,8 @@ class CompressedBatchGenerator(BatchGenerator):
 
     def _require(self, n_prompt: int, prompt_cache: list) -> None:
         """Raises: SnapKVError: the policy can't serve such a prompt."""
-        assert self._settings is not None
-        config = self._settings.config
-        if config.policy is None or not n_prompt:
-            return
-        if reason_for_nothing(self.model, config, n_prompt, prompt_cache) is None:
+        config: Any = self._settings and self._settings.config
+        if n_prompt and reason_for_nothing(self.model, config, n_prompt, prompt_cache) is None:
             n = held_tokens(self.model, prompt_cache) + n_prompt
             config.policy.prefill_quotas(n, self._n_layers)
 
@@ -154,28 +141,20 @@ class CompressedBatchGenerator(BatchGenerator):
     def _make_batch(self, n: int) -> Any:
         if self._settings is None:
             return super()._make_batch(n)
-        uid, segments, max_tokens, cache, tokens, sampler, processors, stops = (
-            self._unprocessed_sequences.popleft()
-        )
-        n_prompt = sum(map(len, segments))
-        self._currently_processing.append([segments, 0, n_prompt])
+        uid, segments, max_tokens, cache, *more = self._unprocessed_sequences[0]
+        self._unprocessed_sequences[0] = (uid, segments, max_tokens, [], *more)  # not to be merged
         settings = self._settings
         if uid in self.in_full:
             self.in_full.remove(uid)
             settings = replace(settings, config=CompressionConfig(turns=settings.config.turns))
-        job = Job(settings, uid, n_prompt, cache, max_tokens)
+        job = Job(settings, uid, sum(map(len, segments)), cache, max_tokens)
+        errors = {} if job.error is None else {uid: job.error}
+        job.error = of_all_ranks(job.model, errors).get(uid)
         self.prefill_step_size = job.request.step_size(self._limit)
-        return Reading.of(
-            job,
-            PacedModel(job.request.model, self._on_pause),
-            prefill_step_size=self.prefill_step_size,
-            tokens=[tokens],
-            samplers=[sampler],
-            fallback_sampler=self.sampler,
-            logits_processors=[processors],
-            stop_sequences=[stops],
-            max_tokens=[max_tokens],
-        )
+        batch = super()._make_batch(n)
+        batch.model = PacedModel(job.request.model, self._on_pause)
+        batch.job, batch.prompt_cache = job, job.request.caches
+        return batch
 
 
 class Reading(PromptProcessingBatch):
@@ -186,15 +165,6 @@ class Reading(PromptProcessingBatch):
 
     job: Job
 
-    @classmethod
-    def of(cls, job: Job, model: PacedModel, **sequence: Any) -> Reading:
-        """A batch of one prompt; `sequence` is what mlx-lm keeps of it, in lists of one."""
-        errors = {} if job.error is None else {job.uid: job.error}
-        job.error = of_all_ranks(job.model, errors).get(job.uid)
-        batch = cls(model, [job.uid], [], **sequence)
-        batch.job, batch.prompt_cache = job, job.caches
-        return batch
-
     def extend(self, batch: Any) -> None:
         """Take over the prompt of another one; this one is empty."""
         assert not self.uids, "prompts are read one at a time"
@@ -203,7 +173,7 @@ class Reading(PromptProcessingBatch):
     def split(self, indices: list[int]) -> Reading:
         """The prompt in a batch of its own, without the copy that mlx-lm makes; this one is empty then."""
         batch = copy.copy(self)
-        self.filter([i for i in range(len(self)) if i not in indices])
+        self.filter([])
         return batch
 
     def filter(self, keep: list[int]) -> None:
@@ -216,36 +186,24 @@ class Reading(PromptProcessingBatch):
         if not tokens or self.job.error is not None:
             return
         try:
-            self.job.begin()
             with self.job.request.recording():
                 super().prompt(tokens)
         except request_errors(self.job.model) as error:
             self.job.error = error
 
-    def generate(self, tokens: list[list[int]]) -> Group:
-        """The request, ready to generate, its prompt's last token read."""
+    def generate(self, tokens: list[list[int]]) -> Single:
+        """The request, its prompt's last token read, ready to generate or to say what has failed."""
         job = self.job
+        single: Any = Single.empty(job.model, self.fallback_sampler)
+        single.job, single.uids, single.tokens = job, self.uids, self.tokens
         if job.error is None:
             try:
-                job.begin()
+                self.model, self.prompt_cache = decoding(job)
                 with job.request.recording():
-                    return self._generation(tokens)
+                    vars(single).update(vars(super().generate(tokens)))
             except request_errors(job.model) as error:
                 job.error = error
-        return Failed(job, self.tokens)
-
-    def _generation(self, tokens: list[list[int]]) -> Group:
-        job = self.job
-        kind: type[Group] = Single
-        model, caches = job.request.model, job.caches
-        if job.joins:
-            kind, model, caches = Group, job.model, list(map(batched, caches))
-        last = mx.array([sequence[-1] for sequence in tokens])
-        how = self.samplers, self.fallback_sampler, self.logits_processors
-        limits = self.stop_sequences, self.max_tokens
-        generation = kind(model, self.uids, last, caches, self.tokens, *how, *limits)
-        generation.job = job
-        return generation
+        return single
 
     def extract_cache(self, idx: int) -> list[Any]:
         return self.job.extracted()

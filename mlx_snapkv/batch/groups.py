@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import GenerationBatch, greedy_sampler
+from mlx_lm.generate import GenerationBatch
 
 from ..caches.layers import members
 from ..errors import SnapKVError, sentence
@@ -79,7 +79,7 @@ class Group(GenerationBatch):
         error: Exception | None = None
 
     joins = True
-    job: Any = None
+    job: Job | None = None
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the model's attention classes for the block if any request asks for queries."""
@@ -137,7 +137,7 @@ def _is_nan(logprobs: mx.array) -> bool:
 
 class Single(Group):
     """A request by itself: its prompt is compressed when some tokens of the answer have been fed, or the answer reads
-    entries that were compressed away."""
+    entries that were compressed away, or what has failed is still to be told."""
 
     job: Job
     _n_fed = 0
@@ -150,18 +150,19 @@ class Single(Group):
         return self.job.request.recording()
 
     def next(self) -> list[Any]:
+        job = self.job
+        if job.error is not None:
+            self.filter([])
+            return [failure(job.uid, job.error)]
         responses = super().next()
         self._n_fed += 1
-        if not self.uids or self.job.is_compressed or self._n_fed < self.job.request.n_ahead:
+        if not self.uids or job.is_compressed or self._n_fed < job.request.n_ahead:
             return responses
         try:
-            self.job.compress(self.tokens[0])
-            self.prompt_cache = self.job.caches
-            if self.joins:
-                self.model = self.job.model
-                self.prompt_cache = list(map(batched, self.job.caches))
-        except request_errors(self.job.model) as error:
-            return self._without_failed(responses, {self.job.uid: error})
+            job.compress(self.tokens[0])
+            self.model, self.prompt_cache = decoding(job)
+        except request_errors(job.model) as error:
+            return self._without_failed(responses, {job.uid: error})
         return responses
 
     def filter(self, keep: list[int]) -> None:
@@ -172,29 +173,17 @@ class Single(Group):
     def extract_cache(self, idx: int) -> list:
         """The caches of the answer that has ended, compressed."""
         self.job.compress(self.tokens[idx])
-        return list(self.job.caches)
+        return list(self.job.request.caches)
 
     def extracted(self, idx: int) -> list:
         return self.job.extracted()
 
 
-class Failed(Single):
-    """A request that failed while its prompt was read, and has yet to report it."""
-
-    joins = False
-
-    def __init__(self, job: Job, tokens: list[list[int]]):
-        empty = mx.array([], mx.uint32)
-        Group.__init__(self, job.model, [], empty, [], [], [], greedy_sampler, [], [], [])
-        self.uids, self.tokens, self.job = [job.uid], tokens, job
-
-    def next(self) -> list[Any]:
-        self.uids = []
-        assert self.job.error is not None
-        return [failure(self.job.uid, self.job.error)]
-
-    def filter(self, keep: list[int]) -> None:
-        self.uids = [self.uids[i] for i in keep]
+def decoding(job: Job) -> tuple[Any, list]:
+    """The model and the caches that a request's next token is decoded with."""
+    if job.joins:
+        return job.model, list(map(batched, job.request.caches))
+    return job.request.model, job.request.caches
 
 
 class Groups:
@@ -206,8 +195,7 @@ class Groups:
 
     def __init__(self) -> None:
         self.waits = False
-        self._together: list[Group] = []
-        self._alone: list[Group] = []  # not to be joined yet, or ever
+        self._groups: list[Group] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._groups))
@@ -225,22 +213,20 @@ class Groups:
         return [cache for group in self._groups for cache in group.prompt_cache]
 
     def extend(self, group: Group) -> None:
-        """Take a group's requests in, among others whose caches fit."""
-        if not group.joins:
-            self._alone.append(group)
-            return
-        kind = kind_of(group.prompt_cache)
-        for other in self._together:
-            if kind_of(other.prompt_cache) == kind:
-                other.extend(group)
-                return
-        other = Group.empty(group.model, group.fallback_sampler)
-        other.extend(group)
-        self._together.append(other)
+        """Take a group's requests in, among others whose caches fit, unless it is not to be joined yet, or ever."""
+        if group.joins:
+            kind = kind_of(group.prompt_cache)
+            for other in self._groups:
+                if other.joins and kind_of(other.prompt_cache) == kind:
+                    other.extend(group)
+                    return
+            alone, group = group, Group.empty(group.model, group.fallback_sampler)
+            group.extend(alone)
+        self._groups.append(group)
 
     def next(self) -> list[Any]:
         """A token of every request that goes on."""
-        groups = list(self._alone) if self.waits else self._groups
+        groups = [group for group in self._groups if not (self.waits and group.joins)]
         responses = [response for group in groups for response in group.next()]
         self._settle()
         return responses
@@ -257,10 +243,6 @@ class Groups:
                 group.filter(kept)
         self._settle()
 
-    @property
-    def _groups(self) -> list[Group]:
-        return [*self._together, *self._alone]
-
     def _place(self, idx: int) -> tuple[Group, int]:
         """The group of the request at `idx`, and where it is in it."""
         for group in self._groups:
@@ -271,7 +253,8 @@ class Groups:
 
     def _settle(self) -> None:
         """Let go of groups without requests, and let those that have become ready join others."""
-        self._together = [group for group in self._together if len(group)]
-        alone, self._alone = [group for group in self._alone if len(group)], []
-        for group in alone:
+        left = [group for group in self._groups if len(group)]
+        ready = [group for group in left if isinstance(group, Single) and group.joins]
+        self._groups = [group for group in left if group not in ready]
+        for group in ready:
             self.extend(group)

@@ -45,80 +45,58 @@ class Job:
     ):
         self.uid, self.model, self._settings = uid, settings.model, settings
         self.error: Exception | None = None
-        self._retained: list | None = None  # caches with all entries, to be handed on
-        self._unreported: CompressionReport | None = None  # why the prompt is left as it is
         given = copy.deepcopy(prompt_cache)
         wanted = self.model, settings.config, n_prompt, given
-        self.request: Request | Uncompressed
+        nothing = CompressionReport(NO_POLICY, n_prompt)
+        self.request: Request | Uncompressed = Uncompressed(self.model, given, nothing)
         try:
             self.request = make_request(*wanted, max_tokens=max_tokens)
+            if self.joins:
+                self.request.caches = plain_forms(self.model, given)  # type: ignore[misc]
+                self._report()
         except Exception as error:
             self.error = error
-            self.request = Uncompressed(self.model, given, CompressionReport(NO_POLICY, n_prompt))
-        if isinstance(self.request, Request):
-            if settings.config.retains:
-                self._retained = self.request.prompt_cache
-        elif self.error is None:
-            self._unreported = self.request.report
-            self.request.caches = plain_forms(self.model, given)
         self.is_compressed = self.joins
-
-    @property
-    def caches(self) -> list:
-        """What mlx-lm is handed; they become compressed."""
-        return self.request.caches
 
     @property
     def joins(self) -> bool:
         """Whether others can decode with it: it is compressed, and not going to be verified."""
-        return isinstance(self.request, Uncompressed)
+        return self.error is None and isinstance(self.request, Uncompressed)
 
-    def begin(self) -> None:
-        """Report, once, that the prompt is not going to be compressed."""
-        report, self._unreported = self._unreported, None
-        if report is not None:
-            self._report(report)
-
-    def _report(self, report: CompressionReport) -> None:
+    def _report(self) -> None:
         if self._settings.on_report is not None:
-            self._settings.on_report(self.uid, report)
+            self._settings.on_report(self.uid, self.request.report)
 
     def compress(self, tokens: list[int]) -> None:
-        """Compress `caches`, unless they are already; `tokens` have been read."""
-        request = self.request
-        if self.is_compressed or isinstance(request, Uncompressed):
+        """Compress the caches, unless they are already; `tokens` have been read."""
+        if self.is_compressed or isinstance(self.request, Uncompressed):
             return
-        report = request.compress()
+        self.request.compress()
         self.is_compressed = True
         if self._settings.config.verify is None:  # which goes on reading into them
-            self._hand_on(tokens)
-            request.end()
-            self.request = Uncompressed(self.model, request.caches, report)
-        self._report(report)
+            self.end(tokens)
+        self._report()
 
     def end(self, tokens: list[int]) -> None:
-        """The answer has ended, or nobody wants it any more; `tokens` have been read."""
+        """Nothing more is read into all entries; once compressed, they are handed on. `tokens` have been read."""
         request = self.request
-        if isinstance(request, Request):
-            self.request = Uncompressed(self.model, request.caches, request.report)
-            if self.is_compressed:
-                request.end()
-                self._hand_on(tokens)
-
-    def _hand_on(self, tokens: list[int]) -> None:
-        """Hand on the caches with all entries, once, unless a call of the model was broken off."""
-        caches, self._retained = self._retained, None
-        if caches is None or self._settings.on_recall is None:
+        if isinstance(request, Uncompressed):
             return
-        layers = attention_layers(self.model, caches)
-        n, *more = {layer.entries_in(caches).offset for layer in layers}
-        if not more:
+        self.request = Uncompressed(self.model, request.caches, request.report)
+        if not self.is_compressed:
+            return
+        request.end()
+        if self._settings.on_recall is None or not self._settings.config.retains:
+            return
+        caches = request.prompt_cache
+        n, *more = {x.entries_in(caches).offset for x in attention_layers(self.model, caches)}
+        if not more:  # or a call of the model was broken off
             lasting = lasting_forms(self.model, caches, self._settings.config.memory)
             self._settings.on_recall(self.uid, lasting, list(tokens[:n]))
 
     def extracted(self) -> list:
         """The caches as they are, for others to go on with."""
-        caches = saved_forms(self.model, copy.deepcopy(self.caches))
+        caches = saved_forms(self.model, copy.deepcopy(self.request.caches))
         for cache in members(caches):
             if isinstance(cache, KVCache) and cache.offset:
                 # Without the room that there is for the rest of the prompt.
