@@ -23,6 +23,7 @@ from ..entries.quantization import (
     n_rows,
     pack,
     rows,
+    write,
 )
 from ..entries.queries import Captured, OnQueries
 
@@ -109,7 +110,7 @@ class BatchedChoices(Batched, Choosing):
     @property
     def kind(self) -> tuple:
         """See `BatchedEntries.kind`."""
-        return ("chosen", power_of_two(self.members[0].n_after_next))
+        return "chosen", self.members[0].n_after_next.bit_length()
 
     def extract(self, idx: int) -> RefreshedKVCache:
         """A request's cache by itself; this one keeps it, too."""
@@ -148,7 +149,14 @@ class BatchedEntries(Batched, Quantised):
                     member.evict()
         places = [member.place() for member in self.members]
         self._make_room(max(places) + 1)
-        self._write(places, (pack(keys, self.quantization), pack(values, self.quantization)))
+        entries = pack(keys, self.quantization), pack(values, self.quantization)
+        if len(set(places)) == 1:
+            write(self._stored, places[0], entries)
+        else:
+            index = mx.array(places)[:, None, None, None]
+            self.keys, self.values = each(
+                lambda held, new: mx.put_along_axis(held, index, new, axis=2), self._stored, entries
+            )
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
@@ -183,7 +191,7 @@ class BatchedEntries(Batched, Quantised):
         member, how = self.members[0], self.quantization
         n, fixed = member.n_after_next, member.n_after_next == member.n_entries
         if member.uniform:
-            return fixed, power_of_two(n), how
+            return fixed, n.bit_length(), how
         # Padded layers of different lengths would need a mask each.
         return fixed, n if fixed else id(member), how
 
@@ -193,11 +201,10 @@ class BatchedEntries(Batched, Quantised):
 
     def filter(self, keep: Sequence[int]) -> None:
         super().filter(keep)
-        chosen = mx.array(list(keep))
-        n = self._n_needed()
-        stored = each(lambda x: mx.take(x, chosen, axis=0), self._stored)
-        whole = n >= n_rows(stored)
-        self.keys, self.values = stored if whole else each(mx.contiguous, rows(stored, 0, n))
+        chosen, n = mx.array(list(keep)), self._n_needed()
+        self.keys, self.values = each(
+            lambda x: mx.contiguous(mx.take(x, chosen, axis=0)[:, :, :n]), self._stored
+        )
 
     def extract(self, idx: int) -> EvictingCache:
         """A request's cache by itself; this one keeps it, too."""
@@ -224,19 +231,6 @@ class BatchedEntries(Batched, Quantised):
     def _slot_of(self, i: int, n: int) -> Stored:
         return each(lambda x: mx.contiguous(x[i : i + 1, :, :n]), self._stored)
 
-    def _write(self, places: list[int], entries: Stored) -> None:
-        """Write one entry a request to its place, in place."""
-        if len(set(places)) == 1:
-            for held, new in zip(arrays(self._stored), arrays(entries)):
-                held[:, :, places[0] : places[0] + 1] = new
-            return
-        index = mx.array(places)[:, None, None, None]
-
-        def put(held: mx.array, new: mx.array) -> mx.array:
-            return mx.put_along_axis(held, mx.broadcast_to(index, new.shape), new, axis=2)
-
-        self.keys, self.values = each(put, self._stored, entries)
-
     def _n_needed(self) -> int:
         """Rows that the requests need now, and for their next tokens."""
         return max(max(member.n_entries, member.n_after_next) for member in self.members)
@@ -245,7 +239,7 @@ class BatchedEntries(Batched, Quantised):
         """Have at least `n` rows, and half as many again if there are fewer."""
         held = n_rows(self.keys)
         if n > held:
-            self.keys, self.values = _with_room(self._stored, max(n, held * 3 // 2))
+            self.keys, self.values = grown(self._stored, max(n, held * 3 // 2) - held)
 
     @property
     def _stored(self) -> Stored:
@@ -257,21 +251,11 @@ class BatchedEntries(Batched, Quantised):
         return n_bytes(self._stored)
 
 
-def _with_room(stored: Stored, n: int) -> Stored:
-    more = n - n_rows(stored)
-    return grown(stored, more) if more > 0 else stored
-
-
 def _stacked(slots: list[Stored]) -> Stored:
     """Slots of one request or more in one array, with as many rows as the longest."""
     n = max(map(n_rows, slots))
-    first, *others = (_with_room(slot, n) for slot in slots)
-    return each(lambda *parts: mx.concatenate(list(parts)), first, *others)
-
-
-def power_of_two(n: int) -> int:
-    """The least power of two that is not below `n`."""
-    return 1 << max(0, n - 1).bit_length()
+    whole = (slot if n_rows(slot) == n else grown(slot, n - n_rows(slot)) for slot in slots)
+    return each(lambda *parts: mx.concatenate(list(parts)), *whole)
 
 
 def kind_of(prompt_cache: list) -> tuple:
@@ -281,7 +265,7 @@ def kind_of(prompt_cache: list) -> tuple:
     return (
         id(caches[0]) if len(counts) > 1 else None,  # a mask for each layer would be needed
         *(
-            getattr(cache, "kind", None) or (type(cache).__name__, power_of_two(cache.size()))
+            getattr(cache, "kind", None) or (type(cache).__name__, cache.size().bit_length())
             for cache in caches
         ),
     )

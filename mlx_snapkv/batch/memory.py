@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from ..caches.memories import in_files, memory_quantization
 from ..engine.config import CompressionConfig
 from ..engine.footprint import EntrySizes, Footprint, Need
-from ..engine.prompt_plan import PREFILL_STEP_SIZE
+from ..engine.prompt_plan import PREFILL_STEP_SIZE, gate
 from ..engine.report import format_bytes
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
@@ -24,14 +25,21 @@ class Memory:
     def __init__(self, model, options: dict[str, Any], limit: int):
         policy, (quantization, _) = options.get("policy"), taken_from(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
-        self._footprint = Footprint(EntrySizes(model), policy, quantization, step_size)
-        self.limit = limit
-        # Such requests hold what their prompts were read with until their answers end.
-        self._read_on = CompressionConfig.taken_from(options)[0].reads_on
+        sizes, self.limit = EntrySizes(model), limit
+        self._footprint = Footprint(sizes, policy, quantization, step_size)
+        self._config = config = CompressionConfig.taken_from(options)[0]
+        self._stored = 0  # bytes of a token's entries where all stay, in memory
+        if policy is not None and config.retains and not in_files(config.memory):
+            how = memory_quantization(model, sizes.layers, config.memory)
+            self._stored = sum(sizes.of_token(how))
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """What a request takes. Raises: NeverFits: more than the limit; SnapKVError: the policy can't serve it."""
-        found = self._footprint.need(n_prompt, max_tokens)
+        found, policy = self._footprint.need(n_prompt, max_tokens), self._footprint.policy
+        if policy is not None and gate(policy, n_prompt, None, max_tokens) is None:
+            stored = (n_prompt + max_tokens) * self._stored
+            reading = found.reading + (stored if policy.reads_in_blocks else 0)
+            found = found._replace(reading=reading, stays=stored if self._config.reads_on else 0)
         if found.most > self.limit:
             raise NeverFits(
                 f"its {n_prompt} prompt tokens and {max_tokens} of the answer need {format_bytes(found.most)} of KV "
@@ -47,8 +55,8 @@ class Memory:
             held: bytes that their caches have now.
         """
         active = [request for request in active if request.need is not None]
-        unread = [r.need.reading for r in active if self._read_on or r.report is None]
-        planned = self._together([*(r.need for r in active), new]) + sum(unread) + new.reading
+        beside = sum(r.need.reading if r.report is None else r.need.stays for r in active)
+        planned = self._together([*(r.need for r in active), new]) + beside + new.reading
         taken = max(held + new.most, planned)
         return None if active and taken > self.limit else taken
 

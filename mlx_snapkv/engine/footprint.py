@@ -36,6 +36,7 @@ class Need(NamedTuple):
     kept: int  # of the entries then
     held: int  # of all caches when its answer ends, the room for more included
     fixed: bool = False  # their shape is constant from the first token to the last
+    stays: int = 0  # additional after that, of entries that the answer still chooses from
 
     @property
     def most(self) -> int:

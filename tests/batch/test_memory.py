@@ -1,7 +1,10 @@
 """What requests are said to take, against the arrays."""
 
+import gc
 import itertools
 
+import batch_helpers
+import mlx.core as mx
 import pytest
 from batch_file_helpers import SNAPKV, chat, read, text, write
 
@@ -77,6 +80,24 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, policy
         for records in (found, expected)
     ]
     assert choices[0] == choices[1] and len(choices[0]) == 14
+
+
+@pytest.mark.parametrize("policy", [SNAPKV, f"{KEYDIFF} then {SNAPKV}"])
+@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file"])
+def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, memory):
+    """Up to what a step of this model takes beside, about 2 MB."""
+    options = options_of(policy, None) | {"prefill_step_size": 64, "memory": memory}
+    need = Memory(demo_llama[0], options, 1 << 60).need(2000, 40)
+    gc.collect()
+    before, taken = mx.get_active_memory(), []
+    run = batch_helpers.Run(demo_llama[0], **options)
+    run.insert(batch_helpers.prompts_of(2000), 40)
+    while len(run.answers.get(0, [])) < 20:
+        run.step()
+        gc.collect()
+        taken.append(mx.get_active_memory() - before)
+    assert need.most - 100_000 < max(taken) < need.most + 3_500_000
+    assert need.held + need.stays < taken[-1] < need.held + need.stays + 3_500_000
 
 
 def test_one_that_never_fits_says_what_it_needs(demo_llama):
