@@ -125,8 +125,11 @@ class CompressedBatchGenerator(BatchGenerator):
 
     def _require(self, n_prompt: int, prompt_cache: list) -> None:
         """Raises: SnapKVError: the policy can't serve such a prompt."""
-        config: Any = self._settings and self._settings.config
-        if n_prompt and reason_for_nothing(self.model, config, n_prompt, prompt_cache) is None:
+        assert self._settings is not None
+        config = self._settings.config
+        if config.policy is None or not n_prompt:
+            return
+        if reason_for_nothing(self.model, config, n_prompt, prompt_cache) is None:
             n = held_tokens(self.model, prompt_cache) + n_prompt
             config.policy.prefill_quotas(n, self._n_layers)
 
@@ -192,7 +195,7 @@ class Reading(PromptProcessingBatch):
             self.job.error = error
 
     def generate(self, tokens: list[list[int]]) -> Single:
-        """The request, its prompt's last token read, ready to generate or to say what has failed."""
+        """The request, its prompt's last token read, ready to generate or to report what has failed."""
         job = self.job
         single: Any = Single.empty(job.model, self.fallback_sampler)
         single.job, single.uids, single.tokens = job, self.uids, self.tokens

@@ -137,7 +137,7 @@ def _is_nan(logprobs: mx.array) -> bool:
 
 class Single(Group):
     """A request by itself: its prompt is compressed when some tokens of the answer have been fed, or the answer reads
-    entries that were compressed away, or what has failed is still to be told."""
+    entries that were compressed away, or its failure has yet to be reported."""
 
     job: Job
     _n_fed = 0

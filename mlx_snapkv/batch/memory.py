@@ -27,7 +27,7 @@ class Memory:
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         sizes, self.limit = EntrySizes(model), limit
         self._footprint = Footprint(sizes, policy, quantization, step_size)
-        self._config = config = CompressionConfig.taken_from(options)[0]
+        self._config = config = CompressionConfig.taken_from(options, policy)[0]
         self._stored = 0  # bytes of a token's entries where all stay, in memory
         if policy is not None and config.retains and not in_files(config.memory):
             how = memory_quantization(model, sizes.layers, config.memory)
@@ -35,7 +35,7 @@ class Memory:
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """What a request takes. Raises: NeverFits: more than the limit; SnapKVError: the policy can't serve it."""
-        found, policy = self._footprint.need(n_prompt, max_tokens), self._footprint.policy
+        found, policy = self._footprint.need(n_prompt, max_tokens), self._config.policy
         if policy is not None and gate(policy, n_prompt, None, max_tokens) is None:
             stored = (n_prompt + max_tokens) * self._stored
             reading = found.reading + (stored if policy.reads_in_blocks else 0)

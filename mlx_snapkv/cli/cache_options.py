@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..entries.quantization import Quantization
     from ..policies import Policy, Stages
 
-RETENTION = ("memory", "verify", "refresh", "far")  # fields of `CompressionConfig`
-
 PrefillStepSize = Annotated[int, Option(min=1, help="Prompt tokens read at a time, at most.")]
 Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "top_k=1024".')]
 
@@ -161,6 +159,8 @@ class MemoryOptions:
 
     def retention(self) -> dict[str, Any]:
         """The same as keywords of `stream_generate`, `Conversation` and batches."""
+        from ..engine.config import RETENTION
+
         return {name: x for name, x in vars(self).items() if name in RETENTION}
 
 

@@ -43,11 +43,12 @@ def cache_prompt(
     from .progress import writing_bar
 
     chosen, memory = policy.resolve(), retention.memory
-    require_book(chosen, memory, cache.kv_bits)
+    config = CompressionConfig(chosen, **retention.retention(), quantization=cache.quantization)
+    require_book(config)
     path, text = saved.require_writable(output), prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
-    CompressionConfig(chosen, **retention.retention()).require(loaded)
+    config.require(loaded)
     now, reading = datetime.now(), Reading(quiet)
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = reading.wait_for(opening)

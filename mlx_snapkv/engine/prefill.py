@@ -44,7 +44,7 @@ def prefill(
     that vote (`lookahead`) are decoded, greedily, and rolled back.
 
     With a `memory` that recalls, a text is read out of core, for questions to come: all entries are stored so, and the
-    report tells what is resident. Later requests with that memory, and turns of a conversation, go on from its caches.
+    report says what is resident. Later requests with that memory, and turns of a conversation, go on from its caches.
 
     Args:
         tokens: `(T,)` token ids.
@@ -65,13 +65,13 @@ def prefill(
     chosen = resolve_policy(policy=policy)
     if chosen is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096)")
-    require_book(chosen, memory, kv_bits)
-    tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
-    if tokens.ndim != 1:
-        raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     how, _ = taken_from(quantised)
     config = CompressionConfig(chosen, memory, refresh="turn", far=far, quantization=how)
+    require_book(config)
+    tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
+    if tokens.ndim != 1:
+        raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     config.require(model)
     cache = make_caches(model, memory, chosen) if prompt_cache is None else prompt_cache
     request = make_request(model, config, tokens.size, cache, owned=prompt_cache is None)
@@ -89,9 +89,7 @@ def prefill(
         else:
             following = read(request.model, tokens, request.caches, options)
             request.prompt_is_read()
-            n = request.plan.last - tokens.size
-            if n > 0:
-                _look_ahead(model, request.caches, mx.argmax(following, axis=-1), n)
+            _look_ahead(model, request.caches, following, request.plan.last - tokens.size)
             request.compress()
     return cache, request.report
 
@@ -124,24 +122,27 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
 
 
 def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
-    """Decode `n` tokens from `following` on, so that their queries are recorded, then roll them back."""
-    before = Rewind(prompt_cache)
+    """Decode `n` tokens after the log-probabilities `following`, for their queries, then roll them back."""
+    if n <= 0:
+        return
+    before, token = Rewind(prompt_cache), mx.argmax(following, axis=-1)
     # The loop feeds the token it is given and each one it yields.
-    list(mlx_generate.generate_step(following, model, max_tokens=n - 1, prompt_cache=prompt_cache))
+    list(mlx_generate.generate_step(token, model, max_tokens=n - 1, prompt_cache=prompt_cache))
     before.restore()
 
 
-def require_book(policy: Policy | Stages | None, memory: str, kv_bits: int | None = None) -> None:
+def require_book(config: CompressionConfig) -> None:
     """Raises: SnapKVError: a text read on its own leaves nothing that later questions could recall."""
-    if not (config := CompressionConfig(policy, memory)).retains:
+    if not config.retains:
         return
     if not config.reads_in_blocks:
-        why = "no policy was given" if policy is None else f"{policy} reads the text in full"
+        reads = f"{config.policy} reads the text in full"
+        why = "no policy was given" if config.policy is None else reads
         raise SnapKVError(
-            f"memory={memory} saves a text that is read in blocks, and {why}: give a policy such as "
+            f"memory={config.memory} saves a text that is read in blocks, and {why}: give a policy such as "
             "keydiff:budget=4096 then snapkv:top_k=1024, or drop the memory"
         )
-    if kv_bits is not None:
+    if config.quantization is not None:
         raise SnapKVError(
             "kv_bits quantises what answers are decoded from: for all entries, give memory=recall:file:8bit or "
             "recall:file:4bit"
