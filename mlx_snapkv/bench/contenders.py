@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from ..caches.adapter import plain_cache
+from ..caches.adapter import full_cache
 from ..caches.decode import decode_cache
 from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, attention_layers, head_sizes
@@ -49,15 +49,15 @@ class Contender:
             layer: the model's layer.
             keys, values: `(B, n_kv_heads, n, head_dim)`: the entries held.
         """
+        entries = Entries(keys, values)
         if self.refreshes and self.policy is not None:
-            everything = FullView([MemoryStore(cache=plain_cache(keys, values))], layer)
+            everything = FullView([MemoryStore(cache=full_cache(entries))], layer)
             everything.index = everything.make_index(None)
             (quota,) = self.policy.stages[1].quotas(context, 1)
             return RefreshedKVCache(everything, quota, layer)
         if self.policy is not None:
             _, policy = self.policy.stages
             (quota,), scores = policy.quotas(context, 1), mx.zeros(keys.shape[:3])
-            entries = Entries(keys, values)
             return decode_cache(layer, entries, scores, context, policy, quota, uniform=True)
         cache = RotatingKVCache(self.entries, keep=KEEP) if self.rotates else KVCache()
         cache.update_and_fetch(keys, values)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
@@ -24,10 +23,11 @@ def has_all_entries(cache: Any) -> bool:
     return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
-def plain_cache(keys: mx.array, values: mx.array) -> KVCache:
-    """A `KVCache` of these keys and values, `(B, n_kv_heads, T, head_dim)`."""
-    cache = KVCache()
-    cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
+def full_cache(entries: Entries) -> Any:
+    """mlx-lm's cache of these entries, as they are stored."""
+    cache = MemoryStore(entries.quantization).cache
+    cache.keys, cache.values = entries.stored_keys, entries.stored_values
+    cache.offset = len(entries)
     return cache
 
 

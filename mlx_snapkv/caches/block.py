@@ -38,7 +38,7 @@ class BlockKVCache(EvictingCache):
         expected: entries that will be held at least; less than `quota.entries + block` saves memory.
         steady: positions of tokens that all attend to the same entries: an eviction precedes only the first of them.
             If they are more than `block`, they are held besides.
-        accumulates: count the attention that every entry receives; by default if the policy asks for it.
+        accumulates: count the attention that every entry receives; also if the policy asks for it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BlockKVCache(EvictingCache):
         expected: int = 0,
         uniform: bool = True,
         quantization: Quantization | None = None,
-        accumulates: bool | None = None,
+        accumulates: bool = False,
         steady: range = range(0),
     ):
         super().__init__(
@@ -63,8 +63,7 @@ class BlockKVCache(EvictingCache):
         self.offset = self._n = 0
         self.policy, self.quota, self.block = policy, quota, block
         self.layer, self.quantization, self.uniform = layer, quantization, uniform
-        by_default = policy is not None and policy.accumulates_attention
-        self.accumulates = by_default if accumulates is None else accumulates
+        self.accumulates = accumulates or (policy is not None and policy.accumulates_attention)
         self._expected, self._steady = expected, steady
         # Of the entries that the last eviction left: where they came from, and where keys were turned to.
         self._kept_positions: mx.array | None = None
@@ -157,8 +156,7 @@ class BlockKVCache(EvictingCache):
         if self._uncounted:
             queries = mx.concatenate(self._uncounted, axis=2)
             stop = int(min(self.last, self.offset))
-            asked = range(stop - queries.shape[2], stop)
-            asking = self.voters(queries, asked, received.shape)
+            asking = self.voters(queries, range(stop - queries.shape[2], stop), received.shape)
             received = received + self._rows(observed=asking).votes
         return received
 
@@ -176,12 +174,11 @@ class BlockKVCache(EvictingCache):
         """Put stored rows at `[start, _n)`, in buffers that have room for them."""
         have = 0 if self.keys is None else n_rows(self.keys)
         if self.keys is None or self._n > have:
-            most = self._n + min(MOST, max(LEAST, self._n // 8))
-            most = self.capacity if self.quota.entries < UNLIMITED else most
-            first = min(most, self._expected or most)
-            more = max(self._n, most if have else first) - have
+            unlimited = self.quota.entries >= UNLIMITED
+            most = self._n + min(MOST, max(LEAST, self._n // 8)) if unlimited else self.capacity
+            wanted = most if have else min(most, self._expected or most)
             held = (self.keys, self.values) if have else rows((keys, values), 0, 0)
-            self.keys, self.values = grown(held, more)
+            self.keys, self.values = grown(held, max(self._n, wanted) - have)
         write((self.keys, self.values), start, (keys, values))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -211,10 +208,8 @@ class BlockKVCache(EvictingCache):
 
     def _n_free(self) -> int:
         n_since = self._n - self._n_kept
-        if not self.accumulates:
-            return n_since
         uncounted = len(self._uncounted) + max(0, self.offset - self.last)
-        return int(min(n_since, uncounted))
+        return int(min(n_since, uncounted)) if self.accumulates else n_since
 
     def _roll_back(self, n: int) -> None:
         beyond = int(max(0, self.offset - self.last))  # these are not to be counted

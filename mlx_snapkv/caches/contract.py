@@ -123,9 +123,9 @@ class LosslessCache(LayerCache):
         """A cache of mlx-lm's with the same entries, quantised ones as they are; itself if there is no such."""
 
     def growing_cache(self) -> Any:
-        """A cache of mlx-lm's kind with all entries, to read on with; what it is fed is held here, too."""
+        """mlx-lm's cache of all entries, none in files, to read on with; what it is fed is held here, too."""
         self.offload()
-        return self.store.cache if self.store.n_entries else None
+        return self.store.cache
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import _BaseCache
 
 from ..entries.entries import Entries
@@ -133,10 +134,9 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     @property
     def state(self) -> tuple:
         """For mlx-lm's files, of strings and arrays: all attributes but the transient, which are as in a new cache."""
-        lasting = {name: x for name, x in vars(self).items() if name not in self.TRANSIENT}
-        arrays = {name: x for name, x in lasting.items() if _is_array(x)}
+        others = {name: x for name, x in vars(self).items() if name not in self.TRANSIENT}
+        arrays = {name: others.pop(name) for name, x in list(others.items()) if _is_array(x)}
         kinds = {name: type(x).__name__ for name, x in arrays.items()}
-        others = {name: x for name, x in lasting.items() if name not in arrays}
         return json.dumps([kinds, others], default=_encoded), *arrays.values()
 
     @state.setter
@@ -146,8 +146,8 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         for (name, kind), value in zip(kinds.items(), v[1:], strict=True):
             setattr(self, name, tuple(value) if kind == "tuple" else value)
         for name, value in others.items():
-            decode = _DECODERS.get(name)
-            setattr(self, name, value if decode is None or value is None else decode(value))
+            decode = _DECODERS.get(name, lambda value: value)
+            setattr(self, name, value if value is None else decode(value))
 
     def is_trimmable(self) -> bool:
         """Only since a mark: mlx-lm takes true for "any number of tokens"."""
@@ -215,22 +215,13 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
 def snapshot(attributes: dict[str, Any]) -> dict[str, Any]:
     """A cache's attributes, which later writes into its arrays and lists leave alone; nothing is copied before."""
-    return {name: _kept(value) for name, value in attributes.items()}
-
-
-def _kept(value: Any) -> Any:
-    """An array of its own, which shares the memory until somebody writes into the other."""
-    if isinstance(value, mx.array):
-        return mx.stop_gradient(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_kept, value))
-    return value
+    # An array of its own shares the memory until somebody writes into the other.
+    return tree_map(lambda x: mx.stop_gradient(x) if isinstance(x, mx.array) else x, attributes)
 
 
 def _is_array(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(map(_is_array, value))
-    return isinstance(value, mx.array)
+    leaves = list(dict(tree_flatten(value)).values())
+    return bool(leaves) and all(isinstance(x, mx.array) for x in leaves)
 
 
 def _encoded(value: Any) -> Any:

@@ -19,8 +19,8 @@ import numpy as np
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, arrays, unpack
-from ..errors import EntryFileError, SnapKVError
-from ..paths import reason
+from ..errors import EntryFileError
+from ..paths import refusing
 from .stores import EntryView, JoinedView, Store
 
 
@@ -98,10 +98,7 @@ class EntryFile:
         try:
             return np.memmap(self._file, row, "r", shape=(n, *self.layout.heads))
         except (OSError, ValueError) as error:
-            raise EntryFileError(f"{self} can't be read: {error}") from error
-
-    def __str__(self) -> str:
-        return "entries kept in a file"
+            raise EntryFileError(f"entries kept in a file can't be read: {error}") from error
 
 
 class SavedFile(EntryFile):
@@ -119,50 +116,38 @@ class SavedFile(EntryFile):
         self, path: Path, layout: Layout, n_entries: int, checksums: np.ndarray, piece: int
     ):
         self.path = path
-        try:
+        with refusing(f"{path} can't be read"):
             super().__init__(layout, path.open("rb", buffering=0))
-        except OSError as error:
-            raise SnapKVError(f"{path} can't be read: {reason(error)}") from error
-        self._size = n_entries * layout.token
-        self._checksums, self._piece = checksums, piece
+        self._size, self._checksums, self._piece = n_entries * layout.token, checksums, piece
         self._is_new = np.ones(len(checksums), np.bool_)  # not compared yet
         self._require_size()
 
     def _map(self, places: np.ndarray) -> np.ndarray:
         self._require_size()  # a map of what is no longer there would end the process
         pieces = np.unique(places // self._piece)
-        self._require(pieces[self._is_new[pieces]])
+        pieces = pieces[self._is_new[pieces]]
+        if pieces.size:
+            whole, size = np.memmap(self._file, np.uint8, "r"), self._piece * self.layout.token
+
+            def checksum(piece: int) -> int:
+                return zlib.crc32(whole[piece * size : (piece + 1) * size].data)
+
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                sound = self._checksums[pieces] == list(threads.map(checksum, pieces.tolist()))
+            self._is_new[pieces[sound]] = False
+            if not sound.all():
+                raise EntryFileError(
+                    f"{self.path} is damaged: a checksum does not fit from byte {pieces[~sound][0] * size:,} on; "
+                    "put back the file that was saved, or save the prompt again",
+                    self.path,
+                )
         return super()._map(places)
-
-    def _require(self, pieces: np.ndarray) -> None:
-        """Raises: EntryFileError: one of these pieces is not what was saved."""
-        if not pieces.size:
-            return
-        whole, size = np.memmap(self._file, np.uint8, "r"), self._piece * self.layout.token
-
-        def checksum(piece: int) -> int:
-            return zlib.crc32(whole[piece * size : (piece + 1) * size].data)
-
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            sound = self._checksums[pieces] == list(threads.map(checksum, pieces.tolist()))
-        self._is_new[pieces[sound]] = False
-        if not sound.all():
-            raise EntryFileError(
-                f"{self} is damaged: a checksum does not fit from byte {pieces[~sound][0] * size:,} on; put back the "
-                "file that was saved, or save the prompt again",
-                self.path,
-            )
 
     def _require_size(self) -> None:
         found = os.fstat(self._file.fileno()).st_size
         if found != self._size:
-            raise EntryFileError(
-                f"{self} is damaged: it should have {self._size:,} bytes and has {found:,}",
-                self.path,
-            )
-
-    def __str__(self) -> str:
-        return str(self.path)
+            why = f"it should have {self._size:,} bytes and has {found:,}"
+            raise EntryFileError(f"{self.path} is damaged: {why}", self.path)
 
 
 @dataclass(frozen=True)
@@ -177,10 +162,9 @@ class _Part(EntryView):
     def stored(self, which: int, start: int, stop: int) -> Stored:
         return self.files[which].read(start, stop)
 
-    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
         chosen = np.array(places)
-        keys, values = (unpack(file.gather(chosen), self.quantization) for file in self.files)
-        return keys, values
+        return tuple(unpack(file.gather(chosen), self.quantization) for file in self.files)
 
 
 class FileStore(JoinedView, Store):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,16 +138,16 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     """
     shard = shard_of(model)
     found = attentions(model)
-    slots = [slot for slot in _slots(prompt_cache) if not isinstance(slot[2], ArraysCache)]
+    holding = [slot for slot in slots(prompt_cache) if not isinstance(slot[2], ArraysCache)]
     # More caches than layers: a loop over the layers, each pass with caches of its own.
-    if len(slots) % len(found):
+    if len(holding) % len(found):
         raise UnsupportedModelError(
-            f"{len(slots)} caches with entries for {len(found)} attention layers: "
+            f"{len(holding)} caches with entries for {len(found)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
     full = [
         (index, member, owner.attention, owner.family, tuple(owner.borrowers))
-        for (index, member, cache), owner in zip(slots, itertools.cycle(found))
+        for (index, member, cache), owner in zip(holding, itertools.cycle(found))
         if owner.attention is not None and has_all_entries(cache)
     ]
     counts = shard.counts(len(full))
@@ -212,18 +212,18 @@ def quotas_of(
     return [by_number[layer.number] for layer in layers]
 
 
-def _slots(prompt_cache: list) -> Iterator[tuple[int, int | None, Any]]:
+def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
     """Every cache, with its place in the prompt cache and in a `CacheList` there."""
-    for index, entry in enumerate(prompt_cache):
-        if isinstance(entry, CacheList):
-            yield from ((index, member, cache) for member, cache in enumerate(entry.caches))
-        else:
-            yield index, None, entry
+    return [
+        (index, member if isinstance(entry, CacheList) else None, cache)
+        for index, entry in enumerate(prompt_cache)
+        for member, cache in enumerate(entry.caches if isinstance(entry, CacheList) else [entry])
+    ]
 
 
 def members(prompt_cache: list) -> list:
     """Every cache of a prompt cache, those inside a `CacheList` one by one."""
-    return [cache for _, _, cache in _slots(prompt_cache)]
+    return [cache for _, _, cache in slots(prompt_cache)]
 
 
 def layer_caches(prompt_cache: list) -> list[LayerCache]:

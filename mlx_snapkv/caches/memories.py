@@ -8,7 +8,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from ..entries.quantization import Quantization, fitting_groups
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .adapter import has_all_entries, layer_cache, plain_cache
+from .adapter import full_cache, has_all_entries, layer_cache
 from .contract import LosslessCache
 from .file_store import FileStore
 from .layers import (
@@ -116,7 +116,7 @@ def plain_forms(model, caches: list) -> list:
     for layer in attention_layers(model, forms):
         found = layer.cache_in(forms)
         if isinstance(found, QuantizedKVCache):
-            layer.put(forms, plain_cache(*layer_cache(found).held().plain()))
+            layer.put(forms, full_cache(layer_cache(found).held().packed(None)))
     return forms
 
 
@@ -129,10 +129,8 @@ def filled(empty: Any, found: Any) -> Any:
     if isinstance(found, OutOfCoreKVCache) and not found.empty():
         return _reopened(empty, found)
     loaded = layer_cache(found)
-    in_files = all(
-        isinstance(x, RecordingKVCache) and isinstance(x.store, FileStore) for x in (empty, found)
-    )
-    if loaded.is_compressed or in_files:
+    stores = [x.store for x in (empty, found) if isinstance(x, RecordingKVCache)]
+    if loaded.is_compressed or [type(store) for store in stores] == [FileStore, FileStore]:
         return found
     if not has_all_entries(found):
         raise SnapKVError(
@@ -143,7 +141,7 @@ def filled(empty: Any, found: Any) -> Any:
     if isinstance(empty, LosslessCache):
         empty.fill(loaded.held())
         return empty
-    return plain_cache(*loaded.held().plain())
+    return full_cache(loaded.held().packed(None))
 
 
 def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:

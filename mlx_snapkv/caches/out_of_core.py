@@ -8,11 +8,11 @@ from mlx_lm.models.cache import KVCache
 
 from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
-from ..entries.quantization import Stored, n_bytes, rows
+from ..entries.quantization import Stored, rows
 from ..errors import Missing
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
-from .adapter import plain_cache
+from .adapter import full_cache
 from .block import BlockKVCache
 from .compaction import Compaction
 from .contract import LosslessCache, Mark
@@ -48,20 +48,15 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
         self,
         policy: Policy,
         quota: Quota,
-        *,
-        last: float,
-        newest: int,
         expected: int,
-        uniform: bool,
-        layer: Any,
-        statistics_from: int | None = None,
         compaction: Compaction | None = None,
+        **attributes: Any,
     ) -> None:
-        """Set the budget and the queries to record from now on; see `BlockKVCache` for the arguments."""
+        """Set the budget, and which queries to record, from now on; see `BlockKVCache`."""
         self.policy, self.quota, self.block = policy, quota, policy.block
-        self.last, self.newest, self.statistics_from = last, newest, statistics_from
-        self._expected, self.uniform, self.layer = expected, uniform, layer
+        self._expected = expected
         self.compaction = None if compaction is None else compaction.after(self.compaction)
+        vars(self).update(attributes)
         if self._n and not self._queries:
             # No query has voted for these yet; the next tokens' will.
             self._rotations, self._kept_positions = self.rotations, self.positions
@@ -115,7 +110,7 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
     def saved_form(self) -> Any:
         """Itself, whose store is to be saved with it; a plain cache if everything is resident."""
         if self.policy is None:
-            return KVCache() if self.empty() else plain_cache(*self.keys_and_values())
+            return KVCache() if self.empty() else full_cache(Entries(*self.keys_and_values()))
         self.offload()
         return self
 
@@ -143,10 +138,6 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
     @property
     def kv_nbytes(self) -> int:
         return self.nbytes + self.store.nbytes
-
-    @property
-    def full_nbytes(self) -> int:
-        return 0 if self.empty() else self.offset * n_bytes(rows((self.keys, self.values), 0, 1))
 
     @property
     def state(self) -> tuple:

@@ -13,7 +13,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes
 from ..entries.queries import Captured, Recorder
 from ..errors import TrimError
-from .adapter import plain_cache
+from .adapter import full_cache
 from .contract import LosslessCache, Mark
 from .stores import MemoryStore, Store
 
@@ -73,14 +73,13 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
 
     def share(self, cache: Any, n: int) -> None:
         """Hold the first `n` entries of another cache, whose arrays are shared until they are written."""
-        step, self.growing = self.growing.step, plain_cache(cache.keys, cache.values)
+        step, self.growing = self.growing.step, full_cache(Entries(cache.keys, cache.values))
         self.growing.offset, self.growing.step = n, step
         self.store = MemoryStore(cache=self.growing)
 
     def filled(self, other: RecordingKVCache, n: int) -> RecordingKVCache:
         """The first `n` entries of another cache, with the queries recorded here; arrays and votes are shared."""
-        if self._shared_votes is None:
-            self._shared_votes = {}
+        self._shared_votes = {} if self._shared_votes is None else self._shared_votes
         filled = copy.copy(self)
         filled.share(other.growing, n)
         return filled
@@ -89,34 +88,31 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; all there are."""
         if self._n_stored:
             mx.eval(keys, values)  # and with them the layer before, whose entries can then go
-        fetched = self.growing.update_and_fetch(keys, values)
-        return self._computed() if self._n_stored else fetched
-
-    def _computed(self) -> tuple[mx.array, mx.array]:
-        """`keys_and_values`; what the store gives is computed one after the other, for less memory."""
-        keys, values = self.keys_and_values()
-        if self._n_stored:
-            mx.eval(keys)
-            mx.eval(values)
-        return keys, values
+        self.growing.update_and_fetch(keys, values)
+        return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """All there are; what the store gives is computed one after the other, for less memory."""
         if self._n_stored == 0:
             return self.growing.keys_and_values()
-        stored = self.store.entries()
-        return join(stored, self.growing.keys_and_values()) if self.growing.offset else stored
+        keys, values = self.store.entries()
+        if self.growing.offset:
+            keys, values = join((keys, values), self.growing.keys_and_values())
+        mx.eval(keys)
+        mx.eval(values)
+        return keys, values
 
     def held(self, n_queries: int = 0) -> Entries:
-        entries = Entries(
-            *self._computed(),
+        keys, values = self.keys_and_values()
+        return Entries(
+            keys,
+            values,
+            self.voters(self.queries, self.query_positions, keys.shape) if self.n_queries else None,
             layer=self.layer,
             statistics=self.statistics,
             given_repeated=self.repeated,
             shared_votes=self._shared_votes,
         )
-        if self.n_queries:
-            entries.observed = self.voters(self.queries, self.query_positions, entries.keys.shape)
-        return entries
 
     def offload(self) -> None:
         if self.growing is not self.store.cache and self.growing.offset:
@@ -129,17 +125,10 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
 
     def saved_form(self) -> Any:
         self.offload()
-        if self.growing is self.store.cache:
-            return plain_cache(*self.keys_and_values())
-        if self.store.cache is not None:
-            return self.store.cache
-        cache, held = MemoryStore(self.store.quantization).cache, self.store.held()
-        cache.keys, cache.values, cache.offset = held.stored_keys, held.stored_values, len(held)
-        return cache
+        return full_cache(self.store.held())
 
     def views(self) -> list[Store]:
-        growing = MemoryStore(cache=self.growing)
-        stores = [self.store, growing] if self._n_stored else [growing]
+        stores = [*([self.store] if self._n_stored else []), MemoryStore(cache=self.growing)]
         return [store for store in stores if store.n_entries]
 
     def fill(self, entries: Entries) -> None:

@@ -47,7 +47,7 @@ class EntryView(ABC):
         return unpack(self.stored(which, start, stop), self.quantization)
 
     @abstractmethod
-    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
         """Keys and values at uint32 `places` `(B, n_kv_heads, n)`."""
 
     def entries(self, start: int = 0, stop: int | None = None) -> tuple[mx.array, mx.array]:
@@ -119,10 +119,9 @@ class MemoryStore(Store):
     def stored(self, which: int, start: int, stop: int) -> Stored:
         return rows((self.cache.keys, self.cache.values)[which], start, stop)
 
-    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
-        held = self.cache.keys, self.cache.values
-        keys, values = each(lambda x: take_entries(x, places), held)
-        return unpack(keys, self.quantization), unpack(values, self.quantization)
+    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
+        held = each(lambda x: take_entries(x, places), (self.cache.keys, self.cache.values))
+        return tuple(unpack(x, self.quantization) for x in held)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -159,7 +158,7 @@ class JoinedView(EntryView):
     def read(self, which: int, start: int, stop: int) -> mx.array:
         return _joined(part.read(which, a, b) for part, a, b in self._within(start, stop))
 
-    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
         found: Any = ()
         first = 0
         for part, _, n in self._within(0, self.n_entries):

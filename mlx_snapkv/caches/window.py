@@ -189,11 +189,9 @@ class SnapKVCache(EvictingCache):
         elif self._flushes(N):
             m, oldest = min(m, w), (oldest + max(0, m - w)) % w
         all_seen = m + N <= w or (N == 1 and m == w and self._mark is None)
-        if all_seen or not (self.uniform or return_array):
-            if N == 1:
-                return None
-            if not return_array:
-                return "causal"
+        all_seen |= not (self.uniform or return_array)
+        if all_seen and (N == 1 or not return_array):
+            return None if N == 1 else "causal"
         if return_array:
             self._require_uniform()
         return mx.array(ring.visible(p, m, w, N, oldest))

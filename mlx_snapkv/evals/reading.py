@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..caches.adapter import plain_cache
+from ..caches.adapter import full_cache
 from ..caches.layers import attention_layers, copies_but_entries
 from ..caches.recording import RecordingKVCache, SharedKVCache
 from ..engine.config import CompressionConfig
@@ -130,8 +130,7 @@ class Reading:
         n = len(self.tokens)
         caches = copies_but_entries(self._others[n], self._layers)
         for layer in self._layers:
-            keys, values = layer.cache_in(self._caches).keys_and_values()
-            layer.put(caches, plain_cache(keys[:, :, :n], values[:, :, :n]))
+            layer.put(caches, full_cache(layer.cache_in(self._caches).held().between(0, n)))
         return caches
 
     def answer(self, n: int, stops: Collection[int] = ()) -> list[int]:

@@ -85,15 +85,14 @@ def remove_unfinished(folder: Path, before: float) -> None:
     """Remove what killed processes left of saved prompts in a folder, if nobody has written to it since."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            own, parts = _FOLDER.fullmatch(path.name), [path]
-            if own and path.is_dir():
+            own, is_folder = _FOLDER.fullmatch(path.name), path.is_dir()
+            if own and is_folder:
                 unfinished = named_folder(path.with_name(f"{own[1]}.safetensors")) != path
-                parts += path.iterdir()
             else:
-                unfinished = bool(sealed.TEMPORARY.fullmatch(path.name)) and path.is_file()
+                unfinished = bool(sealed.TEMPORARY.fullmatch(path.name)) and not is_folder
+            parts = [path, *(path.iterdir() if is_folder else [])]
             if unfinished and max(part.stat().st_mtime for part in parts) < before:
-                remove = shutil.rmtree if path.is_dir() else os.unlink
-                remove(path)
+                (shutil.rmtree if is_folder else os.unlink)(path)
 
 
 def open_book(path: Path, text: str, prompt_cache: list) -> None:

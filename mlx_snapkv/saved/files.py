@@ -32,6 +32,7 @@ from . import book, sealed
 FORMAT = 4
 SAMPLES = 64  # values of each parameter in the fingerprint
 _MARK = "mlx_snapkv_format"
+_PACKED = ("notes", "tokens")  # as base64 of what zlib makes of their bytes
 
 
 @dataclass
@@ -79,14 +80,14 @@ def save(
     path = require_writable(path)
     ids = np.asarray(tokens, dtype=np.uint32)
     require_tokens(prompt_cache, ids.size)
+    packed = (json.dumps(notes or {}).encode(), ids.tobytes())
     metadata = {
+        **{k: base64.b64encode(zlib.compress(x)).decode() for k, x in zip(_PACKED, packed)},
         _MARK: str(FORMAT),
         "mlx_snapkv": __version__,
         "mlx_lm": mlx_lm.__version__,
         "fingerprint": fingerprint(model),
         "policy": str(policy),
-        "tokens": _pack(ids.tobytes()),
-        "notes": _pack(json.dumps(notes or {}).encode()),
         sealed.KEY: sealed.UNKNOWN,
     }
     target = Path(os.path.realpath(path))
@@ -141,8 +142,8 @@ def load(path: str | Path, model) -> SavedPrompt:
 def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
     """The notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write them."""
     try:
-        tokens = np.frombuffer(_unpack(found["tokens"]), np.uint32).tolist()
-        return json.loads(_unpack(found["notes"])), tokens
+        notes, ids = (zlib.decompress(base64.b64decode(found[name])) for name in _PACKED)
+        return json.loads(notes), np.frombuffer(ids, np.uint32).tolist()
     except Exception as error:  # whatever stands there
         raise SnapKVError("a saved prompt cache's header is damaged, or mlx-lm's") from error
 
@@ -168,14 +169,6 @@ def _safetensors(path: str | Path) -> Path:
     return path
 
 
-def _pack(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data)).decode()
-
-
-def _unpack(text: str) -> bytes:
-    return zlib.decompress(base64.b64decode(text))
-
-
 def fingerprint(model) -> str:
     """A hash of a loaded model: its class, configuration, and every parameter's name, shape, dtype and some values.
 
@@ -191,6 +184,5 @@ def fingerprint(model) -> str:
     mx.eval(samples)
     digest = hashlib.sha256(f"{type(model)} {getattr(model, 'args', None)!r}".encode())
     for (name, values), sample in zip(parameters, samples):
-        digest.update(f"{name} {values.shape} {values.dtype}".encode())
-        digest.update(np.asarray(sample).tobytes())
+        digest.update(f"{name} {values.shape} {values.dtype}".encode() + bytes(np.asarray(sample)))
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import SnapKVError
-from ..paths import reason
+from ..paths import refusing
 
 KEY = "checksum"
 UNKNOWN = "0" * 8  # the digits until the checksum is known
@@ -22,12 +22,8 @@ _PIECE = 1 << 20  # bytes: few enough to be still in the processor's cache when 
 
 def metadata(path: Path) -> dict[str, str]:
     """What `save_prompt_cache` was given. Raises: SnapKVError: the file can't be read, or is cut or something else."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = _head(file)
-    except (OSError, ValueError) as error:
-        raise SnapKVError(f"{path} can't be read: {reason(error)}") from error
+    with refusing(f"{path} can't be read"), path.open("rb") as file:
+        size, head = os.fstat(file.fileno()).st_size, _head(file)
     try:
         entries = json.loads(head[8:])
         found = entries.pop("__metadata__")
@@ -77,17 +73,15 @@ def sealed(target: Path) -> Iterator[Any]:
 
 def is_whole(path: Path) -> bool:
     """Whether every byte is as it was when the file was sealed."""
-    try:
-        with path.open("rb") as file:
-            head = _head(file)
-            place = _place(head)
-            end = place + len(UNKNOWN)
-            crc = zlib.crc32(head[:place] + UNKNOWN.encode() + head[end:])
-            while piece := file.read(_PIECE):
-                crc = zlib.crc32(piece, crc)
-    except (OSError, ValueError):
-        return False
-    return head[place:end] == _digits(crc)
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        head = _head(file)
+        place = _place(head)
+        end = place + len(UNKNOWN)
+        crc = zlib.crc32(head[:place] + UNKNOWN.encode() + head[end:])
+        while piece := file.read(_PIECE):
+            crc = zlib.crc32(piece, crc)
+        return head[place:end] == _digits(crc)
+    return False
 
 
 def _head(file: BinaryIO) -> bytes:

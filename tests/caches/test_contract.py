@@ -36,11 +36,12 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_snapkv import KeyDiff
-from mlx_snapkv.caches.adapter import layer_cache, plain_cache
+from mlx_snapkv.caches.adapter import full_cache, layer_cache
 from mlx_snapkv.caches.contract import LayerCache
 from mlx_snapkv.caches.evicting import EvictingCache
 from mlx_snapkv.caches.matching import problem_of
 from mlx_snapkv.engine.loop_model import one_by_one
+from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import arrays
 from mlx_snapkv.errors import TrimError
 
@@ -174,7 +175,7 @@ def test_more_than_was_fed_since_the_mark_is_refused_and_changes_nothing(kind):
 def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems():
     """Others: `tests/saved/test_damaged.py`."""
     keys, values, _ = rows(0, 1)
-    like = plain_cache(keys, values)
+    like = full_cache(Entries(keys, values))
     cache = block(KeyDiff(), quantization=HOW)
     feed(cache, 3)
     assert problem_of(cache, like) is None
