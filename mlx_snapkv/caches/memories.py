@@ -27,7 +27,6 @@ from .stores import MemoryStore
 MEMORIES = (
     "drop", "recall", "recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit",
 )  # fmt: skip
-_BITS = {"8bit": 8, "4bit": 4}
 
 
 def require_memory(memory: str) -> None:
@@ -67,12 +66,12 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
 
 def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Quantization | None:
     """How a memory stores entries, in groups of a size that divides the heads. Raises as `make_caches` does."""
-    bits = _BITS.get(memory.rpartition(":")[2])
-    if bits is None:
+    wider, _, bits = memory.rpartition(":")
+    if not bits.endswith("bit"):
         return None
-    require_quantised_attention(layers, f"give memory={memory.rpartition(':')[0]}")
+    require_quantised_attention(layers, f"give memory={wider}")
     groups = fitting_groups(head_sizes(model, layers), f"memory={memory}")
-    return Quantization(bits, 64 if 64 in groups else 32)
+    return Quantization(int(bits[0]), 64 if 64 in groups else 32)
 
 
 def recalling_caches(
@@ -152,8 +151,9 @@ def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
             "with a memory that recalls"
         )
     if empty.store.quantization != found.store.quantization:
-        fitting = " or ".join(_book_memories(found.store.quantization))
-        raise SnapKVError(f"this book's entries are stored otherwise: give memory={fitting}")
+        fits = str(book_memory([found]))
+        fitting = f"memory={fits} or {fits.replace(':file', '')}"
+        raise SnapKVError(f"this book's entries are stored otherwise: give {fitting}")
     if isinstance(empty.store, FileStore) or isinstance(found.store, MemoryStore):
         return found
     found.offload()
@@ -165,11 +165,10 @@ def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
 
 def book_memory(caches: list) -> str | None:
     """The memory in files that fits the caches of a book; None if they are no book's."""
-    books = [cache for cache in members(caches) if isinstance(cache, OutOfCoreKVCache)]
-    return _book_memories(books[0].store.quantization)[0] if books else None
+    found = {cache.store.quantization for cache in books(caches)}
+    return next((f"recall:file:{how.bits}bit" if how else "recall:file" for how in found), None)
 
 
-def _book_memories(quantization: Quantization | None) -> list[str]:
-    """The memories that hold entries stored so, that in files first."""
-    ending = f":{quantization.bits}bit" if quantization else ""
-    return [f"recall:file{ending}", f"recall{ending}"]
+def books(prompt_cache: list) -> list[OutOfCoreKVCache]:
+    """The caches whose entries are stored elsewhere."""
+    return [cache for cache in members(prompt_cache) if isinstance(cache, OutOfCoreKVCache)]

@@ -70,15 +70,11 @@ class SnapKVCache(EvictingCache):
         rotated: tuple[mx.array, mx.array] | None = None,
     ):
         n_pin, n = positions.shape[-1], n_rows(keys)
-        if n_window < 1:
-            raise SnapKVError(f"n_window must be at least 1, got {n_window}")
-        if not n_pin <= n <= n_pin + n_window or n_rows(values) != n:
+        if n_window < 1 or not n_pin <= n == n_rows(values) <= min(offset, n_pin + n_window):
             raise SnapKVError(
-                f"{n} keys and {n_rows(values)} values don't hold {n_pin} pinned entries "
-                f"and a window of at most {n_window}"
+                f"{n} keys and {n_rows(values)} values of {offset} tokens don't hold {n_pin} pinned entries "
+                f"and a window of at most {n_window}, at least 1"
             )
-        if offset < n:
-            raise SnapKVError(f"offset must be at least the {n} entries kept, got {offset}")
         super().__init__(newest=0)
         self.keys, self.values, self.quantization = keys, values, quantization
         self.policy, self.block, self.uniform = policy, block, uniform
@@ -88,8 +84,7 @@ class SnapKVCache(EvictingCache):
         window = mx.arange(offset - (n - n_pin), offset)
         window = mx.broadcast_to(window, (*positions.shape[:2], n - n_pin))
         self._arranged = mx.concatenate([positions, window], axis=-1).astype(mx.uint32)
-        self._since = 0
-        self._n = n
+        self._n, self._since = n, 0
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
         self._newest = 0  # tokens that can be rolled back: of the last update, or since the mark
 
@@ -105,7 +100,10 @@ class SnapKVCache(EvictingCache):
         else:
             row = self._n
             self._n += L
-            self._grow(max(self._n, self.n_keep))
+            most = max(self._n, self.n_keep + SLACK) if self._n > self.n_keep else self.n_keep
+            if most > n_rows(self.keys):
+                buffers = self.keys, self.values
+                self.keys, self.values = grown(buffers, most - n_rows(self.keys))
             self._tail = join(self._tail, (keys, values)) if self._tail else (keys, values)
             self._count(L)
         write((self.keys, self.values), row, (keys, values))
@@ -132,11 +130,6 @@ class SnapKVCache(EvictingCache):
     @property
     def n_after_next(self) -> int:  # type: ignore[override]
         return min(self._n + 1, self.n_keep)
-
-    def _grow(self, n: int) -> None:
-        more = max(n, self.n_keep + SLACK if n > self.n_keep else 0) - n_rows(self.keys)
-        if more > 0:
-            self.keys, self.values = grown((self.keys, self.values), more)
 
     def _shrink(self, L: int) -> None:
         """Free the rows of an update that was longer than the next one, of `L` tokens."""
@@ -224,8 +217,7 @@ class SnapKVCache(EvictingCache):
             self._flush()  # as if the tokens had come one by one
         held = self._rows()
         order = mx.argsort(held.positions, axis=-1)
-        entries = held.taken(order)
-        scores, reserved = self.policy.score(entries), self._reserved
+        scores, reserved = self.policy.score(held.taken(order)), self._reserved
         if reserved is not None:
             reserved = mx.pad(reserved, [(0, 0), (0, 0), (0, self._n - self.n_pin)])
             reserved = mx.take_along_axis(reserved, order, axis=-1)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ..caches.file_store import FileStore, Layout, SavedFile
-from ..caches.layers import members
+from ..caches.memories import books
 from ..caches.out_of_core import OutOfCoreKVCache
 from ..entries.quantization import Quantization, pack
 from ..errors import SnapKVError
@@ -33,11 +33,6 @@ _FOLDER = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
 _AT_A_TIME = 32  # pieces that are written together
 
 
-def out_of_core(prompt_cache: list) -> list[OutOfCoreKVCache]:
-    """The caches whose entries are stored elsewhere."""
-    return [cache for cache in members(prompt_cache) if isinstance(cache, OutOfCoreKVCache)]
-
-
 @contextlib.contextmanager
 def written(
     target: Path, prompt_cache: list, progress: Progress | None
@@ -47,7 +42,7 @@ def written(
     After the block, the folder that `target` does not name is removed: the new one, or the old one.
     """
     new = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
-    folders, caches = {new, named_folder(target)}, out_of_core(prompt_cache)
+    folders, caches = {new, named_folder(target)}, books(prompt_cache)
     try:
         if caches:
             new.mkdir()
@@ -102,14 +97,14 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     quantization = how and Quantization(*how)
     checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
-    for number, cache in enumerate(out_of_core(prompt_cache)):
+    for number, cache in enumerate(books(prompt_cache)):
         files = []
         for kind, layout in _layouts(cache, quantization).items():
             piece = _piece(layout)
             own, checksums = np.split(checksums, [-(-n // piece)])
             files.append(SavedFile(folder / f"{number:03d}.{kind}", layout, n, own, piece))
         cache.store = FileStore(quantization, files, n)
-    if any(cache.offset != n for cache in out_of_core(prompt_cache)):
+    if any(cache.offset != n for cache in books(prompt_cache)):
         raise SnapKVError(f"its layers should hold {n} tokens")
 
 

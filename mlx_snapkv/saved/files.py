@@ -22,6 +22,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from .._version import __version__
 from ..caches.matching import adopt, require_match, require_tokens
+from ..caches.memories import books
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..paths import path_of, reason, require_place
@@ -130,7 +131,7 @@ def load(path: str | Path, model) -> SavedPrompt:
         require_tokens(prompt_cache, None if tokens is None else len(tokens))
         if ours and book.KEY in found:
             book.open_book(path, found[book.KEY], prompt_cache)
-        elif book.out_of_core(prompt_cache):
+        elif books(prompt_cache):
             raise SnapKVError("it holds what was resident of a book, and not its other entries")
     except SnapKVError as error:
         again = "" if ours else "; save the prompt by mlx-snapkv cache-prompt"

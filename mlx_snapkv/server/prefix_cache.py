@@ -14,11 +14,11 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 
 from ..caches.file_store import FileStore
 from ..caches.layers import file_bytes
+from ..caches.memories import books
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.request import chat_tokens
 from ..engine.report import format_bytes
-from ..saved import book
 from .api_error import log
 from .prefix_files import Prefix, PrefixFiles, as_ids, longest
 from .requests import EngineRequest
@@ -105,7 +105,7 @@ class PrefixCache:
         """Stop using caches whose entries are in this damaged file, here and in `files`."""
 
         def reads(prefix: Prefix) -> bool:
-            stores = (cache.store for cache in book.out_of_core(prefix.caches))
+            stores = (cache.store for cache in books(prefix.caches))
             return any(isinstance(store, FileStore) and store.reads(path) for store in stores)
 
         self._keep([p for p in self._kept if not reads(p)])

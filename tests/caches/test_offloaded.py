@@ -33,22 +33,6 @@ def same(found, wanted):
     return all(mx.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_turn_after_turn_a_file_gives_what_memory_gives():
-    mine, plain = recording(FileStore()), KVCache()
-    assert mine.empty() and mine.nbytes == mine.full_nbytes == 0
-    for turn in range(4):
-        for n in (7, 1, 300):
-            rows = rows_of(n, 10 * turn + n)
-            assert same(mine.update_and_fetch(*rows), plain.update_and_fetch(*rows))
-            assert mine.offset == mine.size() == plain.offset
-        assert mine.nbytes == 308 * 2 * 2 * 64 * 4
-        mine.offload()
-        assert mine.nbytes == 0 and same(mine.keys_and_values(), plain.keys_and_values())
-        assert mine.make_mask(3) == "causal" and mine.make_mask(1) is None
-        masks = [c.make_mask(3, return_array=True, window_size=None) for c in (mine, plain)]
-        assert mx.array_equal(*masks)
-
-
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("store", STORES)
 def test_tokens_since_a_mark_and_stored_ones_are_rolled_back(store, offloads):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.file_store import FileStore, Layout, SavedFile
-from mlx_snapkv.caches.stores import KEYS, JoinedView, MemoryStore
+from mlx_snapkv.caches.stores import KEYS, MemoryStore
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization, arrays
 
@@ -118,33 +118,11 @@ def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
         assert_holds(store, rows)
 
 
-def test_a_file_gives_back_the_very_bits():
-    keys, values = rows_of(9, dtype=mx.float32)
-    keys[0, 0, 0, :3] = mx.array([mx.nan, -mx.inf, -0.0])
-    rows = [keys, values.astype(mx.float16)]
-    store = holding(FileStore(), rows)
-    assert_bits_equal(store.entries(), rows)
-
-
 @pytest.mark.parametrize("kind", [MemoryStore, FileStore])
 def test_entries_that_are_quantised_the_same_way_are_stored_as_they_are(kind):
     entries = Entries(*rows_of(9)).packed(HOW)
     found = holding(kind(HOW), entries).held()
     assert_bits_equal(arrays(found.stored_keys), arrays(entries.stored_keys))
-
-
-def test_several_stores_are_read_as_one():
-    rows = rows_of(50)
-    parts = [[x[:, :, a:b] for x in rows] for a, b in ((0, 20), (20, 20), (20, 45), (45, 50))]
-    chain = JoinedView(
-        [holding(kind(), part) for kind, part in zip([FileStore, MemoryStore] * 2, parts)]
-    )
-    assert chain.n_entries == 50 and chain.waits
-    assert_bits_equal(chain.entries(), rows)
-    assert_bits_equal([chain.read(KEYS, 18, 46)], [rows[0][:, :, 18:46]])
-    places = mx.random.randint(0, 50, (*HEADS, 40)).astype(mx.uint32)
-    wanted = [mx.take_along_axis(x, places[..., None], axis=2) for x in rows]
-    assert_bits_equal(chain.gather(places), wanted)
 
 
 def test_files_have_no_name_go_with_the_store_and_are_shared_by_copies(tmp_path, monkeypatch):
