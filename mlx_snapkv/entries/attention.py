@@ -17,10 +17,8 @@ from .queries import Queries
 BLOCK_BYTES = {mx.cpu: 3 << 19, mx.gpu: 8 << 20}[mx.default_device().type]
 READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
 READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for any longer prompt
-# Of logits and float32 keys, below which one pass over all keys will do.
-HELD_BYTES = 8 << 20
-# Of logits, below which keys that come in blocks are read once; if they are few by key.
-KEPT_BYTES = 64 << 20
+HELD_BYTES = 8 << 20  # of logits and float32 keys, below which one pass over all keys will do
+KEPT_BYTES = 64 << 20  # of logits, below which the keys' blocks are read once; if queries are few
 # Of logits made at a time for the largest weights of queries.
 MOST_BYTES = 32 << 20
 # Whether products of half-precision keys are made in their own type (summed in float32, then rounded to it, as the
@@ -61,17 +59,16 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
 
     One pass over the keys makes all.
     """
-    queries, group = _grouped(keys, observed)
-    n = len(observed.places)
+    n, group = len(observed.places), _group(keys, observed)
     late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
     late = mx.tile(late.astype(mx.float32), (1, group))
     B, H, T, D = keys.shape
-    held = queries.shape[2] + (0 if keys.dtype == queries.dtype else D)
+    held = group * n + (0 if NATIVE or keys.dtype == mx.float32 else D)
     if not _waits(keys) and 4 * B * H * T * held <= HELD_BYTES:
-        weights, share = _weights(keys, observed, queries, T)
+        weights, share = _weights(keys, observed, T)
         votes = (share[..., None, :] * late) @ weights
     else:
-        votes = _sums(keys, observed, queries, lambda logs: late @ mx.power(2, logs))
+        votes = _sums(keys, observed, lambda logs: late @ mx.power(2, logs))
     return mx.moveaxis(votes, 2, 0) / group
 
 
@@ -80,11 +77,10 @@ def above_average(keys: Keys, observed: Queries) -> mx.array:
 
     `(B, n_kv_heads, T)` float32, averaged over the query heads of a GQA group.
     """
-    queries, group = _grouped(keys, observed)
+    group = _group(keys, observed)
     seen = mx.minimum(_own_places(observed, group) + 1, keys.shape[2])
     least = -mx.log2(seen.astype(mx.float32))[:, None]
-    counts = _sums(keys, observed, queries, lambda logs: (logs >= least).sum(axis=2))
-    return counts / group
+    return _sums(keys, observed, lambda logs: (logs >= least).sum(axis=2)) / group
 
 
 def most_attention(
@@ -100,8 +96,8 @@ def most_attention(
     size = max(1, MOST_BYTES // (4 * B * n_heads * width))
     most: list[mx.array] = []
     for first in range(0, n, size):
-        part = observed.between(first, min(n, first + size))
-        queries, _ = _grouped(keys, part)
+        part = observed.between(first, first + size)
+        queries = _grouped(keys, part)
         spans = [(asked.start, asked.stop), (again, part.places.stop), (0, n_sink)]
         logits = [_logits(keys, part, queries, span, most[-1:]) for span in spans]
         total = _with_sinks(part, _log_sum(mx.concatenate(logits, axis=-1)))
@@ -112,10 +108,8 @@ def most_attention(
 
 def attention_weights(keys: Keys, observed: Queries) -> mx.array:
     """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum."""
-    queries, group = _grouped(keys, observed)
-    B, H, T, _ = keys.shape
-    weights, share = _weights(keys, observed, queries, _block(queries, BLOCK_BYTES))
-    return (weights * share[..., None]).reshape(B, H * group, -1, T)
+    weights, share = _weights(keys, observed, _block(_grouped(keys, observed), BLOCK_BYTES))
+    return (weights * share[..., None]).reshape(*observed.heads.shape[:3], -1)
 
 
 def shared_logits(keys: Keys, observed: Queries) -> mx.array:
@@ -129,7 +123,7 @@ def shared_logits(keys: Keys, observed: Queries) -> mx.array:
         return mx.unflatten(heads.astype(mx.float32), 1, (H, -1)).mean(axis=2)
 
     observed = observed.of(mean)
-    queries, _ = _grouped(keys, observed)
+    queries = _grouped(keys, observed)
     scores: list[mx.array] = []
     for span in _spans(observed, T, _block(queries, BLOCK_BYTES)):
         logits = _logits(keys, observed, queries, span, scores[-1:])
@@ -138,11 +132,9 @@ def shared_logits(keys: Keys, observed: Queries) -> mx.array:
     return mx.broadcast_to(shared[:, None], (B, H, T))
 
 
-def _weights(
-    keys: Keys, observed: Queries, queries: mx.array, block: int
-) -> tuple[mx.array, mx.array]:
+def _weights(keys: Keys, observed: Queries, block: int) -> tuple[mx.array, mx.array]:
     """All weights `(B, n_kv_heads, group * n, T)`, and their factor `(B, n_kv_heads, group * n)` to be a softmax."""
-    T = keys.shape[2]
+    queries, T = _grouped(keys, observed), keys.shape[2]
     whole = observed.pages is None and block >= T
     parts: list[mx.array] = []
     for span in [(0, T)] if whole else _spans(observed, T, block):
@@ -154,19 +146,14 @@ def _weights(
     return weights, mx.power(2, top - total)
 
 
-def _sums(
-    keys: Keys, observed: Queries, queries: mx.array, summed: Callable[[mx.array], mx.array]
-) -> mx.array:
-    """Sums over queries, `(..., T)`: the softmax's denominators, then the votes.
+def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array]) -> mx.array:
+    """`summed` of the logarithms, base 2, of weights, `(B, n_kv_heads, group * n, block)` to `(..., block)`, joined.
 
-    The keys are read for each of both, unless the queries are so few that all logits can be kept.
-
-    Args:
-        summed: makes sums `(..., block)` of the logarithms, base 2, of weights `(B, n_kv_heads, group * n, block)`.
+    The keys are read for the softmax's denominators and once more for the sums, unless all logits can be kept.
     """
     B, H, T, D = keys.shape
-    n = queries.shape[2]
-    waits = _waits(keys)
+    queries = _grouped(keys, observed)
+    n, waits = queries.shape[2], _waits(keys)
     keeps = n <= D // 4 and 4 * B * H * n * T <= KEPT_BYTES
     block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries, BLOCK_BYTES)
     # Of few queries, the logits of several blocks of keys are as much as those of one block of many.
@@ -213,15 +200,19 @@ def _with_sinks(observed: Queries, total: mx.array) -> mx.array:
     return (mx.logaddexp(by_head / LOG2_E, sinks) * LOG2_E).flatten(2)
 
 
-def _grouped(keys: Keys, observed: Queries) -> tuple[mx.array, int]:
-    """Queries `(B, n_kv_heads, group * n, head_dim)`, as `_logits` takes them; the size of a GQA group."""
-    B, n_heads, _, D = observed.heads.shape
-    H = keys.shape[1]
+def _group(keys: Keys, observed: Queries) -> int:
+    """Query heads of a KV head."""
+    return observed.heads.shape[1] // keys.shape[1]
+
+
+def _grouped(keys: Keys, observed: Queries) -> mx.array:
+    """Queries `(B, n_kv_heads, group * n, head_dim)`, as `_logits` takes them."""
     if NATIVE:  # unscaled, so that they are what they were
         queries = observed.heads.astype(keys.dtype)
     else:
         queries = observed.heads.astype(mx.float32) * (observed.scale * LOG2_E)
-    return queries.reshape(B, H, -1, D), n_heads // H
+    B, H, _, D = keys.shape
+    return queries.reshape(B, H, -1, D)
 
 
 def _waits(keys: Keys) -> bool:
@@ -237,9 +228,7 @@ def _block(queries: mx.array, n_bytes: int) -> int:
 def _spans(observed: Queries, T: int, block: int) -> Iterator[tuple[int, int]]:
     """Blocks `[start, stop)` of T; none holds both entries that all queries see and others, nor parts of two pages."""
     seen_by_all = max(0, min(T, observed.places.start + 1))
-    pages = observed.pages
-    edges = [0] if pages is None else [*range(0, pages.until, pages.size), pages.until]
-    for begin, end in pairwise([*edges, seen_by_all, T]):
+    for begin, end in pairwise([*observed.edges, seen_by_all, T]):
         for start in range(begin, end, block):
             yield start, min(start + block, end)
 
@@ -253,13 +242,12 @@ def _logits(
 ) -> mx.array:
     """Causally masked logits `(B, n_kv_heads, group * n, stop - start)`, computed after what is given."""
     start, stop = span
-    if observed.pages is not None and start < observed.pages.until:
-        queries, _ = _grouped(keys, observed.seen_by(start // observed.pages.size))
+    if (seen := observed.seen_by(start)) is not observed:
+        queries = _grouped(keys, seen)
     if isinstance(keys, KeyBlocks):
         part = keys.read(start, stop, after)
     else:
-        part = keys[:, :, start:stop]
-        part = mx.depends(part, list(after)) if after else part
+        part = mx.depends(keys[:, :, start:stop], list(after))
     if NATIVE:
         logits = (queries @ part.mT).astype(mx.float32) * (observed.scale * LOG2_E)
     else:

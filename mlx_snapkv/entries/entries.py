@@ -92,10 +92,11 @@ class Entries:
 
     def rekeyed(self, keys: mx.array) -> Entries:
         """The same entries, plain, with other `keys`."""
+        plain = self.packed(None)
         if not self._latent:
-            return replace(self.packed(None), stored_keys=keys)
+            return replace(plain, stored_keys=keys)
         latents, positional = mx.split(keys, [self.values.shape[3]], axis=-1)
-        return replace(self.packed(None), stored_keys=latents, stored_values=positional)
+        return replace(plain, stored_keys=latents, stored_values=positional)
 
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after what is given."""
@@ -110,8 +111,7 @@ class Entries:
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         stored = rows((self.stored_keys, self.stored_values)[which], start, stop)
-        if after:
-            stored = each(lambda x: mx.depends(x, list(after)), stored)
+        stored = each(lambda x: mx.depends(x, list(after)), stored) if after else stored
         return unpack(stored, self.quantization)
 
     def by_block(self, function: ByBlock, blocks: range) -> mx.array:
@@ -205,10 +205,8 @@ class Entries:
         return latest
 
     def _votes_of_last(self, *counts: int) -> mx.array:
-        shared, places = self.shared_votes, self.voters.places
-        if shared is None:
-            return latest_votes(self.blocks(), self.voters, counts)
-        key = len(self), places.start, places.stop, *counts
+        shared = {} if self.shared_votes is None else self.shared_votes
+        key = len(self), self.voters.places.start, self.voters.places.stop, *counts
         if key not in shared:
             shared[key] = latest_votes(self.blocks(), self.voters, counts)
         return shared[key]

@@ -144,15 +144,12 @@ class KeyIndex:
 
     def _parts(self, observed: Queries, n: int) -> Iterator[tuple[mx.array, Asking]]:
         """Codes of the first `n` keys, a block or page at a time, and the queries that see them."""
-        pages, near = observed.pages, self._asking(observed)
-        far = range(0) if pages is None else range(0, min(pages.until, n), pages.size)
-        edges = {*range(0, n, BLOCK), *far, n} | ({min(pages.until, n)} if pages else set())
+        near = self._asking(observed)
+        edges = {*range(0, n, BLOCK), *(min(edge, n) for edge in observed.edges), n}
         for start, stop in pairwise(sorted(edges)):
-            asking = near
-            if pages is not None and start < pages.until:
-                asking = self._asking(observed.seen_by(start // pages.size))
-            codes, first = self._codes[start // BLOCK], start // BLOCK * BLOCK
-            yield codes[..., start - first : stop - first], asking
+            seen, first = observed.seen_by(start), start // BLOCK * BLOCK
+            asking = near if seen is observed else self._asking(seen)
+            yield self._codes[start // BLOCK][..., start - first : stop - first], asking
 
     def _asking(self, observed: Queries) -> Asking:
         B, H, D, _ = self._of_queries.shape
@@ -184,7 +181,7 @@ class KeyIndex:
         own = mx.broadcast_to(mx.arange(first, T, dtype=mx.uint32), (B, H, T - first))
         places = mx.concatenate([likeliest, own], axis=-1)
         moved = likeliest.shape[-1] - first
-        asked = range(observed.places.start + moved, observed.places.stop + moved)
+        asked = range(first + moved, observed.places.stop + moved)
         seen = replace(observed, places=asked, pages=None)
         found = latest_votes(keys_at(places), seen, counts)
         votes = mx.zeros((len(counts), B, H, T))

@@ -52,11 +52,9 @@ class Queries:
 
     def of(self, function: Read, **changes: Any) -> Queries:
         """The same with a function of the heads, also of those that pages see."""
-        pages = self.pages
-        if pages is not None:
-            asked = pages.asked
-            pages = replace(pages, asked=lambda page: function(asked(page)))
-        return replace(self, heads=function(self.heads), pages=pages, **changes)
+        if (pages := self.pages) is not None:
+            changes["pages"] = replace(pages, asked=lambda page: function(pages.asked(page)))
+        return replace(self, heads=function(self.heads), **changes)
 
     def between(self, first: int, stop: int) -> Queries:
         """Those from `first` on, before `stop`."""
@@ -64,13 +62,22 @@ class Queries:
         return self.of(lambda x: x[:, :, first:stop], places=self.places[first:stop], start=start)
 
     def latest(self, n: int) -> Queries:
-        n_all = len(self.places)
-        return self.between(max(0, n_all - n), n_all)
+        return self.between(max(0, len(self.places) - n), len(self.places))
 
-    def seen_by(self, page: int) -> Queries:
-        """As the entries of this page see them."""
-        assert self.pages is not None
-        return replace(self, heads=self.pages.asked(page))
+    @property
+    def edges(self) -> list[int]:
+        """The first entry of every page, and of what is behind them."""
+        return (
+            [0]
+            if self.pages is None
+            else [*range(0, self.pages.until, self.pages.size), self.pages.until]
+        )
+
+    def seen_by(self, entry: int) -> Queries:
+        """As the entries of this one's page see them."""
+        if self.pages is None or entry >= self.pages.until:
+            return self
+        return replace(self, heads=self.pages.asked(entry // self.pages.size))
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,7 @@ class Statistics:
     """Moments of the pre-RoPE queries, each head for itself."""
 
     mean: mx.array  # `(B, n_heads, head_dim)` float32
-    covariance: (
-        mx.array
-    )  # `(B, n_heads, head_dim, head_dim)` float32, divided by the number of queries
+    covariance: mx.array  # the same by `head_dim`, divided by the number of queries
     scale: float  # what the attention multiplies its logits by
     stop: int  # position of the next token
 
@@ -174,8 +179,7 @@ class Recorder(OnQueries):
 
     def _take_queries(self, captured: Captured) -> None:
         queries, self.scale, self.sinks, read, _ = captured
-        callback = _callback.get()
-        if callback is not None:
+        if (callback := _callback.get()) is not None:
             callback(self, read(queries))
         start = self.offset - queries.shape[2]
         if self.statistics_from is not None:
@@ -226,8 +230,8 @@ class Recorder(OnQueries):
         shift, total, products = self._sums
         away = total / self._n_counted
         covariance = products / self._n_counted - away.swapaxes(-1, -2) @ away
-        stop = int(min(self.last, self.offset))
-        return Statistics((shift + away).squeeze(2), covariance, self.scale, stop)
+        mean, stop = (shift + away).squeeze(2), int(min(self.last, self.offset))
+        return Statistics(mean, covariance, self.scale, stop)
 
     def voters(self, queries: mx.array, asked: range, shape: tuple[int, ...]) -> Queries:
         """Queries of logical positions, to vote for entries `(B, n_kv_heads, T)` that end with the newest."""

@@ -2,6 +2,11 @@
 
 A call that was handed a recording cache is this thread's current one. The wrappers here compute what the originals do,
 and leave with the call what its recorder needs.
+
+Multi-head latent attention (MLA) stores one latent for all heads, and the positional part of one key. A query head's
+logit is `embed_q(q_nope) . latent + q_pe . k_pe`; so a key, as policies see it, is `[latent, k_pe]`, and a query
+`[embed_q(q_nope), q_pe]`. mlx-lm's modules give the attention function `q_nope`, or for a single token
+`embed_q(q_nope)`, and hide `q_pe` in a mask of scores; some give both parts of the query at once.
 """
 
 import contextlib
@@ -16,7 +21,6 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
 from ..entries.queries import Captured
-from . import latents
 from .family import AttentionFamily
 
 
@@ -34,22 +38,32 @@ class Call:
         self, queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
     ) -> tuple[Any, Any]:
         """Record the queries of the attention function's call; returns the entries to attend to."""
-        borrowed = self.family.borrows(self.attention)
-        captured = Captured(queries, scale, sinks, borrowed=borrowed)
+        captured = Captured(queries, scale, sinks, borrowed=self.family.borrows(self.attention))
         if self.family.latent:
-            captured = latents.asked(
-                self.attention, captured, self._positional(), absorbed=keys is values
-            )
+            captured = self._latent(captured, absorbed=keys is values)
         self.recorder.record(captured)
         if self.recorder.waits_for_readers:
             _thread.lent[id(keys)] = keys, self.recorder
         return self.recorder.attended(keys, values)
 
-    def _positional(self) -> mx.array:
-        """The positional part of an MLA module's queries, which the attention function is not given."""
-        first, factor = self.captured[0], self.family.factor
-        positional = first[1] if self.family.captures == "split" else first
-        return positional if factor is None else positional * self.arguments[factor]
+    def _latent(self, captured: Captured, absorbed: bool) -> Captured:
+        """The whole queries of an MLA module's call, perhaps with `embed_q` absorbed."""
+        positional, factor = self.captured[0], self.family.factor
+        if self.family.captures == "split":
+            positional = positional[1]
+        if factor is not None:
+            positional = positional * self.arguments[factor]
+        n_plain, queries = self.attention.qk_nope_head_dim, captured.heads
+        if absorbed or queries.shape[3] == n_plain:
+            queries = mx.concatenate([queries, positional], axis=-1)
+        if absorbed:
+            return captured._replace(heads=queries)
+
+        def read(some: mx.array) -> mx.array:
+            plain, rest = some[..., :n_plain], some[..., n_plain:]
+            return mx.concatenate([self.attention.embed_q(plain), rest], axis=-1)
+
+        return captured._replace(heads=queries, read=read)
 
     def finish(self) -> None:
         """Record the queries of a module that computes its scores itself."""
@@ -89,8 +103,8 @@ def record(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) 
     """Record an attention function's queries with the recorder of its entries; returns the entries to attend to."""
     if _thread.call is not None:
         return _thread.call.record(queries, keys, values, scale, sinks)
-    _, recorder = _thread.lent.get(id(keys), (None, None))
-    if recorder is not None:
+    if id(keys) in _thread.lent:
+        _, recorder = _thread.lent[id(keys)]
         recorder.record(Captured(queries, scale, sinks, borrowed=True))
         if not recorder.waits_for_readers:
             del _thread.lent[id(keys)]

@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from ..errors import UnsupportedModelError
 from ..several.shard import of_heads_here
-from . import latents
 from .rope import composes, mean_rotation
 
 # The attention modules' names for the output projection.
@@ -38,7 +37,7 @@ class AttentionFamily:
         note: for the list of models.
         refusal: why a model with these attention modules can't be compressed; None if it can.
         idle: whether a layer's plain KV cache is left alone.
-        latent: it stores latents and positional parts of keys (MLA); see `latents`.
+        latent: it stores latents and positional parts of keys (MLA); see `capture`.
         factor: which argument of its call multiplies queries after RoPE, past the attention function; None is none.
         cap: its name for the soft cap of logits.
         attends: what computes the scores: mlx-lm's function, "mx.fast" for MLX's, or "" for the module itself, whose
@@ -160,11 +159,15 @@ class AttentionFamily:
         The module is called on unit vectors like these values, so that quantised and adapted weights count too; its
         bias, and the norm or gate that a few families apply before it, do not.
         """
-        if self.latent:
-            return latents.output_weights(attention, self.output_of(attention), n_heads, like)
-        D = like.shape[3]
         readers = self.readers(kv_head, n_kv_heads, n_heads)
-        units = [mx.eye(D, n_heads * D, head * D, like.dtype) for head in readers]
-        output = of_heads_here(self.output_of(attention))
-        made = output(mx.concatenate([*units, mx.zeros((1, n_heads * D), like.dtype)]))
-        return (made[:-1] - made[-1:]).reshape(len(readers), D, -1)
+        units = mx.eye(like.shape[3], dtype=like.dtype)
+        by_head = [units] * n_heads
+        if self.latent:  # each head makes values of its own of a latent
+            by_head = list(attention.unembed_out(units[None, None])[0])
+        D, output = by_head[0].shape[1], of_heads_here(self.output_of(attention))
+
+        def written(values: mx.array, head: int) -> mx.array:
+            return output(mx.pad(values, [(0, 0), (head * D, (n_heads - 1 - head) * D)]))
+
+        nothing = written(mx.zeros((1, D), like.dtype), 0)
+        return mx.stack([written(by_head[head], head) - nothing for head in readers])

@@ -1,10 +1,12 @@
-"""The contract of a policy: hyper-parameters, and one score per entry."""
+"""The contract of a policy: hyper-parameters, each a field with a check of its values, and one score per entry."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,13 +14,57 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from ..errors import SnapKVError, UnknownOptionError, suggestion
-from .budgets import Quota, amount, is_adaptive, is_budget, layer_entries, mean_entries
-from .options import MOST, count, entry_count, option, parsed
+from .budgets import (
+    ADAPTIVE,
+    Quota,
+    amount,
+    is_amount,
+    is_budget,
+    is_whole,
+    layer_entries,
+    mean_entries,
+    shape_and_mean,
+)
 
-SCHEDULES = ("once", "block")
+MOST = 2**31 - 1  # of any number, since positions are 32 bits
 LEAD = 8  # tokens before those that are read again, as their context
+WORDS = {"true": True, "false": False, "none": None}
 
 POLICIES: dict[str, type[Policy]] = {}  # by name; defining a subclass with a name registers it
+
+
+def option(default: Any, allowed: Callable[[Any], bool], said: str) -> Any:
+    """A field with a check of its values, which subclasses that give another default keep."""
+    return dataclasses.field(default=default, metadata={"allowed": allowed, "said": said})
+
+
+def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
+    def allowed(value: Any) -> bool:
+        return is_whole(value) and least <= value and (most is None or value <= most)
+
+    said = f"at least {least}" if most is None else f"{least} to {most}"
+    return option(default, allowed, f"a whole number of {said}")
+
+
+def entry_count(default: int | str, least: int = 0) -> Any:
+    said = f'a whole number of entries of at least {least} or a share such as "25%"'
+    return option(default, lambda value: is_amount(value, least), said)
+
+
+def choice(*values: str) -> Any:
+    return option(values[0], values.__contains__, f"{', '.join(values[:-1])} or {values[-1]}")
+
+
+def flag(default: bool) -> Any:
+    return option(default, lambda value: isinstance(value, bool), "true or false")
+
+
+def parsed(text: str) -> Any:
+    """A value from the command line: true or false, none, a number, or the word itself."""
+    for read in (WORDS.__getitem__, int, float):
+        with contextlib.suppress(KeyError, ValueError):
+            return read(text.lower())
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +91,14 @@ class Policy(ABC):
     # What policies that ask for more than keys and values set.
     obs_window: ClassVar[int] = 0  # how many of the last queries vote
     accumulates_attention: ClassVar[bool] = False  # all queries vote, see `Entries.received`
-    query_statistics: ClassVar[int | None] = (
-        None  # first tokens that `Entries.statistics` leave out
-    )
+    query_statistics: ClassVar[int | None] = None  # first tokens that `statistics` leave out
     # Tokens in a chunk of a second reading, whose queries vote, for `Entries.repeated`; None is no second reading.
     repeats: ClassVar[int | None] = None
     lookahead: ClassVar[int] = 0  # answer tokens that vote, decoded on all entries
     prefill_chunk: ClassVar[int | None] = None  # under "once"; None follows `prefill_step_size`
     closes_gaps: ClassVar[bool] = False  # entries are seen as if none were missing between them
     on_full: ClassVar[str] = "slide"  # the answer's entries under "once", when the window is full
-    schedules: ClassVar[tuple[str, ...]] = SCHEDULES
+    schedules: ClassVar[tuple[str, ...]] = ("once", "block")
 
     budget: int | str = option(
         8192,
@@ -71,13 +115,10 @@ class Policy(ABC):
         """Register a policy that has a name of its own; SnapKVError if another policy has it."""
         super().__init_subclass__(**kwargs)
         name = vars(cls).get("name")
-        if name is None or not registered:
-            return
-        if name in POLICIES:
+        if name is not None and registered and POLICIES.setdefault(name, cls) is not cls:
             raise SnapKVError(
                 f"{cls.__qualname__} can't be called {name!r}: {POLICIES[name].__qualname__} is"
             )
-        POLICIES[name] = cls
 
     def __post_init__(self):
         self._check_options()
@@ -94,7 +135,7 @@ class Policy(ABC):
 
     @property
     def adaptive(self) -> bool:
-        return is_adaptive(self.budget)
+        return shape_and_mean(self.budget)[0] == ADAPTIVE
 
     @property
     def observes(self) -> bool:
@@ -147,9 +188,8 @@ class Policy(ABC):
     def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """What each full-attention layer keeps while the prompt is read: under "once", everything."""
         quotas = self.quotas(n_prompt, n_layers)
-        if self.schedule == "block":
-            return quotas
-        return [dataclasses.replace(q, entries=max(q.entries, n_prompt)) for q in quotas]
+        least = 0 if self.schedule == "block" else n_prompt
+        return [dataclasses.replace(q, entries=max(q.entries, least)) for q in quotas]
 
     def fits(self, n_prompt: int) -> bool:
         return n_prompt <= mean_entries(self.budget, n_prompt)
@@ -157,18 +197,18 @@ class Policy(ABC):
     @classmethod
     def options(cls) -> list[str]:
         """The names of its own options, then those that it shares with the others."""
-        own = inspect.get_annotations(cls)
+        own = list(inspect.get_annotations(cls))
         names = [f.name for f in dataclasses.fields(cls)]
-        return [n for n in own if n in names] + [n for n in names if n not in own]
+        return sorted(names, key=lambda name: own.index(name) if name in own else len(own))
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Policy:
         known = cls.options()
-        for name in map(str, options):
-            if name not in known:
-                raise UnknownOptionError(
-                    f"unknown {cls.name} option {name!r}{suggestion(name, known)}; known: {', '.join(known)}"
-                )
+        unknown = next((str(name) for name in options if name not in known), None)
+        if unknown is not None:
+            raise UnknownOptionError(
+                f"unknown {cls.name} option {unknown!r}{suggestion(unknown, known)}; known: {', '.join(known)}"
+            )
         return cls(**options)
 
     @classmethod
@@ -209,7 +249,7 @@ class Policy(ABC):
     def _require_entries(self, budget: int) -> None:
         if budget < 1:
             raise SnapKVError(f"{self.name} option budget={self.budget} is no entry of this prompt")
-        if self.schedule == "once" and not self.grows:
+        if self.keeps_shape:
             n_window = Quota(budget, self.n_sink, self.window(budget)).shrunk().n_window
             allowed = "at least 1 entry with schedule=once, where it slides"
             self._require("n_window", n_window >= 1, allowed)

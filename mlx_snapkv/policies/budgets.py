@@ -59,7 +59,7 @@ def _share(text: str) -> float:
     return float(match[1]) / 100 if match else math.nan
 
 
-def _shape_and_mean(budget: Any) -> tuple[str, Any]:
+def shape_and_mean(budget: Any) -> tuple[str, Any]:
     """How a budget is shared out among the layers, and the amount that they have on average."""
     shape, colon, mean = budget.rpartition(":") if isinstance(budget, str) else ("", "", budget)
     return shape, int(mean) if colon and mean.isdecimal() else mean
@@ -67,28 +67,24 @@ def _shape_and_mean(budget: Any) -> tuple[str, Any]:
 
 def is_budget(value: object) -> bool:
     """An amount of at least one entry, shared out evenly, as a pyramid, or by the scores."""
-    shape, mean = _shape_and_mean(value)
+    shape, mean = shape_and_mean(value)
     return shape in ("", PYRAMID, ADAPTIVE) and is_amount(mean, least=1)
 
 
 def is_share(budget: int | str) -> bool:
-    return isinstance(_shape_and_mean(budget)[1], str)
-
-
-def is_adaptive(budget: int | str) -> bool:
-    return _shape_and_mean(budget)[0] == ADAPTIVE
+    return isinstance(shape_and_mean(budget)[1], str)
 
 
 def mean_entries(budget: int | str, n_prompt: int) -> int:
     """Entries that a budget grants each layer of a prompt, on average."""
-    return amount(_shape_and_mean(budget)[1], n_prompt)
+    return amount(shape_and_mean(budget)[1], n_prompt)
 
 
 def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -> list[int]:
     """Entries by full-attention layer, lowest first; a pyramid falls linearly around the mean, to no fewer than `least`
     (PyramidKV, arXiv:2406.02069, section 4.2)."""
     mean = mean_entries(budget, n_prompt)
-    if _shape_and_mean(budget)[0] != PYRAMID or n_layers == 1:
+    if shape_and_mean(budget)[0] != PYRAMID or n_layers == 1:
         return [mean] * n_layers
     top = min(mean, max(least, mean // STEEPNESS))
     spread = 2 * (mean - top)

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from .base import Policy
-from .options import choice, count, entry_count
+from .base import Policy, choice, count, entry_count
 from .snapkv import pool_votes
 
 TINY = 1e-12  # added to squared norms, so that a key of zeros has a direction of zeros
-SIMILARITIES = ("cosine", "dot", "euclidean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class KeyDiff(Policy):
 
     n_window: int | str = entry_count("50%")
     anchor: str = choice("mean", "median", "pairwise")
-    similarity: str = choice(*SIMILARITIES)
+    similarity: str = choice("cosine", "dot", "euclidean")
     pool_kernel: int = count(1, least=1, most=255)
 
     def __post_init__(self):
@@ -47,23 +45,22 @@ class KeyDiff(Policy):
         if self.anchor == "pairwise":
             scores = entries.of_keys(lambda part: self._mean_similarity(part, entries))
         else:
-            anchor = self._median(entries.keys) if self.anchor == "median" else self._mean(entries)
+            if self.anchor == "median":
+                anchor = self._median(entries.keys)
+            else:
+                sums = entries.of_keys(lambda part: self._scaled(part).sum(axis=2, keepdims=True))
+                anchor = sums.sum(axis=2, keepdims=True) / len(entries)
             scores = entries.of_keys(lambda part: self._similarity(part, anchor)[..., 0])
         if self.pool_kernel == 1:
             return -scores
         most = scores.max(axis=-1, keepdims=True)  # what lies outside counts as much as the lowest
         return pool_votes(most - scores, "avg", self.pool_kernel) - most
 
-    def _mean(self, entries: Entries) -> mx.array:
-        sums = entries.of_keys(lambda part: self._scaled(part).sum(axis=2, keepdims=True))
-        return sums.sum(axis=2, keepdims=True) / len(entries)
-
     def _median(self, keys: mx.array) -> mx.array:
         """A head at a time, since a median sorts a copy."""
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
-            of_head = keys[:, head : head + 1]
-            of_head = mx.depends(of_head, medians[-1:]) if medians else of_head
+            of_head = mx.depends(keys[:, head : head + 1], medians[-1:])
             scaled = self._scaled(of_head.astype(mx.float32))
             medians.append(mx.median(scaled, axis=2, keepdims=True))
         return mx.concatenate(medians, axis=1)
@@ -82,10 +79,10 @@ class KeyDiff(Policy):
         return -mx.sqrt(mx.maximum(mine + theirs - 2 * product, 0))
 
     def _mean_similarity(self, keys: mx.array, entries: Entries) -> mx.array:
-        def total(others: mx.array) -> mx.array:
-            return self._similarity(keys, others).sum(axis=-1)[:, :, None]
-
-        return entries.of_keys(total, keys.shape[2]).sum(axis=2) / len(entries)
+        total = entries.of_keys(
+            lambda others: self._similarity(keys, others).sum(axis=-1)[:, :, None], keys.shape[2]
+        )
+        return total.sum(axis=2) / len(entries)
 
 
 def _squared(keys: mx.array) -> mx.array:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from .base import Policy
-from .options import count
+from .base import Policy, count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,8 @@ import mlx.core as mx
 from ..entries.attention import shared_logits
 from ..entries.entries import Entries
 from ..entries.selection import top_positions
-from .base import Policy
+from .base import Policy, choice, count, entry_count, flag
 from .budgets import Quota, amount, mean_entries
-from .options import choice, count, entry_count, flag
 
 ON_FULL = ("grow", "slide", "keydiff")
 LATEST = (32, 64)  # queries, which "forward" compares with those before them
@@ -85,19 +84,15 @@ class SnapKV(Policy):
             self._require("heads", self.heads == "per_head", "per_head with critical")
         if self.on_full == "slide":
             self._require("schedule", self.schedule == "once", "once with on_full=slide")
-        self._settle_budget()
-        super().__post_init__()
-
-    def _settle_budget(self) -> None:
-        """`budget` and `top_k` say the same, unless `budget` depends on the prompt."""
+        # `budget` and `top_k` say the same, unless `budget` depends on the prompt.
         if self.budget is None:
             fewest = self._fewest()
             self._require("n_window", fewest is not None, "less than all of the budget")
             object.__setattr__(self, "budget", fewest)
         elif isinstance(self.budget, int):
             quota = Quota(self.budget, self.n_sink, self.window(self.budget)).shrunk()
-            n_voted = self.budget - quota.n_sink - quota.n_window
-            object.__setattr__(self, "top_k", n_voted)
+            object.__setattr__(self, "top_k", self.budget - quota.n_sink - quota.n_window)
+        super().__post_init__()
 
     def _fewest(self) -> int | None:
         """The smallest budget of which `top_k` entries are voted; None if the window is all of it."""
@@ -128,13 +123,13 @@ class SnapKV(Policy):
         With pool="forward" they are means over the queries, else sums.
         """
         forward = self.pool == "forward"
-        if forward and self.heads == "per_head":
-            votes, to_pool = mean_and_contrasts(entries)
-        elif self.heads == "per_head":
-            votes, to_pool = entries.votes, [entries.votes]
-        else:
+        if self.heads == "shared":
             votes = entries.heads.max(shared_logits(entries.blocks(), entries.voters))
             to_pool = [votes]
+        elif forward:
+            votes, to_pool = mean_and_contrasts(entries)
+        else:
+            votes, to_pool = entries.votes, [entries.votes]
         budget = entries.budget or mean_entries(self.budget, len(entries))
         n_window = self.window(budget) if entries.n_window is None else entries.n_window
         middle = slice(self.n_sink, votes.shape[-1] - n_window)
@@ -143,12 +138,10 @@ class SnapKV(Policy):
         pooled = [pool_votes(each[..., middle], self.pool, self.pool_kernel) for each in to_pool]
         ranked = reduce(mx.maximum, [votes[..., middle], *pooled] if forward else pooled)
         if self.critical:
-            n_certain = budget // 2 - self.n_sink - n_window
-            n_heads, n_voters = entries.queries.shape[1:3]
-            mean = ranked if forward else ranked / n_voters
-            ranked = two_stages(mean, entries, self.n_sink, n_certain, n_heads)
-        ends = votes[..., : middle.start], votes[..., middle.stop :]
-        return mx.concatenate([ends[0], ranked, ends[1]], axis=-1)
+            mean = ranked if forward else ranked / entries.queries.shape[2]
+            ranked = two_stages(mean, entries, self.n_sink, budget // 2 - self.n_sink - n_window)
+        parts = [votes[..., : middle.start], ranked, votes[..., middle.stop :]]
+        return mx.concatenate(parts, axis=-1)
 
 
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
@@ -182,21 +175,17 @@ def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
     widths = [(0, 0)] * (votes.ndim - 1) + [beside]
     padded = mx.pad(votes, widths, constant_values=-mx.inf if pool == "max" else 0.0)
     shifted = [padded[..., i : i + T] for i in range(kernel)]
-    if pool == "max":
-        return reduce(mx.maximum, shifted)
-    return sum(shifted[1:], shifted[0]) / kernel
+    return reduce(mx.maximum, shifted) if pool == "max" else reduce(mx.add, shifted) / kernel
 
 
-def two_stages(
-    weights: mx.array, entries: Entries, start: int, n_certain: int, n_heads: int
-) -> mx.array:
+def two_stages(weights: mx.array, entries: Entries, start: int, n_certain: int) -> mx.array:
     """CriticalKV's scores `(B, n_kv_heads, n)` of the entries `[start, start + n)`, by their mean attention `weights`.
 
     Those with the `n_certain` highest weights come first, in their order. The others are ranked by weight times the
     size of the projected value.
     """
     n = weights.shape[-1]
-    scores = (weights + EPSILON) * projected_norms(entries, start, start + n, n_heads)
+    scores = (weights + EPSILON) * projected_norms(entries, start, start + n)
     n_certain = min(n_certain, n)
     if n_certain <= 0:
         return scores
@@ -205,9 +194,9 @@ def two_stages(
     return mx.put_along_axis(scores, best, first, axis=-1)
 
 
-def projected_norms(entries: Entries, start: int, stop: int, n_heads: int) -> mx.array:
+def projected_norms(entries: Entries, start: int, stop: int) -> mx.array:
     """L1 norms of the values of the entries `[start, stop)` after the output projection, the mean of a GQA group's."""
-    one = entries.read_values(start, start + 1)
+    one, n_heads = entries.read_values(start, start + 1), entries.queries.shape[1]
     # By KV head: `(head_dim, group, hidden_size)`.
     output = entries.layer.output_weights
     weights = [output(head, n_heads, one).swapaxes(0, 1) for head in range(one.shape[1])]
@@ -216,8 +205,7 @@ def projected_norms(entries: Entries, start: int, stop: int, n_heads: int) -> mx
         values = entries.read_values(begin, end, after)
         sums: list[mx.array] = []
         for head, weight in enumerate(weights):
-            part = values[:, head].astype(mx.float32)
-            part = mx.depends(part, sums[-1:]) if sums else part
+            part = mx.depends(values[:, head].astype(mx.float32), sums[-1:])
             projected = part @ weight.astype(mx.float32).flatten(1)
             sums.append(mx.abs(projected).sum(axis=-1) / weight.shape[1])
         return mx.stack(sums, axis=1)

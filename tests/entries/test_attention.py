@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
+from entry_helpers import asked, make_entries, normal, votes_of
 
 from mlx_snapkv import KeyDiff, KeyNorm
 from mlx_snapkv.entries import attention as votes
@@ -13,35 +14,27 @@ from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Pages, Queries
 from mlx_snapkv.entries.selection import top_positions
 
-
-def make_entries(B=1, n_heads=4, H=2, T=37, n=5, D=8, seed=0, dtype=mx.float32):
-    rng = np.random.default_rng(seed)
-    keys, queries = rng.normal(size=(B, H, T, D)), rng.normal(size=(B, n_heads, n, D))
-    keys, queries = (mx.array(a.astype(np.float32)).astype(dtype) for a in (keys, queries))
-    return Entries(keys, keys, Queries(queries, range(T - n, T), D**-0.5))
-
-
-def test_by_hand():
-    # One head of one dimension; logits 0, ln 2 and ln 3 for the only query: weights 1/6, 2/6, 3/6.
-    keys = mx.log(mx.array([1.0, 2, 3])).reshape(1, 1, 3, 1)
-    entries = Entries(keys, keys, Queries(mx.ones((1, 1, 1, 1)), range(2, 3), 1.0))
-    assert np.allclose(entries.votes, [[[1 / 6, 2 / 6, 3 / 6]]])
+SINKS = mx.array([0.5, -1.0, 2.0, -mx.inf])
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("shape", [
-    {"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2, "n": 1}, {"n": 37, "dtype": mx.float16}, {"T": 300},
+@pytest.mark.parametrize("shape, sinks", [
+    ({"B": 2, "n": 3}, SINKS), ({"n_heads": 6, "H": 1}, None), ({"n_heads": 2, "n": 1}, None),
+    ({"n": 70, "dtype": mx.float16}, None), ({"T": 300}, None),
 ])  # fmt: skip
-def test_equals_the_float64_reference(shape, blocks, monkeypatch):
+def test_equals_the_float64_reference(shape, sinks, blocks, monkeypatch):
+    """Sinks take their share of the softmax."""
     if blocks:
         monkeypatch.setattr(votes, "HELD_BYTES", 0)
         monkeypatch.setattr(votes, "BLOCK_BYTES", 1)
     entries = make_entries(**shape)
-    observed, (B, H, T, D) = entries.observed, entries.keys.shape
-    queries, keys = (x.astype(mx.float32) for x in (observed.heads, entries.keys))
-    wanted = reference.votes(queries, keys, observed.places, observed.scale)
-    assert entries.votes.dtype == mx.float32 and np.allclose(entries.votes, wanted, atol=1e-5)
+    observed = entries.observed = dataclasses.replace(entries.observed, sinks=sinks)
+    (B, H, T, D), wanted = entries.keys.shape, reference.weights(*asked(entries), sinks)
+    assert entries.votes.dtype == mx.float32
+    assert np.allclose(entries.votes, votes_of(entries), atol=1e-5)
+    assert np.allclose(entries.attention, wanted, atol=1e-5)
     # The highest logit over heads and queries, these averaged over a group.
+    queries, keys, *_ = asked(entries)
     mean = np.asarray(queries, np.float64).reshape(B, H, -1, len(observed.places), D).mean(2)
     logits = np.einsum("bhid,bhtd->bhit", mean, keys) * observed.scale
     seen = np.arange(T) <= np.array(observed.places)[:, None]
@@ -49,34 +42,26 @@ def test_equals_the_float64_reference(shape, blocks, monkeypatch):
     assert np.allclose(shared_logits(entries.keys, observed), wanted, atol=1e-5)
 
 
-def asked_otherwise(page):
+def seen_otherwise(page):
     """Queries as an entry of this page is to see them."""
-    rng = np.random.default_rng(page)
-    return mx.array(rng.normal(size=(1, 4, 20, 8)).astype(np.float32))
-
-
-WAYS = {
-    "plain": {},
-    "sinks": {"sinks": mx.array([0.5, -1.0, 2.0, -mx.inf])},
-    "capped": {"cap": 0.7},
-    "pages": {"pages": Pages(64, 192, asked_otherwise)},
-    "past the last entry": {"places": range(290, 310)},
-}
+    return normal(1, 4, 20, 8, seed=page)
 
 
 @pytest.mark.parametrize("kind", ["held", "blocks", "read", "read, and kept"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [
+    {}, {"sinks": SINKS}, {"cap": 0.7}, {"pages": Pages(64, 192, seen_otherwise)}, {"places": range(290, 310)},
+], ids=["plain", "sinks", "capped", "pages", "past the last entry"])  # fmt: skip
 def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monkeypatch):
     """And those of all are what they are without them, in one pass."""
     entries = make_entries(T=300, n=20)
-    entries.observed = dataclasses.replace(entries.observed, **WAYS[way])
-    every, late = entries.observed, slice(13, 20)
-    pages = every.pages
-    if pages is not None:
-        pages = Pages(64, 192, lambda page: asked_otherwise(page)[:, :, late])
-    alone = dataclasses.replace(
-        every, heads=every.heads[:, :, late], places=every.places[late], pages=pages
+    every = entries.observed = dataclasses.replace(entries.observed, **way)
+    alone = every.latest(7)
+    assert mx.array_equal(alone.heads, every.heads[:, :, 13:]) and alone.places == every.places[13:]
+    assert every.pages is None or mx.array_equal(
+        alone.seen_by(70).heads, seen_otherwise(1)[:, :, 13:]
     )
+    assert every.latest(99).places == every.places
+    assert dataclasses.replace(every, start=5).latest(7).start == 18
     whole = [attention_votes(entries.keys, observed) for observed in (every, alone)]
     mx.eval(whole)
     monkeypatch.setattr(votes, "HELD_BYTES", 1 << 30 if kind == "held" else 0)
@@ -84,25 +69,12 @@ def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monk
     if kind.startswith("read"):
         monkeypatch.setattr(votes, "READ_BYTES", 1)
         monkeypatch.setattr(votes, "KEPT_BYTES", 1 << 30 if "kept" in kind else 0)
-        keys = entries.keys
-        blocks = KeyBlocks(keys.shape, keys.dtype, entries.read_keys, waits=True)
+        blocks = KeyBlocks(entries.keys.shape, mx.float32, entries.read_keys, waits=True)
         monkeypatch.setattr(Entries, "blocks", lambda entries: blocks)
     (latest,) = entries.latest_votes(7)
     assert np.allclose(latest, whole[1], atol=1e-6)
     assert "votes" in vars(entries) and np.allclose(entries.votes, whole[0], atol=1e-6)
-    assert mx.array_equal(entries.latest_votes(20)[0], entries.votes)
-    assert mx.array_equal(entries.latest_votes(99)[0], entries.votes)
-    assert np.allclose(Entries(None, None, every.latest(7)).queries, alone.heads)
-    assert every.latest(7).places == alone.places and every.latest(99).places == every.places
-    assert dataclasses.replace(every, start=5).latest(7).start == 18
-
-
-def test_sinks_take_their_share_of_the_softmax():
-    entries = make_entries(n=3)
-    observed = entries.observed = dataclasses.replace(entries.observed, **WAYS["sinks"])
-    asked = observed.heads, entries.keys, observed.places, observed.scale, observed.sinks
-    assert np.allclose(entries.attention, reference.weights(*asked), atol=1e-6)
-    assert np.allclose(entries.votes, reference.votes(*asked), atol=1e-5)
+    assert all(mx.array_equal(entries.latest_votes(n)[0], entries.votes) for n in (20, 99))
 
 
 @pytest.mark.parametrize("n_heads, found", [
@@ -130,10 +102,9 @@ def test_no_float32_copy_of_all_keys_is_made(n_heads, found):
 def published_votes(queries, keys, n):
     """What SnapKV's published code computes in bfloat16: logits, their scaling, weights and sums are rounded to it."""
     keys = mx.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)
-    logits = (queries @ keys.mT) * 0.125
     T = keys.shape[2]
     seen = mx.arange(T) <= mx.arange(T - n, T)[:, None]
-    logits = mx.where(seen, logits.astype(mx.float32), -mx.inf)
+    logits = mx.where(seen, ((queries @ keys.mT) * 0.125).astype(mx.float32), -mx.inf)
     weights = mx.softmax(logits, axis=-1).astype(mx.bfloat16)
     return mx.unflatten(weights.sum(axis=2), 1, (2, -1)).mean(axis=2)
 
@@ -142,16 +113,14 @@ def published_votes(queries, keys, n):
 def test_positions_kept_of_bfloat16_keys(native, monkeypatch):
     """Products of float32 keep what float64 keeps; native ones miss 1%, no more than the published code."""
     monkeypatch.setattr(votes, "NATIVE", native)
-    entries, n, k = make_entries(T=3000, n=16, D=64, dtype=mx.bfloat16), 16, 300
+    entries, k = make_entries(T=3000, n=16, D=64, dtype=mx.bfloat16), 300
     entries.observed = dataclasses.replace(entries.observed, heads=3 * entries.queries)
-    queries, keys = entries.queries, entries.keys
-    asked = (x.astype(mx.float32) for x in (queries, keys))
-    exact = reference.votes(*asked, range(3000 - n, 3000), 0.125)
+    exact = votes_of(entries)
 
     def differing(scores):
         pairs = zip(np.array(top_positions(scores, k))[0], np.argsort(-exact[0])[:, :k])
         return sum(len(set(mine) - set(wanted)) for mine, wanted in pairs)
 
-    published = differing(published_votes(queries, keys, n))
+    published = differing(published_votes(entries.queries, entries.keys, 16))
     assert 0 < published <= 0.01 * 2 * k
     assert differing(entries.votes) <= (published if native else 0)

@@ -1,0 +1,29 @@
+"""Random entries of a layer, queries that vote for them, and their votes in float64."""
+
+import mlx.core as mx
+import numpy as np
+import reference
+
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.queries import Queries
+
+
+def normal(*shape, seed=0, mean=0.0):
+    return mx.array(np.random.default_rng(seed).normal(mean, 1, shape).astype(np.float32))
+
+
+def make_entries(B=1, n_heads=4, H=2, T=70, n=5, D=8, dtype=mx.float32, **more):
+    keys, values = (normal(B, H, T, D, seed=seed, mean=0.3).astype(dtype) for seed in (0, 1))
+    queries = normal(B, n_heads, n, D, seed=2).astype(dtype)
+    return Entries(keys, values, Queries(queries, range(T - n, T), D**-0.5), **more)
+
+
+def asked(entries):
+    """What the references take."""
+    observed = entries.observed
+    queries, keys = (x.astype(mx.float32) for x in (observed.heads, entries.keys))
+    return queries, keys, observed.places, observed.scale
+
+
+def votes_of(entries):
+    return reference.votes(*asked(entries), entries.observed.sinks)
