@@ -15,7 +15,7 @@ from ..entries.quantization import BITS, Quantization, fitting_groups
 from ..errors import SnapKVError, UnsupportedModelError
 from ..models import attentions, type_of
 from ..models.family import AttentionFamily
-from ..models.rope import turn, undo_rope
+from ..models.rope import mean_rotation, turn, undo_rope
 from ..policies.budgets import Quota
 from ..several.ranks import ALONE, Ranks
 from ..several.shard import WHOLE, Shard, shard_of
@@ -102,7 +102,11 @@ class AttentionLayer:
 
     def mean_rotation(self, head_dim: int, start: int, n: int) -> mx.array:
         """The mean of the matrices that turn queries at `[start, start + n)`, float32 `(head_dim, head_dim)`."""
-        return self.family.mean_rotation(self.attention, self.rope, head_dim, start, n)
+        rope, units = self.rope, mx.eye(head_dim)[None, None]
+        turned = self.family.turned(
+            self.attention, units, lambda x: x @ mean_rotation(rope, x.shape[3], start, n).T
+        )
+        return turned[0, 0].T
 
     def grouped(self, heads: mx.array, n_kv_heads: int) -> mx.array:
         """What is `(B, n_heads, ...)`, the heads of all `readers`, with each KV head's together."""

@@ -49,8 +49,7 @@ def attentions(model) -> list[Found]:
     for each in found:
         by_family.setdefault(each.family, []).extend([each.attention, *each.borrowers])
     for family, readers in by_family.items():
-        problem = family.refusal and family.refusal(readers)
-        if problem:
+        if problem := family.refusal and family.refusal(readers):
             raise _refused(name, problem)
     return found
 

@@ -65,12 +65,6 @@ class Call:
 
         return captured._replace(heads=queries, read=read)
 
-    def finish(self) -> None:
-        """Record the queries of a module that computes its scores itself."""
-        if not self.family.attends:
-            scale = self.family.scale_of(self.attention, self.captured[0].shape[3])
-            self.recorder.record(Captured(self.captured[0], scale))
-
 
 class _Thread(threading.local):
     """A thread's current call, and the entries that wait for others to read them."""
@@ -85,13 +79,17 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def capturing(call: Call) -> Iterator[Call]:
-    """Make it this thread's current call, for the block."""
+def capturing(call: Call) -> Iterator[None]:
+    """Make it this thread's current call, for the block; record the queries of a module that computes its scores."""
     _thread.call = call
     try:
-        yield call
+        yield
     finally:
         _thread.call = None
+    if not call.family.attends:
+        queries, *_ = call.captured
+        scale = call.family.scale_of(call.attention, queries.shape[3])
+        call.recorder.record(Captured(queries, scale))
 
 
 def forget() -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..errors import UnsupportedModelError
 from ..several.shard import of_heads_here
-from .rope import composes, mean_rotation
+from .rope import composes
 
 # The attention modules' names for the output projection.
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_resid")
@@ -21,63 +21,56 @@ def _never(attention: Any) -> bool:
 
 @dataclass(frozen=True)
 class AttentionFamily:
-    """One attention class, and how its queries come to what it stores.
+    """One attention class, and how its queries come to what it stores; names are those of a module's attributes."""
 
-    Attributes:
-        module, class_name: where mlx-lm keeps the class, below `mlx_lm.models`.
-        scale: the attention module's name for its softmax scale; None if it keeps none and uses
-            `head_dim ** -0.5`.
-        sinks: its name for the logits `(n_heads,)` of attention sinks, which take part in the softmax.
-        tiled: query head `j` reads KV head `j % n_kv_heads`, not `j // (n_heads // n_kv_heads)`.
-        rope: its name for the RoPE object, called as `rope(x, offset)`, or a function of the module
-            that returns it; None if there is none.
-        rotates: its name for whether this layer applies RoPE, if not all layers do.
-        rotary_tail: its name for how many of a head's last dimensions RoPE rotates; None if it is given all.
-        normed: its name for a norm of keys after RoPE, which can't be rotated any more; None is none.
-        note: for the list of models.
-        refusal: why a model with these attention modules can't be compressed; None if it can.
-        idle: whether a layer's plain KV cache is left alone.
-        latent: it stores latents and positional parts of keys (MLA); see `capture`.
-        factor: which argument of its call multiplies queries after RoPE, past the attention function; None is none.
-        cap: its name for the soft cap of logits.
-        attends: what computes the scores: mlx-lm's function, "mx.fast" for MLX's, or "" for the module itself, whose
-            queries are then its RoPE's first result.
-        captures: what else of a call is recorded: the first result of its "rope", or its first "split".
-        method: the method that is called with a cache.
-        borrows: whether an attention module reads the entries of an earlier layer instead of its own.
-        kind: equal for a borrower and the layer it borrows from, the last such one before it.
-        again: later passes of a loop in which its own queries read the entries again.
-        plain_only: why the entries that such attention modules read can't be quantised, or None if they can.
-    """
-
-    module: str
+    module: str  # where mlx-lm keeps the class, below `mlx_lm.models`
     class_name: str = "Attention"
-    scale: str | None = "scale"
-    sinks: str | None = None
-    tiled: bool = False
+    scale: str | None = (
+        "scale"  # of the softmax; None is `head_dim ** -0.5`, which no attribute holds
+    )
+    sinks: str | None = (
+        None  # logits `(n_heads,)` of attention sinks, which take part in the softmax
+    )
+    tiled: bool = (
+        False  # query head `j` reads KV head `j % n_kv_heads`, not `j // (n_heads // n_kv_heads)`
+    )
+    # The RoPE object, called as `rope(x, offset)`, or a function of the module that returns it; None if there is none.
     rope: str | Callable[[Any], Any] | None = "rope"
-    rotates: str | None = None
-    rotary_tail: str | None = None
-    normed: str | None = None
-    note: str = ""
-    refusal: Callable[[list[Any]], str | None] | None = None
-    idle: Callable[[Any], bool] | None = None
-    latent: bool = False
-    factor: int | None = None
-    cap: str | None = None
+    rotates: str | None = None  # whether this layer applies RoPE, if not all layers do
+    rotary_tail: str | None = None  # how many of a head's last dimensions RoPE rotates; None is all
+    normed: str | None = None  # a norm of keys after RoPE, which can't be rotated any more
+    note: str = ""  # for the list of models
+    refusal: Callable[[list[Any]], str | None] | None = (
+        None  # why such modules can't be compressed, or None
+    )
+    idle: Callable[[Any], bool] | None = None  # whether a layer's plain KV cache is left alone
+    latent: bool = False  # it stores latents and positional parts of keys (MLA); see `capture`
+    factor: int | None = (
+        None  # the call's argument that multiplies queries after RoPE, past the attention function
+    )
+    cap: str | None = None  # the soft cap of logits
+    # What computes the scores: mlx-lm's function, "mx.fast" for MLX's, or "" for the module itself, whose queries are
+    # then its RoPE's first result.
     attends: str = "scaled_dot_product_attention"
-    captures: str = ""
-    method: str = "__call__"
-    borrows: Callable[[Any], bool] = _never
-    kind: Callable[[Any], Any] = type
-    again: int = 0
-    plain_only: Callable[[list[Any]], str | None] | None = None
+    captures: str = (
+        ""  # what else of a call is recorded: the first result of its "rope", or its first "split"
+    )
+    method: str = "__call__"  # the one that is called with a cache
+    borrows: Callable[[Any], bool] = (
+        _never  # whether a module reads the entries of an earlier layer, not its own
+    )
+    kind: Callable[[Any], Any] = (
+        type  # equal for a borrower and the last layer before it that it borrows from
+    )
+    again: int = 0  # later passes of a loop in which its own queries read the entries again
+    plain_only: Callable[[list[Any]], str | None] | None = (
+        None  # why entries can't be quantised, or None
+    )
 
     @property
     def asks_to_hide(self) -> bool:
         """Whether every reader of a cache asks its `hide` what to mask, while the class is patched."""
-        own = not (self.latent or self.again)
-        return own and self.attends == "scaled_dot_product_attention"
+        return not self.latent and not self.again and self.attends == "scaled_dot_product_attention"
 
     def attention_class(self) -> type:
         return getattr(importlib.import_module(f"mlx_lm.models.{self.module}"), self.class_name)
@@ -108,13 +101,6 @@ class AttentionFamily:
             return False
         return composes(rope, self._n_rotary(attention, head_dim), length)
 
-    def mean_rotation(self, attention, rope, head_dim: int, start: int, n: int) -> mx.array:
-        """The mean of the matrices that turn queries at `[start, start + n)`, float32 `(head_dim, head_dim)`."""
-        n_rotary = self._n_rotary(attention, head_dim)
-        n_before = head_dim - n_rotary
-        unturned = mx.eye(head_dim) * (mx.arange(head_dim) < n_before)
-        return unturned + mx.pad(mean_rotation(rope, n_rotary, start, n), (n_before, 0))
-
     def _n_rotary(self, attention, head_dim: int) -> int:
         return head_dim if self.rotary_tail is None else getattr(attention, self.rotary_tail)
 
@@ -130,8 +116,7 @@ class AttentionFamily:
         """Queries `(B, n_heads, n, head_dim)` in an order of heads that puts each KV head's readers together."""
         if not self.tiled:
             return queries
-        by_turn = mx.unflatten(queries, 1, (-1, n_kv_heads))
-        return by_turn.swapaxes(1, 2).flatten(1, 2)
+        return mx.unflatten(queries, 1, (-1, n_kv_heads)).swapaxes(1, 2).flatten(1, 2)
 
     def readers(self, kv_head: int, n_kv_heads: int, n_heads: int) -> range:
         """The query heads that read a KV head."""
@@ -142,14 +127,13 @@ class AttentionFamily:
 
     def output_of(self, attention) -> Any:
         """An attention module's output projection; UnsupportedModelError if it has none of a known name."""
-        found = (getattr(attention, name, None) for name in OUTPUTS)
-        output = next((module for module in found if module is not None), None)
-        if output is None:
-            raise UnsupportedModelError(
-                f"{type(attention).__name__} of {self.module!r} has no output projection of a known name "
-                f"({', '.join(OUTPUTS)}), which this policy needs"
-            )
-        return output
+        for name in OUTPUTS:
+            if (output := getattr(attention, name, None)) is not None:
+                return output
+        raise UnsupportedModelError(
+            f"{type(attention).__name__} of {self.module!r} has no output projection of a known name "
+            f"({', '.join(OUTPUTS)}), which this policy needs"
+        )
 
     def output_weights(
         self, attention, kv_head: int, n_kv_heads: int, n_heads: int, like: mx.array

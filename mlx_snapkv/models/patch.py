@@ -65,9 +65,8 @@ def _call_and_record(call):
         recorder = _recorder_among((*args, *kwargs.values()))
         if recorder is None:
             return call(self, *args, **kwargs)
-        with capture.capturing(Call(recorder, self, family_of(type(self)), args)) as captured:  # type: ignore[arg-type]
+        with capture.capturing(Call(recorder, self, family_of(type(self)), args)):  # type: ignore[arg-type]
             result = call(self, *args, **kwargs)
-            captured.finish()
         return call(self, *args, **kwargs) if recorder.asks_again() else result
 
     return __call__

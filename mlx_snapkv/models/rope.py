@@ -34,31 +34,21 @@ def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.arra
     return probe.signs * rope(probe.signs * x, offset) / probe.power
 
 
-def amplitudes(rope: Rope, head_dim: int) -> mx.array:
-    """What a RoPE module multiplies the dimensions by, besides turning them: float32 `(head_dim,)`."""
-    return mx.sqrt(_probe(rope, head_dim).power)
-
-
 def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.array:
     """The mean, float32 `(head_dim, head_dim)`, of what `rope` multiplies column vectors by at `[start, start + n)`."""
-    own = mx.eye(head_dim)
     if rope is None:
-        return own
+        return mx.eye(head_dim)
     probe = _probe(rope, head_dim)
     # Two vectors tell all of it: the first of each pair in one, the second in the other.
     # Not broadcast: MLX's CUDA kernel would write all positions over each other.
     first = (probe.signs < 0).astype(mx.float32)
-    of_first, of_second = (
-        rope(mx.contiguous(mx.broadcast_to(x, (1, 1, n, head_dim))), start)
-        .mean(axis=2)
-        .reshape(head_dim, 1)
-        for x in (first, 1 - first)
-    )
+    vectors = mx.broadcast_to(mx.stack([first, 1 - first])[:, None, None], (2, 1, n, head_dim))
+    of_first, of_second = rope(mx.contiguous(vectors), start).mean(axis=2).reshape(2, head_dim, 1)
     is_first = first[:, None] > 0
     other = (probe.partners[:, None] == mx.arange(head_dim)).astype(mx.float32)
     from_own = mx.where(is_first, of_first, of_second)
     from_other = mx.where(is_first, of_second, of_first)
-    return from_own * own + from_other * other
+    return from_own * mx.eye(head_dim) + from_other * other
 
 
 def turn(rope: Rope, x: mx.array, steps: mx.array) -> mx.array:
@@ -72,7 +62,8 @@ def turn(rope: Rope, x: mx.array, steps: mx.array) -> mx.array:
     # An offset for all of a sequence would turn its second by one step more, and so on: each is one of its own.
     alone, by = x.astype(mx.float32).reshape(-1, 1, 1, D), steps.astype(mx.int32).reshape(-1)
     parts = (slice(i, i + AT_ONCE) for i in range(0, len(by), AT_ONCE))
-    turned = mx.concatenate([rope(alone[part], by[part]) for part in parts]) / amplitudes(rope, D)
+    turned = mx.concatenate([rope(alone[part], by[part]) for part in parts])
+    turned = turned / mx.sqrt(_probe(rope, D).power)  # what it multiplies the dimensions by
     return mx.where((steps > 0)[..., None], turned.reshape(x.shape).astype(x.dtype), x)
 
 
