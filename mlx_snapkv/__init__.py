@@ -14,7 +14,6 @@ from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api import *  # noqa: F403
-    from .api import __all__ as __all__
 
 else:  # hidden from type checkers, to which any name would exist
 
@@ -22,9 +21,11 @@ else:  # hidden from type checkers, to which any name would exist
         if find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f".{name}", __name__)
         api = importlib.import_module(".api", __name__)
-        if name != "__all__" and name not in api.__all__:
+        names = {key: value for key, value in vars(api).items() if not key.startswith("_")}
+        names["__all__"] = list(names)
+        if name not in names:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(api, name)
+        return names[name]
 
 
 def __dir__() -> list[str]:

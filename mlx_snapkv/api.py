@@ -1,61 +1,32 @@
 """The public names of `mlx_snapkv`."""
 
-from .batch.generate import batch_generate
-from .batch.generator import CompressedBatchGenerator
-from .caches import BlockKVCache, SnapKVCache
-from .chat.conversation import Conversation
-from .engine.compress import compress_prompt_cache
-from .engine.generate import generate, generate_step, stream_generate
-from .engine.prefill import prefill
-from .engine.report import CompressionReport
-from .errors import SnapKVError
-from .inspecting.inspection import Inspection, inspect_prompt
-from .models.patch import patch_for_snapkv, unpatch_snapkv
-from .planning.plan import MemoryPlan, plan_memory
-from .policies import (
-    H2O,
-    TOVA,
-    ExpectedAttention,
-    KeyDiff,
-    KeyNorm,
-    KVzip,
-    LagKV,
-    RandomRows,
-    ScissorHands,
-    SnapKV,
-    Stages,
-    StreamingLLM,
-)
-
-__all__ = [
-    "H2O",
-    "TOVA",
-    "BlockKVCache",
-    "CompressedBatchGenerator",
-    "CompressionReport",
-    "Conversation",
-    "ExpectedAttention",
-    "Inspection",
-    "KVzip",
-    "KeyDiff",
-    "KeyNorm",
-    "LagKV",
-    "MemoryPlan",
-    "RandomRows",
-    "ScissorHands",
-    "SnapKV",
-    "SnapKVCache",
-    "SnapKVError",
-    "Stages",
-    "StreamingLLM",
-    "batch_generate",
-    "compress_prompt_cache",
-    "generate",
-    "generate_step",
-    "inspect_prompt",
-    "patch_for_snapkv",
-    "plan_memory",
-    "prefill",
-    "stream_generate",
-    "unpatch_snapkv",
-]
+from .batch.generate import batch_generate as batch_generate
+from .batch.generator import CompressedBatchGenerator as CompressedBatchGenerator
+from .caches import BlockKVCache as BlockKVCache
+from .caches import SnapKVCache as SnapKVCache
+from .chat.conversation import Conversation as Conversation
+from .engine.compress import compress_prompt_cache as compress_prompt_cache
+from .engine.generate import generate as generate
+from .engine.generate import generate_step as generate_step
+from .engine.generate import stream_generate as stream_generate
+from .engine.prefill import prefill as prefill
+from .engine.report import CompressionReport as CompressionReport
+from .errors import SnapKVError as SnapKVError
+from .inspecting.inspection import Inspection as Inspection
+from .inspecting.inspection import inspect_prompt as inspect_prompt
+from .models.patch import patch_for_snapkv as patch_for_snapkv
+from .models.patch import unpatch_snapkv as unpatch_snapkv
+from .planning.plan import MemoryPlan as MemoryPlan
+from .planning.plan import plan_memory as plan_memory
+from .policies import H2O as H2O
+from .policies import TOVA as TOVA
+from .policies import ExpectedAttention as ExpectedAttention
+from .policies import KeyDiff as KeyDiff
+from .policies import KeyNorm as KeyNorm
+from .policies import KVzip as KVzip
+from .policies import LagKV as LagKV
+from .policies import RandomRows as RandomRows
+from .policies import ScissorHands as ScissorHands
+from .policies import SnapKV as SnapKV
+from .policies import Stages as Stages
+from .policies import StreamingLLM as StreamingLLM

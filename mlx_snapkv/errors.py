@@ -31,10 +31,10 @@ class EntryFileError(SnapKVError):
 
 
 class Missing:
-    """Stands for something that nobody gave: to ask it for anything is an error that says what to do."""
+    """Stands for something that nobody gave: to ask for more than is `known` is an error that says what to do."""
 
-    def __init__(self, sentence: str):
-        self._sentence = sentence
+    def __init__(self, sentence: str, **known: Any):
+        vars(self).update(known, _sentence=sentence)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

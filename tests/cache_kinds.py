@@ -9,7 +9,7 @@ from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKVCache
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
-from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.entries.quantization import Quantization, pack
 from mlx_snapkv.entries.queries import Captured, Recorder
 from mlx_snapkv.policies.budgets import Quota
 
@@ -33,8 +33,7 @@ def window(policy=None, quantization=None, n_window=N_WINDOW, **options):
     keys, values, queries = rows(0, START)
     kept = mx.array([*PINNED, *range(START - N_WINDOW, START)])
     keys, values = keys[:, :, kept], values[:, :, kept]
-    if quantization is not None:
-        keys, values = quantization.pack(keys), quantization.pack(values)
+    keys, values = pack(keys, quantization), pack(values, quantization)
     if policy is not None:
         sink = mx.broadcast_to(mx.arange(len(PINNED)) < 2, (B, H, len(PINNED)))
         options = {"policy": policy, "block": 4, "reserved": sink} | options

@@ -251,7 +251,7 @@ def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:
         votes = entries.received
-    return Scored(policy.score(entries), votes, entries.heads)
+    return Scored(policy.score(entries), votes, entries.layer.heads)
 
 
 def choose(scored: Scored, quota: Quota) -> Choice:

@@ -151,6 +151,12 @@ def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array])
 
     The keys are read for the softmax's denominators and once more for the sums, unless all logits can be kept.
     """
+
+    def made(x: mx.array) -> mx.array:
+        if waits:
+            mx.eval(x)
+        return x
+
     B, H, T, D = keys.shape
     queries = _grouped(keys, observed)
     n, waits = queries.shape[2], _waits(keys)
@@ -165,22 +171,16 @@ def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array])
     for group in groups:
         parts: list[mx.array] = []
         for span in group:
-            parts.append(_logits(keys, observed, queries, span, (parts or sums)[-1:]))
-            if waits:
-                mx.eval(parts[-1])
+            parts.append(made(_logits(keys, observed, queries, span, (parts or sums)[-1:])))
         logits = mx.concatenate(parts, axis=-1)
-        sums.append(_log_sum(logits))
+        sums.append(made(_log_sum(logits)))
         if keeps:
             kept.append(logits)
-        if waits:
-            mx.eval(sums[-1])
     total = _with_sinks(observed, _log_sum(mx.stack(sums, axis=-1)))
     votes: list[mx.array] = []
     for i, (span, *_) in enumerate(groups):
         logits = kept[i] if keeps else _logits(keys, observed, queries, span, votes[-1:] or [total])
-        votes.append(summed(logits - total[..., None]))
-        if waits:
-            mx.eval(votes[-1])
+        votes.append(made(summed(logits - total[..., None])))
     return mx.concatenate(votes, axis=-1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
-from ..several.ranks import ALONE, Ranks
+from ..several.ranks import ALONE
 from .attention import BLOCK_BYTES, KeyBlocks, above_average, attention_weights, latest_votes
 from .quantization import KEYS, VALUES, Quantization, Stored, each, n_rows, pack, rows, unpack
 from .queries import Queries
@@ -18,7 +18,9 @@ from .queries import Queries
 ByBlock = Callable[[int, int, list[mx.array]], mx.array]
 
 _NO_LAYER: Any = Missing(
-    "what is known of a layer besides its entries is missing: prefill with mlx_snapkv.prefill"
+    "what is known of a layer besides its entries is missing: prefill with mlx_snapkv.prefill",
+    latent=False,
+    heads=ALONE,
 )
 _NO_STATISTICS: Any = Missing(
     "the statistics of a layer's queries are missing: give the policy a query_statistics, "
@@ -37,8 +39,9 @@ class Entries:
     positional part of keys: `keys` are then both, side by side, and `values` the latents.
 
     The layer is an `AttentionLayer`: `.attention`, the mlx-lm attention module; `.rope`, its RoPE module or None;
-    `.number`, its place among the model's `.n_layers` full-attention layers; and what computes with these. Asking for
-    one of them is a SnapKVError if no layer was given, and so are statistics that the policy did not ask for.
+    `.number`, its place among the model's `.n_layers` full-attention layers; `.heads`, the ranks that share its heads;
+    and what computes with these. Asking for one of them is a SnapKVError if no layer was given, but for `.heads`; and
+    so are statistics that the policy did not ask for.
     """
 
     stored_keys: Stored
@@ -67,14 +70,6 @@ class Entries:
     def __len__(self) -> int:
         return n_rows(self.stored_keys)
 
-    @property
-    def _latent(self) -> bool:
-        return self.layer is not _NO_LAYER and self.layer.latent
-
-    @property
-    def heads(self) -> Ranks:
-        return ALONE if self.layer is _NO_LAYER else self.layer.heads
-
     def plain(self) -> tuple[mx.array, mx.array]:
         """What the cache stores, `(B, n_kv_heads, T, ...)` each, not quantised."""
         keys, values = self.stored_keys, self.stored_values
@@ -93,7 +88,7 @@ class Entries:
     def rekeyed(self, keys: mx.array) -> Entries:
         """The same entries, plain, with other `keys`."""
         plain = self.packed(None)
-        if not self._latent:
+        if not self.layer.latent:
             return replace(plain, stored_keys=keys)
         latents, positional = mx.split(keys, [self.values.shape[3]], axis=-1)
         return replace(plain, stored_keys=latents, stored_values=positional)
@@ -101,13 +96,13 @@ class Entries:
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after what is given."""
         keys = self._read(KEYS, start, stop, after)
-        if not self._latent:
+        if not self.layer.latent:
             return keys
         return mx.concatenate([keys, self._read(VALUES, start, stop)], axis=-1)
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """The same of the values."""
-        return self._read(KEYS if self._latent else VALUES, start, stop, after)
+        return self._read(KEYS if self.layer.latent else VALUES, start, stop, after)
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         stored = rows((self.stored_keys, self.stored_values)[which], start, stop)

@@ -27,16 +27,6 @@ class Quantization:
     bits: int  # per value, one of `BITS`
     group_size: int  # values that share a scale and a bias; it divides the head size
 
-    def pack(self, entries: mx.array) -> Stored:
-        return tuple(mx.quantize(entries, group_size=self.group_size, bits=self.bits))
-
-    def unpack(self, stored: Stored) -> mx.array:
-        """Entries `(B, n_kv_heads, T, head_dim)` of the scales' dtype, as the attention sees them."""
-        packed, scales, biases = stored
-        if packed.shape[2] == 0:  # mx.dequantize takes no empty array
-            return mx.zeros((*packed.shape[:3], packed.shape[3] * 32 // self.bits), scales.dtype)
-        return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
-
 
 class Quantised:
     """What mlx-lm's attention asks of a cache: with quantised entries it has these, and else it has not."""
@@ -60,11 +50,18 @@ def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, 
 
 
 def pack(entries: mx.array, quantization: Quantization | None) -> Stored:
-    return entries if quantization is None else quantization.pack(entries)
+    return entries if quantization is None else tuple(mx.quantize(entries, **vars(quantization)))
 
 
 def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
-    return stored if quantization is None else quantization.unpack(stored)
+    """Entries `(B, n_kv_heads, T, head_dim)` of the scales' dtype, as the attention sees them."""
+    if quantization is None:
+        return stored
+    packed, scales, _ = stored
+    if packed.shape[2] == 0:  # mx.dequantize takes no empty array
+        head_dim = packed.shape[3] * 32 // quantization.bits
+        return mx.zeros((*packed.shape[:3], head_dim), scales.dtype)
+    return mx.dequantize(*stored, **vars(quantization))
 
 
 def arrays(stored: Stored) -> list[mx.array]:

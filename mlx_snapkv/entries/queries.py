@@ -67,11 +67,8 @@ class Queries:
     @property
     def edges(self) -> list[int]:
         """The first entry of every page, and of what is behind them."""
-        return (
-            [0]
-            if self.pages is None
-            else [*range(0, self.pages.until, self.pages.size), self.pages.until]
-        )
+        pages = self.pages
+        return [*range(0, pages.until, pages.size), pages.until] if pages else [0]
 
     def seen_by(self, entry: int) -> Queries:
         """As the entries of this one's page see them."""
@@ -144,7 +141,8 @@ class Recorder(OnQueries):
             statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, and of
                 the one before `last` in any case, which needs `layer`; None counts nothing.
         """
-        self.first, self.last, self.newest = first, last, newest
+        self.first, self.last = first, last
+        self.newest = math.inf if newest is None else newest
         self.statistics_from = statistics_from
         self.scale = math.nan  # this and the sinks come with the queries
         self.sinks: mx.array | None = None
@@ -184,9 +182,8 @@ class Recorder(OnQueries):
         start = self.offset - queries.shape[2]
         if self.statistics_from is not None:
             self._count_queries(queries, start, read)
-        a, b = max(self.first, start), min(self.last, self.offset)
-        if self.newest is not None:
-            a = max(a, b - self.newest)
+        b = min(self.last, self.offset)
+        a = max(self.first, start, b - self.newest)
         if a >= b:
             return
         if start < self._stop:  # tokens were rolled back meanwhile
@@ -196,12 +193,10 @@ class Recorder(OnQueries):
         elif a > self._stop:
             self._queries = []
         # A slice would keep the whole chunk alive.
-        taken = queries[:, :, int(a) - start : int(b) - start]
-        self._queries.append(mx.contiguous(read(taken)))
+        self._queries.append(mx.contiguous(read(queries[:, :, int(a) - start : int(b) - start])))
         self._stop = int(b)
-        if self.newest is not None:
-            while self.n_queries - self._queries[0].shape[2] >= self.newest:
-                self._queries.pop(0)
+        while self.n_queries - self._queries[0].shape[2] >= self.newest:
+            self._queries.pop(0)
 
     def _count_queries(self, queries: mx.array, start: int, read: Read) -> None:
         """Add the queries of a call to the statistics, each position's once."""
@@ -244,13 +239,11 @@ class Recorder(OnQueries):
     @property
     def queries(self) -> mx.array:
         """`(B, n_heads, n, head_dim)`: the queries recorded, in order of position."""
-        queries = mx.concatenate(self._queries, axis=2)
-        return queries if self.newest is None else queries[:, :, -self.newest :]
+        return mx.concatenate(self._queries, axis=2)[:, :, -len(self.query_positions) :]
 
     @property
     def query_positions(self) -> range:
-        n = self.n_queries if self.newest is None else min(self.n_queries, self.newest)
-        return range(self._stop - n, self._stop)
+        return range(self._stop - int(min(self.n_queries, self.newest)), self._stop)
 
     @property
     def n_queries(self) -> int:

@@ -124,7 +124,7 @@ class SnapKV(Policy):
         """
         forward = self.pool == "forward"
         if self.heads == "shared":
-            votes = entries.heads.max(shared_logits(entries.blocks(), entries.voters))
+            votes = entries.layer.heads.max(shared_logits(entries.blocks(), entries.voters))
             to_pool = [votes]
         elif forward:
             votes, to_pool = mean_and_contrasts(entries)

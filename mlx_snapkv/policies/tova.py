@@ -21,4 +21,5 @@ class TOVA(Policy):
 
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32, equal for all heads."""
-        return mx.broadcast_to(entries.heads.mean_of_heads(entries.votes), entries.votes.shape)
+        votes = entries.votes
+        return mx.broadcast_to(entries.layer.heads.mean_of_heads(votes), votes.shape)

@@ -18,7 +18,7 @@ from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.file_store import FileStore, Layout, SavedFile
 from mlx_snapkv.caches.stores import KEYS, MemoryStore
 from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.entries.quantization import Quantization, arrays
+from mlx_snapkv.entries.quantization import Quantization, arrays, pack, unpack
 
 PIECE = 7  # entries
 HOW = Quantization(4, 64)
@@ -46,8 +46,7 @@ def assert_holds(store, rows):
     """Through everything that a store can be asked."""
     n, how = rows[0].shape[2], store.quantization
     assert store.n_entries == n
-    if how is not None:
-        rows = [how.unpack(how.pack(x)) for x in rows]
+    rows = [unpack(pack(x, how), how) for x in rows]
     assert_bits_equal(store.entries(), rows)
     for a, b in ((0, 1), (n - 1, n), (n // 3, n - n // 3)):
         if a < b:
