@@ -15,7 +15,7 @@ def layer_cache(cache: Any) -> LayerCache:
     """A layer's cache as the contract has it: itself if it is one of ours."""
     if isinstance(cache, LayerCache):
         return cache
-    return FullCache(cache) if has_all_entries(cache) else StateCache(cache)
+    return FullCache(cache=cache) if has_all_entries(cache) else StateCache(cache)
 
 
 def has_all_entries(cache: Any) -> bool:
@@ -31,31 +31,20 @@ def full_cache(entries: Entries) -> Any:
     return cache
 
 
-class FullCache(LayerCache):
+class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
     """A `KVCache` or `QuantizedKVCache`, which holds all entries."""
-
-    def __init__(self, cache: KVCache | QuantizedKVCache):
-        self._store = MemoryStore(cache=cache)
-        self.quantization = self._store.quantization
 
     @property
     def offset(self) -> int:  # type: ignore[override]
-        return self._store.n_entries
-
-    def size(self) -> int:
-        return self.offset
+        return self.cache.offset
 
     def held(self, n_queries: int = 0) -> Entries:
-        return self._store.held()
-
-    @property
-    def kv_nbytes(self) -> int:
-        return self._store.nbytes
+        return super().held()
 
     def rollback(self, n: int) -> None:
         if n > self.offset:
             raise TrimError(f"this cache holds {self.offset} tokens, {n} can't be rolled back")
-        self._store.truncate(self.offset - n)
+        self.truncate(self.offset - n)
 
 
 class StateCache(LayerCache):

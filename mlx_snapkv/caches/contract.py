@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,15 +45,13 @@ class LayerCache(ABC):
     block: int = 1
     room: float = math.inf
     nbytes: int
+    size: Callable[[], int]
     file_nbytes: int = 0
     _mark: Mark | None = None
 
-    @abstractmethod
-    def size(self) -> int:
-        """Entries held per KV head."""
-
     @property
     def n_entries(self) -> int:
+        """Entries held per KV head."""
         return self.size()
 
     @property

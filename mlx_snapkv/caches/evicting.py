@@ -11,16 +11,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import _BaseCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import (
-    Quantised,
-    Quantization,
-    Stored,
-    arrays,
-    n_bytes,
-    n_rows,
-    pack,
-    rows,
-)
+from ..entries.quantization import Quantised, Quantization, Stored, n_bytes, n_rows, pack, rows
 from ..entries.queries import Queries, Recorder
 from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
@@ -174,7 +165,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     @property
     def _heads(self) -> tuple[int, ...]:
         """`(B, n_kv_heads)`."""
-        return arrays(self.keys)[0].shape[:2]
+        return tree_flatten(self.keys)[0][1].shape[:2]  # type: ignore[index]
 
     def _require_uniform(self) -> None:
         """Raises: SnapKVError: this cache's mask fits no other layer's."""

@@ -258,8 +258,3 @@ def copies_but_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list
 def is_compressed(prompt_cache: list) -> bool:
     """Whether any layer's entries were chosen from, or are going to be."""
     return any(cache.is_compressed for cache in layer_caches(prompt_cache))
-
-
-def is_fresh(prompt_cache: list) -> bool:
-    # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
-    return all(cache.empty() for cache in members(prompt_cache))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ from ..entries.quantization import (
     Stored,
     each,
     grown,
+    join,
     n_bytes,
     n_rows,
     rows,
@@ -153,10 +154,10 @@ class JoinedView(EntryView):
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         """Of views that store entries alike."""
-        return _joined(part.stored(which, a, b) for part, a, b in self._within(start, stop))
+        return join(*(part.stored(which, a, b) for part, a, b in self._within(start, stop)))
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
-        return _joined(part.read(which, a, b) for part, a, b in self._within(start, stop))
+        return join(*(part.read(which, a, b) for part, a, b in self._within(start, stop)))
 
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
         found: Any = ()
@@ -167,8 +168,3 @@ class JoinedView(EntryView):
             found = tuple(mx.where(here, *pair) for pair in zip(there, found)) if found else there
             first += n
         return found
-
-
-def _joined(parts: Iterable[Stored]) -> Stored:
-    first, *others = parts
-    return each(lambda *x: mx.concatenate(list(x), axis=2), first, *others) if others else first

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..caches.layers import is_fresh
+from ..caches.layers import members
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from ..policies.budgets import is_share
@@ -66,7 +66,8 @@ def gate(
     """
     if n_prompt == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
-    if prompt_cache is not None and not is_fresh(prompt_cache):
+    # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
+    if not all(cache.empty() for cache in members(prompt_cache or [])):
         return "the prompt cache already holds tokens; only a fresh one is compressed"
     if n_prompt < policy.min_ctx:
         return (

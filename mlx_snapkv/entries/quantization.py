@@ -95,8 +95,8 @@ def write(stored: Stored, where: int | mx.array, entries: Stored) -> None:
         held[..., places, :] = new
 
 
-def join(stored: Stored, entries: Stored) -> Stored:
-    return each(lambda *pair: mx.concatenate(list(pair), axis=2), stored, entries)
+def join(*stored: Stored) -> Stored:
+    return each(lambda *parts: mx.concatenate(list(parts), axis=2), *stored)
 
 
 def grown(stored: Stored, more: int) -> Stored:
