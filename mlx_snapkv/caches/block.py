@@ -194,17 +194,12 @@ class BlockKVCache(EvictingCache):
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
-        return self._with_newest(self._kept_positions)
+        return self._with_newest(self._kept_positions, self._n - self._n_kept)
 
     @property
     def rotations(self) -> mx.array | None:  # type: ignore[override]
-        return None if self._rotations is None else self._with_newest(self._rotations)
-
-    def _with_newest(self, kept: mx.array | None) -> mx.array:
-        n_since = self._n - self._n_kept
-        since = mx.arange(self.offset - n_since, self.offset, dtype=mx.uint32)
-        since = mx.broadcast_to(since, (*self._heads, n_since))
-        return since if kept is None else mx.concatenate([kept, since], axis=2)
+        kept = self._rotations
+        return None if kept is None else self._with_newest(kept, self._n - self._n_kept)
 
     def _n_free(self) -> int:
         n_since = self._n - self._n_kept

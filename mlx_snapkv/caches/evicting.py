@@ -167,6 +167,12 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """`(B, n_kv_heads)`."""
         return tree_flatten(self.keys)[0][1].shape[:2]  # type: ignore[index]
 
+    def _with_newest(self, kept: mx.array | None, n: int) -> mx.array:
+        """Positions `(B, n_kv_heads, m)`, and behind them those of the `n` newest tokens."""
+        newest = mx.arange(self.offset - n, self.offset, dtype=mx.uint32)
+        newest = mx.broadcast_to(newest, (*self._heads, n))
+        return newest if kept is None else mx.concatenate([kept, newest], axis=2)
+
     def _require_uniform(self) -> None:
         """Raises: SnapKVError: this cache's mask fits no other layer's."""
         if not self.uniform:

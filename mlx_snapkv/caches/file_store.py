@@ -198,8 +198,7 @@ class FileStore(JoinedView, Store):
             for file, x in zip(part.files, stored):
                 file.write(x, part.n_entries)
         except OSError as error:
-            if self._grows:
-                self._cut(self._parts[-1].n_entries)
+            self._cut()
             raise EntryFileError(
                 f"entries can't be kept in a file in {tempfile.gettempdir()}: {error.strerror or error}; "
                 "set TMPDIR or --store-dir to a folder with room, or use another memory"
@@ -212,15 +211,14 @@ class FileStore(JoinedView, Store):
             left = n - self.n_entries
             if left > 0:
                 self._parts.append(replace(part, n_entries=left))
-                if self._grows:
-                    self._cut(left)
+                self._cut()
             else:
                 self._grows = False
 
-    def _cut(self, n: int) -> None:
-        for file in self._parts[-1].files:
+    def _cut(self) -> None:
+        for file in self._parts[-1].files if self._grows else ():
             with contextlib.suppress(OSError):
-                file.cut(n)
+                file.cut(self._parts[-1].n_entries)
 
     def __deepcopy__(self, memo: dict) -> FileStore:
         self._grows = False

@@ -198,8 +198,4 @@ class SharedKVCache(RecordingKVCache):
 
     @property  # type: ignore[misc]  # nothing sets the state of a request under way
     def state(self) -> tuple:
-        return (
-            self.growing.keys,
-            self.growing.values,
-            [(x._queries, x._sums) for x in self.recorders],
-        )
+        return *super().state, [x.state for x in self.recorders]

@@ -4,12 +4,13 @@ import math
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, each, grown, join, n_rows, rows, write
 from ..errors import SnapKVError
 from ..policies import Policy
-from . import ring
+from ..policies.budgets import Quota
 from .compaction import looked_up
 from .evicting import EvictingCache
 
@@ -81,9 +82,7 @@ class SnapKVCache(EvictingCache):
         self.offset, self.n_pin, self.n_window = offset, n_pin, n_window
         self._reserved, self._rotated = reserved, rotated
         # Positions of the entries when they were last rearranged, and tokens since then.
-        window = mx.arange(offset - (n - n_pin), offset)
-        window = mx.broadcast_to(window, (*positions.shape[:2], n - n_pin))
-        self._arranged = mx.concatenate([positions, window], axis=-1).astype(mx.uint32)
+        self._arranged = self._with_newest(positions.astype(mx.uint32), n - n_pin)
         self._n, self._since = n, 0
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
         self._newest = 0  # tokens that can be rolled back: of the last update, or since the mark
@@ -172,7 +171,7 @@ class SnapKVCache(EvictingCache):
         self._newest = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """None, `"causal"`, or bool `(N, rows)`; see `ring.visible`."""
+        """None, `"causal"`, or bool `(N, rows)`; see `visible`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         p, w = self.n_pin, self.n_window
@@ -187,19 +186,17 @@ class SnapKVCache(EvictingCache):
             return None if N == 1 else "causal"
         if return_array:
             self._require_uniform()
-        return mx.array(ring.visible(p, m, w, N, oldest))
+        return visible(p, m, w, N, oldest)
 
     def hide(self, queries: mx.array, keys: Any, mask: Any) -> Any:
-        """The mask of the newest queries `(B, n_heads, L, head_dim)`, instead of `mask`, which is one for all layers.
+        """The mask of the newest queries `(B, n_heads, L, head_dim)`, for a patched attention class.
 
-        Where layers hold different numbers of entries, that one lets the tokens of an update see what earlier ones of
-        it overwrite. A patched attention class asks here.
+        Where layers differ in entries, `mask`, one for all, shows an update's tokens what earlier ones overwrite.
         """
         L = queries.shape[2]
         m = self._n - self.n_pin - L
-        if self.uniform or m + L <= self.n_window:
-            return mask
-        return mx.array(ring.visible(self.n_pin, m, self.n_window, L, self._oldest))
+        hides = not self.uniform and m + L > self.n_window
+        return visible(self.n_pin, m, self.n_window, L, self._oldest) if hides else mask
 
     @property
     def room(self) -> float:  # type: ignore[override]
@@ -222,7 +219,7 @@ class SnapKVCache(EvictingCache):
             reserved = mx.pad(reserved, [(0, 0), (0, 0), (0, self._n - self.n_pin)])
             reserved = mx.take_along_axis(reserved, order, axis=-1)
             scores = mx.where(reserved, mx.inf, scores)
-        layout = ring.layout(scores, self.n_pin, self.n_keep, self.n_window - self.block)
+        layout = rearranged(scores, self.n_pin, self.n_keep, self.n_window - self.block)
         moved = held.taken(mx.take_along_axis(order, layout, axis=-1))
         if reserved is not None:
             self._reserved = mx.take_along_axis(reserved, layout[..., : self.n_pin], axis=-1)
@@ -238,8 +235,8 @@ class SnapKVCache(EvictingCache):
         pending = self._n - self.n_keep
         if n > max(0, pending) and self._oldest:
             # The last token, alone, has overwritten the oldest: the ring is turned so that this comes first.
-            turned = (mx.arange(self.n_window) + self._oldest) % self.n_window
-            order = mx.concatenate([mx.arange(self.n_pin), self.n_pin + turned])
+            order = mx.arange(self.n_keep)
+            order[self.n_pin :] = mx.roll(order[self.n_pin :], -self._oldest)
             stored = self.keys, self.values
             self.keys, self.values = each(lambda x: mx.take(x, order, axis=2), stored)
             self._oldest = 0
@@ -255,12 +252,10 @@ class SnapKVCache(EvictingCache):
     def positions(self) -> mx.array:  # type: ignore[override]
         n = self._n - self.n_pin
         new = min(n, self._since)
-        newest = mx.arange(self.offset - new, self.offset, dtype=mx.uint32)
         older = self._arranged[..., self._arranged.shape[-1] - (n - new) :]
-        newest = mx.broadcast_to(newest, (*older.shape[:2], new))
         m = min(n, self.n_window)
         age = mx.concatenate([(mx.arange(m) - self._oldest) % max(m, 1), mx.arange(m, n)])
-        window = mx.take(mx.concatenate([older, newest], axis=-1), age, axis=-1)
+        window = mx.take(self._with_newest(older, new), age, axis=-1)
         return mx.concatenate([self._arranged[..., : self.n_pin], window], axis=-1)
 
     @property
@@ -272,3 +267,34 @@ class SnapKVCache(EvictingCache):
         entries = held.taken(mx.argsort(held.positions, axis=-1))
         entries.observed = self._observed(n_queries)
         return entries
+
+
+def visible(n_pin: int, held: int, n_window: int, N: int, oldest: int) -> mx.array:
+    """What each of `N` tokens sees, bool `(N, n_pin + held + N)`: the pinned, and the last `n_window` up to its own.
+
+    Args:
+        held: entries behind the pinned ones: a ring of at most `n_window`, its oldest at `oldest`, then the pending.
+    """
+    age = np.arange(-n_pin, held + N)  # by row; in the ring, which turns, counted from its oldest
+    ring = slice(n_pin, n_pin + min(held, n_window))
+    age[ring] = (age[ring] - oldest) % min(max(held, 1), n_window)
+    newest = held + np.arange(N)[:, None]
+    pinned = np.arange(n_pin + held + N) < n_pin
+    return mx.array(pinned | ((newest - n_window < age) & (age <= newest)))
+
+
+def rearranged(scores: mx.array, n_pin: int, n_keep: int, recent: int) -> mx.array:
+    """Which of the `n_keep` best of `(B, n_kv_heads, T)` goes to which row, uint32 `(B, n_kv_heads, n)`.
+
+    First the `n_pin` best of all but the `recent` newest, then the others, then the newest, each in order of position.
+    """
+    T = scores.shape[-1]
+    n_keep, recent = min(T, n_keep), min(recent, T - n_pin)
+    n_best = n_pin + recent
+    best, all_kept = (Quota(n, 0, recent).select(scores) for n in (n_best, n_keep))
+    row = mx.arange(T, dtype=mx.uint32)
+    chance = mx.full(scores.shape, T, mx.uint32)
+    chance = mx.put_along_axis(chance, all_kept, mx.take(row, all_kept), axis=-1)
+    chance = mx.put_along_axis(chance, best, mx.array(T, mx.uint32), axis=-1)
+    others = mx.sort(chance, axis=-1)[..., : n_keep - n_best]
+    return mx.concatenate([best[..., :n_pin], others, best[..., n_pin:]], axis=-1)

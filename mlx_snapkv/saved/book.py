@@ -28,7 +28,6 @@ KEY = "book"
 Progress = Callable[[int, int], None]  # called with the bytes written and their total
 
 PIECE = 1 << 18  # bytes that share a checksum: a gather reads whole ones, but each only once
-_KINDS = ("keys", "values")
 _FOLDER = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
 _AT_A_TIME = 32  # pieces that are written together
 
@@ -99,26 +98,24 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
     for number, cache in enumerate(books(prompt_cache)):
         files = []
-        for kind, layout in _layouts(cache, quantization).items():
-            piece = _piece(layout)
+        for path, layout, piece in _files(folder, number, cache, quantization):
             own, checksums = np.split(checksums, [-(-n // piece)])
-            files.append(SavedFile(folder / f"{number:03d}.{kind}", layout, n, own, piece))
+            files.append(SavedFile(path, layout, n, own, piece))
         cache.store = FileStore(quantization, files, n)
-    if any(cache.offset != n for cache in books(prompt_cache)):
-        raise SnapKVError(f"its layers should hold {n} tokens")
+        if cache.offset != n:
+            raise SnapKVError(f"its layers should hold {n} tokens")
 
 
 def _write(folder: Path, caches: list[OutOfCoreKVCache], progress: Progress | None) -> str:
     """Write the entries, a file after the other; what `open_book` is to be given."""
     quantization, n = caches[0].store.quantization, caches[0].offset
-    layouts = [_layouts(cache, quantization) for cache in caches]
-    total = n * sum(layout.token for own in layouts for layout in own.values())
+    found = [_files(folder, i, cache, quantization) for i, cache in enumerate(caches)]
+    total = n * sum(layout.token for files in found for _, layout, _ in files)
     done, checksums = 0, []
-    for number, (cache, own) in enumerate(zip(caches, layouts)):
-        for which, (kind, layout) in enumerate(own.items()):
-            piece = _piece(layout)
+    for cache, files in zip(caches, found):
+        for which, (path, layout, piece) in enumerate(files):
             step, size = piece * _AT_A_TIME, piece * layout.token
-            with (folder / f"{number:03d}.{kind}").open("xb") as file:
+            with path.open("xb") as file:
                 for start in range(0, n, step):
                     stored = cache.store.stored(which, start, min(start + step, n))
                     data = layout.to_bytes(stored)
@@ -138,10 +135,11 @@ def _write(folder: Path, caches: list[OutOfCoreKVCache], progress: Progress | No
     return json.dumps(about)
 
 
-def _layouts(cache: OutOfCoreKVCache, quantization: Quantization | None) -> dict[str, Layout]:
+def _files(
+    folder: Path, number: int, cache: OutOfCoreKVCache, quantization: Quantization | None
+) -> list[tuple[Path, Layout, int]]:
+    """A layer's files of keys and of values, how these lie in them, and the entries that share a checksum."""
     ones = (pack(x[:, :, :1], quantization) for x in (cache.keys, cache.values))
-    return {kind: Layout.of(one) for kind, one in zip(_KINDS, ones)}
-
-
-def _piece(layout: Layout) -> int:
-    return max(1, PIECE // layout.token)
+    paths = (folder / f"{number:03d}.{kind}" for kind in ("keys", "values"))
+    layouts = map(Layout.of, ones)
+    return [(path, x, max(1, PIECE // x.token)) for path, x in zip(paths, layouts)]
