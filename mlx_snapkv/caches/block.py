@@ -76,8 +76,9 @@ class BlockKVCache(EvictingCache):
         return self.quota.entries + self.block
 
     @property
-    def _n_kept(self) -> int:
-        return 0 if self._kept_positions is None else self._kept_positions.shape[2]
+    def _n_since(self) -> int:
+        """Tokens since the last eviction."""
+        return self._n - (0 if self._kept_positions is None else self._kept_positions.shape[2])
 
     @property
     def room(self) -> float:  # type: ignore[override]
@@ -90,9 +91,6 @@ class BlockKVCache(EvictingCache):
         start, self._n = self._n, self._n + L
         self._write(start, keys, values)
         self.offset += L
-
-    def flush(self) -> None:
-        self.commit()
 
     def place(self) -> int:
         self._n += 1
@@ -166,7 +164,7 @@ class BlockKVCache(EvictingCache):
         L = max(L, len(self._steady)) if self.offset in self._steady else L
         votes = bool(self.policy.obs_window and not self._queries)
         votes |= self.policy.query_statistics is not None and not self._sums
-        if votes and self._n == self._n_kept:
+        if votes and not self._n_since:
             return False  # no query has voted for the entries given; the next tokens' will
         return self._n + L > self.capacity and self._n > self.quota.entries
 
@@ -194,17 +192,16 @@ class BlockKVCache(EvictingCache):
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
-        return self._with_newest(self._kept_positions, self._n - self._n_kept)
+        return self._with_newest(self._kept_positions, self._n_since)
 
     @property
     def rotations(self) -> mx.array | None:  # type: ignore[override]
         kept = self._rotations
-        return None if kept is None else self._with_newest(kept, self._n - self._n_kept)
+        return None if kept is None else self._with_newest(kept, self._n_since)
 
     def _n_free(self) -> int:
-        n_since = self._n - self._n_kept
         uncounted = len(self._uncounted) + max(0, self.offset - self.last)
-        return int(min(n_since, uncounted)) if self.accumulates else n_since
+        return int(min(self._n_since, uncounted)) if self.accumulates else self._n_since
 
     def _roll_back(self, n: int) -> None:
         beyond = int(max(0, self.offset - self.last))  # these are not to be counted

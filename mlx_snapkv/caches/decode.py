@@ -1,5 +1,7 @@
 """The caches that an answer is decoded from, once its prompt has been compressed."""
 
+from typing import Any
+
 import mlx.core as mx
 
 from ..entries.entries import Entries
@@ -34,30 +36,28 @@ def decode_cache(
         uniform: all layers hold equally many entries.
         reads_again: the prompt's last tokens are read again on it, so nothing is evicted.
     """
-    how, block = kept.quantization, policy.answer_block(quota.n_window)
+    block = policy.answer_block(quota.n_window)
+    more: dict[str, Any] = {"uniform": uniform, "quantization": kept.quantization}
     if reads_again or not policy.keeps_shape:
         most = Quota(UNLIMITED, 0, 0) if reads_again or policy.grows else quota
         newest = 1 if reads_again else None
-        cache = BlockKVCache(
-            policy, most, block, layer=layer, newest=newest, uniform=uniform, quantization=how
-        )
+        cache = BlockKVCache(policy, most, block, layer=layer, newest=newest, **more)
         cache.offset = offset
         cache.hold(kept)
         return cache
     n_pin = max(0, len(kept) - quota.n_window)
-    slides = policy.on_full == "slide"
+    if policy.on_full != "slide":
+        reserved = _reserved(scores[..., :n_pin], quota.n_sink)
+        more |= {"policy": KeyDiff(), "block": block, "reserved": reserved}
+    if kept.given_rotations is not None:
+        more["rotated"] = kept.positions, kept.given_rotations
     window = SnapKVCache(
         kept.stored_keys,
         kept.stored_values,
         mx.contiguous(kept.positions[..., :n_pin]),
         offset=offset,
         n_window=quota.n_window,
-        uniform=uniform,
-        quantization=how,
-        policy=None if slides else KeyDiff(),
-        block=1 if slides else block,
-        reserved=None if slides else _reserved(scores[..., :n_pin], quota.n_sink),
-        rotated=None if kept.given_rotations is None else (kept.positions, kept.given_rotations),
+        **more,
     )
     window.layer = layer
     return window

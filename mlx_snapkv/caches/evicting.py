@@ -59,9 +59,9 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def append(self, keys: Stored, values: Stored) -> None:
         """Add tokens' keys and values as they are to be stored."""
 
-    @abstractmethod
     def flush(self) -> None:
         """Move all entries into the first `n_entries` rows, as `place` wants it; none can be rolled back then."""
+        self.commit()
 
     @abstractmethod
     def place(self) -> int:

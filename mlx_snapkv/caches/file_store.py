@@ -128,12 +128,9 @@ class SavedFile(EntryFile):
         pieces = pieces[self._is_new[pieces]]
         if pieces.size:
             whole, size = np.memmap(self._file, np.uint8, "r"), self._piece * self.layout.token
-
-            def checksum(piece: int) -> int:
-                return zlib.crc32(whole[piece * size : (piece + 1) * size].data)
-
+            parts = (whole[i * size : (i + 1) * size].data for i in pieces.tolist())
             with ThreadPoolExecutor(os.cpu_count()) as threads:
-                sound = self._checksums[pieces] == list(threads.map(checksum, pieces.tolist()))
+                sound = self._checksums[pieces] == list(threads.map(zlib.crc32, parts))
             self._is_new[pieces[sound]] = False
             if not sound.all():
                 raise EntryFileError(

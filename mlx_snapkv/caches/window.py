@@ -137,7 +137,7 @@ class SnapKVCache(EvictingCache):
             self.keys, self.values = each(mx.contiguous, kept)
 
     def flush(self) -> None:
-        self.commit()
+        super().flush()
         self._flush()
         self._shrink(1)
 
