@@ -10,15 +10,19 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from disk_helpers import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.file_store import FileStore, Layout, SavedFile
+from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.stores import KEYS, MemoryStore
+from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization, arrays, pack, unpack
+from mlx_snapkv.entries.queries import Queries
 
 PIECE = 7  # entries
 HOW = Quantization(4, 64)
@@ -122,6 +126,23 @@ def test_entries_that_are_quantised_the_same_way_are_stored_as_they_are(kind):
     entries = Entries(*rows_of(9)).packed(HOW)
     found = holding(kind(HOW), entries).held()
     assert_bits_equal(arrays(found.stored_keys), arrays(entries.stored_keys))
+
+
+@pytest.mark.parametrize("kind, how", [(MemoryStore, None), (MemoryStore, HOW), (FileStore, None)])
+def test_votes_over_several_stores(kind, how, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 50_000)
+    monkeypatch.setattr(attention, "READ_BYTES", 50_000)
+    every, T = rows_of(321, dtype=mx.float32), 321
+    parts = [[x[:, :, :300] for x in every], [x[:, :, 300:] for x in every]]
+    stores = [holding(store, part) for store, part in zip((kind(how), MemoryStore()), parts)]
+    keys = mx.concatenate([store.entries()[0] for store in stores], axis=2)
+    queries, places = mx.random.normal((2, 6, 3, 64)), range(T - 2, T + 1)
+    entries = FullView(stores, layer=None).voted_by(Queries(queries, places, 0.125))
+    (latest,), votes = entries.latest_votes(2), entries.votes
+    assert "keys" not in vars(entries)  # they are never all in memory
+    for found, n in ((votes, 3), (latest, 2)):
+        wanted = reference.votes(queries[:, :, -n:], keys, places[-n:], 0.125)
+        np.testing.assert_allclose(np.array(found), wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_files_have_no_name_go_with_the_store_and_are_shared_by_copies(tmp_path, monkeypatch):
