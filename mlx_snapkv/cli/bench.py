@@ -17,31 +17,22 @@ if TYPE_CHECKING:
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
 POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
+CONTEXTS, LONG = "4096,16384,32768,65536,131072", "16384,32768,65536"
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    model: str | None = option(
-        None, "Model folder, repository or embedded name; default: a random LLaMA."
-    )
-    policy: list[str] | None = option(
-        None, f"Repeat it for several; default: {' and '.join(POLICIES)}."
-    )
-    snapkv: str | None = option(None, "The same for SnapKV: its options alone.")
-    context: Any = option(
-        "4096,16384,32768,65536,131072", "Context lengths to decode at.", parser=lengths(LEAST)
-    )
+    model: str | None = option("Folder, repository or embedded name; default: a random LLaMA.")
+    policy: list[str] | None = option(f"Repeat it for several; default: {' and '.join(POLICIES)}.")
+    snapkv: str | None = option("The same for SnapKV: its options alone.")
+    context: Any = option("Context lengths to decode at.", CONTEXTS, parser=lengths(LEAST))
     prompt_tokens: Any = option(
-        "8192,16384", "Prompt lengths that all caches read.", "-p", parser=lengths(LEAST)
+        "Prompt lengths that all caches read.", "8192,16384", "-p", parser=lengths(LEAST)
     )
-    long_prompts: Any = option(
-        "16384,32768,65536", "The same for block policies only.", parser=lengths(LEAST)
-    )
-    num_trials: int = option(3, "Prompts read of each length.", "-n", min=1)
-    steps: int = option(50, "Steps decoded per cache.", min=1, max=200)
-    output: str | None = option(
-        None, "Write NAME.json, NAME.md and a picture, NAME.png.", metavar="NAME"
-    )
+    long_prompts: Any = option("The same for block policies only.", LONG, parser=lengths(LEAST))
+    num_trials: int = option("Prompts read of each length.", 3, "-n", min=1)
+    steps: int = option("Steps decoded per cache.", 50, min=1, max=200)
+    output: str | None = option("Write OUTPUT.json, OUTPUT.md and a picture, OUTPUT.png.")
 
     def plan(self) -> Plan:
         from ..bench.speed import Plan

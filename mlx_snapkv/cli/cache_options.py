@@ -30,10 +30,10 @@ class CacheOptions:
 
     prefill_step_size: PrefillStepSize = 2048
     kv_group_size: int = option(
-        64, "Values that share a scale: 32, 64 or 128.", parser=one_of(32, 64, 128)
+        "Values that share a scale: 32, 64 or 128.", 64, parser=one_of(32, 64, 128)
     )
     kv_bits: int | None = option(
-        None, "Bits of the KV cache's entries: 2, 3, 4, 6 or 8.", parser=one_of(2, 3, 4, 6, 8)
+        "Bits of the entries: 2, 3, 4, 6 or 8.", parser=one_of(2, 3, 4, 6, 8)
     )
 
     @property
@@ -62,12 +62,10 @@ class MLXCacheOptions(CacheOptions):
     """The same with mlx-lm's options of a full cache."""
 
     max_kv_size: int | None = option(
-        None,
-        "mlx-lm's rotating cache, in entries, of models that make no caches of their own.",
-        min=1,
+        "Entries of mlx-lm's rotating cache, of models that make no caches of their own.", min=1
     )
     quantized_kv_start: int | None = option(
-        None, "Tokens from which --kv-bits counts, without a policy; mlx-lm's 5000.", min=0
+        "Tokens from which --kv-bits counts, without a policy; mlx-lm's 5000.", min=0
     )
 
     def generation(self, policy: Policy | Stages | None) -> dict[str, Any]:
@@ -100,7 +98,7 @@ class PolicyOptions:
     """The policy that compresses prompts, if any does."""
 
     snapkv: Snapkv = None
-    policy: str | None = option(None, 'Any of mlx-snapkv policies, such as "keydiff:budget=25%".')
+    policy: str | None = option('Any of mlx-snapkv policies, such as "keydiff:budget=25%".')
 
     def resolve(self) -> Policy | Stages | None:
         """The policy; SnapKVError for a mistake in it, or for two."""
@@ -114,12 +112,11 @@ class AutoPolicyOptions(PolicyOptions):
     """The same, or what suits the prompt and the machine."""
 
     policy: str | None = option(
-        None,
         'Any policy, such as "keydiff:budget=25%" (see mlx-snapkv policies); or auto, which takes what '
-        "suits the prompt, the task and this machine.",
+        "suits the prompt, the task and this machine."
     )
     kv_memory: int | None = option(
-        None, "KV memory for --policy auto, as 2GB.", parser=n_bytes, metavar="SIZE"
+        "KV memory for --policy auto, as 2GB.", parser=n_bytes, metavar="SIZE"
     )
 
     @property
@@ -134,16 +131,15 @@ class AutoPolicyOptions(PolicyOptions):
 @dataclass(frozen=True)
 class MemoryOptions:
     memory: str = option(
-        "drop",
         "Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
         "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
         "policy that evicts while it reads, such as keydiff, then reads within its budget.",
+        "drop",
     )
-    store_dir: Path | None = option(None, "Folder of --memory recall:file; by default TMPDIR.")
+    store_dir: Path | None = option("Folder of --memory recall:file; by default TMPDIR.")
     far: str | None = option(
-        None,
         "Entries farther away than the model was trained to: turned as if they were nearer (pull), or left where they "
-        "are (keep). Without it, pulled if the prompt is longer than that, and the policy evicts while it is read.",
+        "are (keep). Without it, pulled if the prompt is longer than that, and the policy evicts while it is read."
     )
 
     def __post_init__(self):
@@ -169,13 +165,12 @@ class RetentionOptions(MemoryOptions):
     """The same, and what an answer does with these entries."""
 
     verify: str | None = option(
-        None,
-        "all: the answer is drafted, and checked on all entries that --memory keeps: the full cache's own.",
+        "all: drafted, and checked on all entries that --memory keeps: the full cache's answer."
     )
     refresh: str = option(
-        "token",
         "With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
         "the whole answer, which is faster and less exact (turn).",
+        "token",
     )
 
 

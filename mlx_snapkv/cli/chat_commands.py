@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
@@ -17,7 +18,7 @@ from ..engine.auto import AUTO, CONVERSATION
 from ..engine.config import VERIFY
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError, suggestion
-from ..paths import path_of, put, refusing
+from ..paths import path_of, put, refusing, require_place
 from ..policies import POLICIES, resolve_policy
 from ..saved import require_writable
 from ..several.ranks import here
@@ -31,11 +32,11 @@ FILE = "FILE"
 
 
 class Command(NamedTuple):
-    """A command: what may follow its name, what it does, its docstring says what for, and what Tab completes."""
+    """A command: what may follow its name, what Tab completes, what it does, and what for by its docstring."""
 
     arguments: str
-    do: Callable[[Session, str], None]
     completer: Completer
+    do: Callable[[Session, str], None]
 
 
 COMMANDS: dict[str, Command] = {}
@@ -43,11 +44,11 @@ COMMANDS: dict[str, Command] = {}
 
 def _command(arguments: str = "", *words: str) -> Callable:
     """Makes a function a command of its name: `words` are what may follow, if it is no file."""
+    paths = PathCompleter(expanduser=True)
+    completer = paths if arguments == FILE else WordCompleter([*words])
 
     def register(do: Callable[[Session, str], None]) -> None:
-        paths = PathCompleter(expanduser=True)
-        completer = paths if arguments == FILE else WordCompleter([*words])
-        COMMANDS[do.__name__.replace("_", "/")] = Command(arguments, do, completer)
+        COMMANDS[do.__name__.replace("_", "/")] = Command(arguments, completer, do)
 
     return register
 
@@ -61,10 +62,9 @@ def run_command(session: Session, line: str) -> None:
     if rest and not command.arguments:
         raise SnapKVError(f"{name} takes nothing, got {rest!r}")
     if command.arguments == FILE:
+        rest = re.sub(r"""^(["'])(.*)\1$""", r"\2", rest)
         if not rest:
             raise SnapKVError(f"{name} needs the name of a file")
-        if len(rest) > 1 and rest[0] == rest[-1] and rest[0] in "\"'":
-            rest = rest[1:-1]
     command.do(session, rest)
 
 
@@ -98,19 +98,15 @@ def _files(session: Session, rest: str) -> None:
         word, _, which = rest.partition(" ")
         which = next((n for n, name in waiting.items() if which.strip() in (n, name)), "")
         if word != "detach" or not which:
-            raise SnapKVError(
-                f"/files takes nothing or: detach and the number or name of a waiting file, got {rest!r}"
-            )
+            what = "detach and the number or name of a waiting file"
+            raise SnapKVError(f"/files takes nothing or: {what}, got {rest!r}")
         del attached[int(which) - 1]
         session.say(f"{waiting[which]} is detached")
         return
-    read = [text for *documents, _ in session.conversation.said for text in documents]
-    for text in read:
-        session.say(f"   {session.name_of(text)}, part of the conversation")
-    for n, name in waiting.items():
-        session.say(f"{n}  {name}, to be read with your next message")
-    if not read and not waiting:
-        session.say("no file is attached: /file FILE attaches one")
+    read = [session.name_of(text) for *texts, _ in session.conversation.said for text in texts]
+    lines = [f"   {name}, part of the conversation" for name in read]
+    lines += [f"{n}  {name}, to be read with your next message" for n, name in waiting.items()]
+    session.say("\n".join(lines) or "no file is attached: /file FILE attaches one")
 
 
 @_command()
@@ -127,8 +123,7 @@ def _retry(session: Session, _: str) -> None:
     """answer the last question again"""
     if not session.conversation.said:
         raise SnapKVError("nothing has been said yet, so there is nothing to answer again")
-    is_same = _answers_the_same_again(session)
-    if session.sampling.temp == 0 and is_same:
+    if _answers_the_same_again(session) and session.sampling.temp == 0:
         session.say("the same answer, since temp is 0: /set temp 0.7 lets it differ")
 
 
@@ -193,29 +188,26 @@ def _stats(session: Session, _: str) -> None:
     session.say(str(report))
     layers = []  # those that have entries, neighbours with as many together
     for n, group in groupby(enumerate(report.entries_kept), key=lambda layer: layer[1]):
-        numbers = [layer for layer, _ in group]
-        first, last = numbers[0], numbers[-1]
+        first, *more = [layer for layer, _ in group]
         if n is not None:
-            where = f"layer {first}" if first == last else f"layers {first} to {last}"
-            layers.append(f"{n} in {where}")
+            layers.append(f"{n} in layer{f's {first} to {more[-1]}' if more else f' {first}'}")
     if layers:
         session.say(f"entries: {', '.join(layers)}")
     caches = conversation.prompt_cache
     others = {"in files": file_bytes(caches), "in memory for /undo": conversation.undo_nbytes}
     held = {"in memory": kv_bytes(caches), **{where: n for where, n in others.items() if n}}
     sizes = ", ".join(f"{format_bytes(n)} {where}" for where, n in held.items())
-    session.say(f"held until the next turn: {sizes}")
-    session.say(f"speed: {session.speed}")
+    session.say(f"held until the next turn: {sizes}\nspeed: {session.speed}")
 
 
 @_command(FILE)
 def _save(session: Session, name: str) -> None:
     """write the conversation to a .safetensors file"""
     path = require_writable(name)
-    replaced = path.exists()
+    said = f"saved in {path}{', in place of the one that was there' if path.exists() else ''}"
     session.conversation.save(path)
-    session.saved()
-    session.say(f"saved in {path}{', in place of the one that was there' if replaced else ''}")
+    session.replace(session.conversation)
+    session.say(said)
 
 
 @_command(FILE)
@@ -241,9 +233,7 @@ def _export(session: Session, name: str) -> None:
         raise SnapKVError(f"/export does not run on several Macs: {ALONE_ONLY}")
     path = path_of(name, "/export")
     with refusing(f"/export {path}"):
-        if path.is_dir():
-            raise SnapKVError(f"/export {path} is a folder: give a file name")
-        if path.exists() and path.absolute() not in session.exported:
+        if require_place(path) and path.absolute() not in session.exported:
             if not session.lines.interactive:
                 raise SnapKVError(f"/export {path}: is there already, give another name")
             if not session.lines.agree(f"{path} is there already: replace it?"):
@@ -273,8 +263,7 @@ def _policy(session: Session, text: str) -> None:
         changes = options.take(now.model, None, CONVERSATION, session.say)
     else:
         changes = {"policy": None if text == "none" else resolve_policy(policy=text)}
-    said = f"a new conversation with policy {changes['policy'] or 'none'}"
-    session.start_again(said, **changes)
+    session.start_again(f"a new conversation with policy {changes['policy'] or 'none'}", **changes)
 
 
 @_command("[TEXT]")

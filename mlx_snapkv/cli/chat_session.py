@@ -97,8 +97,6 @@ class Session:
 
     Attributes:
         model: the model's name, as the user gave it.
-        conversation: the one that the next message goes to.
-        sampling: how its answers are sampled.
         reading: shows progress and warnings, unless the chat is quiet.
         context: the command's.
         names: of the documents attached, by their text.
@@ -147,8 +145,8 @@ class Session:
                 responses.close()  # now, and not when it is collected: it may have been interrupted
                 if last is not None:
                     print(flush=True)
-                    speeds = {"prompt": last.prompt_tps, "generation": last.generation_tps}
-                    self.speed = ", ".join(f"{name} {n:.1f} tokens/s" for name, n in speeds.items())
+                    rates = last.prompt_tps, last.generation_tps
+                    self.speed = "prompt {:.1f} tokens/s, generation {:.1f} tokens/s".format(*rates)
         if now.report is not None and now.report.warnings and self._warned != now.policy:
             self.reading.say_warnings(now.report)
             self._warned = now.policy
@@ -156,9 +154,9 @@ class Session:
     @property
     def ways(self) -> str:
         now = self.conversation
-        named = {"verify": now.verify, "far": now.far}
-        more = "".join(f", {name} {value}" for name, value in named.items() if value)
-        return f"policy {now.policy or 'none'}, memory {now.memory}{more}"
+        named = {"policy": now.policy or "none", "memory": now.memory, "verify": now.verify}
+        ways = named | {"far": now.far}
+        return ", ".join(f"{name} {value}" for name, value in ways.items() if value)
 
     @property
     def waiting(self) -> str:
@@ -172,10 +170,6 @@ class Session:
         start = " ".join(document[:200].split())
         return self.names.get(document) or f"“{start if len(start) <= 40 else start[:39] + '…'}”"
 
-    def saved(self) -> None:
-        """Take note that the conversation is in a file."""
-        self._in_file = self.conversation.messages
-
     def may_replace(self) -> bool:
         """Whether the conversation may be lost: it is in a file, or the user at the terminal agrees."""
         lost = bool(self.conversation.said) and self.conversation.messages != self._in_file
@@ -187,8 +181,8 @@ class Session:
         return False
 
     def replace(self, conversation: Conversation) -> None:
-        self.conversation = conversation
-        self.saved()
+        """Go on with this one, which is in a file or new."""
+        self.conversation, self._in_file = conversation, conversation.messages
 
     def start_again(self, said: str, **changes: Any) -> None:
         """Forget the conversation, and what the file it came from may have brought with it, if it may be lost.
@@ -199,10 +193,10 @@ class Session:
             return
         now = self.conversation
         self.wanted |= {name: changes[name] for name in self.wanted if name in changes}
-        kept = {"system": now.system, "refresh": now.refresh, "far": now.far}
+        kept = {name: getattr(now, name) for name in ("system", "refresh", "far", "verify")}
         options = {**kept, **self.wanted, **changes}
-        if options["policy"] is not None and options["memory"] != "drop":
-            options["verify"] = now.verify
+        if options["policy"] is None or options["memory"] == "drop":
+            options["verify"] = None
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
         if changes:
             self.conversation.attached = now.attached

@@ -16,16 +16,14 @@ from typer.core import TyperCommand
 from ..errors import SnapKVError
 from .config import ONE_OF, settings_of
 
-Given = dict[str, Any]
 
-
-def option(default: Any, help: str, *flags: str, **more: Any) -> Any:
-    """A field of an option group: its default (`...` is none), its help, and what else typer's `Option` takes.
+def option(help: str, default: Any = None, *flags: str, **more: Any) -> Any:
+    """A field of an option group: its help, its default (`...` is none), and what else typer's `Option` takes.
 
     Args:
         *flags: short ones beside the field's name, or a long one in its place.
     """
-    start: Given = {"default": MISSING if default is ... else default}
+    start: dict[str, Any] = {"default": MISSING if default is ... else default}
     if isinstance(default, list):
         start = {"default_factory": default.copy}
     return field(**start, metadata={"flags": flags, "help": help, **more})
@@ -44,15 +42,13 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
             groups[name] = parameter.annotation
             parameters += _options_of(parameter.annotation)
         else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(function)
     def command(**given: Any) -> None:
-        made = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        function(**made, **given)
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        function(**given)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -63,31 +59,26 @@ def _options_of(group: Any) -> Iterator[inspect.Parameter]:
     types = get_type_hints(group, include_extras=True)
     for each in fields(group):
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        if default is MISSING:
-            default = inspect.Parameter.empty
         kind, more = types[each.name], dict(each.metadata)
         if more:
             flags = more.pop("flags")
             own = () if any(flag.startswith("--") for flag in flags) else (flag_of(each.name),)
             kind = Annotated[kind, Option(*own, *flags, **more)]
-        how = inspect.Parameter.KEYWORD_ONLY
-        yield inspect.Parameter(each.name, how, default=default, annotation=kind)
+        made = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+        yield made if default is MISSING else made.replace(default=default)
 
 
-# By option, what it needs: how that is said, and whether it is there.
-NEEDS: dict[str, tuple[str, Callable[[Given], bool]]] = {
-    "kv_group_size": ("--kv-bits", lambda given: given["kv_bits"] is not None),
-    "quantized_kv_start": ("--kv-bits", lambda given: given["kv_bits"] is not None),
-    "num_draft_tokens": ("--draft-model", lambda given: given["draft_model"] is not None),
-    "refresh": ("--memory recall", lambda given: given["memory"] != "drop"),
-    "store_dir": (
-        "--memory recall:file",
-        lambda given: "file" in given["memory"] or given.get("prompt_cache_file") is not None,
-    ),
-    "kv_memory": ("--policy auto", lambda given: given["policy"] == "auto"),
-    "prefix_dir_bytes": ("--prefix-dir", lambda given: given["prefix_dir"] is not None),
+# By option, the one it does nothing without, and what that one's value must contain.
+NEEDS = {
+    "kv_group_size": ("kv_bits", ""),
+    "quantized_kv_start": ("kv_bits", ""),
+    "num_draft_tokens": ("draft_model", ""),
+    "refresh": ("memory", "recall"),
+    "store_dir": ("memory", "recall:file"),
+    "kv_memory": ("policy", "auto"),
+    "prefix_dir_bytes": ("prefix_dir", ""),
 }
-LATER = ("refresh", "store_dir")  # which a chat may need when it is under way
+LATER = {"refresh", "store_dir"}  # which a chat may need when it is under way
 
 # What a prompt saved before has settled.
 SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
@@ -138,14 +129,16 @@ class Command(TyperCommand):
             raise SnapKVError(text) from error
 
     def _require_use(self, ctx: Any) -> None:
+        exempt = LATER if self.name == "chat" else set()
         if ctx.params.get("prompt_cache_file") is not None:
+            exempt = {"store_dir"}  # for a book
             for flag in (flag_of(name) for name in SETTLED if ctx.params[name] is not None):
                 raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
-        for name, (other, is_met) in NEEDS.items():
-            if name not in ctx.params or (name in LATER and self.name == "chat"):
-                continue
-            if _source(ctx, name) == "COMMANDLINE" and not is_met(ctx.params):
-                flag = flag_of(name)
+        for name in [name for name in NEEDS if name in ctx.params.keys() - exempt]:
+            needed, part = NEEDS[name]
+            given, flag = ctx.params[needed], flag_of(name)
+            if _source(ctx, name) == "COMMANDLINE" and (given is None or part not in str(given)):
+                other = f"{flag_of(needed)} {part}".rstrip()
                 raise SnapKVError(f"{flag} does nothing without {other}: give that, or drop {flag}")
 
 

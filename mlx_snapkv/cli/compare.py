@@ -24,11 +24,9 @@ REMARK = "Entries are per KV head; KL is to the full cache over its answer, in n
 @dataclass(frozen=True)
 class CompareOptions(options.ShownOptions):
     policy: list[str] | None = option(
-        None,
-        "Such as keydiff:budget=25%; repeat it for several. By default three that suit the prompt's length.",
-        metavar="POLICY",
+        "Such as keydiff:budget=25%; repeat it. By default three for the prompt's length."
     )
-    output: str | None = option(None, "A page of it (.html).", "-o", metavar="FILE")
+    output: str | None = option("A page of it (.html).", None, "-o")
 
 
 def compare(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
@@ -17,11 +16,10 @@ from .command import option
 from .loading import load_model
 from .options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
 from .prompts import read_file
-from .results import Policies, ResultFiles, ResultOptions, methods_of, results_in
+from .results import Policies, ResultFiles, ResultOptions, methods_of
 
 if TYPE_CHECKING:
     from ..evals.methods import Dataset, Method
-    from ..evals.tables import Page
     from ..evals.tasks import Grid
 
 SETTINGS = "known", "later"
@@ -34,47 +32,44 @@ POOLING = [*(f"{POOLED},pool=avg,pool_kernel={width}" for width in (1, 7, 21)), 
 class AskedOptions:
     model: Model = "demo"
     policy: Policies = None
-    setting: str = option("both", WHETHER, parser=one_of(*SETTINGS, "both"))
+    setting: str = option(WHETHER, "both", parser=one_of(*SETTINGS, "both"))
 
     @property
     def settings(self) -> list[str]:
         return [*SETTINGS] if self.setting == "both" else [self.setting]
 
     def load(self) -> tuple[Any, Any]:
-        """The model and its tokenizer; SnapKVError without a chat template, since it can't be asked anything."""
+        """The model and its tokenizer; SnapKVError without a chat template."""
         model, tokenizer = load_model(self.model)
         if not tokenizer.has_chat_template:
-            raise SnapKVError(
-                f"--model {self.model}: it has no chat template, so it can't be asked anything"
-            )
+            raise SnapKVError(f"--model {self.model} has no chat template, so it can't be asked")
         return model, tokenizer
 
     def measure(
         self,
+        result: ResultOptions,
+        files: ResultFiles | None,
         model: Any,
         dataset: Dataset,
         methods: Sequence[Method],
-        result: ResultOptions,
-        files: ResultFiles | None,
-        page: Page,
-        plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
+        *page: Any,
     ) -> None:
+        """Ask, and show the result on a `page`, perhaps with plots."""
         from ..evals.answering import run
 
         fixed = {**dataset.setting, "model": self.model, "mlx-snapkv": __version__}
         ask = partial(run, model, dataset, methods, self.settings)
-        results = results_in(files, fixed)
-        result.measure(files, fixed, results, len(dataset.places), ask, page, plots)
+        result.measure(files, fixed, len(dataset.places), ask, *page)
 
 
 @dataclass(frozen=True)
 class GridOptions(AskedOptions):
     """Who is asked for facts at which depths of prompts of which lengths."""
 
-    setting: str = option("known", WHETHER, parser=one_of(*SETTINGS, "both"))
-    length: Any = option("2048,4096", "Tokens of the prompts, with commas.", parser=lengths(256))
-    depths: int = option(5, "Depths to hide at, evenly from start to end.", min=1, max=101)
-    questions: int = option(1, "Questions per length and depth.", min=1)
+    setting: str = option(WHETHER, "known", parser=one_of(*SETTINGS, "both"))
+    length: Any = option("Tokens of the prompts, with commas.", "2048,4096", parser=lengths(256))
+    depths: int = option("Depths to hide at, evenly from start to end.", 5, min=1, max=101)
+    questions: int = option("Questions per length and depth.", 1, min=1)
     seed: DocumentSeed = 0
 
     def ask(
@@ -91,16 +86,13 @@ class GridOptions(AskedOptions):
         files = result.files(*maps)
         model, tokenizer = self.load()
         dataset = make(tokenizer, Grid(self.length, self.depths, self.questions, self.seed))
-        how = result, files, RETRIEVAL, heatmap.write_heatmaps
-        self.measure(model, dataset, methods, *how)
+        self.measure(result, files, model, dataset, methods, RETRIEVAL, heatmap.write_heatmaps)
 
 
 @dataclass(frozen=True)
 class NeedleOptions(GridOptions):
-    needles: int = option(1, "Facts hidden in a document; one is asked for.", min=1, max=1000)
-    haystack: list[str] | None = option(
-        None, "Text to hide facts in; repeat it for several files.", metavar="FILE"
-    )
+    needles: int = option("Facts hidden in a document; one is asked for.", 1, min=1, max=1000)
+    haystack: list[str] | None = option("Text file to hide facts in; repeat it for several.")
 
 
 def needle(*, options: NeedleOptions, result: ResultOptions) -> None:
@@ -135,20 +127,14 @@ def lines(*, options: GridOptions, result: ResultOptions) -> None:
 class SuiteOptions(AskedOptions):
     model: Model = "demo-tasks"
     by_mask: list[str] | None = option(
-        None,
-        'Head-wise budgets, whose right answers are measured by hiding entries: "adakv of POLICY" or fastgen; '
-        "repeat it to compare several.",
-        metavar="METHOD",
+        'Head-wise budgets, whose answers are measured by hiding entries: "adakv of POLICY" or fastgen; repeat it.'
     )
     task: list[str] | None = option(
-        None,
-        f"Of {', '.join(TASKS)}; repeat it. By default all.",
-        parser=one_of(*TASKS),
-        metavar="TASK",
+        f"Of {', '.join(TASKS)}; repeat it. By default all.", parser=one_of(*TASKS)
     )
-    length: Any = option("2048", "Tokens of the prompts, with commas.", parser=lengths(512))
-    documents: int = option(4, "Documents per task and length.", min=1)
-    questions: int = option(5, "Questions a document, at most.", min=1)
+    length: Any = option("Tokens of the prompts, with commas.", "2048", parser=lengths(512))
+    documents: int = option("Documents per task and length.", 4, min=1)
+    questions: int = option("Questions a document, at most.", 5, min=1)
     seed: DocumentSeed = 0
 
 
@@ -166,23 +152,18 @@ def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ResultO
     named = list(dict.fromkeys(options.task or TASKS))
     sizes = options.length, options.documents, options.questions, options.seed
     dataset = tasks.suite(tokenizer, named, *sizes)
-    options.measure(model, dataset, methods, result, files, tasks.SUITE)
+    options.measure(result, files, model, dataset, methods, tasks.SUITE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(AskedOptions):
     data: str = option(
-        ...,
         "A .parquet or .jsonl file, or a folder of them, with the columns context, question, answer and "
         "max_new_tokens, perhaps answer_prefix, task and length.",
-        metavar="PATH",
+        ...,
     )
-    task: list[str] | None = option(
-        None, "Repeat it for several. By default all there.", metavar="TASK"
-    )
-    documents: int | None = option(
-        None, "Documents per task, from the first on. By default all.", min=1
-    )
+    task: list[str] | None = option("Repeat it for several. By default all there.")
+    documents: int | None = option("Documents per task, from the first on. By default all.", min=1)
     ignore_chat_template: IgnoreChatTemplate = False
 
 
@@ -199,4 +180,4 @@ def data(*, options: DataOptions, retention: RetentionOptions, result: ResultOpt
     model, tokenizer = load_model(options.model)
     dataset = columns(tokenizer, found, digest, not options.ignore_chat_template)
     require_room(model, dataset, found)
-    options.measure(model, dataset, methods, result, files, PAGE)
+    options.measure(result, files, model, dataset, methods, PAGE)

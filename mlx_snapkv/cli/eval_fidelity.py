@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +10,7 @@ from .._version import __version__
 from .command import option
 from .loading import load_model
 from .options import Model, one_of
-from .results import Policies, ResultOptions, methods_of, results_in
+from .results import Policies, ResultOptions, methods_of
 
 QUESTIONS = (
     "Summarise the text above in three sentences.",
@@ -20,30 +21,21 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityOptions:
-    text: list[str] = option(
-        ...,
-        "Text file, or folder of text files with all below it; repeat it for several.",
-        metavar="PATH",
-    )
+    text: list[str] = option("Text file, or folder of text files and all below it; repeat it.", ...)
     policy: Policies
     model: Model = "demo"
     setting: list[str] | None = option(
-        None,
         "What is judged: how the text goes on (text), or the full cache's own answer to a question that the policy "
         "sees (known) or that comes after the compression (later). Repeat it for several. By default text.",
         parser=one_of("text", "known", "later"),
     )
     length: int = option(
-        1400, "Tokens of a piece, which is compressed; a text may have several.", min=16
+        "Tokens of a piece, which is compressed; a text may have several.", 1400, min=16
     )
-    continuation: int = option(
-        64, "Tokens judged after each piece, or of an answer, at most.", min=1
-    )
-    documents: int = option(20, "Pieces, at most: the first of each text, then the second.", min=1)
+    continuation: int = option("Tokens judged after a piece, or of an answer, at most.", 64, min=1)
+    documents: int = option("Pieces, at most: the first of each text, then the second.", 20, min=1)
     question: list[str] | None = option(
-        None,
-        "Question for the settings known and later; of several, each piece is asked one, in turn. By default three "
-        "that suit any text.",
+        "For the settings known and later; of several, each piece is asked one, in turn. By default three for any text."
     )
 
 
@@ -57,31 +49,20 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     from ..evals import fidelity as measuring
     from ..evals.fidelity_tables import PAGE
     from ..evals.texts import Texts
-    from .progress import stderr_console
 
     settings = list(dict.fromkeys(options.setting or [measuring.TEXT]))
     methods = methods_of(options.policy, [options.length])
     texts = Texts(options.text)
     if texts.n_unread:
-        left_out = f"Files left out: {texts.n_unread} not UTF-8 text."
-        stderr_console().print(left_out, soft_wrap=True)
+        print(f"Files left out: {texts.n_unread} not UTF-8 text.", file=sys.stderr)
     files = result.files()
     model, tokenizer = load_model(options.model)
     # The full cache is asked for the first token after a piece; it is fed, and those after it are judged.
     n_following = options.continuation + 1
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     questions = options.question or list(QUESTIONS)
-    fixed = {
-        "task": "fidelity",
-        "text": options.text,
-        "texts": texts.digest,
-        "length": options.length,
-        "continuation": options.continuation,
-        "questions": questions,
-        "model": options.model,
-        "mlx-snapkv": __version__,
-    }
+    same = {name: getattr(options, name) for name in ("text", "length", "continuation", "model")}
+    fixed = {"task": "fidelity", **same, "texts": texts.digest, "questions": questions}
     asked = pieces, methods, settings, questions, options.continuation
     ask = partial(measuring.run, model, tokenizer, *asked)
-    results = results_in(files, fixed)
-    result.measure(files, fixed, results, len(pieces), ask, PAGE)
+    result.measure(files, fixed | {"mlx-snapkv": __version__}, len(pieces), ask, PAGE)

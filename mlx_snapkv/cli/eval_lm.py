@@ -21,31 +21,28 @@ from .results import Policies, ResultOptions, methods_of, results_in
 @dataclass(frozen=True)
 class HarnessOptions:
     tasks: list[str] = option(
+        "lm-evaluation-harness' tasks, groups or tags, with commas or repeated; * is any characters.",
         ...,
-        "Tasks, groups or tags of lm-evaluation-harness, with commas or repeated; * is any characters.",
-        metavar="TASKS",
     )
-    include_path: Path | None = option(None, "Folder with yaml files of more tasks.", metavar="DIR")
-    length: int | None = option(
-        None, "Tokens of prompts that tasks make for the model, such as RULER's.", min=256
-    )
-    limit: int | None = option(None, "Documents per task, from the first on.", min=1)
-    num_shots: int | None = option(None, "Solved examples in front of each question.", min=0)
-    batch_size: int = option(8, "Prompts read and answered together.", min=1)
+    include_path: Path | None = option("Folder with yaml files of more tasks.")
+    length: int | None = option("Tokens of prompts that tasks make, such as RULER's.", min=256)
+    limit: int | None = option("Documents per task, from the first on.", min=1)
+    num_shots: int | None = option("Solved examples in front of each question.", min=0)
+    batch_size: int = option("Prompts read and answered together.", 8, min=1)
     max_tokens: int | None = option(
-        None,
         "Tokens of an answer, whatever its task says; where choices are compared, of a prompt and a choice (8192).",
+        None,
         "-m",
         min=1,
     )
     apply_chat_template: bool | None = option(
+        "Use the chat template; by default if there is one.",
         None,
-        "Put prompts in the chat template; by default if the model has one.",
         "--apply-chat-template/--no-apply-chat-template",
     )
-    fewshot_as_multiturn: bool = option(False, "Give solved examples as turns of their own.")
+    fewshot_as_multiturn: bool = option("Give solved examples as turns of their own.", False)
     chat_template_config: ChatTemplateConfig = None
-    seed: int = option(123, "Seed of prompts made at random.", min=0)
+    seed: int = option("Seed of prompts made at random.", 123, min=0)
 
     def fixed(self) -> dict[str, Any]:
         """What results that go on from each other have in common."""
@@ -57,11 +54,10 @@ class HarnessOptions:
 
     def uses_template(self, model: str, tokenizer: Any) -> bool:
         """Raises: SnapKVError: the chat template is asked for, and there is none."""
-        if self.apply_chat_template and not tokenizer.has_chat_template:
+        has_one, asked = tokenizer.has_chat_template, self.apply_chat_template
+        if asked and not has_one:
             raise SnapKVError(f"--model {model} has no chat template: drop --apply-chat-template")
-        if self.apply_chat_template is None:
-            return tokenizer.has_chat_template
-        return self.apply_chat_template
+        return has_one if asked is None else asked
 
 
 def lm(
@@ -75,14 +71,20 @@ def lm(
 
     mlx-snapkv eval lm --model MODEL --tasks niah_single_1,ruler_vt --length 4096 --policy snapkv:budget=12.5%
     """
-    harness = _harness()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of forks
+    try:
+        from ..evals import lm as harness
+    except ImportError as error:
+        raise SnapKVError(
+            f"eval lm needs lm-evaluation-harness: pip install 'mlx-snapkv[lm]' ({error})"
+        ) from error
     methods = methods_of(policy)
     if options.include_path is not None and not options.include_path.is_dir():
         raise SnapKVError(f"--include-path {options.include_path} is no folder")
     files = result.files()
     versions = {"mlx-snapkv": __version__, "lm_eval": version("lm_eval")}
     fixed = options.fixed() | {"model": model} | versions
-    results = results_in(files, fixed)
+    results_in(files, fixed)  # which finds mistakes
     metadata: dict[str, Any] = {"tokenizer": str(MODELS.get(model, model))}
     if options.length is not None:
         metadata["max_seq_lengths"] = [options.length]
@@ -91,27 +93,15 @@ def lm(
     adapt_tokenizer(tokenizer, None, options.chat_template_config)
     templated = options.uses_template(model, tokenizer)
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-    asked = {
+    asked: Any = {
         "limit": options.limit,
         "num_fewshot": options.num_shots,
         "apply_chat_template": templated,
         "fewshot_as_multiturn": options.fewshot_as_multiturn,
         **dict.fromkeys(seeds, options.seed),
     }
-    how = {"batch_size": options.batch_size, "max_tokens": options.max_tokens}
+    how: Any = {"batch_size": options.batch_size, "max_tokens": options.max_tokens}
     lm_of = partial(harness.PolicyLM, loaded, tokenizer, use_chat_template=templated, **how)
     n = sum(harness.n_documents(task, options.limit) for task in tasks.values()) * len(methods)
     run = partial(harness.run, lm_of, tasks, methods, **asked)
-    result.measure(files, fixed, results, n, run, harness.PAGE)
-
-
-def _harness() -> Any:
-    """The evaluation's module; SnapKVError without lm-evaluation-harness."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of forks
-    try:
-        from ..evals import lm as harness
-    except ImportError as error:
-        raise SnapKVError(
-            f"eval lm needs lm-evaluation-harness: pip install 'mlx-snapkv[lm]' ({error})"
-        ) from error
-    return harness
+    result.measure(files, fixed, n, run, harness.PAGE)

@@ -19,10 +19,12 @@ from .reading import Reading
 if TYPE_CHECKING:
     from .saved_start import SavedStart
 
+FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
+
 
 @dataclass(frozen=True)
 class QuestionOptions(PromptOptions):
-    prompt_cache_file: str | None = option(None, "A prompt saved by cache-prompt, to be continued.")
+    prompt_cache_file: str | None = option("A prompt saved by cache-prompt, to be continued.")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class OutputOptions(options.ShownOptions):
     """The same, as mlx-lm has it, too."""
 
     verbose: str = option(
-        "True", "mlx-lm's name for it: False is --quiet.", parser=one_of("True", "T", "False", "F")
+        "mlx-lm's: False is --quiet.", "True", parser=one_of("True", "T", "False", "F")
     )
 
     @property
@@ -88,8 +90,8 @@ def generate(
             reading.say(f"note: --policy auto changes nothing of {file}, which goes on as saved")
         if start.has(text):
             reading.say(f"note: {file} has this text already: give the question alone")
-        encode = partial(start.encode, tokenizer, text, prompt.ignore_chat_template)
-        tokens = reading.wait_for(encode)
+        raw = prompt.ignore_chat_template
+        tokens = reading.wait_for(partial(start.encode, tokenizer, text, raw))
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
     hint = "" if compression.is_auto else " (no policy; --policy auto takes one where it helps)"
@@ -144,11 +146,13 @@ class _Answer:
         self._close(reading)
 
     def _close(self, reading: Reading, how: str = "") -> None:
-        last, share = self.last, self._accepted
-        if last is not None and not self.output.as_json:
-            print(flush=True)
-        if last is None or self.output.silent:
+        if (last := self.last) is None:
             return
+        if not self.output.as_json:
+            print(flush=True)
+        if self.output.silent:
+            return
+        share = self._accepted
         drafted = "" if share is None else f" ({share:.0%} of the tokens drafted)"
         print(
             f"{how}{last.prompt_tokens} prompt tokens, {self._kept} | prompt {last.prompt_tps:.1f} tokens/s, "
@@ -166,9 +170,8 @@ class _Answer:
     @property
     def _accepted(self) -> float | None:
         """The share of tokens that a draft model proposed, if there is one."""
-        if "draft_model" not in self.keywords or self.last is None:
-            return None
-        return self.n_drafted / self.last.generation_tokens
+        has_draft = "draft_model" in self.keywords
+        return self.n_drafted / self.last.generation_tokens if has_draft else None
 
     @property
     def _kept(self) -> str:
@@ -176,11 +179,8 @@ class _Answer:
             return self._continued.kept
         if not self.reports:
             return "all entries kept so far"
-        (report,), most, memory = (
-            self.reports,
-            self.keywords["max_kv_size"],
-            self.keywords["memory"],
-        )
+        report = self.reports[0]
+        most, memory = self.keywords["max_kv_size"], self.keywords["memory"]
         if report.policy == NO_POLICY:
             cache = "full cache" if most is None else f"mlx-lm's rotating cache of {most} entries"
             return cache + self.hint
@@ -192,11 +192,10 @@ class _Answer:
 
     def _to_dict(self) -> dict[str, Any]:
         report = self.reports[0] if self._continued is None else self._continued.report
-        names = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps")
         found = {
             "model": self.name,
             "text": "".join(self.texts),
-            **{name: getattr(self.last, name) for name in (*names, "finish_reason")},
+            **{name: getattr(self.last, name) for name in FIGURES},
             "acceptance_rate": self._accepted,
             "peak_memory_gb": self.last.peak_memory,
             "compression": report.to_dict(),

@@ -27,14 +27,9 @@ WIDEST = 160  # columns of a map
 @dataclass(frozen=True)
 class InspectOptions(options.ShownOptions):
     snapkv: cache_options.Snapkv = None
-    policy: list[str] | None = option(
-        None, "Such as keydiff:budget=25%; two are compared.", metavar="POLICY"
-    )
+    policy: list[str] | None = option("Such as keydiff:budget=25%; two are compared.")
     output: str | None = option(
-        None,
-        "A page to look around in (.html), or a picture for a paper (.png).",
-        "-o",
-        metavar="FILE",
+        "A page to look around in (.html), or a picture for a paper (.png).", None, "-o"
     )
 
     def policies(self) -> list[Any]:

@@ -90,13 +90,11 @@ Model = Annotated[
     str, Option(help=f"Model folder, Hugging Face repository, or: {', '.join(MODELS)}.")
 ]
 IgnoreChatTemplate = Annotated[
-    bool, Option("--ignore-chat-template", help="Give the prompt as raw text.")
+    bool, Option("--ignore-chat-template", help="Take the prompt as raw text.")
 ]
 ChatTemplateConfig = Annotated[
     Any,
-    Option(
-        parser=json_object, help="Options of the chat template, as a JSON object.", metavar="JSON"
-    ),
+    Option(parser=json_object, help="Options of the chat template.", metavar="JSON"),
 ]
 SystemPrompt = Annotated[str | None, Option(help="System message of the chat template.")]
 MaxTokens = Annotated[
@@ -109,7 +107,7 @@ MaxKVBytes = Annotated[
     Option(
         parser=n_bytes,
         metavar="SIZE",
-        help="KV memory, such as 4GB, that requests wait rather than exceed.",
+        help="KV memory, as 4GB, that requests wait rather than exceed.",
     ),
 ]
 Facts = Annotated[int, Option(min=1, max=32, help="Facts to hide and ask for.")]
@@ -121,9 +119,9 @@ AsJson = Annotated[bool, Option("--json", help="One JSON object on stdout.")]
 @dataclass(frozen=True)
 class ModelOptions:
     model: Model
-    adapter_path: str | None = option(None, "Folder of LoRA adapters.")
-    quantize_activations: bool = option(False, "Quantise activations like weights.", "-qa")
-    trust_remote_code: bool = option(False, "Allow a tokenizer's own code.")
+    adapter_path: str | None = option("Folder of LoRA adapters.")
+    quantize_activations: bool = option("Quantise activations like weights.", False, "-qa")
+    trust_remote_code: bool = option("Allow a tokenizer's own code.", False)
 
     def load(self, **more: Any) -> tuple[Any, Any]:
         from .loading import load_model
@@ -137,7 +135,7 @@ class TalkingModelOptions(ModelOptions):
     """The same, and what its tokenizer is to do besides."""
 
     chat_template_config: ChatTemplateConfig = None
-    extra_eos_token: list[str] | None = option(None, "Token that also ends answers; repeat it.")
+    extra_eos_token: list[str] | None = option("Token that also ends answers; repeat it.")
 
     def load(self, **more: Any) -> tuple[Any, Any]:
         model, tokenizer = super().load(**more)
@@ -150,8 +148,7 @@ class ShardedModelOptions(TalkingModelOptions):
     """The same for a command that several Macs can run."""
 
     pipeline: bool = option(
-        False,
-        "On several Macs, started by mlx.launch: each has some of the layers, instead of a slice of each.",
+        "On several Macs, by mlx.launch: each has some layers, not a slice of each.", False
     )
 
     def load(self, **more: Any) -> tuple[Any, Any]:
@@ -160,8 +157,8 @@ class ShardedModelOptions(TalkingModelOptions):
 
 @dataclass(frozen=True)
 class DraftOptions:
-    draft_model: str | None = option(None, "Small model of this tokenizer that proposes tokens.")
-    num_draft_tokens: int = option(3, "Tokens that the draft model proposes at a time.", min=1)
+    draft_model: str | None = option("Small model of this tokenizer that proposes tokens.")
+    num_draft_tokens: int = option("Tokens that the draft model proposes at a time.", 3, min=1)
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         from .loading import load_model
@@ -186,23 +183,21 @@ class ShownOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    temp: float = option(0.0, "Sampling temperature; 0 is greedy.", min=0, max=100)
-    top_p: float = option(1.0, "Sampling top-p; 1 is off.", min=0, max=1)
-    min_p: float = option(0.0, "Sampling min-p; 0 is off.", min=0, max=1)
-    top_k: int = option(0, "Sampling top-k; 0 is off.", min=0)
-    min_tokens_to_keep: int = option(1, "Tokens that min-p keeps at least.", min=1)
-    xtc_probability: float = option(0.0, "XTC probability.", min=0, max=1)
-    xtc_threshold: float = option(0.1, "XTC threshold.", min=0, max=0.5)
+    temp: float = option("Sampling temperature; 0 is greedy.", 0.0, min=0, max=100)
+    top_p: float = option("Sampling top-p; 1 is off.", 1.0, min=0, max=1)
+    min_p: float = option("Sampling min-p; 0 is off.", 0.0, min=0, max=1)
+    top_k: int = option("Sampling top-k; 0 is off.", 0, min=0)
+    min_tokens_to_keep: int = option("Tokens that min-p keeps at least.", 1, min=1)
+    xtc_probability: float = option("XTC probability.", 0.0, min=0, max=1)
+    xtc_threshold: float = option("XTC threshold.", 0.1, min=0, max=0.5)
     max_tokens: MaxTokens = 256
 
     def changed(self, name: str, text: str, context: Context) -> SamplingOptions:
         """The same with another value of one setting; SnapKVError if its flag would not take that."""
         name, known = name.lstrip("-").replace("-", "_"), vars(self)
         if name not in known:
-            others = ", ".join(f"/set {setting}" for setting in known)
-            raise UnknownOptionError(
-                f"unknown setting {name}{suggestion(name, known)}: one of {others}"
-            )
+            meant = f"{suggestion(name, known)}: one of {', '.join(f'/set {x}' for x in known)}"
+            raise UnknownOptionError(f"unknown setting {name}{meant}")
         (flag,) = [option for option in context.command.params if option.name == name]
         try:
             return replace(self, **{name: flag.process_value(context, text)})

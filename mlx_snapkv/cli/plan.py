@@ -31,16 +31,11 @@ def mac_bytes(text: Any) -> int:
 @dataclass(frozen=True)
 class PlanOptions:
     context: int | None = option(
-        None,
         "Tokens of a prompt, such as 128k; by default from 4k to the model's trained length.",
         parser=n_tokens,
-        metavar="TOKENS",
     )
     memory: int | None = option(
-        None,
-        "Memory of another Mac, such as 16GB, in the place of this machine's.",
-        parser=mac_bytes,
-        metavar="SIZE",
+        "Memory of another Mac, such as 16GB, in place of this machine's.", parser=mac_bytes
     )
     max_tokens: MaxTokens = 256
     as_json: AsJson = False

@@ -24,8 +24,8 @@ PROBES = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 @dataclass(frozen=True)
 class TextOptions:
-    prompt: str | None = option(None, "Text, or - for stdin.", "-p")
-    prompt_file: str | None = option(None, "Text file to read; a --prompt is put after it.")
+    prompt: str | None = option("Text, or - for stdin.", None, "-p")
+    prompt_file: str | None = option("Text file to read; a --prompt is put after it.")
     system_prompt: SystemPrompt = None
 
     def read(self) -> str:
@@ -54,7 +54,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TextOptions):
-    prefill_response: str | None = option(None, "What the answer is to begin with.")
+    prefill_response: str | None = option("What the answer is to begin with.")
     ignore_chat_template: IgnoreChatTemplate = False
 
     def load(self, model: TalkingModelOptions, reading: Reading) -> tuple[Any, Any, list[int]]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..reporting.table import Table
 
     Run = Callable[[Results, Callable[..., None]], list[Record]]
+    Plots = Callable[[dict[str, Any], Path], list[Path]]
 
 # Columns of words; all others hold figures.
 NAMES = ("cache", "server", "policy", "method", "task", "model type", "also loads", "note", "why")
@@ -34,7 +35,7 @@ LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is
 
 
 class ResultFiles:
-    """The files of a result: NAME and an ending each, in a folder that is made if it is not there.
+    """The files of a result: a name and an ending each, in a folder that is made if it is not there.
 
     Raises:
         SnapKVError: one can't be written, or is there and not by this package.
@@ -94,8 +95,7 @@ def write_json(base: Path, result: Any) -> Path:
 
 def write_result(base: Path, result: Any, page: str) -> list[Path]:
     """Write a result to `base`.json and its page to `base`.md; their paths."""
-    path = base.with_name(f"{base.name}.md")
-    put_result(path, page)
+    put_result(path := base.with_name(f"{base.name}.md"), page)
     return [write_json(base, result), path]
 
 
@@ -109,7 +109,7 @@ def print_table(made: Table) -> None:
     looks: Any = {"title_justify": "left", "box": box.SIMPLE, "padding": (0, 1, 0, 0)}
     drawn = table.Table(title=made.title, **looks)
     for column in made.columns:
-        fold = column in NAMES or len(column) > LONG
+        fold = len(column) > LONG
         figures: Any = {"justify": "right", "no_wrap": not fold, "min_width": 8 * fold}
         drawn.add_column(column, overflow="fold", **({} if column in NAMES else figures))
     for row in made.rows:
@@ -121,8 +121,7 @@ Policies = Annotated[
     list[str] | None,
     Option(
         "--policy",
-        metavar="POLICY",
-        help="Such as keydiff:budget=12.5%, a share of the prompt; repeat it to compare several.",
+        help="Such as keydiff:budget=12.5%, a share of the prompt; repeat it for several.",
     ),
 ]
 
@@ -132,9 +131,7 @@ class ResultOptions:
     """What becomes of a result: it is printed, and written to files."""
 
     output: str | None = option(
-        None,
-        "Write NAME.jsonl as results come, and go on from it if it is there; at the end NAME.json and NAME.md.",
-        metavar="NAME",
+        "Write OUTPUT.jsonl as results come, and go on from it if it is there; at the end OUTPUT.json and OUTPUT.md."
     )
     as_json: AsJson = False
 
@@ -147,11 +144,10 @@ class ResultOptions:
         self,
         files: ResultFiles | None,
         fixed: dict[str, Any],
-        results: Results,
         n_documents: int,
         run: Run,
         page: Page,
-        plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
+        plots: Plots | None = None,
     ) -> None:
         """Measure what the files do not hold yet, with a bar; print the result, and write it.
 
@@ -164,7 +160,7 @@ class ResultOptions:
 
         with StepBars(None if files is None else files.path(".jsonl")) as bars:
             bars.start("documents", n_documents)
-            records = run(results, bars.done)
+            records = run(results_in(files, fixed), bars.done)
         result = {**about(), **fixed, "summary": page.summarise(records), "records": records}
         if self.as_json:
             print(json.dumps(result))
@@ -179,6 +175,7 @@ class ResultOptions:
 
 
 def results_in(files: ResultFiles | None, fixed: dict[str, Any]) -> Results:
+    """What the files hold; SnapKVError if they are of another run."""
     from ..evals.loop import Results
 
     return Results(fixed, None if files is None else files.path(".jsonl"))
@@ -201,11 +198,10 @@ def methods_of(
     from ..policies import resolve_policy
 
     options = {k: x for k, x in retention.items() if x not in ("drop", "token", None)}
-    methods = [Method()]
-    for text in dict.fromkeys(policies or []):
-        chosen = resolve_policy(policy=text)
-        CompressionConfig(chosen, **retention)
-        methods.append(Method(chosen, options))
-    methods += [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]
+    chosen = [resolve_policy(policy=text) for text in dict.fromkeys(policies or [])]
+    for policy in chosen:
+        CompressionConfig(policy, **retention)
+    masked = [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]
+    methods = [Method(), *(Method(policy, options) for policy in chosen), *masked]
     require_compression(methods, lengths)
     return methods

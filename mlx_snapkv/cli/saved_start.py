@@ -14,7 +14,7 @@ from ..engine.compress import compress_prompt_cache
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from ..policies import POLICIES, Policy, Stages, resolve_policy
+from ..policies import Policy, Stages, resolve_policy
 from .prompts import encode_question
 
 
@@ -27,9 +27,7 @@ class SavedStart:
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
     Attributes:
-        options: of the answer: `prompt_cache`, and the `policy` and `memory` that serve it, a book's own unless others
-            are given.
-        report: what compressing it on loading did.
+        options: `prompt_cache`, and the `policy` and `memory` that serve it, a book's own unless others are given.
 
     Raises:
         SnapKVError: the file is not for this model, or its entries can't be compressed so.
@@ -46,30 +44,28 @@ class SavedStart:
     ):
         self._file, self._saved = file, saved.load(file, model)
         self._caches = caches = self._saved.prompt_cache
-        notes = self._saved.notes
-        own = notes.get("memory") or book_memory(caches) or "drop"
+        notes, policy_then = self._saved.notes, self._saved.policy
+        own = book_memory(caches) or "drop"
         if self._saved.tokens is None:  # by mlx-lm, which notes a name alone
-            made_with, own = str(notes.get("model", name)), book_memory(caches) or "drop"
-            if (
-                made_with != name
-                and Path(made_with).resolve() != MODELS.get(name, Path(name)).resolve()
-            ):
-                raise SnapKVError(f"{file} was made with --model {made_with}, not with {name}")
-        is_quantised = any(cache.quantization for cache in layer_caches(caches))
-        how = "compressed" if is_compressed(caches) else "quantised" if is_quantised else None
-        if quantization is not None and how is not None:
+            theirs, here = str(notes.get("model", name)), MODELS.get(name, Path(name))
+            if theirs != name and Path(theirs).resolve() != here.resolve():
+                raise SnapKVError(f"{file} was made with --model {theirs}, not with {name}")
+        else:
+            own = notes.get("memory", own)
+        compressed = is_compressed(caches)
+        if quantization and (compressed or any(c.quantization for c in layer_caches(caches))):
+            how = "compressed" if compressed else "quantised"
             raise SnapKVError(f"{file} is {how} already, its entries stay so: drop --kv-bits")
         self.n_tokens = n_tokens(caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
-        if own != "drop" and self._saved.policy != NO_POLICY and "messages" not in notes:
+        if own != "drop" and policy_then != NO_POLICY and "messages" not in notes:
             if policy is not None:
-                raise SnapKVError(f"{file} has its own policy, {self._saved.policy}: drop yours")
-            policy = resolve_policy(policy=self._saved.policy)
+                raise SnapKVError(f"{file} has its own policy, {policy_then}: drop yours")
+            policy = resolve_policy(policy=policy_then)
             memory = own if memory == "drop" else memory
-        elif memory != "drop" and is_compressed(caches):
-            raise SnapKVError(
-                f"{file} is compressed already, its evicted entries are gone: drop --memory"
-            )
+        elif compressed and (memory != "drop" or policy is not None):
+            what = "--memory" if memory != "drop" else "the policy"
+            raise SnapKVError(f"{file} is compressed already, the rest is gone: drop {what}")
         elif memory == "drop":
             if policy is not None:
                 self.report = self._compress(model, policy, quantization)
@@ -90,8 +86,7 @@ class SavedStart:
             raise SnapKVError("--ignore-chat-template is settled by --prompt-cache-file: drop it")
         if "text" not in notes:
             raise SnapKVError(
-                f"{file} holds no text to ask about: go on with a chat's file in mlx-snapkv chat, by /load, "
-                "or save a text by mlx-snapkv cache-prompt"
+                f"{file} holds no text to ask about: go on with a chat's file in mlx-snapkv chat, by /load"
             )
         today = datetime.fromisoformat(notes["time"])
         whole = encode_question(tokenizer, notes["text"], question, notes["system_prompt"], today)
@@ -122,14 +117,11 @@ class SavedStart:
     def _compress(
         self, model, policy: Policy | Stages, quantization: Quantization | None
     ) -> CompressionReport:
-        if is_compressed(self._caches):
-            raise SnapKVError(f"{self._file} is compressed already: drop the policy")
         for stage in policy.stages:
             if stage.observes:
-                others = ", ".join(n for n, cls in POLICIES.items() if not cls().observes)
                 raise SnapKVError(
                     f"a saved full cache holds no queries for {stage.name} to vote with: "
-                    f"save the prompt with the policy, or take one of {others}"
+                    "save the prompt with the policy, or take one that needs none, such as keydiff"
                 )
         if self.n_tokens < policy.min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"

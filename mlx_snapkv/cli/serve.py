@@ -31,22 +31,18 @@ PREFIX_FILES = "20GB"
 
 @dataclass(frozen=True)
 class HTTPOptions:
-    host: str = option("127.0.0.1", "Address to listen at.")
-    port: int = option(8080, "Port to listen at; 0 is any free one.")
+    host: str = option("Address to listen at.", "127.0.0.1")
+    port: int = option("Port to listen at; 0 is any free one.", 8080)
     api_key: str | None = option(
-        None,
-        "What clients must send; or set MLX_SNAPKV_API_KEY. Other addresses than 127.0.0.1 need one.",
+        "What clients must send, or MLX_SNAPKV_API_KEY. Other addresses than 127.0.0.1 need one."
     )
-    allow_origin: list[str] | None = option(
-        None, "Page that may ask (CORS); repeat it.", metavar="URL"
-    )
-    alias: list[str] | None = option(None, "Another name for the model; repeat it.", metavar="NAME")
-    timeout: float | None = option(None, "Seconds for a request, at most.", min=0.1)
+    allow_origin: list[str] | None = option("Page that may ask (CORS); repeat it.")
+    alias: list[str] | None = option("Another name for the model; repeat it.")
+    timeout: float | None = option("Seconds for a request, at most.", min=0.1)
     volatile_header: list[str] = option(
+        "Lines 'NAME: …' at the start of a system prompt to leave out, so that what follows stays known; repeat it, "
+        "or give '' to keep all. By default Claude Code's.",
         [BILLING],
-        "Lines 'NAME: …' at the start of a system prompt to leave out, so that what follows stays known; "
-        f"repeat it, or give '' to keep all. By default Claude Code's {BILLING}.",
-        metavar="NAME",
     )
 
     def settings(self) -> Settings:
@@ -60,8 +56,8 @@ class HTTPOptions:
 @dataclass(frozen=True)
 class LimitOptions:
     concurrency: options.Concurrency = 8
-    queue: int = option(64, "Requests that may wait; more get a 429.", min=0)
-    max_context: int | None = option(None, "Longest prompt in tokens; others get a 400.", min=1)
+    queue: int = option("Requests that may wait; more get a 429.", 64, min=0)
+    max_context: int | None = option("Longest prompt in tokens; others get a 400.", min=1)
     max_kv_bytes: options.MaxKVBytes = None
 
 
@@ -70,17 +66,11 @@ class PrefixOptions:
     """What stays of the prompts that have been read."""
 
     prefix_bytes: int | None = option(
-        None,
-        f"Room for what earlier prompts have read; by default {PREFIXES} in memory, {PREFIX_FILES} in files.",
+        f"Room for earlier prompts; by default {PREFIXES} in memory, {PREFIX_FILES} in files.",
         parser=n_bytes,
-        metavar="SIZE",
     )
-    prefix_dir: str | None = option(
-        None, "Keep it in this folder, too, so that it outlives the server.", metavar="DIR"
-    )
-    prefix_dir_bytes: int = option(
-        PREFIX_FILES, "Room for that; the oldest go.", parser=n_bytes, metavar="SIZE"
-    )
+    prefix_dir: str | None = option("Keep them in this folder, too: it outlives the server.")
+    prefix_dir_bytes: int = option("Room for that; the oldest go.", PREFIX_FILES, parser=n_bytes)
 
     def files(self, setting: dict[str, str], found: Loaded) -> PrefixFiles | None:
         """The folder of prefixes, if there is one, for this model and what is set about its entries."""
@@ -97,7 +87,9 @@ class PrefixOptions:
 class AnswerOptions(options.SamplingOptions):
     """Sampling and length where a request does not say."""
 
-    max_tokens: int = option(32768, "Of an answer, where a request does not say.", "-m", min=1)
+    max_tokens: int = option(
+        "Tokens of an answer, where a request does not say.", 32768, "-m", min=1
+    )
 
 
 def serve(

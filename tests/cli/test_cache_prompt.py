@@ -165,9 +165,9 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         ([], ["--system-prompt", "x"], "--system-prompt can't be combined"),
         ([], ["--ignore-chat-template"], "--ignore-chat-template is settled"),
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),
-        (HALF, ["--policy", "keydiff"], "is compressed already: drop the policy"),
+        (HALF, ["--policy", "keydiff"], "is compressed already, the rest is gone: drop the policy"),
         (HALF, ["--kv-bits", "4"], "is compressed already, its entries stay so"),
-        (HALF, ["--memory", "recall"], "is compressed already, its evicted entries are gone"),
+        (HALF, ["--memory", "recall"], "is compressed already, the rest is gone: drop --memory"),
     ],
 )  # fmt: skip
 def test_what_a_saved_prompt_can_not_be_asked_with(cache, ask, saved, options, message):

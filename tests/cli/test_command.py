@@ -22,15 +22,15 @@ OWN = {
 
 @dataclass(frozen=True)
 class Group:
-    needed: int = option(..., "Any.", min=1)
+    needed: int = option("Any.", ..., min=1)
     text: Annotated[str, typer.Option("--text", "-t", help="Some.")] = "x"
-    many: list[str] = option(["y"], "Several.")
+    many: list[str] = option("Several.", ["y"])
 
 
 @dataclass(frozen=True)
 class Larger(Group):
-    text: str = option("z", "More.", "-t")
-    other: bool = option(False, "By another name.", "--long")
+    text: str = option("More.", "z", "-t")
+    other: bool = option("By another name.", False, "--long")
 
 
 def test_a_command_takes_the_options_of_its_groups():
