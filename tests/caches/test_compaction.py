@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -39,17 +40,6 @@ def brought_near(layer, keys, start):
     return layer.turn(keys, mx.broadcast_to(mx.array(steps), (1, 2, T)))
 
 
-def softmax_votes(keys, queries, places):
-    """Float64, query by query, two query heads for each of keys."""
-    votes = np.zeros((2, T))
-    for head in range(4):
-        for i, place in enumerate(places):
-            logits = 0.25 * np.array(keys[0, head // 2], np.float64) @ np.array(queries[0, head, i])
-            weights = np.exp(logits - logits.max()) * (np.arange(T) <= place)
-            votes[head // 2] += weights / weights.sum() / 2
-    return votes
-
-
 @pytest.mark.parametrize("length", [LENGTH, T])
 def test_votes_are_those_of_far_keys_brought_near(layer, cache, length):
     places, keys = range(T - N, T), cache.keys[:, :, :T]
@@ -57,13 +47,13 @@ def test_votes_are_those_of_far_keys_brought_near(layer, cache, length):
     entries = FullView([MemoryStore(cache=cache)], layer, Compaction(length)).voted_by(
         Queries(queries, places, scale=0.25)
     )
-    near = softmax_votes(brought_near(layer, keys, T - N), queries, places)
-    as_it_is = softmax_votes(keys, queries, places)
+    near = reference.votes(queries, brought_near(layer, keys, T - N), places, 0.25)
+    as_it_is = reference.votes(queries, keys, places, 0.25)
     assert np.abs(as_it_is - near).max() > 1e-2
     by_head = entries.attention.sum(axis=2).reshape(1, 2, 2, T).mean(axis=2)
     for found in (entries.votes, by_head):
         wanted = as_it_is if length == T else near
-        assert np.abs(np.array(found[0]) - wanted).max() < 1e-4
+        assert np.abs(np.array(found) - wanted).max() < 1e-4
 
 
 def test_entries_are_seen_as_queries_vote_for_them(layer, cache):
@@ -103,7 +93,7 @@ def test_entries_move_when_the_next_tokens_would_be_too_far(layer):
     )
 
 
-def reference(positions, end, span):
+def nearer(positions, end, span):
     """Every gap is tried."""
     steps = np.diff([*positions, end])
     if steps.sum() > span:
@@ -124,7 +114,7 @@ def test_gaps_are_squeezed_as_the_reference_does(found, more, span, first):
     new = np.array(squeezed(mx.array(positions.astype(np.uint32)), end, span))
     assert new.dtype == np.uint32
     for row, was in zip(new[0], positions[0]):
-        assert row.tolist() == reference(was, end, span).tolist()
+        assert row.tolist() == nearer(was, end, span).tolist()
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.lists(st.integers(0, 60), min_size=1))
