@@ -12,9 +12,9 @@ def normal(*shape, seed=0, mean=0.0):
     return mx.array(np.random.default_rng(seed).normal(mean, 1, shape).astype(np.float32))
 
 
-def make_entries(B=1, n_heads=4, H=2, T=70, n=5, D=8, dtype=mx.float32, **more):
-    keys, values = (normal(B, H, T, D, seed=seed, mean=0.3).astype(dtype) for seed in (0, 1))
-    queries = normal(B, n_heads, n, D, seed=2).astype(dtype)
+def make_entries(B=1, n_heads=4, H=2, T=70, n=5, D=8, dtype=mx.float32, seed=0, **more):
+    keys, values = (normal(B, H, T, D, seed=s, mean=0.3).astype(dtype) for s in (seed, seed + 1000))
+    queries = normal(B, n_heads, n, D, seed=seed + 2000).astype(dtype)
     return Entries(keys, values, Queries(queries, range(T - n, T), D**-0.5), **more)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
+from entry_helpers import normal
 
 from mlx_snapkv.entries.attention import attention_votes
 from mlx_snapkv.entries.key_index import BLOCK, KeyIndex
@@ -13,17 +14,14 @@ from mlx_snapkv.entries.queries import Pages, Queries
 from mlx_snapkv.entries.selection import GROUP, n_of_groups, take_entries, top_of_groups
 
 B, H, GROUPS, D, T = 1, 2, 3, 32, 600
-
-
-def normal(seed: int, *shape: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
+KEYS, ONE = normal(B, H, T, D), normal(B, H * GROUPS, 1, D, seed=1)  # ONE is a query
 
 
 @pytest.fixture
 def low_rank():
     """Keys that vary in half of their directions only, as many as are held, and queries."""
-    keys = normal(0, B, H, T, D // 2) @ normal(1, B, H, D // 2, D) + normal(2, B, H, 1, D)
-    return keys, normal(3, B, H * GROUPS, 5, D)
+    keys = normal(B, H, T, D // 2) @ normal(B, H, D // 2, D, seed=1) + normal(B, H, 1, D, seed=2)
+    return keys, normal(B, H * GROUPS, 5, D, seed=3)
 
 
 def asking(queries) -> Queries:
@@ -31,11 +29,12 @@ def asking(queries) -> Queries:
     return Queries(queries, range(T, T + queries.shape[2]), scale=1.0)
 
 
-def exact(keys, queries, n: int) -> np.ndarray:
-    """By KV head, what each of the first `n` keys lacks to the largest logit of any query."""
-    k = np.array(keys, np.float64)[:, :, :n]
-    q = np.array(queries, np.float64).reshape(B, H, -1, D)
-    logits = q @ k.swapaxes(-1, -2)
+def logits(keys, queries):
+    return np.array(queries, np.float64).reshape(B, H, -1, D) @ np.array(keys.mT, np.float64)
+
+
+def lacking(logits):
+    """By KV head, what each key lacks to the largest logit of any query."""
     return (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
 
 
@@ -47,25 +46,19 @@ def indexed(keys, queries=None, portions=(250, 1, 349)) -> KeyIndex:
     return index
 
 
-def relevance(keys, queries, index=None) -> tuple[np.ndarray, np.ndarray]:
-    """As the index finds it, and exact."""
-    index = index or indexed(keys, queries)
-    n = keys.shape[2]
-    return np.array(index.relevance(asking(queries), n)), exact(keys, queries, n)
-
-
 @pytest.mark.parametrize("n", [1, 250, T])
 def test_relevance_is_the_logits_distance_to_the_largest(low_rank, n):
     keys, queries = low_rank
-    found = np.array(indexed(keys, queries).relevance(asking(queries), n))
-    wanted = exact(keys, queries, n)
+    index, wanted = indexed(keys, queries), lacking(logits(keys[:, :, :n], queries))
+    found = np.array(index.relevance(asking(queries), n))
     assert found.shape == (B, H, n)
     assert (found - wanted).std() <= 0.32 * wanted.std() + 1e-3  # 4 bits a component
+    assert index.nbytes == keys.size * 2 // 8  # an eighth of the keys' in bfloat16
 
 
 def test_many_queries_and_keys_are_asked_in_turn(monkeypatch):
     """Blocks of keys, with a wait after each, give what one product does, but for the largest logit, of a sample."""
-    keys, queries = normal(0, B, H, BLOCK + 100, D), normal(1, B, H * GROUPS, 4, D)
+    keys, queries = normal(B, H, BLOCK + 100, D), normal(B, H * GROUPS, 4, D, seed=1)
     index = indexed(keys, queries, (BLOCK - 3, 103))
     whole = index.relevance(asking(queries), BLOCK + 50)
     monkeypatch.setattr("mlx_snapkv.entries.key_index.WHOLE_BYTES", 0)
@@ -75,36 +68,32 @@ def test_many_queries_and_keys_are_asked_in_turn(monkeypatch):
     assert len(best & set(np.argsort(-np.array(found)[0, 0])[:400].tolist())) > 80
 
 
+def alike(keys, query, index):
+    """The correlation of what an index finds with what is so."""
+    found = np.array(index.relevance(asking(query), T))
+    return np.corrcoef(found.ravel(), lacking(logits(keys, query)).ravel())[0, 1]
+
+
 def test_channels_count_by_how_large_queries_are_in_them():
     """Keys vary most where no query looks."""
     varied = mx.arange(D) < D // 2
-    keys = normal(0, B, H, T, D) * mx.where(varied, 10.0, 1.0)
-    queries = normal(1, B, H * GROUPS, 64, D) * mx.where(varied, 0.01, 1.0)
-    knowing, ignorant = (
-        np.corrcoef(*map(np.ravel, relevance(keys, queries[:, :, :1], index)))[0, 1]
-        for index in (indexed(keys, queries), indexed(keys))
-    )
-    assert knowing > 2 * ignorant
+    keys = KEYS * mx.where(varied, 10.0, 1.0)
+    queries = normal(B, H * GROUPS, 64, D, seed=1) * mx.where(varied, 0.01, 1.0)
+    one = queries[:, :, :1]
+    assert alike(keys, one, indexed(keys, queries)) > 2 * alike(keys, one, indexed(keys))
 
 
 def test_keys_that_vary_in_all_directions_are_told_apart():
     """Their likeliest entries are found by half of the directions, and not by a quarter in twice the bits."""
-    found, wanted = relevance(normal(0, B, H, T, D), normal(1, B, H * GROUPS, 1, D))
-    for head in range(H):
-        best, likeliest = np.argsort(-wanted[0, head])[:10], np.argsort(-found[0, head])[:150]
-        assert len(set(best) & set(likeliest)) >= 8
+    found = indexed(KEYS, ONE).relevance(asking(ONE), T)
+    for ours, wanted in zip(np.array(found)[0], lacking(logits(KEYS, ONE))[0]):
+        assert len(set(np.argsort(-wanted)[:10]) & set(np.argsort(-ours)[:150])) >= 8
 
 
 def test_a_component_s_largest_values_are_held():
     """A few keys lie far out, as those of a text's first tokens do."""
-    keys = mx.where(mx.arange(T)[:, None] % 100 == 7, 12.0, 1.0) * normal(0, B, H, T, D)
-    found, wanted = relevance(keys, normal(1, B, H * GROUPS, 1, D))
-    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.8
-
-
-def test_it_takes_an_eighth_of_the_keys_in_bfloat16(low_rank):
-    keys, _ = low_rank
-    assert indexed(keys).nbytes == keys.size * 2 // 8
+    keys = mx.where(mx.arange(T)[:, None] % 100 == 7, 12.0, 1.0) * KEYS
+    assert alike(keys, ONE, indexed(keys, ONE)) > 0.8
 
 
 def test_taken_back_and_copied(low_rank):
@@ -136,7 +125,7 @@ def test_votes_are_exact_among_the_likeliest(low_rank):
 
 
 def test_the_best_of_groups():
-    scores = normal(0, 2, 3 * GROUP + 17)
+    scores = normal(2, 3 * GROUP + 17)
     found = np.array(top_of_groups(scores, 800))
     assert found.shape == (2, n_of_groups(3 * GROUP + 17, 800)) == (2, 800)
     for row, places in zip(np.array(scores), found):
@@ -154,10 +143,7 @@ def test_pages_see_their_own_queries(low_rank):
     turned = [queries * (page + 2) for page in range(4)]
     observed = dataclasses.replace(asking(queries), pages=Pages(size, n_far, lambda p: turned[p]))
     found = np.array(indexed(keys, queries).relevance(observed, T))
-    k, parts = np.array(keys, np.float64), []
-    for start, q in zip([*range(0, n_far, size), n_far], [*turned, queries]):
-        q = np.array(q, np.float64).reshape(B, H, -1, D)
-        parts.append(q @ k[:, :, start : start + size if start < n_far else T].swapaxes(-1, -2))
-    logits = np.concatenate(parts, axis=-1)
-    wanted = (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
+    edges = [*range(0, n_far + 1, size), T]
+    parts = zip([*turned, queries], edges, edges[1:])
+    wanted = lacking(np.concatenate([logits(keys[:, :, a:b], q) for q, a, b in parts], axis=-1))
     assert (found - wanted).std() < 0.32 * wanted.std()  # 4 bits a component

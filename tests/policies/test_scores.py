@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
+from entry_helpers import asked, make_entries, votes_of
 
 from mlx_snapkv import H2O, TOVA, KeyDiff, KeyNorm, LagKV, RandomRows, ScissorHands, StreamingLLM
 from mlx_snapkv.entries.entries import Entries
@@ -14,34 +15,24 @@ from mlx_snapkv.policies import lagkv
 HEADS = list(np.ndindex(2, 2))
 
 
-def make_entries(T=70, n=3, seed=0, dtype=mx.float32):
-    rng = np.random.default_rng(seed)
-    keys = mx.array(rng.normal(0.3, 1, size=(2, 2, T, 8)).astype(np.float32)).astype(dtype)
-    queries = mx.array(rng.normal(size=(2, 4, n, 8)).astype(np.float32))
-    return Entries(keys, keys, Queries(queries, range(T - n, T), 8**-0.5))
-
-
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 @pytest.mark.parametrize("anchor", ["mean", "median", "pairwise"])
 @pytest.mark.parametrize("similarity", ["cosine", "dot", "euclidean"])
-def test_keydiff(anchor, similarity, monkeypatch):
+def test_keydiff(anchor, similarity, dtype, monkeypatch):
+    """In float32, whatever the keys are."""
     monkeypatch.setattr("mlx_snapkv.entries.entries.BLOCK_BYTES", 1)  # blocks of 64 keys
-    entries = make_entries()
+    entries = make_entries(B=2, dtype=dtype)
     scores, pooled = (
         np.asarray(KeyDiff(anchor=anchor, similarity=similarity, pool_kernel=n).score(entries))
         for n in (1, 3)
     )
+    assert scores.dtype == pooled.dtype == np.float32
     for head in HEADS:
-        expected = reference.keydiff(entries.keys[head], anchor, similarity)
+        keys = entries.keys[head].astype(mx.float32)
+        expected = reference.keydiff(keys, anchor, similarity)
         assert np.allclose(scores[head], expected, atol=1e-5)
         neighbours = reference.pool(expected - expected.min(), "avg", 3) + expected.min()
         assert np.allclose(pooled[head], neighbours, atol=1e-5)
-
-
-def test_keydiff_ranks_half_precision_keys_in_float32():
-    entries = make_entries(dtype=mx.float16)
-    assert KeyDiff().score(entries).dtype == mx.float32
-    expected = reference.keydiff(entries.keys[0, 0].astype(mx.float32), "mean", "cosine")
-    assert np.allclose(KeyDiff().score(entries)[0, 0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +45,17 @@ def test_keys_of_zeros_and_coordinates_that_do_not_change_are_no_nan(policy):
 
 def test_tova_is_the_last_querys_attention_averaged_over_all_heads():
     entries = make_entries(n=1)
-    raw = reference.votes(entries.queries, entries.keys, [69], entries.observed.scale)
-    assert np.allclose(TOVA().score(entries), raw.mean(axis=1, keepdims=True), atol=1e-6)
+    wanted = votes_of(entries).mean(axis=1, keepdims=True)
+    assert np.allclose(TOVA().score(entries), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("T, first", [(70, 60), (70, 68), (9000, 8990)])
 def test_scissorhands_counts_queries(T, first):
     """Also those of tokens past the last entry, and over more entries than a block."""
-    entries = make_entries(T, n=8)
+    entries = make_entries(T=T, n=8)
     entries.observed = Queries(entries.queries, range(first, first + 8), 8**-0.5)
-    raw = reference.above_average(entries.queries, entries.keys, range(first, first + 8), 8**-0.5)
     scores = np.asarray(ScissorHands().score(entries))
-    off = np.abs(scores - raw)
+    off = np.abs(scores - reference.above_average(*asked(entries)))
     # A weight of 1/t but for its last bit may count or not.
     assert scores.max() > 4 and (off > 1e-6).mean() < 2e-4 and off.max() <= 0.5
 
@@ -80,9 +70,7 @@ def test_key_norm_prefers_small_keys():
 @pytest.mark.parametrize("crosses", [False, True])
 def test_lagkv(lag, n_sink, crosses, n_bytes, monkeypatch):
     monkeypatch.setattr(lagkv, "BLOCK_BYTES", n_bytes)  # 1: one block at a time
-    entries = make_entries()
-    rng = np.random.default_rng(1)
-    entries.stored_values = mx.array(rng.normal(size=(2, 2, 70, 8)).astype(np.float32))
+    entries = make_entries(B=2)
     policy = LagKV(lag_size=lag, n_sink=n_sink, cross_scoring=crosses)
     scores = np.asarray(policy.score(entries))
     for head in HEADS:
@@ -104,7 +92,7 @@ def test_the_newest_of_a_few_and_the_sink_stay(policy):
 
 def test_h2o_keeps_what_received_most():
     entries = make_entries()
-    entries.received = mx.random.uniform(shape=(2, 2, 70))
+    entries.received = mx.random.uniform(shape=(1, 2, 70))
     assert mx.array_equal(H2O().score(entries), entries.received)
     with pytest.raises(SnapKVError, match="h2o needs the attention of all queries"):
         H2O().score(make_entries())

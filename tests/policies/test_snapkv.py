@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
+from entry_helpers import asked, make_entries, votes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
@@ -13,26 +14,13 @@ from tiny_models import make_llama
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, Stages, prefill
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.policies import resolve_policy, snapkv
 
 
-def make_entries(T=60, seed=0, layer=None, B=1, D=8):
-    rng = np.random.default_rng(seed)
-    keys, values = (mx.array(rng.normal(size=(B, 2, T, D)).astype(np.float32)) for _ in range(2))
-    queries = mx.array(rng.normal(size=(B, 4, 6, D)).astype(np.float32))
-    return Entries(keys, values, Queries(queries, range(T - 6, T), D**-0.5), layer=layer)
-
-
-def votes_of(entries):
-    observed = entries.observed
-    return reference.votes(entries.queries, entries.keys, observed.places, observed.scale)
-
-
 @pytest.mark.parametrize("pool", ["avg", "max"])
 def test_votes_of_entries_kept_anyway_do_not_leak_into_the_middle(pool):
-    entries = make_entries()
+    entries = make_entries(n=6)
     policy = SnapKV(top_k=5, n_sink=4, n_window=8, obs_window=6, pool_kernel=5, pool=pool)
     scores, expected = np.asarray(policy.score(entries)), votes_of(entries)
     for head in range(2):
@@ -52,20 +40,18 @@ def test_votes_of_entries_kept_anyway_do_not_leak_into_the_middle(pool):
     seed=st.integers(0, 1000),
 )
 def test_forward_scores_equal_the_reference(n_voters, kernel, n_sink, n_window, beyond, seed):
-    rng, T = np.random.default_rng(seed), 100
-    keys = mx.array(2 * rng.normal(size=(1, 2, T, 8)).astype(np.float32))
-    queries = mx.array(2 * rng.normal(size=(1, 4, n_voters, 8)).astype(np.float32))
-    places = range(T + beyond - n_voters, T + beyond)
+    entries = make_entries(T=100, n=n_voters, seed=seed)
+    places, queries = range(100 + beyond - n_voters, 100 + beyond), 4 * entries.queries
+    entries.observed = Queries(queries, places, 8**-0.5)
     policy = SnapKV(pool_kernel=kernel, n_sink=n_sink, n_window=n_window)
-    scores = policy.score(Entries(keys, keys, Queries(queries, places, 8**-0.5)))
     ends = (n_sink, n_window)
-    expected = reference.forward_scores(queries, keys, places, 8**-0.5, beyond, ends, kernel)
-    assert np.allclose(scores, expected, atol=1e-6)
+    expected = reference.forward_scores(*asked(entries), beyond, ends, kernel)
+    assert np.allclose(policy.score(entries), expected, atol=1e-6)
 
 
 def test_what_is_kept_anyway_is_the_windows_share_of_the_budget():
     """Without a quota a policy takes its own budget's window; a layer of a pyramid is given the mean's."""
-    entries = make_entries(T=200)
+    entries = make_entries(T=200, n=6)
     policy = SnapKV(budget="30%", pool="avg", pool_kernel=3)
     for budget, given_window, n_window in ((None, None, 15), (100, None, 25), (100, 40, 40)):
         entries.budget, entries.n_window = budget, given_window
@@ -90,7 +76,7 @@ def layer_of(model):
 def test_the_second_half_is_ranked_by_what_it_writes(pool, budget, n_bytes, monkeypatch):
     monkeypatch.setattr(snapkv, "WRITTEN_BYTES", n_bytes)  # 1: blocks of 64 entries
     layer = layer_of(make_llama(hidden_size=48))
-    entries = make_entries(90, layer=layer, B=2, D=12)
+    entries = make_entries(T=90, n=6, layer=layer, B=2, D=12)
     entries.budget = budget
     policy = dataclasses.replace(CRITICAL, pool=pool)
     scores = np.asarray(policy.score(entries))[..., SINK:-WINDOW]
@@ -124,7 +110,7 @@ def test_the_projection_is_what_the_module_does(bits, within):
 
 def test_what_the_second_stage_needs_is_named():
     with pytest.raises(SnapKVError, match=r"prefill with mlx_snapkv\.prefill"):
-        CRITICAL.score(make_entries(90))
+        CRITICAL.score(make_entries(T=90, n=6))
     found = layer_of(make_llama(hidden_size=64))
     del found.attention.o_proj
     with pytest.raises(SnapKVError, match="Attention of 'llama' has no output projection"):
