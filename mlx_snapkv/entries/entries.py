@@ -213,40 +213,22 @@ class Entries:
 
     def taken(self, chosen: mx.array) -> Entries:
         """The chosen entries, uint32 `(B, n_kv_heads, n)`; without queries."""
-        return self._of(
-            lambda x: mx.take_along_axis(x, chosen, axis=-1),
-            lambda x: mx.take_along_axis(x, chosen[..., None], axis=2),
-            observed=None,
-            shared_votes=None,
-        )
+        places = {3: chosen, 4: chosen[..., None]}
+        some = self._of(lambda x: mx.take_along_axis(x, places[x.ndim], axis=2))
+        return replace(some, observed=None, shared_votes=None)
 
     def between(self, start: int, stop: int) -> Entries:
         """The entries from `start` on, before `stop`; queries keep their places."""
         if (start, stop) == (0, len(self)):
             return self
-        return self._of(
-            lambda x: mx.contiguous(x[:, :, start:stop]),
-            lambda x: x[:, :, start:stop],
-            shared_votes=None if start else self.shared_votes,
-        )
+        some = self._of(lambda x: x[:, :, start:stop])
+        return replace(some, shared_votes=None if start else self.shared_votes)
 
-    def _of(
-        self,
-        part: Callable[[mx.array], mx.array],
-        stored: Callable[[mx.array], mx.array],
-        **changes: Any,
-    ) -> Entries:
-        """Some of the entries: `part` of what is `(B, n_kv_heads, T)`, and `stored` of what has another axis."""
-        for name in ("received", "given_repeated", "given_rotations"):
-            value = getattr(self, name)
-            changes[name] = None if value is None else part(value)
-        return replace(
-            self,
-            stored_keys=each(stored, self.stored_keys),
-            stored_values=each(stored, self.stored_values),
-            given_positions=part(self.positions),
-            **changes,
-        )
+    def _of(self, part: Callable[[mx.array], mx.array]) -> Entries:
+        """Some of the entries: `part` of every array `(B, n_kv_heads, T, ...)`."""
+        names = ("stored_keys", "stored_values", "received", "given_repeated", "given_rotations")
+        held = {name: getattr(self, name) for name in names} | {"given_positions": self.positions}
+        return replace(self, **{n: x if x is None else each(part, x) for n, x in held.items()})
 
     def packed(self, quantization: Quantization | None) -> Entries:
         """The same entries, stored so; those that are already stay as they are."""

@@ -35,11 +35,13 @@ def attentions(model) -> list[Found]:
     found: list[Found] = []
     for layer in model.layers:
         for family in SUPPORTED[name]:
-            if family.idle and family.idle(layer):
-                found.append(Found(None, family))
-                continue
             for attention in family.attentions_of(layer):
-                _add(found, attention, family)
+                if family.borrows(attention):  # from the last layer of its kind
+                    kind = family.kind(attention)
+                    owner = next(x for x in reversed(found) if family.kind(x.attention) == kind)
+                    owner.borrowers.append(attention)
+                else:
+                    found.append(Found(attention, family, [attention] * family.again))
     if not found:
         # A wrapper around a type that is refused.
         inner = {type_of(m) for m in model.layers[0].modules()}
@@ -52,16 +54,6 @@ def attentions(model) -> list[Found]:
         if problem := family.refusal and family.refusal(readers):
             raise _refused(name, problem)
     return found
-
-
-def _add(found: list[Found], attention: Any, family: AttentionFamily) -> None:
-    """Add an attention module, if it borrows to the last layer of its kind."""
-    if family.borrows(attention):
-        kind = family.kind(attention)
-        owner = next(x for x in reversed(found) if family.kind(x.attention) == kind)
-        owner.borrowers.append(attention)
-    else:
-        found.append(Found(attention, family, [attention] * family.again))
 
 
 def _refused(name: str, reason: str) -> UnsupportedModelError:

@@ -76,7 +76,9 @@ class AttentionFamily:
         return getattr(importlib.import_module(f"mlx_lm.models.{self.module}"), self.class_name)
 
     def attentions_of(self, layer) -> list[Any]:
-        """The attention modules of this family in a decoder layer, in order."""
+        """The attention modules of this family in a decoder layer, in order; None for one that is left alone."""
+        if self.idle and self.idle(layer):
+            return [None]
         cls = self.attention_class()
         return [m for _, m in sorted(layer.named_modules()) if type(m) is cls]
 

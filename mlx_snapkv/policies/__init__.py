@@ -94,25 +94,19 @@ def resolve_policy(
     Raises:
         SnapKVError: both are given, or one can't be read.
     """
-    if snapkv is None or snapkv is False:
-        return None if policy is None else _from_policy(policy)
-    if policy is not None:
-        raise SnapKVError("snapkv and policy both name a policy: give only one of them")
-    if isinstance(snapkv, SnapKV):
-        return snapkv
-    if isinstance(snapkv, str):
-        return SnapKV.from_string(snapkv)
-    if snapkv is True or isinstance(snapkv, dict):
-        return SnapKV.from_options({} if snapkv is True else snapkv)
-    raise SnapKVError(f"snapkv must be a SnapKV, a dict or a string, got {type(snapkv).__name__}")
-
-
-def _from_policy(policy: Policy | Stages | str) -> Policy | Stages:
-    if isinstance(policy, (Policy, Stages)):
+    if snapkv is not None and snapkv is not False:
+        if policy is not None:
+            raise SnapKVError("snapkv and policy both name a policy: give only one of them")
+        if isinstance(snapkv, str):
+            return SnapKV.from_string(snapkv)
+        if snapkv is True or isinstance(snapkv, dict):
+            return SnapKV.from_options({} if snapkv is True else snapkv)
+        policy = snapkv
+    if policy is None or isinstance(policy, (Policy, Stages)):
         return policy
     if not isinstance(policy, str):
         kind = type(policy).__name__
-        raise SnapKVError(f"policy must be a policy object or a string, got {kind}")
+        raise SnapKVError(f"a policy must be a policy object, a dict or a string, got {kind}")
     stages = [_from_name(*part.split(":", 1)) for part in policy.split(THEN)]
     if len(stages) > 2:
         raise SnapKVError(

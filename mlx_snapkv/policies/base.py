@@ -99,6 +99,7 @@ class Policy(ABC):
     closes_gaps: ClassVar[bool] = False  # entries are seen as if none were missing between them
     on_full: ClassVar[str] = "slide"  # the answer's entries under "once", when the window is full
     schedules: ClassVar[tuple[str, ...]] = ("once", "block")
+    _implied: ClassVar[str | None] = None  # the option whose value follows from the others'
 
     budget: int | str = option(
         8192,
@@ -230,11 +231,6 @@ class Policy(ABC):
         values = {name: getattr(self, name) for name in self.options() if name != self._implied}
         changed = [f"{name}={value}" for name, value in values.items() if value != defaults[name]]
         return f"{self.name}:{','.join(changed)}" if changed else self.name
-
-    @property
-    def _implied(self) -> str | None:
-        """The option whose value follows from the others'."""
-        return None
 
     def _check_options(self) -> None:
         # Of the class that declared an option: others may have given another default.

@@ -52,7 +52,10 @@ class LagKV(Policy):
                 self._information(read(start, stop + lag, after))
                 for read in (entries.read_keys, entries.read_values)
             )
-            return self._among_blocks((keys + values) / 2).flatten(2)
+            scores = (keys + values) / 2
+            if not self.cross_scoring:
+                scores = mx.argsort(mx.argsort(scores, axis=-1), axis=-1).astype(mx.float32) / lag
+            return scores.flatten(2)
 
         scores = entries.by_block(compared, range(self.n_sink, end, at_once * lag))
         newest = mx.broadcast_to(recency[end:] + 1, (B, H, T - end))
@@ -67,10 +70,3 @@ class LagKV(Policy):
         # A coordinate that does not change carries no information.
         scaled = mx.where(span > 0, (blocks[:, :, :-1] - least) / span, 0)
         return mx.softmax(mx.std(scaled, axis=-1, ddof=1), axis=-1)
-
-    def _among_blocks(self, scores: mx.array) -> mx.array:
-        """Scores `(B, n_kv_heads, blocks, lag_size)` that can be compared from block to block."""
-        if self.cross_scoring:
-            return scores
-        rank = mx.argsort(mx.argsort(scores, axis=-1), axis=-1)
-        return rank.astype(mx.float32) / self.lag_size

@@ -112,7 +112,7 @@ class SnapKV(Policy):
         return max(1, n_window // 2) if chooses else self.block
 
     @property
-    def _implied(self) -> str | None:
+    def _implied(self) -> str | None:  # type: ignore[override]
         if not isinstance(self.budget, int):
             return None
         return "budget" if self.budget == self._fewest() else "top_k"

@@ -176,8 +176,8 @@ def test_strings_dicts_and_objects_name_the_same_policy():
         ({"snapkv": "top_k=1,top_k=2"}, "top_k is given twice"),
         ({"snapkv": {1: 2}}, "unknown snapkv option '1'"),
         ({"snapkv": {"topk": 4}}, r"'topk' \(did you mean 'top_k'\?\); known: top_k, n_sink"),
-        ({"snapkv": 4}, "must be a SnapKV, a dict or a string"),
-        ({"policy": 4}, "must be a policy object or a string"),
+        ({"snapkv": 4}, "must be a policy object, a dict or a string, got int"),
+        ({"policy": 4}, "must be a policy object, a dict or a string, got int"),
         ({"policy": "keydiff then tova then snapkv"}, "at most two policies"),
     ],
 )
