@@ -105,13 +105,17 @@ def takes_a_part_for_each_query_head(layer, own, rows):
     """The output projection, for CriticalKV: for the values of the KV head that `readers` says a head reads."""
     n_heads, H = own[0]["q"].shape[1], rows.keys.shape[1]
     read, output = heads_read(layer, own[0], rows.keys), layer.family.output_of(layer.attention)
-    values_of_a_head = layer.attention.v_head_dim if layer.latent else rows.values.shape[3]
-    n_out = output(mx.zeros((1, n_heads * values_of_a_head))).shape[1]
     for head in range(H):
-        readers = layer.family.readers(head, H, n_heads)
+        readers, values = layer.family.readers(head, H, n_heads), rows.values[0, head]
         assert all(read[j] == head for j in readers) and len(readers) == n_heads // H
         made = layer.output_weights(head, n_heads * len(own), rows.values)
-        assert made.shape == (len(own) * len(readers), rows.values.shape[3], n_out)
+        assert made.shape[0] == len(own) * len(readers)
+        for j, weights in zip(readers, made):
+            part = layer.attention.unembed_out(values[None, None])[0, j] if layer.latent else values
+            D = part.shape[1]
+            part = mx.pad(part, [(0, 0), (j * D, (n_heads - 1 - j) * D)])
+            wanted = output(part) - output(mx.zeros_like(part))
+            assert np.allclose(values @ weights, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_decoding_with_everything_kept_equals_mlx_lm(model):
@@ -219,36 +223,25 @@ def test_the_others_are_refused_by_name(name):
         generate_step(TOKENS, model, policy=POLICY)
 
 
-def test_sliding_layers_with_plain_caches_are_left_alone():
-    """pixtral gives every layer of its language model a plain cache, whatever its window."""
-    text = config("llama") | {"layer_types": LAYERS}
-    model = make_model("pixtral", {"text_config": text})
-    cache, report = prefill(model, TOKENS, POLICY)
-    assert [type(c).__name__ for c in cache] == ["KVCache", "SnapKVCache"] * 2
-    assert report.entries_kept == [None, POLICY.budget] * 2
-
-
-def test_a_wrapper_of_a_refused_type_gives_its_reason():
+def test_a_refused_type_in_a_wrapper_and_a_model_of_another_package_are_refused():
     model = make_model("pixtral")
     model.language_model = make_model("recurrent_gemma", REFUSED_CONFIGS["recurrent_gemma"])
     with pytest.raises(UnsupportedModelError, match=r"'pixtral' can't .*: all of its attention l"):
         layers_of(model)
+    model = make_model("llama")
+    model.__class__ = type("Model", (type(model),), {"__module__": "elsewhere.llama"})
+    with pytest.raises(UnsupportedModelError, match=r"'elsewhere\.llama' .* does not know it"):
+        layers_of(model)
 
 
-def test_a_wrapper_may_hold_latents():
+def test_wrappers_may_give_sliding_layers_plain_caches_and_hold_latents():
+    """pixtral gives every layer of its language model a plain cache, whatever its window."""
+    text = config("llama") | {"layer_types": LAYERS}
+    cache, report = prefill(make_model("pixtral", {"text_config": text}), TOKENS, POLICY)
+    assert [type(c).__name__ for c in cache] == ["KVCache", "SnapKVCache"] * 2
+    assert report.entries_kept == [None, POLICY.budget] * 2
     text = config("deepseek_v2") | {"model_type": "mistral4"}
     text["rope_parameters"] = LLAMA4_ROPE | {"mscale_all_dim": 1.0, "factor": 1.0}
     model = make_model("mistral3", {"text_config": text})
     assert all(layer.latent for layer in layers_of(model))
-    _, report = prefill(model, TOKENS, POLICY)
-    assert report.entries_kept == [POLICY.budget] * 4
-
-
-def test_a_model_of_another_package_is_refused():
-    class Model(type(make_model("llama"))):
-        __module__ = "elsewhere.llama"
-
-    model = make_model("llama")
-    model.__class__ = Model
-    with pytest.raises(UnsupportedModelError, match=r"'elsewhere\.llama' .* does not know it"):
-        layers_of(model)
+    assert prefill(model, TOKENS, POLICY)[1].entries_kept == [POLICY.budget] * 4

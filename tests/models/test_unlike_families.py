@@ -87,22 +87,6 @@ def test_keys_are_latents_beside_positional_keys_and_values_are_latents(name):
         assert all(mx.array_equal(x, y) for x, y in zip(again, held.plain()))
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_the_output_weights_are_what_becomes_of_a_latent(name):
-    model = make_model(name)
-    cache, _ = prefill(model, TOKENS, SNAPKV)
-    for layer in layers_of(model, cache):
-        latents = layer.cache_in(cache).held().values
-        module, n_heads = layer.attention, layer.cache_in(cache).held().keys.shape[1] * 4
-        found = latents @ layer.output_weights(0, n_heads, latents)[None]
-        by_head = module.unembed_out(latents)
-        for head in range(n_heads):
-            alone = mx.zeros_like(by_head)
-            alone[:, head] = by_head[:, head]
-            made = layer.family.output_of(module)(alone.transpose(0, 2, 1, 3).flatten(2))
-            assert mx.allclose(found[:, head], made, atol=1e-5)
-
-
 def test_answers_recalled_from_all_entries(model):
     """Checked against all entries they are the full cache's own, where the model can take tokens back."""
     rewinds = is_type(model, "deepseek_v3", "gemma2")
