@@ -1,9 +1,12 @@
+"""Documents, questions about them, and the answers that are expected, read again by other means."""
+
 import random
+import re
 
 import pytest
 
 from mlx_snapkv.chat.prompts import common_prefix
-from mlx_snapkv.demo.documents import Fact, make_document, make_facts
+from mlx_snapkv.demo.documents import Fact
 from mlx_snapkv.demo.questions import (
     contains,
     is_right,
@@ -11,37 +14,45 @@ from mlx_snapkv.demo.questions import (
     question_prompt,
     token_counter,
 )
+from mlx_snapkv.demo.tasks import TASKS, make_task
 
 
-def test_every_fact_is_there_once():
-    rng = random.Random(3)
-    facts = make_facts(rng, 12)
-    document = make_document(rng, facts, 2000, lambda s: len(s.split()))
+def task(name, seed=0):
+    return make_task(name, random.Random(seed), 600, lambda text: len(text.split()), 24)
+
+
+def values(document, question):
+    """What the document says of the question's subject, in its order."""
+    subject = question.question.removeprefix("What is the ").removesuffix("?").removesuffix(" now")
+    return re.findall(rf"he {subject} is (?:now )?([^.]+)\.", document)
+
+
+@pytest.mark.parametrize(
+    "name, hidden", [*((name, 12) for name in TASKS), ("several", 2), ("three-links", 60)]
+)
+def test_documents_have_the_length_asked_for_and_a_question(name, hidden, demo_llama):
+    count = token_counter(demo_llama[1])
+    document, questions = make_task(name, random.Random(3), 2000, count, hidden)
+    assert 1950 <= count(document) <= 2000
+    assert questions and len({q.question for q in questions}) == len(questions)
+    assert task(name, 1) == task(name, 1) != task(name, 2)
+
+
+def test_prompts_of_a_haystack_share_all_but_the_question(demo_llama):
+    _, tokenizer = demo_llama
+    document, facts = make_haystack(tokenizer, random.Random(0), 12, 800)
+    assert 760 <= token_counter(tokenizer)(document) <= 800
     assert len({fact.subject for fact in facts}) == 12
-    for fact in facts:
-        assert document.count(fact.clause[1:]) == 1
-
-
-def test_documents_have_the_length_asked_for(demo_llama):
-    _, tokenizer = demo_llama
-    for n in (500, 2000):
-        document, _ = make_haystack(tokenizer, random.Random(n), 4, n)
-        assert n - 40 <= token_counter(tokenizer)(document) <= n
-
-
-def test_prompts_of_one_document_share_all_but_the_question(demo_llama):
-    _, tokenizer = demo_llama
-    document, facts = make_haystack(tokenizer, random.Random(0), 3, 400)
+    assert all(values(document, fact) == [fact.value] for fact in facts)
     prompts = [question_prompt(tokenizer, document, fact.question) for fact in facts]
     shared = common_prefix(prompts)
-    assert 390 < shared < min(map(len, prompts))
+    assert 760 < shared < min(map(len, prompts))
     assert tokenizer.decode(prompts[0][shared:]).endswith("?<|assistant|>")
 
 
 @pytest.mark.parametrize(
     "answer, begins, named",
     [
-        ("1234", True, True),
         (" 1234.", True, True),
         ("1234\nmore", True, True),
         ("It is 1234.", False, True),
@@ -53,3 +64,38 @@ def test_prompts_of_one_document_share_all_but_the_question(demo_llama):
 def test_answers_are_judged_exactly(answer, begins, named):
     assert is_right(Fact("access code", "amber falcon", "1234"), answer) == begins
     assert contains(answer, "1234") is named
+
+
+@pytest.mark.parametrize("name", ["single", "look-alikes"])
+def test_a_value_stands_there_once(name):
+    document, questions = task(name)
+    assert len(questions) == 24
+    assert all(values(document, question) == [question.value] for question in questions)
+
+
+def test_the_newer_value_comes_later():
+    document, questions = task("overwritten")
+    assert len(questions) > 5
+    for question in questions:
+        older, newer = values(document, question)
+        assert older != newer == question.value
+
+
+def test_each_of_several_facts_is_in_the_document():
+    document, questions = task("several")
+    for question in questions:
+        clauses = question.value.split(", ")
+        assert question.question.count("of the") == len(clauses) in (2, 3)
+        assert all(f"of {clause}." in document for clause in clauses)
+
+
+@pytest.mark.parametrize("name, links", [("two-links", 2), ("three-links", 3)])
+def test_the_chain_is_the_documents(name, links):
+    document, questions = task(name)
+    follows = dict(re.findall(r"VAR (\w+) is (\w+)\.", document))
+    for question in questions:
+        place, chain = question.question.split()[-1].removesuffix("?"), []
+        while place in follows:
+            chain.append(f"VAR {place} is {follows[place]}")
+            place = follows[place]
+        assert len(chain) == links and question.value == ", ".join(chain)
