@@ -45,10 +45,9 @@ def queries_of(caches):
 def test_chunks_do_not_change_what_is_recorded(tiny_model, tokens, chunk):
     whole, cut, all_of_them = (recording_caches(tiny_model, first, 200) for first in (168, 168, 0))
     with recording(attention_classes(tiny_model)):
-        run_in_chunks(tiny_model, tokens, whole, tokens.size)
-        run_in_chunks(tiny_model, tokens, cut, chunk)
-        run_in_chunks(tiny_model, tokens, all_of_them, chunk)
-    for a, b, c in zip(queries_of(whole), queries_of(cut), queries_of(all_of_them)):
+        for caches, n in ((whole, tokens.size), (cut, chunk), (all_of_them, chunk)):
+            run_in_chunks(tiny_model, tokens, caches, n)
+    for a, b, c in zip(*map(queries_of, (whole, cut, all_of_them))):
         assert a.shape == b.shape == (1, 4, 32, a.shape[-1])
         assert np.allclose(a, b, atol=1e-5) and mx.array_equal(b, c[:, :, 168:])
 
@@ -64,29 +63,17 @@ def test_queries_before_a_gap_are_forgotten(tokens):
 
 
 def test_recording_changes_nothing(tiny_model, tokens):
-    plain, recorded = make_prompt_cache(tiny_model), recording_caches(tiny_model, 100, 200)
-    expected = tiny_model(tokens[None], cache=plain)
+    expected = tiny_model(tokens[None], cache=make_prompt_cache(tiny_model))
     with recording(attention_classes(tiny_model)):
-        out = tiny_model(tokens[None], cache=recorded)
-        inert = tiny_model(tokens[None], cache=make_prompt_cache(tiny_model))
-    assert mx.array_equal(out, expected)
-    assert mx.array_equal(inert, expected)
+        for caches in (recording_caches(tiny_model, 100, 200), make_prompt_cache(tiny_model)):
+            assert mx.array_equal(tiny_model(tokens[None], cache=caches), expected)
 
 
 def test_requests_and_threads_do_not_mix(tokens):
-    model = make_llama()
-    sequences = [tokens, tokens[::-1]]
-    expected, mixed, threaded = (
+    model, sequences, barrier = make_llama(), [tokens, tokens[::-1]], threading.Barrier(2)
+    alone, mixed, threaded = (
         [recording_caches(model, 100, 200) for _ in sequences] for _ in range(3)
     )
-    with recording([llama.Attention]):
-        for sequence, caches in zip(sequences, expected):
-            run_in_chunks(model, sequence, caches, 10)
-        for start in range(0, 200, 10):
-            for sequence, caches in zip(sequences, mixed):
-                model(sequence[None, start : start + 10], cache=caches)
-    mx.eval([queries_of(caches) for caches in (*expected, *mixed)])
-    barrier = threading.Barrier(2)
 
     def work(sequence, caches):
         with mx.stream(mx.new_stream(mx.default_device())), recording([llama.Attention]):
@@ -94,17 +81,23 @@ def test_requests_and_threads_do_not_mix(tokens):
             run_in_chunks(model, sequence, caches, 10)
             mx.eval(queries_of(caches))
 
+    with recording([llama.Attention]):
+        for sequence, caches in zip(sequences, alone):
+            run_in_chunks(model, sequence, caches, 10)
+        for start in range(0, 200, 10):
+            for sequence, caches in zip(sequences, mixed):
+                run_in_chunks(model, sequence[start : start + 10], caches, 10)
+    mx.eval([queries_of(caches) for caches in (*alone, *mixed)])
     with ThreadPoolExecutor() as pool:
         list(pool.map(work, sequences, threaded))
-    for a, b, c in zip(expected, mixed, threaded):
-        for x, y, z in zip(queries_of(a), queries_of(b), queries_of(c)):
+    for found in zip(alone, mixed, threaded):
+        for x, y, z in zip(*map(queries_of, found)):
             assert mx.array_equal(x, y) and mx.array_equal(x, z)
 
 
 def test_contexts_nest_and_survive_exceptions():
     with pytest.raises(RuntimeError), recording([llama.Attention]):
-        patched = llama.Attention.__call__
-        original = OTHER.__call__
+        patched, original = llama.Attention.__call__, OTHER.__call__
         with pytest.raises(KeyError), recording([llama.Attention, OTHER]):
             assert OTHER.__call__ is not original
             raise KeyError
@@ -113,24 +106,19 @@ def test_contexts_nest_and_survive_exceptions():
 
 
 def test_patch_for_snapkv_is_idempotent_and_undone():
-    model, cls = make_llama(), llama.Attention
-    original = cls.__call__
-    patch_for_snapkv(model)
-    patched = cls.__call__
-    assert patched is not original
-    patch_for_snapkv(model)
-    with recording([cls]):
-        assert cls.__call__ is patched
-    assert cls.__call__ is patched
+    """Of one model's class, and without a model of every family's."""
+    model, cls, original = make_llama(), llama.Attention, llama.Attention.__call__
+    for _ in range(2):
+        patch_for_snapkv(model)
+        patched = cls.__call__
+        with recording([cls]):
+            assert cls.__call__ is patched is not original
     for _ in range(2):
         unpatch_snapkv(model)
         assert cls.__call__ is original
-
-
-def test_without_a_model_every_family_is_patched():
     patch_for_snapkv()
     try:
-        assert all(vars(owner)[name] is not original for owner, name, original in PATCHED)
+        assert all(vars(owner)[name] is not before for owner, name, before in PATCHED)
     finally:
         unpatch_snapkv()
 
@@ -146,15 +134,13 @@ def test_what_someone_else_has_patched_over_ours_stays():
 
 
 def test_a_call_wrapped_by_someone_else_is_still_captured(tokens, monkeypatch):
-    model = make_llama()
-    calls = []
-    original = llama.Attention.__call__
+    model, calls, original = make_llama(), [], llama.Attention.__call__
 
+    @functools.wraps(original)
     def counted(self, *args, **kwargs):
         calls.append(self)
         return original(self, *args, **kwargs)
 
-    counted.__wrapped__ = original
     monkeypatch.setattr(llama.Attention, "__call__", counted)
     caches = recording_caches(model, 190, 200)
     with recording([llama.Attention]):
