@@ -110,26 +110,17 @@ def test_an_error_while_it_reads_again_leaves_everything(tiny_model, tokens, cal
     assert all(a is b for a, b in zip(cache, before)) and all(c.empty() for c in cache)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
+def test_what_can_not_be_read_again_is_refused(demo_llama, tokens):
+    model = make_llama()
+    for options, message in (
         ({"policy": "kvzip:schedule=block"}, "kvzip option schedule must be once, got 'block'"),
         ({"policy": f"keydiff:budget=60 then {POLICY}"}, "kvzip reads all of a prompt again"),
-        (
-            {"policy": POLICY, "memory": "recall"},
-            "memory=recall needs .* chooses once .* or memory=drop",
-        ),
-    ],
-)
-def test_what_can_not_be_read_again_is_refused(tokens, options, message):
-    with pytest.raises(SnapKVError, match=message):
-        steps(make_llama(), tokens, **options)
-
-
-def test_conversations_and_caches_that_nobody_read_again_are_refused(demo_llama, tokens):
+        ({"policy": POLICY, "memory": "recall"}, "memory=recall needs .* once .* or memory=drop"),
+    ):
+        with pytest.raises(SnapKVError, match=message):
+            steps(model, tokens, **options)
     with pytest.raises(SnapKVError, match="a conversation's turns are only parts of one"):
         Conversation(*demo_llama, policy=POLICY)
-    model = make_llama()
     cache = make_prompt_cache(model)
     plain(model, tokens, n=0, prompt_cache=cache)
     with pytest.raises(SnapKVError, match="has not been read again"):

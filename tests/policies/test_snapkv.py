@@ -93,21 +93,6 @@ def test_the_second_half_is_ranked_by_what_it_writes(pool, budget, n_bytes, monk
         assert np.allclose(scores[b, head, later], second[later], rtol=1e-4)
 
 
-@pytest.mark.parametrize("bits, within", [(None, 1e-5), (8, 2e-2)])
-def test_the_projection_is_what_the_module_does(bits, within):
-    """A bias is left out, and quantised weights are asked by calling them."""
-    found = layer_of(make_llama(hidden_size=64))
-    output = found.attention.o_proj
-    weight = np.array(output.weight).reshape(64, 4, 16).transpose(1, 2, 0)
-    output.bias = 10 * mx.random.normal((64,))
-    if bits:
-        found.attention.o_proj = output.to_quantized(group_size=32, bits=bits)
-    for head in range(2):
-        made = found.output_weights(head, 4, mx.zeros((1, 2, 5, 16)))
-        assert made.shape == (2, 16, 64)
-        assert np.allclose(made, weight[2 * head : 2 * head + 2], atol=within)
-
-
 def test_what_the_second_stage_needs_is_named():
     with pytest.raises(SnapKVError, match=r"prefill with mlx_snapkv\.prefill"):
         CRITICAL.score(make_entries(T=90, n=6))
