@@ -28,16 +28,16 @@ def rows(start, n):
     return made[:, :H], made[:, H : 2 * H], made[:, 2 * H :]
 
 
-def window(policy=None, quantization=None, n_window=N_WINDOW, **options):
+def window(policy=None, quantization=None, n_window=N_WINDOW, pinned=PINNED, **options):
     """A compressed prompt of `START` tokens."""
     keys, values, queries = rows(0, START)
-    kept = mx.array([*PINNED, *range(START - N_WINDOW, START)])
+    kept = mx.array([*pinned, *range(START - min(n_window, N_WINDOW), START)])
     keys, values = keys[:, :, kept], values[:, :, kept]
     keys, values = pack(keys, quantization), pack(values, quantization)
     if policy is not None:
         sink = mx.broadcast_to(mx.arange(len(PINNED)) < 2, (B, H, len(PINNED)))
         options = {"policy": policy, "block": 4, "reserved": sink} | options
-    positions = mx.broadcast_to(mx.array(PINNED, mx.uint32), (B, H, len(PINNED)))
+    positions = mx.broadcast_to(mx.array(pinned, mx.uint32), (B, H, len(pinned)))
     cache = SnapKVCache(
         keys,
         values,

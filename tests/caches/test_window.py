@@ -4,47 +4,22 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
+from cache_kinds import N_WINDOW, PINNED, SCALE, START, H, feed, rows, window
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.base import scaled_dot_product_attention
 from request_helpers import in_order
 
 from mlx_snapkv import KeyDiff, SnapKVCache, SnapKVError
 
-H, D = 2, 32
-
-
-def row(t):
-    """The key (and value) of the token at position `t`, told apart by its content."""
-    return mx.array(np.random.default_rng(t).normal(size=(1, H, 1, D)).astype(np.float32))
-
-
-def rows(positions):
-    return mx.concatenate([row(t) for t in positions], axis=2)
-
-
-def make_cache(pinned=(0, 1, 5), window=4, offset=20, **options):
-    keys = rows([*pinned, *range(offset - window, offset)])
-    positions = mx.broadcast_to(mx.array(pinned, mx.uint32), (1, H, len(pinned)))
-    return SnapKVCache(keys, keys + 1, positions, offset=offset, n_window=window, **options)
-
-
-def feed(cache, L):
-    """Attend like a model does: mask first, then update; the outputs `(n_heads, L, D)` of L new tokens."""
-    new = rows(range(cache.offset, cache.offset + L))
-    mask = cache.make_mask(L)
-    keys, values = cache.update_and_fetch(new, new + 1)
-    queries = mx.repeat(new, 2, axis=1)
-    return scaled_dot_product_attention(queries, keys, values, cache, 0.5, mask)[0]
-
 
 def assert_consistent(cache):
-    for position, key in zip(cache.positions[0, 0].tolist(), np.asarray(cache.keys[0, 0])):
-        assert np.array_equal(key, row(position)[0, 0, 0])
+    every, positions = rows(0, cache.offset)[0], cache.positions[..., None].astype(mx.int32)
+    held = cache.keys[:, :, : cache.size()]
+    assert mx.array_equal(held, mx.take_along_axis(every, positions, axis=2))
 
 
 def test_many_decoded_tokens_keep_shape_and_buffer():
-    cache = make_cache(window=16, offset=100)
+    cache = window()
     feed(cache, 1)
     mx.eval(cache.state)
 
@@ -60,65 +35,52 @@ def test_many_decoded_tokens_keep_shape_and_buffer():
 
 @settings(max_examples=60)
 @given(
-    window=st.integers(1, 6),
-    pinned=st.integers(0, 4),
+    n_window=st.integers(1, 6),
+    n_pin=st.integers(0, 4),
     updates=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=6),
 )
-def test_any_updates_and_rewinds_equal_dense_attention(window, pinned, updates):
-    """Each token sees the pinned rows and the last `window` tokens, itself included, whatever came before."""
-    offset = 20
-    cache = make_cache(pinned=tuple(range(pinned)), window=window, offset=offset)
+def test_any_updates_and_rewinds_equal_dense_attention(n_window, n_pin, updates):
+    """Each token sees the pinned rows and the last `n_window` tokens, itself included, whatever came before."""
+    cache = window(n_window=n_window, pinned=[*range(n_pin)])
     for L, back in updates:
         start = cache.offset
-        out = feed(cache, L)
-        everything = list(range(start + L))
-        keys = np.asarray(rows(everything)[0], np.float64)
-        queries = np.repeat(keys[:, start:], 2, axis=0)
-        visible = np.array(
-            [[r < pinned or (r >= offset - window and i - window < r <= i) for r in everything]
-             for i in range(start, start + L)]
-        )  # fmt: skip
-        expected = reference.attention(queries, keys, keys + 1, visible, 0.5)
+        out = feed(cache, L)[0]
+        keys, values, queries = (np.asarray(x[0], np.float64) for x in rows(0, start + L))
+        every, own = np.arange(start + L), np.arange(start, start + L)[:, None]
+        recent = (every >= START - n_window) & (own - n_window < every) & (every <= own)
+        visible = (every < n_pin) | recent
+        expected = reference.attention(queries[:, start:], keys, values, visible, SCALE)
         assert np.allclose(out, expected, atol=1e-5)
         cache.trim(min(back, L))
         assert_consistent(cache)
 
 
 def test_mask_is_a_string_or_none_where_that_is_exact():
-    cache = make_cache(window=8)
+    cache, young = window(), window(n_window=N_WINDOW + 3)
     assert cache.make_mask(1) is None
     assert cache.make_mask(2) is not None and cache.make_mask(2) != "causal"
-    young = SnapKVCache(rows([0, 1, 2]), rows([0, 1, 2]), mx.zeros((1, H, 1)), offset=3, n_window=8)
-    assert young.make_mask(6) == "causal"
-    assert young.make_mask(6, return_array=True).shape == (6, 9)
-    assert young.make_mask(7) != "causal"
+    assert young.make_mask(3) == "causal" and young.make_mask(4) != "causal"
+    assert young.make_mask(3, return_array=True).shape == (3, len(PINNED) + N_WINDOW + 3)
     with pytest.raises(SnapKVError, match="sliding-window"):
         cache.make_mask(2, window_size=4)
-
-
-def test_bookkeeping_mlx_lm_relies_on():
-    cache = make_cache()
-    assert not cache.empty() and not cache.is_trimmable()
-    assert cache.nbytes == 2 * 1 * H * 7 * D * 4
-    assert cache.keys_and_values() == (cache.keys, cache.values)
-    for name in ("bits", "to_quantized", "__len__", "__bool__"):
+    for name in ("bits", "to_quantized", "__len__", "__bool__"):  # mlx-lm looks for these
         assert not hasattr(cache, name)
 
 
 @pytest.mark.parametrize("n_pin, offset, n_window", [(3, 3, 0), (1, 3, 1), (1, 2, 2), (4, 9, 2)])
 def test_impossible_shapes_are_refused(n_pin, offset, n_window):
-    held = rows([0, 1, 2])
+    held = rows(0, 3)[0]
     with pytest.raises(SnapKVError, match=f"don't hold {n_pin} pinned entries and a window"):
         SnapKVCache(held, held, mx.zeros((1, H, n_pin)), offset=offset, n_window=n_window)
 
 
 # With a policy, the rows are chosen again every `PERIOD` tokens.
-N_SINK, PINNED, N_WINDOW, OFFSET, PERIOD = 2, (0, 1, 5, 9, 11, 20), 8, 40, 4
+N_SINK, PERIOD = 2, 4
 
 
 def choosing(reserved=()):
     marks = mx.array([[[p in (0, 1, *reserved) for p in PINNED]] * H])
-    return make_cache(PINNED, N_WINDOW, OFFSET, policy=KeyDiff(), block=PERIOD, reserved=marks)
+    return window(KeyDiff(), block=PERIOD, reserved=marks)
 
 
 class Simulation:
@@ -126,7 +88,7 @@ class Simulation:
 
     def __init__(self, head, reserved):
         self.head, self.reserved = head, list(reserved)
-        self.pinned, self.window = list(PINNED), list(range(OFFSET - N_WINDOW, OFFSET))
+        self.pinned, self.window = list(PINNED), list(range(START - N_WINDOW, START))
         self.since = 0
 
     def step(self, position):
@@ -138,7 +100,7 @@ class Simulation:
     def choose(self):
         held = sorted(self.pinned + self.window)
         recent = held[len(held) - (N_WINDOW - PERIOD) :]
-        keys = np.array(rows(held)[0, self.head], np.float64)
+        keys = np.array(rows(0, held[-1] + 1)[0][0, self.head], np.float64)[held]
         keys /= np.linalg.norm(keys, axis=1, keepdims=True)
         anchor = keys.mean(axis=0)
         likeness = dict(zip(held, keys @ anchor / np.linalg.norm(anchor)))
@@ -150,7 +112,7 @@ class Simulation:
         self.since = 0
 
 
-@pytest.mark.parametrize("reserved", [(), (5, 20), PINNED[N_SINK:]])
+@pytest.mark.parametrize("reserved", [(), (5, 11), PINNED[N_SINK:]])
 @pytest.mark.parametrize("sizes", [[1], [3, 1, 4, 2, 2, 1]])
 def test_it_holds_what_the_simulation_holds(reserved, sizes):
     """However tokens come that fit in; the reserved entries survive any number of choices, and the shape stays."""
@@ -159,14 +121,13 @@ def test_it_holds_what_the_simulation_holds(reserved, sizes):
     for n in sizes * (60 // sum(sizes)):
         n = int(min(n, cache.room or PERIOD))
         one_by_one = [feed(alone, 1) for _ in range(n)]
-        assert mx.allclose(feed(cache, n), mx.concatenate(one_by_one, axis=1), atol=1e-5)
+        assert mx.allclose(feed(cache, n), mx.concatenate(one_by_one, axis=2), atol=1e-5)
         for position in range(cache.offset - n, cache.offset):
             for simulation in simulations:
                 simulation.step(position)
     expected = [sorted(s.pinned + s.window) for s in simulations]
-    keys, _, positions = in_order(alone)
-    assert positions[0].tolist() == expected and alone.size() == len(PINNED) + N_WINDOW
-    for head in range(H):
-        assert mx.array_equal(keys[0, head], rows(expected[head])[0, head])
+    assert in_order(alone)[2][0].tolist() == expected
+    assert alone.size() == len(PINNED) + N_WINDOW
+    assert_consistent(alone)
     feed(cache, 1), feed(alone, 1)  # pending tokens are in their places then
     assert mx.array_equal(in_order(cache)[2], in_order(alone)[2])
