@@ -1,5 +1,7 @@
 """Quantised entries with every kind of cache, and a model's dtype, which is its caches'."""
 
+import sys
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -8,7 +10,7 @@ from saved_helpers import KEYDIFF, SNAPKV, SPECS
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import BlockKVCache
-from mlx_snapkv.entries.quantization import Quantised, Quantization
+from mlx_snapkv.entries.quantization import Quantised, pack, unpack
 
 CASES = [*SPECS[::3], f"{SNAPKV},on_full=slide", f"{SNAPKV},on_full=keydiff"]
 
@@ -37,9 +39,11 @@ def test_the_plain_run_with_rounded_entries_within_its_bound(tokens, policy, bit
         assert mine.nbytes < theirs.nbytes
     assert report.kv_bytes_after < unquantised.kv_bytes_after
     assert report.kv_bytes_before == unquantised.kv_bytes_before
-    pack, unpack = Quantization.pack, Quantization.unpack
-    monkeypatch.setattr(Quantization, "pack", lambda self, rows: unpack(self, pack(self, rows)))
-    monkeypatch.setattr(Quantization, "unpack", lambda self, rows: rows)
+    instead = {pack: lambda rows, how: unpack(pack(rows, how), how), unpack: lambda x, how: x}
+    for module in [x for x in sys.modules.values() if x.__name__.startswith("mlx_snapkv.")]:
+        for name, value in vars(module).copy().items():
+            if value in (pack, unpack):
+                monkeypatch.setattr(module, name, instead[value])
     monkeypatch.delattr(Quantised, "bits")  # which mlx-lm's attention asks for
     rounded, exact, _ = answered(model, tokens, policy, bits)
     for one, other in zip(cache, rounded, strict=True):
