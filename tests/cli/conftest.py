@@ -31,6 +31,18 @@ def call(monkeypatch, capsys):
     return invoke
 
 
+@pytest.fixture
+def refused(call):
+    """refused(*args) -> the one line of a mistake on stderr."""
+
+    def invoke(*args, **how):
+        code, out, err = call(*args, **how)
+        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("mlx-snapkv: ")
+        return err
+
+    return invoke
+
+
 @pytest.fixture(scope="session")
 def text_file(demo_llama):
     """text_file(path, n_tokens, seed, n_facts) -> the path, which then has a text, and the facts in it."""

@@ -88,14 +88,9 @@ def test_a_book_is_saved_and_asked(call, save, story, path, memory):
 def test_a_chat_goes_on_from_it_and_says_what_long_turns_cost(call, save, story, path):
     save(path, *BOOK, "recall:file")
     text, facts = story
-    lines = [
-        f"/load {path}",
-        facts[0].question,
-        f"/save {path}",
-        f"/load {path}",
-        facts[1].question,
-    ]
-    lines += ["/reset", f"/file {text}", facts[2].question, facts[3].question]
+    first, second, *others = (fact.question for fact in facts)
+    lines = [f"/load {path}", first, f"/save {path}", f"/load {path}", second]
+    lines += ["/reset", f"/file {text}", *others]
     chat = ["chat", "--model", "demo", *BOOK, "recall:file", "-m", "8"]
     code, out, err = call(*chat, stdin="\n".join(lines).encode())
     assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
@@ -103,19 +98,17 @@ def test_a_chat_goes_on_from_it_and_says_what_long_turns_cost(call, save, story,
 
 
 def test_a_short_text_is_saved_in_full(call, save, story, path):
-    said = save(
-        path, "--policy", POLICY.replace(":", ":min_ctx=4000,", 1), "--memory", "recall:file"
-    )
+    policy = POLICY.replace(":", ":min_ctx=4000,", 1)
+    said = save(path, "--policy", policy, "--memory", "recall:file")
     assert "full cache: the prompt's" in said and "below min_ctx=4000" in said
     assert list(path.parent.iterdir()) == [path]
     assert ask(call, path, story[1][0])[1] == story[1][0].value + "\n"
 
 
-def test_what_a_book_can_not_be_asked_with(call, save, story, path):
+def test_what_a_book_can_not_be_asked_with(refused, save, story, path):
     save(path, *BOOK, "recall:file")
     for options, message in (
         (["--memory", "recall:4bit"], "stored otherwise: give --memory recall:file or recall"),
         (["--policy", "keydiff:budget=64"], f"has its own policy, {POLICY}: drop yours"),
-    ):  # fmt: skip
-        code, out, err = ask(call, path, story[1][0], *options)
-        assert (code, out) == (2, "") and message in err.splitlines()[-1]
+    ):
+        assert message in ask(refused, path, story[1][0], *options)

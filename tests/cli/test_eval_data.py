@@ -16,19 +16,16 @@ from mlx_snapkv.demo.questions import make_haystack
 KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
 
 
-def rows(tokenizer, task, seed=0, wrong=False):
-    """Two questions about one document."""
-    text, facts = make_haystack(tokenizer, random.Random(seed), 2, 400)
-    made = {"context": f"{text}\n\n", "answer_prefix": "", "max_new_tokens": 24, "task": task}
-    extra = ["nothing"] if wrong else []
-    return [made | {"question": fact.question, "answer": [fact.value, *extra]} for fact in facts]
-
-
 @pytest.fixture
 def data(tmp_path, demo_llama):
-    """A folder as RULER's are in kvpress' data set: one length, two tasks, in one parquet file."""
-    found = rows(demo_llama[1], "niah_single_1") + rows(demo_llama[1], "qa_1", 1, wrong=True)
-    found += rows(demo_llama[1], "vt", 2, wrong=True)
+    """A folder as RULER's are in kvpress' data set: one length, three tasks of two questions, in one parquet file."""
+    found = []
+    for seed, (task, *extra) in enumerate(
+        (["niah_single_1"], ["qa_1", "nothing"], ["vt", "nothing"])
+    ):
+        text, facts = make_haystack(demo_llama[1], random.Random(seed), 2, 400)
+        row = {"context": f"{text}\n\n", "answer_prefix": "", "max_new_tokens": 24, "task": task}
+        found += [row | {"question": f.question, "answer": [f.value, *extra]} for f in facts]
     path = tmp_path / "data" / "512" / "test-00000-of-00001.parquet"
     path.parent.mkdir(parents=True)
     parquet.write_table(pyarrow.Table.from_pylist(found), path)
@@ -59,23 +56,6 @@ def test_what_to_ask(call, data):
     result = json.loads(out)
     assert code == 0 and result["chat_template"] is False
     assert [(r["task"], r["setting"]) for r in result["records"]] == [("vt", "known")] * 2
-
-
-@pytest.mark.parametrize(
-    "change, args, words",
-    [
-        ({"context": None}, ["--model", "nowhere"], "row 1: context: Field required"),
-        ({}, ["--model", "nowhere", "--output", "/dev/null/r"], "--output /dev/null/r: "),
-        ({"context": "long " * 20_000}, [], "the model was trained to"),
-    ],
-)
-def test_a_mistake_is_one_line(call, tmp_path, demo_llama, change, args, words):
-    """The first two before the model is loaded."""
-    row = rows(demo_llama[1], "vt")[0]
-    (tmp_path / "d.jsonl").write_text(json.dumps(row | change))
-    code, out, err = call("eval", "data", "--data", str(tmp_path), *args)
-    assert (code, out) == (2, "")
-    assert words in err and len(err.strip().splitlines()) == 1
 
 
 POLICY = "streaming_llm:budget=25%"
@@ -125,11 +105,8 @@ def test_the_harness_runs_with_the_full_cache_and_each_policy(lm, tmp_path, monk
 @pytest.mark.parametrize(
     "args, message",
     (
-        (["--tasks", "nothing_such"], "lm-evaluation-harness has no such task"),
-        (["--tasks", "rolling"], "--tasks rolling judges whole texts"),
         (["--tasks", "facts", "--include-path", "nowhere"], "--include-path nowhere is no folder"),
-        (["--tasks", "facts", "--policy", "nothing"], "nothing"),
-        (["--tasks", "facts", "--output", "/dev/null/r"], "--output /dev/null/r"),
+        (["--tasks", "rolling"], "--tasks rolling judges whole texts"),
         (["--tasks", ","], "--tasks is empty"),
     ),
 )

@@ -19,17 +19,13 @@ generate --prompt x --no-such-option                     | No such option
 generate --prompt x --model demo --snapkv topk=4         | unknown snapkv option 'topk' (did you mean 'top_k'?)
 generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and --policy both name a policy
 generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
-generate --prompt x --model demo --policy tova --memory recall --refresh never | --refresh must be token or turn
 generate --prompt x --model demo --far pull              | --far pull needs a policy that evicts
-generate --prompt x --model demo --far near              | --far must be keep or pull, got 'near'
-generate --prompt x --model demo --memory recall:file --store-dir nowhere | --store-dir nowhere is no folder that files
 generate --prompt x --model demo --memory recall:file --store-dir {}/text | no folder that files can be written to
 generate --prompt "" --model demo                        | the prompt is empty: give some text
 generate --model demo                                    | nothing to read: give --prompt TEXT, --prompt - or
 generate --prompt - --prompt-file - --model demo         | can't both read standard input
 generate --prompt-file /dev/zero --model demo            | --prompt-file /dev/zero is not UTF-8 text
 generate --prompt-file / --model demo                    | --prompt-file /: Is a directory
-generate --prompt-file {}/picture --model demo           | is not UTF-8 text
 generate --prompt-file ~no-such-user/x --model demo      | --prompt-file ~no-such-user/x: no such home folder
 generate --prompt \udcff --model demo                    | --prompt is not UTF-8 text
 generate --prompt x --model demo --system-prompt \udcff  | the chat template or tokenizer failed
@@ -40,11 +36,9 @@ generate --prompt x --model demo --max-tokens many       | a valid integer
 generate --prompt x --model demo --kv-bits 8 --kv-group-size 128 | --kv-group-size must be one of [32, 64]
 generate --prompt x --model demo --policy tova --quantized-kv-start 9 --kv-bits 8 | --quantized-kv-start is for the full
 generate --prompt x --model demo --max-kv-size 512       | no effect on llama models, since they make their own caches
-chat --model demo --max-kv-size 512                      | limit the entries with --policy streaming_llm:budget=512
 generate --prompt x --model demo --adapter-path /no/such | --adapter-path /no/such: no adapter_config.json
 generate --prompt x --model demo --ignore-chat-template --system-prompt y | --system-prompt needs a chat template
 generate --prompt x --model demo --pipeline              | start the command by mlx.launch, or drop it
-generate --prompt x --model demo --verbose no            | --verbose must be True, T, False or F, got 'no'
 generate --prompt x --model demo --chat-template-config '{"tokenize": 1}' | --chat-template-config can't set 'tokenize'
 generate --prompt x --model demo --extra-eos-token nope  | --extra-eos-token 'nope': this tokenizer has no such token
 generate --prompt x --model a/b/c                        | no such folder, and not the name of a Hugging Face repository
@@ -55,41 +49,30 @@ cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | and no policy was given
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --snapkv top_k=60 | reads the text in full
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy keydiff --kv-bits 8 | recall:file:8bit
-inspect --prompt x --model demo                          | give one --policy, or two to compare, got 0
 inspect --prompt x --model demo --policy tova --policy random --policy keydiff | give one --policy, or two
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
-batch {} -o {}/a.jsonl --model demo                      | {}: Is a directory
 batch {}/text -o {}/a.jsonl --model demo                 | a JSON object a line, and line 1 is not JSON
 batch {}/picture -o {}/a.jsonl --model demo              | line 1 is not UTF-8
 batch {}/requests -o /dev/full --model demo              | is no regular file
 batch {}/requests -o {}/requests --model demo            | mlx-snapkv did not write it
 batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | --kv-bits in a batch is for compressed entries
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
-serve --model demo --memory recall --policy keydiff --prefix-dir ~no-such-user/x | --prefix-dir ~no-such-user/x: no such
 demo --tokens 1024 --save-document {}/text               | --save-document {}/text: is there already
-plan --model demo --context 0                            | --context must be a number of tokens from 1 to 10000000
 plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
 plan --model demo --policy kvzip:budget=25% --context 4k | kvzip reads a prompt twice
-bench --context 4k                                       | --context must be whole numbers from 1024 to 10000000, with
-bench --output /dev/null/x                               | --output /dev/null/x: 
-bench --output ""                                        | names a folder
 eval needle --policy snapkv:top_k=8000                   | would compress nothing here: the prompt's 4096 entries
 eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, with
 eval needle --length 256 --needles 50                    | --length must be at least
 eval needle --haystack /dev/null                         | --haystack /dev/null: there is no text in it
 eval needle --output /dev/null/x                         | --output /dev/null/x: 
 eval needle --output {}/                                 | names a folder
-eval needle --setting sooner                             | --setting must be known, later or both, got 'sooner'
+eval data --data {}/text --model none                    | text: line 1 is no JSON object
 eval needle --policy fastgen                             | fastgen can't be used to answer
-eval suite --task triple                                 | --task must be single, look-alikes
 eval suite --by-mask keydiff:budget=64                   | are given with --policy
-eval data --data ~no-such-user/x                         | --data ~no-such-user/x: no such home folder
 eval fidelity --text {}/text                             | --policy
 eval fidelity --text /nowhere --policy tova:budget=9% --model none | --text /nowhere: No such file
-eval fidelity --text {}/picture --policy tova:budget=9% --model none | is not UTF-8 text: convert it
 eval fidelity --text {}/text --policy tova:budget=9%          | no text has the 1,465 tokens
 eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress nothing here
-eval fidelity --text {}/text --policy tova --setting both | --setting must be text, known or later, got 'both'
 """
 
 # What does nothing without another option.
@@ -101,6 +84,7 @@ generate --prompt x --model demo --policy snapkv --refresh turn | --memory recal
 generate --prompt x --model demo --memory recall --store-dir . | --memory recall:file
 serve --model demo --port 0 --prefix-dir-bytes 4GB       | --prefix-dir
 eval suite --refresh turn                                | --memory recall
+plan --model demo --kv-memory 3MB                        | --policy auto
 """
 
 
@@ -114,33 +98,27 @@ def folder(tmp_path_factory):
     (folder / "text").write_text("my notes")
     (folder / "picture").write_bytes(b"\xff\xfe" * 99 + b"\n[1]\n")
     body = '{"messages": [{"role": "user", "content": "x"}]}'
-    request = (
-        f'{{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {body}}}'
-    )
-    (folder / "requests").write_text(request)
+    about = '"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"'
+    (folder / "requests").write_text(f'{{{about}, "body": {body}}}')
     return folder
 
 
 @pytest.mark.parametrize("line, words", rows(MISTAKES))
-def test_a_mistake_is_one_line(call, folder, line, words):
+def test_a_mistake_is_one_line(refused, folder, line, words):
     line = line.replace("{}", str(folder)).replace(r"\udcff", "\udcff")
-    code, out, err = call(*shlex.split(line))
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("mlx-snapkv: ")
-    assert words.replace("{}", str(folder)) in err
+    assert words.replace("{}", str(folder)) in refused(*shlex.split(line))
     assert {path.name for path in folder.iterdir()} == {"text", "picture", "requests"}
 
 
 @pytest.mark.parametrize("line, other", rows(NEEDS))
-def test_an_option_that_would_do_nothing_is_refused(call, line, other):
-    code, out, err = call(*line.split())
+def test_an_option_that_would_do_nothing_is_refused(refused, line, other):
     flag = next(word for word in line.split()[::-1] if word.startswith("--"))
-    said = f"{flag} does nothing without {other}: give that, or drop {flag}"
-    assert (code, out, err) == (2, "", f"mlx-snapkv: {said}\n")
+    said = f"{flag} does nothing without {other}: give that, or drop {flag}\n"
+    assert refused(*line.split()) == f"mlx-snapkv: {said}"
 
 
 MODELS = [
     ("config.json", "{", "does not describe such a model: JSONDecodeError"),
-    ("config.json", "[]", "does not describe such a model: "),
     ("config.json", "{}", "does not describe such a model: KeyError: .model_type"),
     ("config.json", {"model_type": "no_such_type"}, "no_such_type not supported"),
     ("config.json", {"hidden_size": 64}, "weights don't fit its config.json: ValueError: .*shape"),
@@ -149,15 +127,13 @@ MODELS = [
     ("model.safetensors", 1000, "model.safetensors is damaged or cut short"),
     ("tokenizer.json", None, "no tokenizer there: tokenizer.json"),
     ("tokenizer.json", "hello", "its tokenizer can't be read"),
-    ("tokenizer.json", "{}", "its tokenizer can't be read"),
     ("tokenizer_config.json", {"chat_template": "{{ raise_exception('No system') }}"}, "failed: TemplateError: No sys"),
-    ("tokenizer_config.json", {"chat_template": "{% for %}"}, "the chat template or tokenizer failed"),
     ("tokenizer_config.json", {"chat_template": "{# nothing #}"}, "the chat template made an empty prompt"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, how, message", MODELS)
-def test_models_that_cannot_be_loaded(call, tmp_path, name, how, message):
+def test_models_that_cannot_be_loaded(refused, tmp_path, name, how, message):
     """A file of theirs is gone, cut short, changed, or something else."""
     folder = demo_with(tmp_path / "model")
     file = folder / name
@@ -168,19 +144,16 @@ def test_models_that_cannot_be_loaded(call, tmp_path, name, how, message):
         file.unlink()
         if how is not None:
             file.write_bytes(data[:how] if isinstance(how, int) else how.encode())
-    code, out, err = call("generate", "--model", str(folder), "--prompt", "x")
-    assert (code, out, err.count("\n")) == (2, "", 1) and re.search(message, err)
+    assert re.search(message, refused("generate", "--model", str(folder), "--prompt", "x"))
 
 
-def test_a_draft_model_of_another_tokenizer(call, tmp_path):
+def test_a_draft_model_of_another_tokenizer(refused, tmp_path):
     folder = demo_with(tmp_path / "draft")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
     tokenizer["vocab"]["another word"] = 100_000
     change(folder / "tokenizer.json", model=tokenizer)
     asked = ["generate", "--model", "demo", "--prompt", "x", "--draft-model", str(folder)]
-    code, out, err = call(*asked)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "a draft model needs the model's own tokenizer" in err
+    assert "a draft model needs the model's own tokenizer" in refused(*asked)
 
 
 def test_what_a_rotating_cache_does_not_go_with():
@@ -192,10 +165,9 @@ def test_what_a_rotating_cache_does_not_go_with():
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "\0"])
-def test_names_that_no_file_can_have(call, name):
+def test_names_that_no_file_can_have(refused, name):
     for args in (["--model", name, "--prompt", "x"], ["--model", "demo", "--prompt-file", name]):
-        code, out, err = call("generate", *args)
-        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert refused("generate", *args)
 
 
 INSPECT = "inspect --model demo -q --policy keydiff:budget=25% --prompt Cold. -m 2 --output"
@@ -214,8 +186,12 @@ def test_a_full_disk_is_named_and_leaves_files_as_they_were(
     call, tmp_path, monkeypatch, command, name, written, most
 ):
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # whose index could not be written
+    before = {}
+    if name == "r.html":
+        before = {tmp_path / name: '<meta name="generator" content="mlx-snapkv">'}
+        (tmp_path / name).write_text(before[tmp_path / name])
     with full_disk(most):
         code, _, err = call(*command.split(), str(tmp_path / name))
     last = err.splitlines()[-1]
     assert code == 1 and str(tmp_path / written) in last and last.endswith("File too large")
-    assert [path for path in tmp_path.iterdir() if path.suffix != ".jsonl"] == []
+    assert {p: p.read_text() for p in tmp_path.iterdir() if p.suffix != ".jsonl"} == before

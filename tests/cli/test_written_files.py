@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-from disk_helpers import full_disk
 
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.demo import MODELS
@@ -15,7 +14,7 @@ def cache_prompt(call, file):
     return call("cache-prompt", "--model", "demo", "--prompt", "It was cold.", "-o", str(file))
 
 
-def test_a_saved_prompt_replaces_only_saved_prompts(call, demo_llama, tmp_path):
+def test_a_saved_prompt_replaces_only_saved_prompts(refused, demo_llama, tmp_path):
     chat = Conversation(*demo_llama, max_tokens=1)
     list(chat.send("hello"))
     model, link = tmp_path / "model.safetensors", tmp_path / "link.safetensors"
@@ -26,8 +25,7 @@ def test_a_saved_prompt_replaces_only_saved_prompts(call, demo_llama, tmp_path):
         file.write_bytes(data)
     files = {file: file.read_bytes() for file in (model, link, *odd)}
     for file in files:
-        code, out, err = cache_prompt(call, file)
-        assert (code, out, err.count("\n")) == (2, "", 1)
+        err = cache_prompt(refused, file)
         assert f"{file} is there already, and mlx-snapkv did not save it" in err
         with pytest.raises(SnapKVError, match="did not save it"):
             chat.save(file)
@@ -46,22 +44,10 @@ def test_replacing_a_saved_prompt_is_said_and_a_link_stays_one(call, tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".json", "-full-cache-known.png", ".jsonl"])
-def test_a_result_replaces_only_results(call, tmp_path, ending):
+def test_a_result_replaces_only_results(refused, tmp_path, ending):
     file = tmp_path / f"r{ending}"
     file.write_text("my notes")
     for command in [NEEDLE, ["bench"]] if ending == ".json" else [NEEDLE]:
-        code, out, err = call(*command, "--output", str(tmp_path / "r"))
-        assert (code, out, err.count("\n")) == (2, "", 1) and str(file) in err
+        assert str(file) in refused(*command, "--output", str(tmp_path / "r"))
         assert [p.name for p in tmp_path.iterdir()] == [file.name]
         assert file.read_text() == "my notes"
-
-
-def test_a_full_disk_leaves_the_page_of_before(call, tmp_path):
-    page = tmp_path / "r.html"
-    page.write_text('<meta name="generator" content="mlx-snapkv">')
-    inspect = "inspect --model demo -q --policy keydiff:budget=25% --prompt Cold. -m 2 -o".split()
-    with full_disk(5000):
-        code, _, err = call(*inspect, str(page))
-    assert code == 1 and err == f"mlx-snapkv: {page} can't be written: File too large\n"
-    assert page.read_text() == '<meta name="generator" content="mlx-snapkv">'
-    assert list(tmp_path.iterdir()) == [page]
