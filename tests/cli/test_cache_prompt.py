@@ -170,13 +170,13 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         (HALF, ["--memory", "recall"], "is compressed already, the rest is gone: drop --memory"),
     ],
 )  # fmt: skip
-def test_what_a_saved_prompt_can_not_be_asked_with(cache, ask, saved, options, message):
+def test_what_a_saved_prompt_can_not_be_asked_with(cache, refused, saved, options, message):
     file, _ = cache("saved.safetensors", *saved)
-    code, out, err = ask(file, *options)
-    assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+    asked = ["--model", "demo", "--prompt-cache-file", file, "--prompt", "Who?"]
+    assert message in refused("generate", *asked, *options)
 
 
-def test_files_of_others(ask, demo_llama, tmp_path):
+def test_files_of_others(refused, demo_llama, tmp_path):
     """A conversation is for chat; mlx-lm notes the model's name alone; others are no prompts."""
     model, tokenizer = demo_llama
     talk = Conversation(model, tokenizer, max_tokens=1)
@@ -193,5 +193,5 @@ def test_files_of_others(ask, demo_llama, tmp_path):
         ("no/book.safetensors", "can't be read: No such file or directory"),
         ("book.txt", "must end in .safetensors"),
     ):
-        code, out, err = ask(tmp_path / name)
-        assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+        asked = ["--prompt-cache-file", str(tmp_path / name), "--prompt", "Who?"]
+        assert message in refused("generate", "--model", "demo", *asked)

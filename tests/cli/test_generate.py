@@ -13,6 +13,7 @@ from mlx_lm import chat as mlx_chat
 from model_folders import demo_with
 
 from mlx_snapkv.cli import app
+from mlx_snapkv.cli.generate import FIGURES
 
 mlx_generate = importlib.import_module("mlx_lm.generate")
 MODULE = [sys.executable, "-m", "mlx_snapkv"]
@@ -47,20 +48,11 @@ def test_the_answer_goes_to_stdout_and_the_figures_to_stderr(command):
 def test_compression_is_reported(call, tmp_path):
     file = tmp_path / "document.txt"
     file.write_text(("It was cold at the market. " * 40) + LEAD)
-    asked = [
-        *RAW,
-        "--prompt-file",
-        str(file),
-        "--snapkv",
-        "top_k=16,n_sink=4,n_window=32,lookahead=4",
-    ]
-    code, out, err = call(*asked, "--json")
+    asked = ["--prompt-file", str(file), "--snapkv", "top_k=16,n_sink=4,n_window=32,lookahead=4"]
+    code, out, err = call(*RAW, *asked, "--json")
     result = json.loads(out)
     assert code == 0 and result["model"] == "demo" and result["text"] == "482913"
-    figures = (
-        "prompt_tokens prompt_tps generation_tokens generation_tps finish_reason peak_memory_gb"
-    )
-    assert set(result) == {"model", "text", "compression", *figures.split()}
+    assert set(result) == {"model", "text", "compression", "peak_memory_gb", *FIGURES}
     assert result["compression"]["entries_kept"] == [52, 52, 52]
     assert result["compression"]["reason"] is None
     assert re.search(

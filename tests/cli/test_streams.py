@@ -14,6 +14,7 @@ from mlx_snapkv.cli.reading import noticing
 OPENBLAS = "*/openblas-pthread/libopenblas.so.0"
 MODULE = [sys.executable, "-m", "mlx_snapkv"]
 LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
+STOPPED = 130, "", "\nmlx-snapkv: stopped\n"
 PLAIN = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt", LEAD]
 
 
@@ -53,14 +54,13 @@ def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path)
     def tokenising(process):
         return "tokenising the text" in process.stderr.readline()
 
-    code, out, err = interrupted(tokenising, *PLAIN, "--prompt-file", str(file))
-    assert (code, out, err) == (130, "", "\nmlx-snapkv: stopped\n")
+    assert interrupted(tokenising, *PLAIN, "--prompt-file", str(file)) == STOPPED
 
 
 @pytest.mark.skipif(not list(Path("/usr/lib").glob(OPENBLAS)), reason="OpenBLAS is not here")
 def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(on_terminal, tmp_path):
     file = tmp_path / "long.txt"
-    file.write_text("It was cold at the market. " * 400)
+    file.write_text("It was cold at the market. " * 320)
     (library,) = Path("/usr/lib").glob(OPENBLAS)
     hint = f"Long prompts are read several times faster with LD_PRELOAD={library}"
     asked = {"stdout": subprocess.DEVNULL, "start": subprocess.Popen}
@@ -89,15 +89,11 @@ def test_ctrl_c_while_the_program_starts(library):
     def loaded(process):
         return library in Path(f"/proc/{process.pid}/maps").read_text()
 
-    assert interrupted(loaded, *PLAIN) == (130, "", "\nmlx-snapkv: stopped\n")
+    assert interrupted(loaded, *PLAIN) == STOPPED
 
 
 def test_ctrl_c_in_an_answer_closes_it_with_the_figures():
-    def answering(process):
-        return process.stdout.read(1)
-
-    args = [*PLAIN, "-m", "100000"]
-    code, out, err = interrupted(answering, *args)
+    code, out, err = interrupted(lambda process: process.stdout.read(1), *PLAIN, "-m", "100000")
     assert code == 130 and out.endswith("\n")
     *_, closing, empty, last = err.splitlines()
     assert closing.startswith("stopped: 28 prompt tokens, full cache (no policy") and empty == ""
@@ -107,9 +103,8 @@ def test_ctrl_c_in_an_answer_closes_it_with_the_figures():
 @pytest.mark.parametrize("seconds, words", [(0.6, ["heard"]), (0, [])])
 def test_ctrl_c_is_answered_while_mlx_computes_unless_it_ends_at_once(seconds, words):
     said, pressed = [], []
-    before = signal.signal(
-        signal.SIGINT, lambda *_: pressed.append(True)
-    )  # as if busy: no exception
+    # as if busy: no exception
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
         with noticing(lambda: said.append("heard")):
             os.kill(os.getpid(), signal.SIGINT)
