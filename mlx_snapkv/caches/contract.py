@@ -61,11 +61,7 @@ class LayerCache(ABC):
 
     @abstractmethod
     def held(self, n_queries: int = 0) -> Entries:
-        """The entries in order of position, as they are stored; the cache stays as it is.
-
-        Args:
-            n_queries: how many of the last queries, if they were recorded, are to vote for them.
-        """
+        """The entries in order of position, as they are stored, with the last `n_queries` to vote, if recorded."""
 
     @property
     def full_nbytes(self) -> int:
@@ -78,11 +74,7 @@ class LayerCache(ABC):
 
     @abstractmethod
     def rollback(self, n: int) -> None:
-        """Drop the newest `n` tokens.
-
-        Raises:
-            TrimError: `n` is more than can be rolled back exactly; the cache is then as it was.
-        """
+        """Drop the newest `n` tokens. Raises: TrimError: not all can be, exactly; the cache is then as it was."""
 
     def commit(self) -> Mark:
         """Keep the tokens since `mark`; what `reopen` needs to roll them back all the same."""

@@ -101,9 +101,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def rollback(self, n: int) -> None:
         """Drop the newest `n` tokens, exactly: those since `mark`, or since it was last fed or evicted.
 
-        Raises:
-            TrimError: some of them are older, or the oldest came between two evictions since `mark`; the cache is then
-                as it was.
+        Raises: TrimError: some are older, or the oldest came between two evictions since `mark`; it is then as it was.
         """
         mark = self._mark
         before = (mark.before if mark else None) or {"offset": self.offset}
@@ -193,11 +191,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         )
 
     def _observed(self, n: int) -> Queries | None:
-        """The last `n` queries recorded, to vote for the entries held.
-
-        Raises:
-            SnapKVError: tokens were fed since, and their queries were not recorded.
-        """
+        """The last `n` queries, to vote for the entries held. Raises: SnapKVError: they were not recorded."""
         if not n:
             return None
         asked = self.query_positions[-n:]

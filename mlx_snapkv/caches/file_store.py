@@ -108,8 +108,7 @@ class SavedFile(EntryFile):
         n_entries: what it holds.
         checksums: uint32, CRC-32 of each `piece` entries; the last piece may be shorter.
 
-    Raises:
-        SnapKVError: it can't be opened, or is not of that size.
+    Raises: SnapKVError: it can't be opened, or is not of that size.
     """
 
     def __init__(

@@ -59,11 +59,7 @@ class FullView(Entries):
         return self._compaction.asking(observed, self.layer)
 
     def gather(self, positions: mx.array, end: int | None = None) -> Entries:
-        """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain.
-
-        Args:
-            end: position of the next token that is to see them; None is nobody's, and they come as they were read.
-        """
+        """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as the token at `end` sees them or as read."""
         keys, values = self._entries.gather(positions)
         entries = Entries(keys, values, given_positions=positions, layer=self.layer)
         return entries if end is None else self._compaction.nearer(entries, end)[0]

@@ -59,11 +59,7 @@ def adopt(prompt_cache: list, model) -> None:
 
 
 def problem_of(cache: Any, like: Any) -> str | None:
-    """What is wrong with a cache from a file, in a few words; None if it is sound.
-
-    Args:
-        like: mlx-lm's cache of the same layer, after one token.
-    """
+    """What is wrong with a cache from a file; None if nothing. `like` is mlx-lm's of the layer, after one token."""
     instead = type(like) is KVCache and isinstance(cache, _INSTEAD)
     if type(cache) is not type(like) and not instead:
         return f"is where the model has a {type(like).__name__}"

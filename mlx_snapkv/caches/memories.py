@@ -79,8 +79,7 @@ def recalling_caches(
 ) -> list:
     """Caches that keep all entries as `memory` says, beginning with a prompt cache's, which stays as it is.
 
-    Raises:
-        SnapKVError: some of its entries are gone, or the model's can't be kept that way.
+    Raises: SnapKVError: some of its entries are gone, or the model's can't be kept that way.
     """
     if is_compressed([x for x in members(prompt_cache) if not isinstance(x, OutOfCoreKVCache)]):
         raise SnapKVError(
@@ -122,8 +121,7 @@ def plain_forms(model, caches: list) -> list:
 def filled(empty: Any, found: Any) -> Any:
     """A cache of `empty`'s kind with the entries of another, which is itself given back if it is of that kind already.
 
-    Raises:
-        SnapKVError: it does not hold all entries, or they are stored otherwise.
+    Raises: SnapKVError: it does not hold all entries, or they are stored otherwise.
     """
     if isinstance(found, OutOfCoreKVCache) and not found.empty():
         return _reopened(empty, found)

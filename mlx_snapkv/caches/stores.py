@@ -71,11 +71,7 @@ class Store(EntryView):
 
     @abstractmethod
     def append(self, entries: Entries) -> None:
-        """Add entries; those that are quantised the same way are stored as they are.
-
-        Raises:
-            SnapKVError: there is no space for them; the store is then as it was.
-        """
+        """Add entries, as they are if quantised the same way. Raises: SnapKVError: no space; it is then as it was."""
 
     @abstractmethod
     def truncate(self, n: int) -> None:

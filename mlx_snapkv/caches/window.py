@@ -47,8 +47,7 @@ class SnapKVCache(EvictingCache):
         reserved: bool `(B, n_kv_heads, n_pin)`, the pinned entries that always stay; None is none.
         rotated: positions `(B, n_kv_heads, n)` and the others that those entries' keys are turned to, if there are any.
 
-    Raises:
-        SnapKVError: the shapes disagree, or `n_window < 1`.
+    Raises: SnapKVError: the shapes disagree, or `n_window < 1`.
     """
 
     TRANSIENT = EvictingCache.TRANSIENT | {"_tail"}

@@ -56,8 +56,7 @@ class SealedWriter(io.BufferedWriter):
 def sealed(target: Path) -> Iterator[Any]:
     """A writer for the block, whose file then gets its checksum, where it has UNKNOWN, and takes the place of `target`.
 
-    Raises:
-        OSError: it can't be written; a file that was there before still is.
+    Raises: OSError: it can't be written; a file that was there before still is.
     """
     temporary = target.with_name(f".{target.stem}.{os.getpid()}.safetensors")
     try:
