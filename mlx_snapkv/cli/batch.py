@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit
 
@@ -64,7 +64,11 @@ def batch(
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
     if compression.memory != "drop":
         about |= {name: ways[name] for name in ("memory", "verify", "refresh")}
-    with _opened(files.requests) as stream:
+    if files.requests == "-" and sys.stdin is None:
+        raise SnapKVError("standard input is closed: give a file of requests")
+    with refusing(files.requests):
+        opened = sys.stdin.buffer if files.requests == "-" else path_of(files.requests).open("rb")
+    with opened as stream:
         lines = RequestsFile(stream)
         path = path_of(files.output, "--output")
         answers = AnswersFile(path, {"model": model.model, **about})
@@ -106,12 +110,3 @@ def _closing_line(answers: AnswersFile, done: Progress) -> str:
         f"{answers.n_answered} answered{errors} in {answers.path}{before} | {done.prompt_tokens} prompt tokens, "
         f"{done.answer_tokens} answer tokens, {done.seconds:.1f} s, peak memory {get_peak_memory() / 1e9:.3g} GB"
     )
-
-
-def _opened(name: str) -> BinaryIO:
-    if name == "-":
-        if sys.stdin is None:
-            raise SnapKVError("standard input is closed: give a file of requests")
-        return sys.stdin.buffer
-    with refusing(name):
-        return path_of(name).open("rb")

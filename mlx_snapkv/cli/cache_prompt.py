@@ -36,6 +36,7 @@ def cache_prompt(
           --policy "keydiff:budget=4096 then snapkv:top_k=1024"
     """
     from .. import saved
+    from ..caches.layers import kv_bytes
     from ..caches.memories import saved_forms
     from ..engine.config import CompressionConfig
     from ..engine.footprint import book_cost
@@ -67,17 +68,10 @@ def cache_prompt(
         saved.save(path, loaded, forms, tokens, used, notes, update)
     if writing.done:
         where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
-    reading.say(
-        f"{report.prompt_tokens} prompt tokens, {_summary(report, forms, memory)} | {where}"
-    )
-
-
-def _summary(report: CompressionReport, cache: list, memory: str) -> str:
-    from ..caches.layers import kv_bytes
-
     kept = report.entries_text if memory == "drop" else f"{report.entries} entries resident"
     kept = f"{kept}{report.recall_text}" if report.compressed else f"full cache: {report.reason}"
-    return f"{kept}, KV memory {format_bytes(report.kv_bytes_after or kv_bytes(cache))}"
+    held = format_bytes(report.kv_bytes_after or kv_bytes(forms))
+    reading.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {held} | {where}")
 
 
 def _read(

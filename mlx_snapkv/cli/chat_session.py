@@ -26,6 +26,8 @@ from .progress import stderr_console
 from .prompts import require_text
 from .reading import Reading
 
+WAYS = "policy", "memory", "verify", "far"
+
 
 class Lines:
     """Messages, until the end of the input: pasted text is one, and a backslash joins lines. All Macs take rank 0's."""
@@ -130,13 +132,13 @@ class Session:
         # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
         n_tokens = self.reading.wait_for(partial(now.count, text))
         now.attached.append(text)
-        asked = {name: getattr(now, name) for name in ("policy", "memory", "verify", "far")}
+        asked = {name: getattr(now, name) for name in WAYS}
         self.reading.warn(now.model, n_tokens, len(now.read), **asked, **now.generation)
         return n_tokens
 
     def answer(self, text: str) -> None:
         last, now = None, self.conversation
-        with self.reading.bar(partial(_long_turn, now, len(now.read))) as update:
+        with self.reading.bar(self._cost) as update:
             responses: Any = self.reading.wait_for(partial(now.send, text, update))
             try:
                 for last in responses:
@@ -145,8 +147,7 @@ class Session:
                 responses.close()  # now, and not when it is collected: it may have been interrupted
                 if last is not None:
                     print(flush=True)
-                    rates = last.prompt_tps, last.generation_tps
-                    self.speed = "prompt {:.1f} tokens/s, generation {:.1f} tokens/s".format(*rates)
+                    self.speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
         if now.report is not None and now.report.warnings and self._warned != now.policy:
             self.reading.say_warnings(now.report)
             self._warned = now.policy
@@ -154,8 +155,7 @@ class Session:
     @property
     def ways(self) -> str:
         now = self.conversation
-        named = {"policy": now.policy or "none", "memory": now.memory, "verify": now.verify}
-        ways = named | {"far": now.far}
+        ways = {name: getattr(now, name) for name in WAYS} | {"policy": now.policy or "none"}
         return ", ".join(f"{name} {value}" for name, value in ways.items() if value)
 
     @property
@@ -172,13 +172,12 @@ class Session:
 
     def may_replace(self) -> bool:
         """Whether the conversation may be lost: it is in a file, or the user at the terminal agrees."""
-        lost = bool(self.conversation.said) and self.conversation.messages != self._in_file
-        if not lost or not self.lines.interactive:
+        kept = not self.conversation.said or self.conversation.messages == self._in_file
+        if kept or not self.lines.interactive:
             return True
-        if self.lines.agree("This conversation is not saved: replace it?"):
-            return True
-        self.say("the conversation goes on")
-        return False
+        if not (agreed := self.lines.agree("This conversation is not saved: replace it?")):
+            self.say("the conversation goes on")
+        return agreed
 
     def replace(self, conversation: Conversation) -> None:
         """Go on with this one, which is in a file or new."""
@@ -206,20 +205,19 @@ class Session:
         """The conversation, with the names of its documents in place of their text."""
         titles = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
         said = iter(self.conversation.said)
-        lines = [f"# Chat with {self.model}", "", self.ways]
+        parts = [f"# Chat with {self.model}", self.ways]
         for message in self.conversation.messages:
             role, content = message["role"], message["content"]
-            lines += ["", f"## {titles[role]}", ""]
+            parts.append(f"## {titles[role]}")
             if role == "user":
                 *documents, content = next(said)
-                lines += [f"*File: {self.name_of(text)}*\n" for text in documents]
-            lines.append(content.strip())
-        return "\n".join(lines) + "\n"
+                parts += [f"*File: {self.name_of(text)}*" for text in documents]
+            parts.append(content.strip())
+        return "\n\n".join(parts) + "\n"
 
-
-def _long_turn(conversation: Conversation, n_before: int, n_new: int) -> BookCost | None:
-    """What a turn will cost that reads more of a book than a block."""
-    policy = conversation.policy
-    if policy is None or n_new <= policy.stages[0].block:
-        return None
-    return book_cost(conversation.model, policy, conversation.memory, n_new, n_before=n_before)
+    def _cost(self, n_new: int) -> BookCost | None:
+        """What a turn will cost that reads more of a book than a block."""
+        now = self.conversation
+        if now.policy is None or n_new <= now.policy.stages[0].block:
+            return None
+        return book_cost(now.model, now.policy, now.memory, n_new, n_before=len(now.read))

@@ -54,10 +54,10 @@ class HarnessOptions:
 
     def uses_template(self, model: str, tokenizer: Any) -> bool:
         """Raises: SnapKVError: the chat template is asked for, and there is none."""
-        has_one, asked = tokenizer.has_chat_template, self.apply_chat_template
-        if asked and not has_one:
+        has_one = tokenizer.has_chat_template
+        if self.apply_chat_template and not has_one:
             raise SnapKVError(f"--model {model} has no chat template: drop --apply-chat-template")
-        return has_one if asked is None else asked
+        return has_one if self.apply_chat_template is None else self.apply_chat_template
 
 
 def lm(

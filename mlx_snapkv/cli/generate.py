@@ -101,20 +101,13 @@ def generate(
 
 @dataclass
 class _Answer:
-    """An answer, printed as it comes, and the figures at its end.
+    """An answer, printed as it comes, and the figures at its end."""
 
-    Attributes:
-        name: the model's, as the user gave it.
-        keywords: of `stream_generate`.
-        start: the saved prompt that the answer continues, if there is one.
-        hint: what would help a full cache.
-    """
-
-    name: str
-    keywords: dict[str, Any]
-    start: SavedStart | None
+    name: str  # the model's, as the user gave it
+    keywords: dict[str, Any]  # of `stream_generate`
+    start: SavedStart | None  # what the answer continues
     output: OutputOptions
-    hint: str
+    hint: str  # what would help a full cache
     reports: list[CompressionReport] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     n_drafted: int = 0

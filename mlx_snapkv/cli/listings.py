@@ -91,17 +91,16 @@ def models(as_json: AsJson = False) -> None:
     from ..reporting.table import Table
     from .results import print_table
 
-    lists = ("Supported", "note", supported()), ("Refused", "why", refused())
+    found = {}
+    for title, last, rows in ("Supported", "note", supported()), ("Refused", "why", refused()):
+        keys = "model_type", "also_loads", last
+        found[title.lower()] = [dict(zip(keys, row)) for row in rows]
+        if not as_json:
+            heading = f"{title}: {len(rows)} model types of mlx-lm"
+            columns = [key.replace("_", " ") for key in keys]
+            print_table(Table(heading, "", columns, [*map(list, rows)]))
     if as_json:
-        names = "model_type", "also_loads"
-        found = {
-            t.lower(): [dict(zip((*names, last), row)) for row in rows] for t, last, rows in lists
-        }
         print(json.dumps(found))
-        return
-    for title, last, rows in lists:
-        heading = f"{title}: {len(rows)} model types of mlx-lm"
-        print_table(Table(heading, "", ["model type", "also loads", last], [*map(list, rows)]))
 
 
 def policies(
@@ -134,9 +133,8 @@ def policies(
 
 def defaults(cls: type[Policy]) -> dict[str, str]:
     """A policy's options and their defaults as they are typed, its own first."""
-    policy = cls()
-    values = {name: getattr(policy, name) for name in cls.options()}
+    values = {name: getattr(cls(), name) for name in cls.options()}
+    words = {None: "none", True: "true", False: "false"}
     return {
-        name: str(v).lower() if v is None or isinstance(v, bool) else str(v)
-        for name, v in values.items()
+        n: words[v] if v is None or v is True or v is False else str(v) for n, v in values.items()
     }

@@ -93,8 +93,7 @@ IgnoreChatTemplate = Annotated[
     bool, Option("--ignore-chat-template", help="Take the prompt as raw text.")
 ]
 ChatTemplateConfig = Annotated[
-    Any,
-    Option(parser=json_object, help="Options of the chat template.", metavar="JSON"),
+    Any, Option(parser=json_object, help="Options of the chat template.", metavar="JSON")
 ]
 SystemPrompt = Annotated[str | None, Option(help="System message of the chat template.")]
 MaxTokens = Annotated[

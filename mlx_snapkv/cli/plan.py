@@ -85,13 +85,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plans:
-    """What is planned for a model on a machine.
-
-    Attributes:
-        trained: how many tokens the model was trained to read, if known.
-        asked: the policy asked for.
-        kv_memory: bytes that entries are to keep to, if --policy auto is told so.
-    """
+    """What is planned for a model, `trained` to read so many tokens, on a machine: for the policy `asked` for."""
 
     model: str
     machine: Machine
@@ -154,9 +148,8 @@ class Plans:
             print(f"Nothing fits {tokens_text(choices[-1].context)} tokens into {room}.")
         fit = [(choice.best, choice.why) for choice in choices if choice.best is not None]
         for best, why in fit[-1:]:
-            n = tokens_text(best.context)
-            print(f"For {n} tokens, recommended: {_way(best)}, because {why}.")
-            print(f"  {self._command(best)}")
+            way = f"{_way(best)}, because {why}.\n  {self._command(best)}"
+            print(f"For {tokens_text(best.context)} tokens, recommended: {way}")
             if best.reason is not None:
                 print(f"Nothing is compressed: {best.reason}.")
             if best.beyond is not None:
@@ -175,10 +168,8 @@ class Plans:
         sizes = [] if self.kv_bits is not None else list(found[0].kv_in_bits)
         bits = [n for n in sizes if any(plan.kv_in_bits.get(n) != plan.kv for plan in found)]
         usable, memory = self.machine.usable, format_bytes(self.machine.memory)
-        remark = (
-            "The most in use while reading and answering, weights included. "
-            f"{format_bytes(usable)} of {memory} may be used."
-        )
+        remark = "The most in use while reading and answering, weights included. "
+        remark += f"{format_bytes(usable)} of {memory} may be used."
         if any(plan.kv_in_bits.get(n) == plan.kv for plan in found for n in bits):
             remark += f" {SAME}: full caches of up to {DEFAULT_QUANTIZED_KV_START:,} tokens are not quantised."
         columns = ["KV cache", *(f"{n} bits" for n in bits), "reading", "answering", "fits"]

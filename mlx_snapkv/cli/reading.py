@@ -138,9 +138,7 @@ def _hint_slow_blas(console: Console) -> None:
     if "/mlx_cpu.libs/libblas" not in text or re.search(r"/lib(openblas|mkl_rt|blis)", text):
         return
     places = ("lib*/*/openblas-pthread/libopenblas.so.0", "lib*/libopenblas.so.0")
-    installed = [file for place in places for file in sorted(Path("/usr").glob(place))]
-    how = f"with OpenBLAS: install {OPENBLAS} and set LD_PRELOAD to its libopenblas.so.0"
-    if installed:
-        how = f"with LD_PRELOAD={installed[0]}"
-    said = f"Long prompts are read several times faster {how}"
+    installed = [f"LD_PRELOAD={f}" for place in places for f in sorted(Path("/usr").glob(place))]
+    missing = f"OpenBLAS: install {OPENBLAS} and set LD_PRELOAD to its libopenblas.so.0"
+    said = f"Long prompts are read several times faster with {[*installed, missing][0]}"
     console.print(said, soft_wrap=True, highlight=False, markup=False)

@@ -26,9 +26,6 @@ class SavedStart:
         policy, memory: of the answer. Without a memory the policy compresses a saved full cache at once.
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
-    Attributes:
-        options: `prompt_cache`, and the `policy` and `memory` that serve it, a book's own unless others are given.
-
     Raises:
         SnapKVError: the file is not for this model, or its entries can't be compressed so.
     """
@@ -70,6 +67,7 @@ class SavedStart:
             if policy is not None:
                 self.report = self._compress(model, policy, quantization)
             policy = None
+        # Of the answer, with a book's own policy and memory unless others are given.
         self.options = {"policy": policy, "memory": memory, "prompt_cache": caches}
 
     def has(self, text: str) -> bool:
