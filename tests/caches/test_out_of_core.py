@@ -16,16 +16,16 @@ from mlx_snapkv.policies.budgets import Quota
 
 POLICY = KeyDiff(budget=24, block=8)
 QUOTA = Quota(24, 2, 4)
+LIMITS = {"last": 1000, "newest": 0, "expected": 32, "uniform": True, "layer": None}
 
 
 def rows_of(n, seed=0):
-    keys, values = mx.random.normal((2, 1, 2, n, 16), key=mx.random.key(seed))
-    return keys, values
+    return list(mx.random.normal((2, 1, 2, n, 16), key=mx.random.key(seed)))
 
 
 def limited(store):
     cache = OutOfCoreKVCache(store)
-    cache.limit(POLICY, QUOTA, last=1000, newest=0, expected=32, uniform=True, layer=None)
+    cache.limit(POLICY, QUOTA, **LIMITS)
     return cache
 
 
@@ -68,8 +68,7 @@ def test_tokens_and_limits_since_a_mark_are_rolled_back(before, since, in_file):
     n = feed(mine, rows, before)
     positions = mine.positions
     mine.mark()
-    limits = {"last": 7, "newest": 3, "expected": 9, "uniform": False, "layer": None}
-    mine.limit(POLICY, Quota(20, 1, 3), **limits)
+    mine.limit(POLICY, Quota(20, 1, 3), last=7, newest=3, expected=9, uniform=False, layer=None)
     feed(mine, others, since)
     mine.rollback(sum(since))
     mine.commit()
@@ -84,7 +83,7 @@ def test_without_a_limit_everything_is_resident():
     feed(cache, rows, [40, 1, 59])
     assert cache.n_entries == 100 and cache.store.n_entries == 0 and cache.room == float("inf")
     assert not cache.is_compressed and cache.kv_nbytes == cache.nbytes > 0
-    cache.limit(POLICY, QUOTA, last=1000, newest=0, expected=32, uniform=True, layer=None)
+    cache.limit(POLICY, QUOTA, **LIMITS)
     more = rows_of(8, seed=1)
     feed(cache, more, [8])
     assert cache.n_entries == 32 and cache.store.n_entries == 100

@@ -21,7 +21,7 @@ from mlx_snapkv.saved.files import fingerprint
 KINDS = [
     f"{SNAPKV},on_full=keydiff",
     spec("h2o", "block"),
-    spec("tova", "block"),
+    TOVA := spec("tova", "block"),
     spec("expected_attention", "block"),
     "keydiff:budget=pyramid:40,schedule=once,n_window=8",
     f"{KEYDIFF} then snapkv:budget=24,n_sink=2,n_window=8,obs_window=8",
@@ -31,6 +31,8 @@ KINDS = [
 @pytest.mark.parametrize("policy", [None, *KINDS])
 def test_a_prompt_goes_on_as_the_one_saved_from_its_start_and_from_the_middle(path, tokens, policy):
     model, fed = (make_llama if policy in KINDS[::2] else make_qwen)(), len(tokens)
+    if policy == TOVA:
+        model = make_model("plamo")  # query heads are tiled over KV heads
     cache = read(model, tokens, policy)
     for seed in (3, 4):
         saved.save(path, model, cache, [0] * fed, policy or "none", {"text": "ünï"})
@@ -41,19 +43,6 @@ def test_a_prompt_goes_on_as_the_one_saved_from_its_start_and_from_the_middle(pa
         assert_same(*(steps(model, question(seed=seed), n=20, prompt_cache=c) for c in caches))
         fed += len(question()) + 20
     assert saved.load(path, model).tokens == [0] * (fed - 29)  # answering did not change the file
-
-
-def test_a_loaded_cache_knows_how_its_models_heads_are_grouped(path, tokens):
-    model = make_model("plamo")  # query heads are tiled over KV heads
-    cache = read(model, tokens, spec("tova", "block"))
-    saved.save(path, model, cache, tokens)
-    loaded = saved.load(path, model).prompt_cache
-    for going_on in (loaded, cache):
-        steps(model, question(), n=40, prompt_cache=going_on)
-    for one, other in zip(loaded, cache):
-        assert one.evict() is None and other.evict() is None
-        assert mx.array_equal(one.positions, other.positions)
-        assert mx.array_equal(one.keys, other.keys)
 
 
 def test_mlx_lms_files_load(path, tokens):
@@ -101,12 +90,8 @@ def test_a_failure_leaves_the_old_file_and_no_other(path, tokens):
     cache = read(model, tokens, KEYDIFF)
     with pytest.raises(SnapKVError, match="hold 200 tokens, the prompt has 3"):
         saved.save(path, model, cache, [1, 2, 3])
-
     with full_disk(len(before) // 2), pytest.raises(SnapKVError) as error:
         saved.save(path, model, cache, tokens)
     assert str(error.value) == f"{path} can't be written: File too large"
-    cache[1]._received = object()  # can't be written
-    with pytest.raises(TypeError):
-        saved.save(path, model, cache, tokens)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert path.read_bytes() == before
