@@ -26,27 +26,17 @@ class Mark:
 
 
 class LayerCache(ABC):
-    """One layer's cache, ours or one of mlx-lm's behind `adapter.layer_cache`.
+    """One layer's cache, ours or one of mlx-lm's behind `adapter.layer_cache`."""
 
-    Attributes:
-        offset: position of the next token; tokens fed so far.
-        quantization: how the entries are stored; None is plain.
-        is_compressed: entries were chosen from, or are going to be.
-        observes: it records the queries of the tokens to come, so the attention class must be patched.
-        block: tokens that fit in after an eviction.
-        room: tokens that fit in before the next eviction.
-        file_nbytes: bytes of keys and values in files.
-    """
-
-    offset: int
-    quantization: Quantization | None = None
-    is_compressed: bool = False
-    observes: bool = False
-    block: int = 1
-    room: float = math.inf
+    offset: int  # position of the next token; tokens fed so far
+    quantization: Quantization | None = None  # how the entries are stored; None is plain
+    is_compressed: bool = False  # entries were chosen from, or are going to be
+    observes: bool = False  # it records queries to come: the attention class must be patched
+    block: int = 1  # tokens that fit in after an eviction
+    room: float = math.inf  # tokens that fit in before the next eviction
     nbytes: int
     size: Callable[[], int]
-    file_nbytes: int = 0
+    file_nbytes: int = 0  # bytes of keys and values in files
     _mark: Mark | None = None
 
     @property
@@ -87,15 +77,10 @@ class LayerCache(ABC):
 
 
 class LosslessCache(LayerCache):
-    """A layer's cache that can give back every entry it was ever fed, wherever they are.
+    """A layer's cache that can give back every entry it was ever fed, wherever they are."""
 
-    Attributes:
-        store: where they are kept between turns.
-        index: of their keys; None if there is none.
-    """
-
-    store: Store
-    index: KeyIndex | None = None
+    store: Store  # where they are kept between turns
+    index: KeyIndex | None = None  # of their keys, if there is one
 
     @abstractmethod
     def offload(self) -> None:

@@ -29,30 +29,19 @@ _DECODERS = {
 
 
 class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
-    """A cache that evicts entries when it is full.
-
-    Attributes:
-        keys, values: the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts.
-        policy: what it scores lowest is evicted; None is the oldest.
-        layer: the layer of the model, for what the policy asks; None if it asks for keys and values only.
-        compaction: how far apart queries and keys may be, if evictions move entries; None leaves them.
-        uniform: all layers of the model hold equally many entries.
-        positions: uint32 `(B, n_kv_heads, size())`, the original position of every entry, as they lie in the buffers.
-        rotations: positions that the keys are turned to, as `positions` are; None if to those.
-        n_after_next: entries held after one more token.
-    """
+    """A cache that evicts entries when it is full; its `layer` is None if its policy asks for no more than entries."""
 
     TRANSIENT: ClassVar[frozenset[str]] = frozenset({"layer", "_by_reader", "_mark"})
 
-    keys: Any
+    keys: Any  # these and `values` are the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts
     values: Any
-    policy: Policy | None
-    compaction: Compaction | None = None
-    uniform: bool
+    policy: Policy | None  # what it scores lowest is evicted; None is the oldest
+    compaction: Compaction | None = None  # how far apart queries and keys may be, if limited
+    uniform: bool  # all layers of the model hold equally many entries
     is_compressed = True
-    positions: mx.array
-    rotations: mx.array | None
-    n_after_next: int
+    positions: mx.array  # uint32 `(B, n_kv_heads, size())`, of the entries as the buffers have them
+    rotations: mx.array | None  # positions that the keys are turned to; None if to those
+    n_after_next: int  # entries held after one more token
     _n = 0  # entries held: the first rows of the buffers
 
     @abstractmethod

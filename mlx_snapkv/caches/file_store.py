@@ -26,13 +26,10 @@ from .stores import EntryView, JoinedView, Store
 
 @dataclass(frozen=True)
 class Layout:
-    """How keys or values lie in a file: token after token, rows of `heads` `(B, n_kv_heads)`.
-
-    Attributes:
-        parts: dtypes and widths of the arrays that a row is stored in: itself, or packed values, scales and biases.
-    """
+    """How keys or values lie in a file: token after token, rows of `heads` `(B, n_kv_heads)`."""
 
     heads: tuple[int, ...]
+    # Dtypes and widths of the arrays that a row is stored in: itself, or packed values, scales and biases.
     parts: tuple[tuple[mx.Dtype, int], ...]
 
     @classmethod

@@ -25,27 +25,19 @@ from .contract import LayerCache
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """A layer whose entries can be compressed, as policies see it too.
+    """A layer whose entries can be compressed, as policies see it too."""
 
-    Attributes:
-        index: its entry of the prompt cache.
-        member: its place in that entry if it is a `CacheList`, else None.
-        attention: the attention module, of the class that `family` describes.
-        borrowers: the attention modules of later layers that have no entries of their own and read this one's.
-        number, n_layers: it is this one, from 0, of so many full-attention layers of the model, wherever they are.
-        shard: what of the model is here.
-        heads: the ranks that share the layer's KV heads.
-    """
-
-    index: int
-    member: int | None
-    attention: Any
+    index: int  # its entry of the prompt cache
+    member: int | None  # its place in that entry if it is a `CacheList`, else None
+    attention: Any  # the attention module, of the class that `family` describes
     family: AttentionFamily
-    borrowers: tuple[Any, ...] = ()
-    number: int = 0
-    n_layers: int = 1
-    shard: Shard = WHOLE
-    heads: Ranks = ALONE
+    borrowers: tuple[
+        Any, ...
+    ] = ()  # attention modules of later layers that read this one's entries
+    number: int = 0  # its own, from 0, among the model's full-attention layers, wherever they are
+    n_layers: int = 1  # how many these are
+    shard: Shard = WHOLE  # what of the model is here
+    heads: Ranks = ALONE  # the ranks that share the layer's KV heads
 
     def cache_in(self, prompt_cache: list) -> Any:
         entry = prompt_cache[self.index]

@@ -28,13 +28,10 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         capacity: entries to allocate at once, so that prefill never regrows the buffers.
         layer: the layer of the model.
         store: where entries are kept between turns; None is plain memory.
-
-    Attributes:
-        growing: mlx-lm's cache of the entries since the last `offload`, or of all.
-        repeated: what reading the prompt again has measured; see `Entries`.
     """
 
-    repeated: Any = None
+    growing: KVCache  # of the entries since the last `offload`, or of all
+    repeated: Any = None  # what reading the prompt again has measured; see `Entries`
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __init__(
@@ -43,7 +40,7 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         super().__init__(first, last)
         self.layer = layer
         self.store = store or MemoryStore()
-        self.growing: KVCache = self.store.cache if type(self.store.cache) is KVCache else KVCache()
+        self.growing = self.store.cache if type(self.store.cache) is KVCache else KVCache()
         self.growing.step = capacity
 
     def observe(

@@ -28,17 +28,11 @@ from ..entries.selection import take_entries
 
 
 class EntryView(ABC):
-    """A layer's entries in order of position, to be read; keys and values are `(B, n_kv_heads, n, head_dim)`.
-
-    Attributes:
-        n_entries: entries held.
-        quantization: how they are stored, each by itself; None is as they came.
-        waits: what is read takes memory of its own, so that it should be used before more is read.
-    """
+    """A layer's entries in order of position, to be read; keys and values are `(B, n_kv_heads, n, head_dim)`."""
 
     n_entries: int
-    quantization: Quantization | None
-    waits: bool = False
+    quantization: Quantization | None  # how they are stored, each by itself; None is as they came
+    waits: bool = False  # what is read takes memory of its own: use it before more is read
 
     @abstractmethod
     def stored(self, which: int, start: int, stop: int) -> Stored:
@@ -58,15 +52,10 @@ class EntryView(ABC):
 
 
 class Store(EntryView):
-    """Entries that more are appended to: in memory, quantised, or in a file.
+    """Entries that more are appended to: in memory, quantised, or in a file."""
 
-    Attributes:
-        cache: mlx-lm's cache that they are in, which may go on by itself; None if they are not.
-        nbytes, file_nbytes: what they take in memory, and in files.
-    """
-
-    cache: Any = None
-    nbytes: int
+    cache: Any = None  # mlx-lm's cache that they are in, which may go on by itself
+    nbytes: int  # what they take in memory, and below, in files
     file_nbytes: int = 0
 
     @abstractmethod

@@ -38,19 +38,12 @@ _PACKED = ("notes", "tokens")  # as base64 of what zlib makes of their bytes
 
 @dataclass
 class SavedPrompt:
-    """A prompt read from a file.
+    """A prompt read from a file."""
 
-    Attributes:
-        prompt_cache: for mlx-lm's or our own `generate_step` to continue.
-        tokens: the prompt's token ids; None if mlx-lm saved the file, without them.
-        policy: what compressed it, as its command-line string, or NO_POLICY.
-        notes: those given to `save`, or mlx-lm's metadata.
-    """
-
-    prompt_cache: list
-    tokens: list[int] | None
-    policy: str = NO_POLICY
-    notes: dict[str, Any] = field(default_factory=dict)
+    prompt_cache: list  # for mlx-lm's or our own `generate_step` to continue
+    tokens: list[int] | None  # the prompt's; None if mlx-lm saved the file, without them
+    policy: str = NO_POLICY  # what compressed it, as its command-line string
+    notes: dict[str, Any] = field(default_factory=dict)  # given to `save`, or mlx-lm's metadata
 
 
 def save(
