@@ -108,13 +108,6 @@ def test_the_last_queries_vote_when_a_block_is_evicted_but_not_of_tokens_rolled_
     assert cache.positions[0, 0].tolist() == reference.select(votes, 0, 5, 1)
 
 
-def test_without_the_queries_it_asks_for_a_policy_says_so():
-    cache = make_cache(TOVA(), budget=6, block=2)
-    update(cache, 8)
-    with pytest.raises(SnapKVError, match="were not recorded"):
-        update(cache, 1)
-
-
 def test_a_committed_eviction_is_rolled_back_when_its_mark_is_reopened():
     cache = make_cache(budget=8, block=4)
     update(cache, 11)

@@ -154,9 +154,6 @@ def saved(cache):
     return loaded
 
 
-TOO_MANY = 10**6
-
-
 @dataclass
 class Driven:
     """A cache, and what it has been fed that was not rolled back."""
@@ -217,6 +214,7 @@ class Driven:
         return cache
 
 
+TOO_MANY = 10**6
 STEPS = st.one_of(
     st.tuples(st.just("feed"), st.integers(1, 10)),
     st.tuples(st.just("rollback"), st.integers(-1, 10) | st.just(TOO_MANY)),

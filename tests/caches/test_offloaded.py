@@ -20,10 +20,6 @@ from mlx_snapkv.policies import resolve_policy
 STORES = [FileStore, lambda: MemoryStore(Quantization(4, 64))]
 
 
-def recording(store):
-    return RecordingKVCache(0, 0, KVCache.step, store=store)
-
-
 def rows_of(n, seed=0):
     mx.random.seed(seed)
     return [mx.random.normal((1, 2, n, 64)) for _ in "kv"]
@@ -33,7 +29,7 @@ def rows_of(n, seed=0):
 @pytest.mark.parametrize("store", STORES)
 def test_tokens_since_a_mark_and_stored_ones_are_rolled_back(store, offloads):
     for n in (0, 3, 8, 13):
-        cache = recording(store())
+        cache = RecordingKVCache(0, 0, KVCache.step, store=store())
         cache.update_and_fetch(*rows_of(10))
         cache.offload()
         cache.update_and_fetch(*rows_of(3, 1))
@@ -58,7 +54,7 @@ SMALL = resolve_policy(policy="snapkv:budget=64,n_sink=4,n_window=32")
 def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
     """Of the chunk, of a token before the cut, and of the cut: 6 layers at once would be 6 times as much."""
     model = make_llama(num_hidden_layers=N_LAYERS, hidden_size=256)  # heads of 64
-    caches = [recording(store()) for _ in range(N_LAYERS)]
+    caches = [RecordingKVCache(0, 0, KVCache.step, store=store()) for _ in range(N_LAYERS)]
     for cache in caches:
         cache.update_and_fetch(*rows_of(N_ENTRIES))
         cache.offload()

@@ -39,8 +39,7 @@ def folders(path):
 
 
 def entry_files(path):
-    (folder,) = folders(path)
-    return sorted(folder.iterdir())
+    return sorted(path.parent.glob("*.entries/*"))
 
 
 def asked(model, cache, memory="recall:file"):
