@@ -11,9 +11,8 @@ import sys
 import fork_helpers
 import pytest
 
-POLICY = (
-    "--snapkv budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4 --memory recall".split()
-)
+SNAPKV = "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4"
+POLICY = ["--snapkv", SNAPKV, "--memory", "recall"]
 PROMPT = "\x1b[?2004h"  # pasted text is asked for as such
 COMMAND = [sys.executable, "-m", "mlx_snapkv", "chat", "--model", "demo", "-m", "24"]
 
@@ -134,7 +133,6 @@ def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, do
         *(("/reset\r", question), ("\x03", kept)),
         *(("/load x.safetensors\r", question), ("\r", kept)),
         *(("/policy none\r", question), ("\r", kept)),
-        *(("/system Be long.\r", question), ("\r", kept)),
         (f"/export {mine}\r", "lready: replace it? [y/N]"),
         ("n\r", "nothing was written"),
         (f"/save {talk}\r", "saved in"),

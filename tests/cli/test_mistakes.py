@@ -19,7 +19,6 @@ generate --prompt x --no-such-option                     | No such option
 generate --prompt x --model demo --snapkv topk=4         | unknown snapkv option 'topk' (did you mean 'top_k'?)
 generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and --policy both name a policy
 generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
-generate --prompt x --model demo --far pull              | --far pull needs a policy that evicts
 generate --prompt x --model demo --memory recall:file --store-dir {}/text | no folder that files can be written to
 generate --prompt "" --model demo                        | the prompt is empty: give some text
 generate --model demo                                    | nothing to read: give --prompt TEXT, --prompt - or
@@ -33,7 +32,6 @@ generate --prompt x --model demo --top-k 100000000       | --top-k must be below
 generate --prompt x --model demo --kv-bits 5             | --kv-bits must be 2, 3, 4, 6 or 8, got '5'
 generate --prompt x --model demo --temp 101              | --temp must be from 0 to 100, got '101'
 generate --prompt x --model demo --max-tokens many       | a valid integer
-generate --prompt x --model demo --kv-bits 8 --kv-group-size 128 | --kv-group-size must be one of [32, 64]
 generate --prompt x --model demo --policy tova --quantized-kv-start 9 --kv-bits 8 | --quantized-kv-start is for the full
 generate --prompt x --model demo --max-kv-size 512       | no effect on llama models, since they make their own caches
 generate --prompt x --model demo --adapter-path /no/such | --adapter-path /no/such: no adapter_config.json
@@ -47,7 +45,6 @@ generate --prompt x --model demo-qwen3-next --draft-model demo | the main model'
 chat --model demo --verify all --memory recall           | --verify all needs a policy
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | and no policy was given
-cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --snapkv top_k=60 | reads the text in full
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy keydiff --kv-bits 8 | recall:file:8bit
 inspect --prompt x --model demo --policy tova --policy random --policy keydiff | give one --policy, or two
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
@@ -59,7 +56,6 @@ batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | --kv-bits in a batch 
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
 demo --tokens 1024 --save-document {}/text               | --save-document {}/text: is there already
 plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
-plan --model demo --policy kvzip:budget=25% --context 4k | kvzip reads a prompt twice
 eval needle --policy snapkv:top_k=8000                   | would compress nothing here: the prompt's 4096 entries
 eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, with
 eval needle --length 256 --needles 50                    | --length must be at least
@@ -67,11 +63,8 @@ eval needle --haystack /dev/null                         | --haystack /dev/null:
 eval needle --output /dev/null/x                         | --output /dev/null/x: 
 eval needle --output {}/                                 | names a folder
 eval data --data {}/text --model none                    | text: line 1 is no JSON object
-eval needle --policy fastgen                             | fastgen can't be used to answer
 eval suite --by-mask keydiff:budget=64                   | are given with --policy
 eval fidelity --text {}/text                             | --policy
-eval fidelity --text /nowhere --policy tova:budget=9% --model none | --text /nowhere: No such file
-eval fidelity --text {}/text --policy tova:budget=9%          | no text has the 1,465 tokens
 eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress nothing here
 """
 
