@@ -103,10 +103,9 @@ def _answer(run: Run, file: RequestsFile, reading: Reading, quiet: bool) -> None
 def _closing_line(answers: AnswersFile, done: Progress) -> str:
     from mlx.core import get_peak_memory
 
-    n = answers.n_errors
+    n, peak = answers.n_errors, get_peak_memory() / 1e9
     errors = f", {n} error{'s' * (n > 1)}" if n else ""
     before = f" ({done.before} of them before)" if done.before else ""
-    return (
-        f"{answers.n_answered} answered{errors} in {answers.path}{before} | {done.prompt_tokens} prompt tokens, "
-        f"{done.answer_tokens} answer tokens, {done.seconds:.1f} s, peak memory {get_peak_memory() / 1e9:.3g} GB"
-    )
+    tokens = f"{done.prompt_tokens} prompt tokens, {done.answer_tokens} answer tokens"
+    found = f"{answers.n_answered} answered{errors} in {answers.path}{before}"
+    return f"{found} | {tokens}, {done.seconds:.1f} s, peak memory {peak:.3g} GB"

@@ -75,8 +75,7 @@ class MLXCacheOptions(CacheOptions):
                 "--quantized-kv-start is for the full cache: a policy's entries are quantised when they are "
                 "compressed; drop it or the policy"
             )
-        missing = "quantized_kv_start" if self.quantized_kv_start is None else None
-        return {name: value for name, value in vars(self).items() if name != missing}
+        return {k: v for k, v in vars(self).items() if k != "quantized_kv_start" or v is not None}
 
     def require(self, model: Any, draft_model: str | None = None) -> None:
         """Raises: SnapKVError: the model has no such cache, or mlx-lm would ignore an option beside it."""

@@ -58,10 +58,8 @@ def run(session: Session) -> None:
 
     interactive = session.lines.interactive
     if interactive:
-        session.reading.say(f"{session.model}, {session.ways}")
-        session.reading.say(
-            "Paste several lines, or end each with a backslash. /help lists commands."
-        )
+        how = "Paste several lines, or end each with a backslash. /help lists commands."
+        session.reading.say(f"{session.model}, {session.ways}\n{how}")
     for line in map(str.strip, session.lines):
         try:
             if line.startswith("/"):

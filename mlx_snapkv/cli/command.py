@@ -155,9 +155,8 @@ def refusal(name: str, option: Any, value: Any, error: Any) -> str:
     with contextlib.suppress(ValueError, TypeError):
         if least is not None and not least <= float(value) <= (most or float("inf")):
             said = f"must be {f'at least {least}' if most is None else f'from {least} to {most}'}"
-    return (
-        f"{name}{' ' if said.startswith('must') else ': '}{said}, got {', '.join(map(repr, given))}"
-    )
+    colon = "" if said.startswith("must") else ":"
+    return f"{name}{colon} {said}, got {', '.join(map(repr, given))}"
 
 
 # Arguments of the library that are flags by the same name.
@@ -177,7 +176,8 @@ def flag_of(name: str) -> str:
 
 def in_flags(text: str) -> str:
     """A sentence of the library for those who typed flags: its `memory=recall` is `--memory recall`."""
-    text = text.replace("snapkv and policy", "--snapkv and --policy")
-    return _NAMED.sub(
-        lambda found: flag_of(found[found.lastindex or 0]) + " " * bool(found[1]), text
-    )
+
+    def flag(found: re.Match[str]) -> str:
+        return flag_of(found[found.lastindex or 0]) + " " * bool(found[1])
+
+    return _NAMED.sub(flag, text.replace("snapkv and policy", "--snapkv and --policy"))

@@ -124,8 +124,8 @@ def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
     table = Table("question", "hidden", *columns)
     names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
     names += [("right", ""), ("entries that a token reads", ""), ("KV memory between turns", "")]
-    for i, (name, cells) in enumerate(zip(names, zip(*columns.values())), start=1):
-        table.add_row(*name, *cells, end_section=i == len(facts))
+    for i, cells in enumerate(zip(*columns.values()), start=1):
+        table.add_row(*names[i - 1], *cells, end_section=i == len(facts))
     return table
 
 

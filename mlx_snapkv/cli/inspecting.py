@@ -103,8 +103,7 @@ def _print(found: Inspection) -> None:
     console.print(str(found.report), "", sep="\n")
     _print_map(found, console)
     if found.sentences:
-        best = found.sentences[0]
-        measure = "nothing was chosen: these are kept whatever they say"
+        best, measure = found.sentences[0], "nothing was chosen: these are kept whatever they say"
         if best.votes is not None:
             measure = "by their share of the votes for the entries chosen"
         elif best.chosen:

@@ -103,9 +103,8 @@ def _joined(pipeline: bool | None) -> Ranks:
     if ranks.rank:
         be_silent()
     if ranks.size == 1 and pipeline:
-        raise SnapKVError(
-            "--pipeline is for several Macs: start the command by mlx.launch, or drop it"
-        )
+        how = "start the command by mlx.launch, or drop it"
+        raise SnapKVError(f"--pipeline is for several Macs: {how}")
     ranks.require_same(options=" ".join(sys.argv[1:]))
     if ranks.size > 1 and pipeline is None:
         raise SnapKVError(f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {ALONE_ONLY}")
@@ -118,9 +117,8 @@ def require_alone(**options: Any) -> None:
 
     for name, given in options.items():
         if given and here().size > 1:
-            raise SnapKVError(
-                f"{flag_of(name)} can't be used on several Macs: drop it, or {ALONE_ONLY}"
-            )
+            alone = f"{flag_of(name)} can't be used on several Macs"
+            raise SnapKVError(f"{alone}: drop it, or {ALONE_ONLY}")
 
 
 def _load_shard(folder: str, ranks: Ranks, pipeline: bool, **options: Any) -> tuple[Any, Any]:
@@ -140,10 +138,8 @@ def _load_shard(folder: str, ranks: Ranks, pipeline: bool, **options: Any) -> tu
     except ValueError as error:
         if not any(reason in str(error) for reason in UNSPLIT):
             raise
-        other = "drop --pipeline" if pipeline else "add --pipeline"
-        raise SnapKVError(
-            f"mlx-lm can't split this model so ({brief(error)}): {other}, or start fewer processes"
-        ) from error
+        other = f"{'drop' if pipeline else 'add'} --pipeline, or start fewer processes"
+        raise SnapKVError(f"mlx-lm can't split this model so ({brief(error)}): {other}") from error
     args = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
     n = getattr(args, "num_key_value_heads", None) or text.get("num_key_value_heads")

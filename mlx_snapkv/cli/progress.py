@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich import progress
 from rich.console import Console
@@ -41,10 +42,8 @@ class CallbackBar:
     ):
         self.done = 0
         columns = TextColumn(what), BarColumn(), *columns, TimeRemainingColumn()
-        hidden = quiet or console.quiet
-        self._bar = Progress(
-            *columns, console=console, transient=console.is_terminal, disable=hidden
-        )
+        how: Any = {"transient": console.is_terminal, "disable": quiet or console.quiet}
+        self._bar = Progress(*columns, console=console, **how)
         self._task = self._bar.add_task("", start=False, total=0)
 
     def __enter__(self) -> Callable[[int, int], None]:
@@ -123,9 +122,7 @@ class StepBars:
         if self._console.is_terminal or not is_due:
             return
         self._printed, self._over = now, task.finished
-        done = (
-            f"{task.description} {task.completed:.0f}/{task.total:.0f}, {task.elapsed or 0:.0f} s"
-        )
+        done = f"{task.description} {task.completed:.0f}/{task.total:.0f}"
         left = f"about {task.time_remaining:.0f} s left" if task.time_remaining else ""
-        words = filter(None, (done, left, task.fields["more"]))
+        words = filter(None, (done, f"{task.elapsed or 0:.0f} s", left, task.fields["more"]))
         self._console.print(", ".join(words), soft_wrap=True)

@@ -31,9 +31,8 @@ class TextOptions:
     def read(self) -> str:
         """The file's text, then the prompt's; SnapKVError if there is none, or it can't be read."""
         if self.prompt is None and self.prompt_file is None:
-            raise SnapKVError(
-                "nothing to read: give --prompt TEXT, --prompt - or --prompt-file FILE"
-            )
+            ways = "--prompt TEXT, --prompt - or --prompt-file FILE"
+            raise SnapKVError(f"nothing to read: give {ways}")
         if self.prompt == "-" and self.prompt_file == "-":
             raise SnapKVError("--prompt and --prompt-file can't both read standard input")
         parts = []
@@ -71,17 +70,15 @@ class PromptOptions(TextOptions):
         raw = self.ignore_chat_template or not tokenizer.has_chat_template
         for name in ("system_prompt", "prefill_response"):
             if raw and getattr(self, name) is not None:
-                flag = flag_of(name)
-                raise SnapKVError(
-                    f"{flag} needs a chat template: drop it or --ignore-chat-template"
-                )
-        messages = [{"role": "user", "content": text}]
-        if self.system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
-        ending = {"add_generation_prompt": True}
-        if self.prefill_response is not None:
-            messages.append({"role": "assistant", "content": self.prefill_response})
-            ending = {"add_generation_prompt": False, "continue_final_message": True}
+                needs = f"{flag_of(name)} needs a chat template"
+                raise SnapKVError(f"{needs}: drop it or --ignore-chat-template")
+        begun = self.prefill_response
+        said = {"system": self.system_prompt, "user": text, "assistant": begun}
+        messages = [{"role": r, "content": words} for r, words in said.items() if words is not None]
+        ending = {
+            "add_generation_prompt": begun is None,
+            "continue_final_message": begun is not None,
+        }
         try:
             if raw:
                 tokens = tokenizer.encode(text)
