@@ -18,24 +18,15 @@ RESERVED = 10  # of so many voted entries, the one with most votes always stays
 
 def decode_cache(
     layer: AttentionLayer,
-    kept: Entries,
-    scores: mx.array,
-    offset: int,
+    kept: Entries,  # what it is to hold; if they are quantised, those to come will be too
+    scores: mx.array,  # `(B, n_kv_heads, n)`, what the policy that compressed the prompt scored them
+    offset: int,  # position of the next token
     policy: Policy,
-    quota: Quota,
-    uniform: bool,
-    reads_again: bool = False,
+    quota: Quota,  # what the policy left the layer
+    uniform: bool,  # all layers hold equally many entries
+    reads_again: bool = False,  # the prompt's last tokens are, so nothing is evicted
 ) -> EvictingCache:
-    """A layer's cache for what follows the prompt.
-
-    Args:
-        kept: the entries to hold; if they are quantised, those to come will be too.
-        scores: `(B, n_kv_heads, n)`, what the policy that compressed the prompt scored them.
-        offset: position of the next token.
-        quota: what the policy left the layer.
-        uniform: all layers hold equally many entries.
-        reads_again: the prompt's last tokens are read again on it, so nothing is evicted.
-    """
+    """A layer's cache for what follows the prompt."""
     block = policy.answer_block(quota.n_window)
     more: dict[str, Any] = {"uniform": uniform, "quantization": kept.quantization}
     if reads_again or not policy.keeps_shape:

@@ -63,10 +63,9 @@ class EntryFile:
     """A layer's keys or values in a file; by default one without a name, which goes with this."""
 
     def __init__(self, layout: Layout, file: Any = None):
-        if file is None:
-            file = tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)  # noqa: SIM115
-        self.layout, self._file = layout, file
-        weakref.finalize(self, file.close)
+        self.layout = layout
+        self._file = file or tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
 
     def write(self, stored: Stored, at: int) -> None:
         """Write rows from entry `at` on. Raises: OSError."""

@@ -21,23 +21,16 @@ FEW = 8192  # entries whose exact votes cost no more than an index
 
 
 class FullView(Entries):
-    """All entries of a layer, which are read a block at a time.
-
-    Args:
-        views: where they are read from, in order of position; they stay as they are.
-        layer: the layer of the model.
-        compaction: how far apart queries and keys may be; None is as far as they are.
-        index: of the keys, by which the likeliest entries are found; not where they are few.
-        n_entries: how many of them, the first; None is all.
-    """
+    """All entries of a layer, which are read a block at a time."""
 
     def __init__(
         self,
-        views: Sequence[EntryView],
+        views: Sequence[EntryView],  # they stay as they are, in order of position
         layer: Any,
-        compaction: Compaction | None = None,
-        index: KeyIndex | None = None,
-        n_entries: int | None = None,
+        compaction: Compaction
+        | None = None,  # None lets queries and keys be as far apart as they are
+        index: KeyIndex | None = None,  # finds the likeliest entries, unless they are few
+        n_entries: int | None = None,  # the first so many; None is all
     ):
         super().__init__(None, None, layer=layer)
         self._compaction = compaction or Compaction(ANY)

@@ -88,10 +88,8 @@ def problem_of(cache: Any, like: Any) -> str | None:
 def _difference(found: Any, wanted: Any, exact: bool = False) -> str | None:
     """The first array that differs in dtype or shape; unless `exact`, the number of rows may."""
     have, want = _kinds(found, exact), _kinds(wanted, exact)
-    for name in sorted(have.keys() | want.keys()):
-        if have.get(name) != want.get(name):
-            return f"holds {have.get(name)} where the model has {want.get(name)}"
-    return None
+    differ = (n for n in sorted(have.keys() | want.keys()) if have.get(n) != want.get(n))
+    return next((f"holds {have.get(n)} where the model has {want.get(n)}" for n in differ), None)
 
 
 def _kinds(tree: Any, exact: bool) -> dict[str, str]:

@@ -30,10 +30,7 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
     """A `BlockKVCache` of resident entries, and a store of all entries.
 
     The tokens since the last eviction are together in the resident buffers, and go to the store just before the next,
-    a block at a time. Before `limit` everything is resident, and nothing stored.
-
-    Attributes:
-        store: the entries of the first `store.n_entries` tokens; whoever loads a cache from a file gives it one.
+    a block at a time. Before `limit` everything is resident, and nothing stored. Whoever loads it gives it its store.
     """
 
     TRANSIENT = BlockKVCache.TRANSIENT | {"store", "_index"}
