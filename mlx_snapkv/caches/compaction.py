@@ -21,14 +21,10 @@ class Compaction:
     """How far apart a query and a key may be.
 
     Keys are turned forward, by the model's own RoPE, so that gaps between them shrink; positions stay.
-
-    Attributes:
-        length: the largest distance.
-        farthest: no key of the cache that this is about is turned to a position before it.
     """
 
-    length: int
-    farthest: int = 0
+    length: int  # the largest distance
+    farthest: int = 0  # no key of the cache that this is about is turned to a position before it
 
     def after(self, before: Compaction | None) -> Compaction:
         """The same, for a cache that goes on from the entries of one with `before`."""

@@ -27,8 +27,7 @@ class FullView(Entries):
         self,
         views: Sequence[EntryView],  # they stay as they are, in order of position
         layer: Any,
-        compaction: Compaction
-        | None = None,  # None lets queries and keys be as far apart as they are
+        compaction: Compaction | None = None,  # None leaves distances as they are
         index: KeyIndex | None = None,  # finds the likeliest entries, unless they are few
         n_entries: int | None = None,  # the first so many; None is all
     ):
