@@ -96,7 +96,7 @@ def test_the_share_of_drafted_tokens_is_told(call):
     args = [*PLAIN, "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,lookahead=1"]
     code, out, err = call(*args, "--draft-model", "demo", "--num-draft-tokens", "2")
     assert (code, out) == call(*args)[:2]
-    assert re.search(r"generation [\d.]+ tokens/s \([1-9]\d?% of the tokens drafted\), peak", err)
+    assert re.search(r"generation [\d.]+ tokens/s \(33% of the tokens drafted\), peak", err)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_flags_that_change_the_answer(call, demo_llama):
     _, plain, _ = call(*ASKED)
     *_, last = demo_llama[1].encode(f" {plain.strip()}", add_special_tokens=False)
     assert call(*ASKED, "--extra-eos-token", str(last)) == (0, plain.replace(".", ""), "")
-    assert call(*ASKED, "--prefill-response", "It was cold at the") != (0, plain, "")
+    assert call(*ASKED, "--prefill-response", "It was cold at the")[1].startswith("square.")
     assert call(*ASKED, "--temp", "3", "--top-k", "1", "--seed", "1")[1] == plain  # of one token
     bits = ["--kv-bits", "2", "--kv-group-size", "32", "-m", "30"]
     assert call(*ASKED, *bits, "--quantized-kv-start", "0") != call(*ASKED, *bits)
