@@ -123,7 +123,7 @@ def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, do
     path, facts = document
     mine, talk = tmp_path / "mine.md", tmp_path / "talk.safetensors"
     mine.write_text("mine")
-    chat = terminal(*POLICY)
+    chat = terminal(*POLICY, "--system-prompt", "Be kind.")
     question, kept = "This conversation is not saved: replace it? [y/N]", "the conversation goes on"
     chat.drive(
         ("", PROMPT),

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import fork_helpers
 import pytest
@@ -113,7 +114,7 @@ def texts(text_file, tmp_path_factory):
     return str(folder)
 
 
-def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, texts, tmp_path):
+def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, texts, tmp_path):
     base = tmp_path / "r"
     settings = [word for s in ("text", "known", "later") for word in ("--setting", s)]
     args = ["eval", "fidelity", "--text", texts, "--length", "150", "--continuation", "16"]
@@ -136,3 +137,6 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, texts, tmp_p
     assert list(dict.fromkeys(asked)) == ["Who?", "Where?"]  # of a piece each
     page = (tmp_path / "r.md").read_text()
     assert page.startswith("# Fidelity to the full cache") and page.count("\n## ") == 3
+    (Path(texts) / "picture.png").rename(Path(texts) / "now.txt")
+    (Path(texts) / "now.txt").write_text("It is text now.")
+    assert "of another run, with texts" in refused(*args)
