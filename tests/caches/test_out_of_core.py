@@ -11,7 +11,7 @@ from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.policies import KeyDiff
+from mlx_snapkv.policies import TOVA, KeyDiff
 from mlx_snapkv.policies.budgets import Quota
 
 POLICY = KeyDiff(budget=24, block=8)
@@ -88,6 +88,11 @@ def test_without_a_limit_everything_is_resident():
     feed(cache, more, [8])
     assert cache.n_entries == 32 and cache.store.n_entries == 100
     assert_stored(cache, [mx.concatenate(pair, axis=2) for pair in zip(rows, more)])
+    resident = OutOfCoreKVCache(MemoryStore())
+    feed(resident, rows, [100])
+    resident.limit(TOVA(block=8), QUOTA, **LIMITS)
+    feed(resident, more, [8])
+    assert resident.n_entries == 108  # no query has voted yet
 
 
 def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
