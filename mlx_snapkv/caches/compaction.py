@@ -72,6 +72,15 @@ class Compaction:
         steps = mx.where(places < far, start - before - places, 0)
         return entries.rekeyed(entries.layer.turn(entries.keys, steps))
 
+    def lined_up(self, entries: Entries, start: int, end: int) -> Entries:
+        """Entries in order of position, as queries from `start` on read them: where some are too far away, turned to
+        the places before `end`, without gaps."""
+        if self._pages(start)[1] <= 0 or not len(entries):
+            return entries
+        new = end - len(entries) + mx.arange(len(entries), dtype=mx.int32)
+        steps = new - entries.positions.astype(mx.int32)
+        return entries.rekeyed(entries.layer.turn(entries.keys, steps))
+
     def _pages(self, start: int) -> tuple[int, int]:
         """Entries of a page, and how many entries lie in pages that are too far from `start`."""
         size = max(1, self.length // PAGES)

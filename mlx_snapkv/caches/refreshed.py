@@ -96,28 +96,40 @@ class Choosing(OnQueries, ABC):
 class RefreshedKVCache(Choosing, LayerCache):
     """Reads, at each token, the entries of the prompt that its own queries rank highest, and all of the answer's.
 
+    Where the prompt is longer than its compaction allows, what a token reads stands in line before it: sink, chosen,
+    shared, window.
+
     Args:
         everything: all entries of the prompt. Its index ranks them, or if it has none, their exact votes.
-        quota: how many of them a token reads: sink and window always, the rest by its queries.
+        quota: how many of them a token reads: sink, shared and window always, the rest by its queries.
         layer: the layer of the model.
+        shared: ascending uint32 positions `(m,)` between sink and window that every head reads.
     """
 
     is_compressed = True
 
-    def __init__(self, everything: FullView, quota: Quota, layer: Any):
+    def __init__(
+        self, everything: FullView, quota: Quota, layer: Any, shared: mx.array | None = None
+    ):
         n = len(everything)
         self.offset = self._n_prompt = n
         self.layer = layer
         self._everything, self._index = everything, everything.index
         self._first = min(quota.n_sink, n)
         self._stop = max(self._first, n - quota.n_window)
-        self._n_chosen = max(0, quota.entries - quota.n_sink - quota.n_window)
-        self._always = KVCache()  # sink, window, and the answer
+        self._shared = mx.zeros(0, mx.uint32) if shared is None else shared
+        n_late = n - self._stop + self._shared.size
+        self._end = n - n_late  # of the places of those that are chosen
+        self._n_chosen = max(0, quota.entries - quota.n_sink - n_late)
+        self._always = KVCache()  # sink, shared, window, and the answer
         if n:
-            always = mx.concatenate([mx.arange(self._first), mx.arange(self._stop, n)])
-            shape = (*everything.blocks().shape[:2], always.size)
-            always = mx.broadcast_to(always.astype(mx.uint32), shape)
-            self.append(everything.seen_from(always, n))
+            late = mx.concatenate([self._shared, mx.arange(self._stop, n, dtype=mx.uint32)])
+            first = mx.arange(self._first, dtype=mx.uint32)
+            shape = everything.blocks().shape[:2]
+            for places, end in ((first, self._end - self._n_read()), (late, n)):
+                if places.size:
+                    places = mx.broadcast_to(places, (*shape, places.size))
+                    self.append(everything.lined_up(places, n, end))
             self.offset = n
 
     def __deepcopy__(self, memo: dict) -> RefreshedKVCache:
@@ -149,9 +161,11 @@ class RefreshedKVCache(Choosing, LayerCache):
             scores = self._index.relevance(asked, self._stop)
         else:
             scores = attention_votes(self._everything.blocks(), asked)
+        if self._shared.size:
+            scores = scores.at[..., self._shared].add(-mx.inf)
         middle = scores[..., self._first : self._stop]
-        places = top_of_groups(middle, self._n_chosen) + self._first
-        chosen = self._everything.seen_from(places, tokens.start).plain()
+        places = mx.sort(top_of_groups(middle, self._n_chosen), axis=-1) + self._first
+        chosen = self._everything.lined_up(places, tokens.start, self._end).plain()
         return join(chosen, always)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -167,8 +181,11 @@ class RefreshedKVCache(Choosing, LayerCache):
         return Entries(*self._always.keys_and_values())
 
     def size(self) -> int:
-        chosen = n_of_groups(self._stop - self._first, self._n_chosen) if self._n_chosen else 0
-        return chosen + self._always.offset
+        return self._n_read() + self._always.offset
+
+    def _n_read(self) -> int:
+        """Chosen entries that a token reads."""
+        return n_of_groups(self._stop - self._first, self._n_chosen) if self._n_chosen else 0
 
     @property
     def n_after_next(self) -> int:

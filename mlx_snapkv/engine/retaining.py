@@ -16,12 +16,14 @@ from ..caches.decode import decode_cache
 from ..caches.full_view import FEW, FullView
 from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes
 from ..caches.refreshed import RefreshedKVCache
-from ..policies.budgets import Quota
+from ..entries.entries import Entries
+from ..policies.budgets import UNLIMITED, Quota
 from .compress import Choice, Scored, score
 from .readers import Request
 from .report import Book, Verified
 from .self_speculation import SelfSpeculation
 
+PAGE, PAGES = 128, 4  # entries of a page that all heads read, and how many such pages
 CHOOSING = 32  # tokens that are read again at most where they choose together: one set of entries must suit all
 
 
@@ -101,6 +103,8 @@ class OutOfCoreReader(RetainingReader):
     The caller's caches go on with what is resident; `caches` serve the answer.
     """
 
+    _shared: mx.array | None = None
+
     def _prepare(self, quotas: list[Quota]) -> None:
         policy = self.prefill_policy
         caches = [layer.cache_in(self.caches) for layer in self.layers]
@@ -110,7 +114,7 @@ class OutOfCoreReader(RetainingReader):
                 policy,
                 quota,
                 last=self.plan.last,
-                newest=max(policy.obs_window, self.plan.n_voters),
+                newest=max(policy.obs_window, self.plan.n_voters, CHOOSING if self._length else 0),
                 expected=self.plan.n_prompt,
                 uniform=len(set(quotas)) == 1,
                 layer=layer,
@@ -128,9 +132,24 @@ class OutOfCoreReader(RetainingReader):
 
     @property
     def decode_quotas(self) -> list[Quota]:
-        """With a window of at least the last token, which is read again."""
-        quotas = super().decode_quotas
+        """With a window of at least the last token, which is read again.
+
+        Beyond the trained length, tokens that choose read no more than half of it.
+        """
+        most = UNLIMITED if self._length is None else self._length // 2
+        quotas = [
+            Quota(min(q.entries, most), q.n_sink, q.n_window).shrunk()
+            for q in super().decode_quotas
+        ]
         return [Quota(max(q.entries, q.n_sink + 1), q.n_sink, max(1, q.n_window)) for q in quotas]
+
+    @property
+    def _length(self) -> int | None:
+        """The trained length, where tokens choose among entries beyond it."""
+        found = self.compaction
+        if found is None or self.votes or self.plan.n_prompt <= found.length:
+            return None
+        return found.length
 
     def _read(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for tokens `(1, L)` of the prompt; when it gets the last, the answer's caches are made."""
@@ -167,6 +186,8 @@ class OutOfCoreReader(RetainingReader):
             index_made_again=self._lacked_index,
         )
         started = time.perf_counter()
+        if self._length is not None:
+            self._shared = self._most_attended()
         choices = super().choose()
         self.report.book.vote_seconds = time.perf_counter() - started
         return choices
@@ -199,16 +220,43 @@ class OutOfCoreReader(RetainingReader):
         book.gather_seconds = gathered - started
         book.read_again_seconds = time.perf_counter() - gathered
 
-    def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:
-        policy, cache = self.decode_policy, layer.cache_in(self.prompt_cache)
+    def _most_attended(self) -> mx.array | None:
+        """Positions of the pages that get the largest share of any head's attention by the prompt's last queries.
+
+        Some heads point at what a question asks for (Wu et al., 2024, arXiv:2404.15574). The others need to read it
+        there, too, and beyond the trained length they don't find it by themselves. None if there are too few pages.
+        """
+        quota, page = self.decode_quotas[0], mx.arange(PAGE)
+        n_pages = min(PAGES, (quota.entries - quota.n_sink - quota.n_window) // 2 // PAGE)
+        first = -(-quota.n_sink // PAGE)
+        last = (self.plan.n_prompt - quota.n_window) // PAGE
+        if n_pages < 1 or (last - first) * PAGE <= quota.entries:
+            return None
+        most = mx.zeros(last - first)
+        for layer in self.layers:
+            entries = self._voted(layer, CHOOSING)
+            entries.budget = max(quota.entries, FEW)
+            votes = mx.unflatten(entries.votes[..., first * PAGE : last * PAGE], -1, (-1, PAGE))
+            pages = votes.sum(axis=-1)
+            shares = pages / mx.maximum(pages.sum(axis=-1, keepdims=True), 1e-9)
+            most = mx.maximum(most, layer.heads.max(shares.max(axis=(0, 1))))
+            mx.eval(most)
+        best = mx.sort(mx.argpartition(-most, n_pages - 1)[:n_pages]) + first
+        return (best[:, None] * PAGE + page).flatten().astype(mx.uint32)
+
+    def _voted(self, layer: AttentionLayer, n_voters: int) -> Entries:
+        """All of a layer's entries, for which the last `n_voters` queries of the prompt vote."""
         voters = None
-        if self.plan.n_voters:
-            voters = cache.held(self.plan.n_voters).voters
+        if n_voters:
+            voters = layer.cache_in(self.prompt_cache).held(n_voters).voters
             places = range(voters.start, voters.start + len(voters.places))
             voters = dataclasses.replace(voters, places=places)
-        entries = self.full_view(layer).voted_by(voters)
+        return self.full_view(layer).voted_by(voters)
+
+    def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:
+        policy, entries = self.decode_policy, self._voted(layer, self.plan.n_voters)
         if policy.query_statistics is not None:
-            entries.statistics = cache.statistics
+            entries.statistics = layer.cache_in(self.prompt_cache).statistics
         found = score(entries, policy, quota)
         mx.eval(found.scores, found.votes)
         entries.release()
@@ -250,9 +298,8 @@ class OutOfCoreReader(RetainingReader):
         views, index = layer.cache_in(self.prompt_cache).views(), self.full_view(layer).index
         n = self._n_again
         view = FullView(views, layer, self.compaction, index, self.plan.n_prompt - n)
-        return RefreshedKVCache(
-            view, Quota(quota.entries - n, quota.n_sink, quota.n_window - n), layer
-        )
+        quota = Quota(quota.entries - n, quota.n_sink, quota.n_window - n)
+        return RefreshedKVCache(view, quota, layer, self._shared)
 
     def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """With the entries of the tokens that were read again as they came out of that."""
