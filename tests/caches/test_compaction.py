@@ -67,6 +67,17 @@ def test_entries_are_seen_as_queries_vote_for_them(layer, cache):
     assert mx.array_equal(seen.values, mx.take(cache.values, places[0, 0], axis=2))
 
 
+@pytest.mark.parametrize("length", [LENGTH, T])
+def test_far_entries_stand_in_line_where_queries_read_them(layer, cache, length):
+    everything = FullView([MemoryStore(cache=cache)], layer, Compaction(length))
+    places = mx.broadcast_to(mx.array([0, 63, 500, 999], mx.uint32), (1, 2, 4))
+    seen, plain = everything.lined_up(places, T, 900), everything.gather(places)
+    wanted = plain.keys
+    if length < T:
+        wanted = layer.turn(wanted, mx.arange(896, 900) - places.astype(mx.int32))
+    assert mx.array_equal(seen.keys, wanted) and mx.array_equal(seen.values, plain.values)
+
+
 def entries_at(layer, positions):
     keys, values = mx.random.normal((2, 1, 2, len(positions), 16))
     given = mx.broadcast_to(mx.array(positions, mx.uint32), (1, 2, len(positions)))

@@ -3,6 +3,7 @@
 import random
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
@@ -13,7 +14,9 @@ from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
+from mlx_snapkv.engine import retaining
 from mlx_snapkv.engine.config import CompressionConfig
+from mlx_snapkv.engine.retaining import CHOOSING, OutOfCoreReader
 from mlx_snapkv.models.rope import trained_length
 from mlx_snapkv.policies import resolve_policy
 
@@ -50,6 +53,39 @@ def held_with_true_rotations(conversation):
     steps = held.rotations.astype(mx.int32) - held.positions.astype(mx.int32)
     assert mx.allclose(layer.turn(keys, steps), held.keys, atol=2e-3).item()
     return held
+
+
+def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
+    """By NumPy: of every head's attention between sink and window, the largest share that each page gets."""
+    monkeypatch.setattr(retaining, "PAGE", 16)
+    pages, attended, read = [], OutOfCoreReader._most_attended, []
+    lined_up = full_view.FullView.lined_up
+
+    def spied(self):
+        most, first, last = 0, 1, (self.plan.n_prompt - 32) // 16
+        for layer in self.layers:
+            entries = self._voted(layer, CHOOSING)
+            weights = np.array(entries.attention)[0].sum(axis=1)[:, first * 16 : last * 16]
+            votes = weights.reshape(entries.keys.shape[1], -1, last - first, 16).sum(axis=(1, 3))
+            most = np.maximum(most, (votes / votes.sum(axis=1, keepdims=True)).max(axis=0))
+        best = first + np.argsort(-most)[:4]
+        pages.append({16 * page + i for page in best for i in range(16)})
+        found = attended(self)
+        assert {*found.tolist()} == pages[-1]
+        return found
+
+    def seen(self, places, *more):
+        read.append(places)
+        return lined_up(self, places, *more)
+
+    monkeypatch.setattr(OutOfCoreReader, "_most_attended", spied)
+    monkeypatch.setattr(full_view.FullView, "lined_up", seen)
+    then = "snapkv:budget=400,n_sink=4,n_window=32,lookahead=0"
+    conversation, right = asked(*short, 3000, policy=f"{READ} then {then}", memory="recall")
+    assert all(right) and len(pages) == 4
+    # No more is read than half of the trained length, and nothing twice.
+    assert conversation.report.refreshed == LENGTH // 2
+    assert not pages[-1] & {*read[-1].flatten().tolist()}
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:file"])
