@@ -127,9 +127,8 @@ class RefreshedKVCache(Choosing, LayerCache):
             first = mx.arange(self._first, dtype=mx.uint32)
             shape = everything.blocks().shape[:2]
             for places, end in ((first, self._end - self._n_read()), (late, n)):
-                if places.size:
-                    places = mx.broadcast_to(places, (*shape, places.size))
-                    self.append(everything.lined_up(places, n, end))
+                places = mx.broadcast_to(places, (*shape, places.size))
+                self.append(everything.lined_up(places, n, end))
             self.offset = n
 
     def __deepcopy__(self, memo: dict) -> RefreshedKVCache:
