@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,13 +21,21 @@ from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
-from ..errors import SnapKVError
+from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..policies import Policy, Stages, resolve_policy
 from ..several.shard import shard_of
-from . import saved_chat
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
-from .saved_chat import first_messages
-from .turns import Before, require_known
+from .states import Before, load, save
+
+
+def _require_known(generation: dict[str, Any]) -> None:
+    """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
+    own = ("prompt_cache", "input_embeddings")  # which the conversation gives
+    known = inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs
+    known = sorted(set(known).difference(own))
+    for name in generation.keys() - set(known):
+        why = f"{suggestion(name, known)}; known: {', '.join(known)}"
+        raise UnknownOptionError(f"unknown option {name!r} of a conversation{why}")
 
 
 class Conversation:
@@ -43,9 +52,8 @@ class Conversation:
             another) then reads within its budget, and every turn votes over all entries that were ever stored.
         verify, refresh, far: as of `generate_step`.
         system: a system prompt.
-        **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
-            a policy, `kv_bits` and `kv_group_size` apply to compressed entries; a turn that is not compressed stays
-            plain until one is.
+        **generation: options of mlx-lm's `stream_generate` for every answer. With a policy, `kv_bits` and
+            `kv_group_size` apply to compressed entries; a turn that is not compressed stays plain until one is.
 
     Attributes:
         messages: the chat so far, as the chat template takes it.
@@ -73,7 +81,7 @@ class Conversation:
         system: str | None = None,
         **generation: Any,
     ):
-        require_known(generation)
+        _require_known(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         if policy == AUTO:
@@ -85,7 +93,16 @@ class Conversation:
         self._rendered = Rendering(tokenizer)
         self.memory, self.verify, self.refresh, self.far = memory, verify, refresh, far
         self.policy = resolve_policy(policy=policy)
-        self._require_usable()
+        if self.policy is None:
+            self._config.require(model)
+        elif self.policy.stages[1].repeats is not None:
+            raise SnapKVError(
+                f"{self.policy.stages[1].name} reads a prompt again as a whole, and a conversation's turns are only "
+                "parts of one: save the text by cache-prompt and ask by generate --prompt-cache-file, or take another "
+                "policy"
+            )
+        else:
+            require_servable(model, self._config, generation)
         self.system = system
         self.reset()
 
@@ -94,18 +111,6 @@ class Conversation:
         kept = self.memory, self.verify, self.refresh, self.far
         return CompressionConfig(self.policy, *kept, turns=True)
 
-    def _require_usable(self) -> None:
-        if self.policy is None:
-            self._config.require(self.model)
-            return
-        _, decode_policy = self.policy.stages
-        if decode_policy.repeats is not None:
-            raise SnapKVError(
-                f"{decode_policy.name} reads a prompt again as a whole, and a conversation's turns are only parts of "
-                "one: save the text by cache-prompt and ask by generate --prompt-cache-file, or take another policy"
-            )
-        require_servable(self.model, self._config, self.generation)
-
     def verify_answers(self, verify: str | None) -> None:
         """Let later answers be verified so, or not at all. Raises: SnapKVError: the memory or policy forbids it."""
         replace(self._config, verify=verify).require(self.model)
@@ -113,7 +118,9 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget everything but the options and the system prompt."""
-        self.messages = first_messages(self.system)
+        self.messages: list[dict[str, str]] = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
         self.said: list[list[str]] = []
         self.attached: list[str] = []
         self.n_unknown = 0
@@ -132,8 +139,7 @@ class Conversation:
     def attach(self, text: str) -> int:
         """Put a document in front of the next message, whose question then chooses among its entries; its tokens.
 
-        Raises:
-            SnapKVError: the text is empty.
+        Raises: SnapKVError: the text is empty.
         """
         n_tokens = self.count(text)
         self.attached.append(text)
@@ -160,9 +166,8 @@ class Conversation:
             raise SnapKVError("the message is empty: give some text")
         parts = [*self.attached, text]
         messages = [*self.messages, {"role": "user", "content": "\n\n".join(parts)}]
-        tokens = self._unread(messages)
         options = {"prompt_progress_callback": prompt_progress_callback, **self.generation}
-        return self._answers(messages, parts, tokens, options)
+        return self._answers(messages, parts, self._unread(messages), options)
 
     def undo(self) -> str:
         """Undo the last turn and attach its documents again; what was typed in it.
@@ -193,10 +198,9 @@ class Conversation:
         messages, said = self.messages[:-2], self.said[:-1]
         left = self._rendered(messages, add_generation_prompt=False) if said else []
         read, caches = self.read[: common_prefix([left, self.read])], self.prompt_cache
-        keeps = bool(read) and rolled_back_to(len(read), caches)
         self._read_nothing()
         self.messages, self.said = messages, said
-        if keeps:
+        if read and rolled_back_to(len(read), caches):
             self.read, self.prompt_cache = read, caches
 
     @property
@@ -206,7 +210,7 @@ class Conversation:
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a `.safetensors` file, as a whole or not at all. Raises: SnapKVError."""
-        saved_chat.save(path, self)
+        save(path, self)
 
     @classmethod
     def load(
@@ -231,28 +235,25 @@ class Conversation:
         Raises:
             SnapKVError: the file is damaged, another model's, or can't be used with that policy.
         """
-        options, state = saved_chat.load(path, model, policy, memory)
+        options, state = load(path, model, policy, memory)
         conversation = cls(model, tokenizer, **options, **generation)
         vars(conversation).update(state)
         return conversation
 
     def _answers(
-        self,
-        messages: list[dict[str, str]],
-        parts: list[str],
-        tokens: list[int],
-        options: dict[str, Any],
+        self, messages: list, parts: list[str], tokens: list[int], options: dict[str, Any]
     ) -> Iterator[GenerationResponse]:
-        before = Before(self)
+        before, text = Before(self), ""
         answered: list[int] = []
-        text = ""
-        prompt = mx.array(tokens)
-        start = partial(mlx_generate.stream_generate, tokenizer=self.tokenizer, prompt=prompt)
-        n_answer = options.get("max_tokens", MAX_TOKENS)
-        on_report = partial(setattr, self, "report")
-        wanted = len(tokens), n_answer, self._config, on_report
-        options = options | {"prompt_cache": self.prompt_cache}
-        responses = served(start, self.model, *wanted, options)
+        prompt = {"tokenizer": self.tokenizer, "prompt": mx.array(tokens)}
+        wanted = len(tokens), options.get("max_tokens", MAX_TOKENS), self._config
+        responses = served(
+            partial(mlx_generate.stream_generate, **prompt),
+            self.model,
+            *wanted,
+            partial(setattr, self, "report"),
+            options | {"prompt_cache": self.prompt_cache},
+        )
         try:
             for response in responses:
                 if not answered:
@@ -288,8 +289,6 @@ class Conversation:
     def _remember(self, tokens: list[int]) -> None:
         """Note which tokens the cache has read; where all entries are recalled, that is without the answer."""
         known = self.read + tokens
-        n = len(known)
-        rollback_beyond(n, self.prompt_cache)
-        if self.policy is not None:
-            n = held_tokens(self.model, self.prompt_cache)
+        rollback_beyond(len(known), self.prompt_cache)
+        n = len(known) if self.policy is None else held_tokens(self.model, self.prompt_cache)
         self.read, self.pending_tokens = known[:n], known[n:]

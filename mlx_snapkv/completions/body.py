@@ -85,11 +85,10 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
-class Body(Part):
+class CommonBody(Part):
     """The fields that both endpoints have; what is None was not given.
 
-    Fields without a place here are ignored, and `ignored` names them. Those that would change what the answer is, and
-    can't be honoured, are mistakes.
+    Unknown fields are ignored. Those that would change what the answer is, and can't be honoured, are mistakes.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -117,16 +116,6 @@ class Body(Part):
     stream_options: StreamOptions | None = None
     full_cache: bool | None = None  # answer from all entries, whatever the policy
 
-    @property
-    def ignored(self) -> list[str]:
-        """The fields that are not known here."""
-        return sorted(name for name, value in (self.model_extra or {}).items() if value is not None)
-
-    @property
-    def n_top_logprobs(self) -> int | None:
-        """How many log-probabilities are wanted besides a token's own; None for not even that."""
-        return None
-
 
 class Message(Part):
     """A message as the chat template gets it; its content is texts."""
@@ -137,7 +126,7 @@ class Message(Part):
     content: Annotated[list[Text], Parts, Spoken] = Field([], validate_default=True)
 
 
-class ChatBody(Body):
+class ChatBody(CommonBody):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -151,10 +140,6 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: NLogprobs | None = None
 
-    @property
-    def n_top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as plain dicts of their own, with the fields that were given.
 
@@ -164,7 +149,7 @@ class ChatBody(Body):
         return [m | {"role": "system"} if m["role"] == "developer" else m for m in dumped]
 
 
-class CompletionBody(Body):
+class CompletionBody(CommonBody):
     """The body of `/v1/completions`."""
 
     prompt: str | list[int]  # one text, or its token ids
@@ -173,11 +158,8 @@ class CompletionBody(Body):
     suffix: Unsupported = None
     logprobs: NLogprobs | None = None
 
-    @property
-    def n_top_logprobs(self) -> int | None:
-        return self.logprobs
 
-
+Body = ChatBody | CompletionBody
 BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 Checked = TypeVar("Checked", bound=BaseModel)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from mlx_lm.server import process_message_content
 
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError, brief
-from .body import Body, ChatBody, CompletionBody
+from .body import Body, ChatBody
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 PENALTIES = {
@@ -48,6 +49,8 @@ class CompletionRequest:
         stop: texts that end the answer, and are no part of it.
         state: of mlx-lm's `TextStateMachine` at the beginning: "normal" or "reasoning".
         chat: whether a message is answered, or a text continued.
+        n_logprobs: how many are wanted besides a token's own; None for not even that.
+        ignored: the body's fields that are not known here.
     """
 
     prompt: list[int]
@@ -58,23 +61,25 @@ class CompletionRequest:
     state: str
     tools: list[dict[str, Any]] | None
     chat: bool
+    n_logprobs: int | None
     ignored: list[str]
 
 
 def completion_request(
-    body: Body, tokenizer, defaults: Defaults, seed: int | None = None
+    body: Body, tokenizer, defaults: Defaults, seed: int | None = None, longest: int = sys.maxsize
 ) -> CompletionRequest:
-    """What a body asks of this tokenizer's model; `seed`, of 64 bits, is for a body without one.
+    """What a body asks of this tokenizer's model, `longest` tokens at most; `seed`, of 64 bits, if it gives none.
 
     Raises:
         SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
     """
-    prompt, tools, state = [], None, "normal"
+    tools, state = None, "normal"
     if isinstance(body, ChatBody):
         prompt, tools = chat_tokens(body, tokenizer), _tools(body)
         state = _initial_state(tokenizer, prompt)
-    elif isinstance(body, CompletionBody):
-        prompt = _text_tokens(body.prompt, tokenizer)
+        n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    else:
+        prompt, n_logprobs = _text_tokens(body.prompt, tokenizer), body.logprobs
     if not prompt:
         raise SnapKVError("the prompt is empty: give some text")
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
@@ -82,14 +87,15 @@ def completion_request(
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
     return CompletionRequest(
         prompt,
-        body.max_completion_tokens or body.max_tokens or defaults.max_tokens,
+        min(body.max_completion_tokens or body.max_tokens or defaults.max_tokens, longest),
         _sampler(body, tokenizer, defaults, seed),
         make_logits_processors(bias or None, **penalties),
         [text for text in body.stop or [] if text],
         state,
         tools,
         isinstance(body, ChatBody),
-        body.ignored,
+        n_logprobs,
+        sorted(name for name, value in (body.model_extra or {}).items() if value is not None),
     )
 
 

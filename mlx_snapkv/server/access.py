@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..completions.body import Body, ChatBody, Text
+from ..completions.body import Body, ChatBody
 from ..errors import SnapKVError
 from . import BILLING
 from .anthropic.messages import MessageFormatter
@@ -52,19 +52,16 @@ class Settings:
                     f"http://localhost:3000, got {origin!r}"
                 )
 
-    def without_volatile_lines(self, body: Body) -> Body:
-        """The body without its system prompt's first lines `name: …`, for those names in any case.
+    def drop_volatile_lines(self, body: Body) -> None:
+        """Drop the system prompt's first lines `name: …`, for those names in any case.
 
         They change with every request, and nothing behind them would be known from an earlier one.
         """
-        if not isinstance(body, ChatBody) or body.messages[0].role not in SYSTEM:
-            return body
-        first, *rest = body.messages
-        (text, *texts), name = first.content, "|".join(map(re.escape, self.volatile_headers))
-        lines = rf"(\s*({name})[^\S\n]*:.*\n*)+" if name else ""
-        left = re.sub(rf"\A{lines}", "", text.text, flags=re.IGNORECASE)
-        first = first.model_copy(update={"content": [Text(type="text", text=left), *texts]})
-        return body.model_copy(update={"messages": [first, *rest]})
+        names = "|".join(map(re.escape, self.volatile_headers))
+        if names and isinstance(body, ChatBody) and body.messages[0].role in SYSTEM:
+            first = body.messages[0].content[0]
+            lines = rf"\A(\s*({names})[^\S\n]*:.*\n*)+"
+            first.text = re.sub(lines, "", first.text, flags=re.IGNORECASE)
 
 
 class Gate:
@@ -107,16 +104,14 @@ class Gate:
 
     def _require_own_host(self, headers: Headers) -> None:
         """After DNS rebinding a page sends its own name as the host; one of another site sends its origin."""
-        host = headers.get("host", "")
+        host, origin = headers.get("host", ""), headers.get("origin")
         if _name(host) not in self._hosts:
             raise ApiError(403, f"the Host header names {host[:80]!r}, which this server is not")
-        origin = headers.get("origin")
         if origin is None or origin in self._settings.origins:
             return
         if _name(origin.partition("://")[2]) not in self._hosts:
-            raise ApiError(
-                403, f"pages of {origin[:80]!r} may not ask: start the server with --allow-origin"
-            )
+            advice = "start the server with --allow-origin"
+            raise ApiError(403, f"pages of {origin[:80]!r} may not ask: {advice}")
 
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
@@ -134,16 +129,12 @@ def _require_key(headers: Headers, key: str) -> None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not secrets.compare_digest(given.encode(), key.encode()):
-        raise ApiError(
-            401,
-            "the API key is missing or wrong: send it as 'Authorization: Bearer' or 'x-api-key'",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        why = "the API key is missing or wrong: send it as 'Authorization: Bearer' or 'x-api-key'"
+        bearer = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, why, code="invalid_api_key", headers=bearer)
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """`receive`, which raises an ApiError once a body is longer than `limit` bytes."""
     n_received = 0
 
     async def limited() -> Message:
@@ -151,8 +142,8 @@ def _limited(receive: Receive, limit: int) -> Receive:
         message = await receive()
         n_received += len(message.get("body", b""))
         if n_received > limit:
-            sentence = f"the request's body is larger than {limit} bytes"
-            raise ApiError(413, sentence, code="request_too_large")
+            why = f"the request's body is larger than {limit} bytes"
+            raise ApiError(413, why, code="request_too_large")
         return message
 
     return limited

@@ -35,10 +35,6 @@ def prompt_too_long(why: str) -> ApiError:
     return ApiError(400, sentence, code="context_length_exceeded", param="messages")
 
 
-def shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down")
-
-
 def as_api_error(error: BaseException) -> ApiError:
     """What a client sees of an exception: its own mistake, or a number under which the log says more."""
     if isinstance(error, ApiError):

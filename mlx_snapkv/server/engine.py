@@ -7,23 +7,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from ..completions.body import Body, ChatBody, CompletionBody
+from ..completions.body import ChatBody, CommonBody, CompletionBody
 from ..completions.request import Defaults, chat_tokens, completion_request
 from ..errors import SnapKVError, sentence
 from ..several.ranks import ALONE, Ranks
 from .admission import Admission, Limits
-from .api_error import ApiError, as_api_error, log, shutting_down
+from .api_error import ApiError, as_api_error, log
 from .metrics import Metrics
 from .prefix_cache import Checkpoints, PrefixCache
 from .prefix_files import PrefixFiles
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
-SENT = set(Body.model_fields) - {"model", "n", "stream", "stream_options"}  # to other ranks
+SENT = set(CommonBody.model_fields) - {"model", "n", "stream", "stream_options"}  # to other ranks
 
 
 class Engine:
@@ -86,11 +86,11 @@ class Engine:
     def require_alive(self) -> None:
         """Raises: ApiError: the server is shutting down."""
         if not self.is_alive:
-            raise shutting_down()
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     @contextlib.contextmanager
     def answering(self, request: EngineRequest) -> Iterator[None]:
-        """Answer a request, at most until the block ends. Raises: ApiError: too many wait, or it shuts down."""
+        """Answer a request, at most until the block ends. Raises: ApiError: too many wait."""
         self.require_alive()
         with self._admission.place():
             self._new.put(request)
@@ -101,7 +101,7 @@ class Engine:
                 request.cancelled = True
 
     def count(self, body: ChatBody) -> int:
-        """The tokens of a prompt. Raises: ApiError: the server is shutting down."""
+        """The tokens of a prompt."""
         self.require_alive()
         return len(chat_tokens(body, self.loaded.tokenizer))
 
@@ -121,12 +121,14 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self.loaded = loaded = self._load()
-            model, options, prefixes = loaded.model, self.options, self.prefixes
-            self._checkpoints = Checkpoints(prefixes, model, loaded.tokenizer, options)
-            self._admission = Admission(self._limits, model, options, prefixes, self.metrics)
+            loaded, limits, options = self._load(), self._limits, self.options
+            self.loaded, prefixes, metrics = loaded, self.prefixes, self.metrics
+            self._checkpoints = Checkpoints(prefixes, loaded, options)
+            self._admission = Admission(limits, loaded.model, options, prefixes, metrics)
+            given = limits.concurrency, self._checkpoints, metrics, self._ranks, self._pause
+            self._new_batch = partial(ServedBatch, loaded, options, *given)
             self.batch = self._new_batch()
-            self.prefixes.files = self._open_files(loaded)
+            prefixes.files = self._open_files(loaded)
         except BaseException as error:
             self._ready.set_exception(error)
             return
@@ -148,7 +150,12 @@ class Engine:
     def _round(self) -> None:
         """Start the requests that may start, and do a step; wait if there is nothing to do."""
         if not (self.batch.running or self._waiting):
-            self._wait()
+            if self._ranks.rank:
+                self._ranks.heartbeat.await_call()
+            else:
+                self._wake.wait()
+                self._wake.clear()
+                self._ranks.heartbeat.call()
         while (request := self._next_to_start()) is not None:
             if request.number not in self._cancelled:
                 self.batch.start(request)
@@ -160,14 +167,6 @@ class Engine:
         if self._ranks.rank == 0:  # the others keep as many prefixes
             self._admission.trim_prefixes(self.kv_bytes)
 
-    def _wait(self) -> None:
-        if self._ranks.rank:
-            self._ranks.heartbeat.await_call()
-        else:
-            self._wake.wait()
-            self._wake.clear()
-            self._ranks.heartbeat.call()
-
     def _next_to_start(self) -> EngineRequest | None:
         """The next request that rank 0 starts, once all ranks know what it knows."""
         news = self._ranks.first({} if self._ranks.rank else self._news())
@@ -178,14 +177,12 @@ class Engine:
         return self._waiting.popleft() if news["starts"] else None
 
     def _news(self) -> dict[str, Any]:
-        """What the others need to know."""
         new = list(self._accepted())
         self._waiting.extend(new)
-        under_way = [*self.batch.running.values(), *self._waiting]
+        under_way = *self.batch.running.values(), *self._waiting
         self._cancelled = {r.number for r in under_way if r.cancelled}
-        stops = self._stopping
         return {
-            "stops": stops,
+            "stops": (stops := self._stopping),
             "new": [self._sent(r) for r in new] if self._ranks.size > 1 else [],
             "cancelled": list(self._cancelled),
             "starts": not stops and self._may_start(),
@@ -206,21 +203,18 @@ class Engine:
                 yield request
 
     def _prepare(self, request: EngineRequest) -> None:
+        given = request.seed, self._admission.longest_answer
         tokenizer = self.loaded.tokenizer
-        asked = completion_request(request.body, tokenizer, self._defaults, request.seed)
-        most = min(asked.max_tokens, self._admission.longest_answer)
-        request.asked = replace(asked, max_tokens=most)
+        request.asked = completion_request(request.body, tokenizer, self._defaults, *given)
 
     def _sent(self, request: EngineRequest) -> dict[str, Any]:
         """A request as the others get it: the tokens, and what decides which ones follow."""
         body = request.body.model_dump(include=SENT, exclude_unset=True)
-        names = ("seed", "number", "checkpoints")
-        own = {name: getattr(request, name) for name in names}
+        own = {name: getattr(request, name) for name in ("seed", "number", "checkpoints")}
         return own | {"body": body | {"prompt": request.asked.prompt}}
 
     def _received(self, message: dict[str, Any]) -> EngineRequest:
-        body = CompletionBody.model_validate(message["body"])
-        request = EngineRequest(**message | {"body": body})
+        request = EngineRequest(**message | {"body": CompletionBody(**message["body"])})
         self._prepare(request)
         return request
 
@@ -231,11 +225,6 @@ class Engine:
         held = self.batch.generator.prompt_cache_nbytes
         cancelled = request.number in self._cancelled
         return cancelled or self._admission.may_start(request, running, held)
-
-    def _new_batch(self) -> ServedBatch:
-        most, options = self._limits.concurrency, self.options
-        given = self._checkpoints, self.metrics, self._ranks, self._pause
-        return ServedBatch(self.loaded, options, most, *given)
 
     def _pause(self, done: int, total: int) -> None:
         """Leave a chunk that is read when the server stops; of several ranks each reads it to its end."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -33,7 +34,9 @@ async def respond(
         ApiError: as long as nothing has been sent.
     """
     state = request.app.state
-    events = _events(request, [state.settings.without_volatile_lines(chat) for chat in chats])
+    for chat in chats:
+        state.settings.drop_volatile_lines(chat)
+    events = _events(request, chats)
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
     begun: list[bytes] = []  # encoded here, where what can't be is the client's mistake
     n_accepted = 0
@@ -57,21 +60,17 @@ async def _events(
     Answers that are not finished when this ends are cancelled.
     """
     engine, timeout = request.app.state.engine, request.app.state.settings.timeout
-    loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-    def putting(index: int) -> Callable[[Event], None]:
-        def put(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(queue.put_nowait, (index, event))
-
-        return put
+    def put(index: int, event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
     since = polled = time.monotonic()
     n_left = len(bodies)
     with contextlib.ExitStack() as stack:
         for index, body in enumerate(bodies):
-            stack.enter_context(engine.answering(EngineRequest(body, putting(index))))
+            stack.enter_context(engine.answering(EngineRequest(body, partial(put, index))))
         while n_left:
             now = time.monotonic()
             if now > polled + POLL:
@@ -80,8 +79,8 @@ async def _events(
                 if await request.is_disconnected():
                     raise ClientDisconnect()
                 if timeout is not None and now > since + timeout:
-                    sentence = f"the request was not answered within {timeout:g} seconds"
-                    raise ApiError(408, sentence, code="timeout")
+                    why = f"the request was not answered within {timeout:g} seconds"
+                    raise ApiError(408, why, code="timeout")
             try:
                 index, event = await asyncio.wait_for(queue.get(), POLL)
             except asyncio.TimeoutError:

@@ -13,8 +13,6 @@ from ..completions.answer import Said
 from .api_error import ApiError
 from .requests import Event, Finished, Read, Started
 
-WAITING = ": waiting\n\n"  # what a stream says until it starts
-
 
 def server_sent(value: Any, event: str | None = None) -> str:
     """One server-sent event."""
@@ -23,7 +21,7 @@ def server_sent(value: Any, event: str | None = None) -> str:
 
 
 class ResponseFormatter(ABC):
-    """Formats the answers to one request from their events; `started` and `finished` are those by answer."""
+    """Formats the answers to one request from their events, `started` and `finished` by answer."""
 
     def __init__(self) -> None:
         self.started: dict[int, Started] = {}
@@ -36,7 +34,7 @@ class ResponseFormatter(ABC):
         elif isinstance(event, Finished):
             self.finished[index] = event
         if event is None and not self.started:
-            yield WAITING
+            yield ": waiting\n\n"
         else:
             yield from self.stream(index, event)
 
@@ -73,14 +71,12 @@ class Block:
 
     Attributes:
         call: of a tool, in OpenAI's form; its arguments are the text.
-        blank: white space before the text.
-        index: None until it has begun.
+        index: None until it has begun; its text is white space until then.
     """
 
     kind: Kind
     call: dict[str, Any] | None = None
     text: str = ""
-    blank: str = ""
     index: int | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -130,14 +126,14 @@ class BlockFormatter(ResponseFormatter):
             self._open = Block(kind, call)
         block = self._open
         if block.index is None:
-            block.blank += text
-            if not block.blank.strip():
-                return
-            block.index, text = len(self.blocks), block.blank
-            self.blocks.append(block)
-            yield from self.opened(block)
+            block.text, text = "", block.text + text
+            if text.strip():
+                block.index = len(self.blocks)
+                self.blocks.append(block)
+                yield from self.opened(block)
         block.text += text
-        yield from self.added(block, text)
+        if block.index is not None:
+            yield from self.added(block, text)
 
     def _close(self) -> Iterator[str]:
         block, self._open = self._open, None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import resource
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ..completions.request import chat_tokens
 from ..engine.report import format_bytes
 from .api_error import log
 from .prefix_files import Prefix, PrefixFiles, as_ids, longest
-from .requests import EngineRequest
+from .requests import EngineRequest, Loaded
 
 SHORTEST = 128  # tokens that are worth a checkpoint
 REASONING = 11  # tokens at the end in which a template may open the model's reasoning, as in mlx-lm's server
@@ -67,12 +69,9 @@ class PrefixCache:
     def insert(self, tokens: list[int], caches: list) -> None:
         """Keep what a prompt's caches have read; a line in the log if it alone exceeds the limit."""
         if tokens and not self._insert(as_ids(tokens), caches):
-            log.warning(
-                "%s tokens are not kept for later prompts: they take %s, and --prefix-bytes is %s",
-                f"{len(tokens):,}",
-                format_bytes(_bytes_of(caches)),
-                format_bytes(self._most_bytes),
-            )
+            taken, most = format_bytes(_bytes_of(caches)), format_bytes(self._most_bytes)
+            why = f"they take {taken}, and --prefix-bytes is {most}"
+            log.warning("%s tokens are not kept for later prompts: %s", f"{len(tokens):,}", why)
 
     def _insert(self, ids: np.ndarray, caches: list) -> bool:
         """Keep caches in the place of those that they can be trimmed to, unless they alone exceed the limit."""
@@ -90,12 +89,9 @@ class PrefixCache:
             self.trim_to(n_sequences=len(self) - 1)
         return True
 
-    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+    def trim_to(self, *, n_sequences: float = math.inf, n_bytes: float = math.inf) -> None:
         """Evict what is over these limits: first what other caches cover, then the oldest."""
-        while self._kept and (
-            (n_sequences is not None and len(self) > n_sequences)
-            or (n_bytes is not None and self.nbytes > n_bytes)
-        ):
+        while self._kept and (len(self) > n_sequences or self.nbytes > n_bytes):
             kept = self._kept
             covered = (p for p in kept if any(o.covers(p) for o in kept if o is not p))
             evicted = next(covered, kept[0])
@@ -132,8 +128,8 @@ def _many_files_are_open() -> bool:
 class Checkpoints:
     """Fills and asks the prefix cache, as far as the policy and the model's caches allow."""
 
-    def __init__(self, prefixes: PrefixCache, model: Any, tokenizer: Any, options: dict[str, Any]):
-        self._prefixes, self._tokenizer = prefixes, tokenizer
+    def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
+        self._prefixes, self._tokenizer = prefixes, loaded.tokenizer
         policy = options.get("policy")
         in_blocks = policy is not None and policy.reads_in_blocks
         recalls = options.get("memory", "drop") != "drop"
@@ -141,7 +137,7 @@ class Checkpoints:
         self._keeps_nothing = policy is not None and policy.stages[1].repeats is not None
         self._keeps_all = policy is None or (recalls and not in_blocks)
         # Where a kept cache can't be trimmed to a shorter prefix, several prefixes are kept.
-        trims = can_trim_prompt_cache(make_prompt_cache(model))
+        trims = can_trim_prompt_cache(make_prompt_cache(loaded.model))
         self._keeps_prefixes = not (self._keeps_nothing or in_blocks or (self._keeps_all and trims))
         # Tokens that are always read, so that the observation window is whole.
         self._n_last = 1
@@ -181,7 +177,7 @@ class Checkpoints:
     def answered(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Keep the caches of an answered request, also in a file."""
         # Others would compress what is left of an answer from all entries without an observation window.
-        if self._keeps_nothing or (request.in_full and not self._keeps_all):
+        if self._keeps_nothing or (request.body.full_cache and not self._keeps_all):
             return
         self.read(request, caches, tokens)
         files, full = self._prefixes.files, request.full
@@ -189,17 +185,14 @@ class Checkpoints:
             files.write(*full)
 
     def _system_end(self, body: ChatBody, prompt: list[int]) -> int:
-        messages = body.template_messages()
-        n = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-        if n == 0:
+        system = list(takewhile(lambda m: m["role"] == "system", body.template_messages()))
+        if not system:
             return 0
-        other = [*messages[:n], {"role": "user", "content": ""}]
-        alone = chat_tokens(body, self._tokenizer, other)
-        return common_prefix([alone, prompt])
+        other = [*system, {"role": "user", "content": ""}]
+        return common_prefix([chat_tokens(body, self._tokenizer, other), prompt])
 
     def _reasoning_start(self, prompt: list[int]) -> int:
-        last = len(prompt) - 1
-        if not self._tokenizer.has_thinking:
-            return last
-        start = self._tokenizer.rfind_think_start(prompt, start=len(prompt) - REASONING)
-        return last if start < 0 else start
+        start, n = -1, len(prompt)
+        if self._tokenizer.has_thinking:
+            start = self._tokenizer.rfind_think_start(prompt, start=n - REASONING)
+        return n - 1 if start < 0 else start

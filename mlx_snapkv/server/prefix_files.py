@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ..saved.files import fingerprint, tokens_in
 from .api_error import log
 
 DIGITS = 32  # of a file's name
-NAME = re.compile(f"[0-9a-f]{{{DIGITS}}}")
+OURS = "[0-9a-f]" * DIGITS + ".safetensors"
 ABANDONED = 3600  # seconds after the last write, an unfinished file is removed
 TAIL = 16  # one token in so many may have to be read again
 
@@ -85,7 +85,7 @@ class PrefixFiles:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(folder, 0o700)
-            paths = [path for path in folder.glob("*.safetensors") if path.name[0] != "."]
+            paths = list(folder.glob(OURS))
         except OSError as error:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
         for path in paths:
@@ -140,20 +140,17 @@ class PrefixFiles:
     def _make_room(self) -> None:
         """Remove the oldest files, of any setting and server, but not the one just written."""
         found = []
-        for path in self._folder.glob("*.safetensors"):
+        for path in self._folder.glob(OURS):
             with contextlib.suppress(OSError):  # another server has just removed it
-                if NAME.fullmatch(path.stem):
-                    n_bytes = sum(part.stat().st_size for part in book.files_of(path))
-                    found.append((path.stat().st_mtime_ns, path, n_bytes))
-        taken = sum(n_bytes for *_, n_bytes in found)
-        for _, path, n_bytes in sorted(found)[:-1]:
-            if taken <= self._most_bytes:
-                return
-            taken -= n_bytes
-            self._remove(path)
+                n_bytes = sum(part.stat().st_size for part in book.files_of(path))
+                found.append((path.stat().st_mtime_ns, path, n_bytes))
+        found.sort(reverse=True)
+        totals = list(accumulate(n_bytes for *_, n_bytes in found))
+        for total, (_, path, _) in zip(totals[1:], found[1:]):
+            if total > self._most_bytes:
+                self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Remove a file; a line in the log if that fails."""
         self.kept = [file for file in self.kept if file.path != path]
         try:
             book.remove(path)

@@ -53,8 +53,8 @@ class TokenLogprob(NamedTuple):
     top: list[tuple[str, float]]
 
     @classmethod
-    def of(cls, token: int, logprobs: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
-        """From the log-probabilities `(vocab_size,)` that the token was sampled from."""
+    def of(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
+        token, logprobs = response.token, response.logprobs
         best: list[int] = []
         if n_top:
             found = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
@@ -78,7 +78,7 @@ class EngineRequest:
 
     Attributes:
         put: gives an event to whoever waits for the answer, from any thread; other ranks have nobody.
-        number: the request's, the same on all ranks.
+        number: the same on all ranks.
         since: when it came, by `time.perf_counter`.
         cancelled: nobody waits any more.
         asked: set once the body has been read with the model's tokenizer.
@@ -100,18 +100,3 @@ class EngineRequest:
     answer: Completion | None = None
     report: CompressionReport | None = None
     full: tuple[list[int], list[Any]] | None = None
-
-    @property
-    def in_full(self) -> bool:
-        """Whether it is answered from all entries, whatever the policy."""
-        return bool(self.body.full_cache)
-
-    def take(self, response: Any, tokenizer: Any) -> None:
-        """Send on what one of mlx-lm's responses makes certain of the answer."""
-        n_top = self.body.n_top_logprobs
-        if n_top is not None:
-            found = response.token, response.logprobs
-            self.put(TokenLogprob.of(*found, n_top, tokenizer))
-        assert self.answer is not None
-        for piece in self.answer.add(response.token, response.finish_reason):
-            self.put(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from ..several.ranks import Ranks
 from .api_error import as_api_error, log
 from .metrics import Metrics
 from .prefix_cache import Checkpoints
-from .requests import EngineRequest, Finished, Loaded, Read, Started
+from .requests import EngineRequest, Finished, Loaded, Read, Started, TokenLogprob
 
 
 class ServedBatch:
@@ -37,8 +38,8 @@ class ServedBatch:
         ranks: Ranks,
         on_pause: Callable[[int, int], None],
     ):
-        self._loaded, self._checkpoints, self._metrics = loaded, checkpoints, metrics
-        self._ranks = ranks
+        self._loaded, self._ranks = loaded, ranks
+        self._checkpoints, self._metrics = checkpoints, metrics
         self.running: dict[int, EngineRequest] = {}
         self.generator = CompressedBatchGenerator(
             loaded.model,
@@ -56,13 +57,12 @@ class ServedBatch:
         """Take a request in, which gets what goes wrong with it."""
         asked, prompt = request.asked, request.asked.prompt
         caches, n_known = self._known(prompt)
-        if request.in_full and is_compressed(caches or []):
+        if request.body.full_cache and is_compressed(caches or []):
             caches, n_known = None, 0
-        ends = [n for n in request.checkpoints if n > n_known] + [len(prompt)]
-        starts = [n_known, *ends]
+        places = [n_known, *(n for n in request.checkpoints if n > n_known), len(prompt)]
         try:
             (uid,) = self.generator.insert_segments(
-                [[prompt[start:end] for start, end in zip(starts, ends)]],
+                [[prompt[start:end] for start, end in pairwise(places)]],
                 [asked.max_tokens],
                 caches=None if caches is None else [caches],
                 all_tokens=[prompt[:n_known]],
@@ -72,7 +72,7 @@ class ServedBatch:
         except request_errors(self._loaded.model) as error:
             request.put(as_api_error(error))
             return
-        if request.in_full:
+        if request.body.full_cache:
             self.generator.in_full.add(uid)
         request.answer = Completion(asked, self._loaded.tokenizer)
         self.running[uid] = request
@@ -116,12 +116,15 @@ class ServedBatch:
     def _deliver(self, response: Any) -> EngineRequest | None:
         """Send on what a response says; the request, if it has to start again."""
         request = self.running[response.uid]
-        answer = request.answer
+        asked, answer = request.asked, request.answer
         assert answer is not None
         if response.finish_reason == "error":
             del self.running[response.uid]
             return self._failed(request, response.error)
-        request.take(response, self._loaded.tokenizer)
+        if asked.n_logprobs is not None:
+            request.put(TokenLogprob.of(response, asked.n_logprobs, self._loaded.tokenizer))
+        for piece in answer.add(response.token, response.finish_reason):
+            request.put(piece)
         self._metrics.generated_tokens.inc()
         if answer.n_tokens == 1:
             self._metrics.first_token_seconds.observe(time.perf_counter() - request.since)
@@ -132,11 +135,11 @@ class ServedBatch:
             self.generator.remove([response.uid])
         else:
             caches, tokens = response.prompt_cache, response.all_tokens
-        report = request.report
-        if report is not None and not report.compressed:
-            report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
-        for warning in [] if report is None else report.warnings:
-            log.warning("a prompt of %s tokens: %s", len(request.asked.prompt), warning)
+        if (report := request.report) is not None:
+            if not report.compressed:
+                report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
+            for warning in report.warnings:
+                log.warning("a prompt of %s tokens: %s", len(asked.prompt), warning)
         self._checkpoints.answered(request, tokens, caches)
         del self.running[response.uid]
         request.put(Finished(answer, report))

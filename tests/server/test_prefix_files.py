@@ -110,9 +110,9 @@ def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
     written(PrefixFiles(tmp_path, 1 << 30, model, {"memory": "drop"}), model, ONE)
     (good,) = tmp_path.iterdir()
     data = good.read_bytes()
-    (tmp_path / "cut.safetensors").write_bytes(data[: len(data) // 2])
-    (tmp_path / "none.safetensors").write_bytes(b"nothing")
-    (tmp_path / "other.txt").write_text("a file of somebody's")
+    (tmp_path / f"{'0' * 32}.safetensors").write_bytes(data[: len(data) // 2])
+    (tmp_path / f"{'1' * 32}.safetensors").write_bytes(b"nothing")
+    (tmp_path / "other.safetensors").write_text("a file of somebody's")
     files = PrefixFiles(tmp_path, 1 << 30, model, {"memory": "drop"})
     assert n_known(files, [*ONE[:30], 1, 1]) == 30 and len(caplog.records) == 2
     for others, setting in ((model, "recall"), (make_llama(seed=1), "drop")):

@@ -76,12 +76,8 @@ class Document(Part):
 
 
 class Thinking(Part):
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinking(Part):
-    type: Literal["redacted_thinking"]
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 class ToolUse(Part):
@@ -101,8 +97,7 @@ class ToolResult(Part):
 
 
 ContentBlock = Annotated[
-    Text | Document | Thinking | RedactedThinking | ToolUse | ToolResult,
-    Field(discriminator="type"),
+    Text | Document | Thinking | ToolUse | ToolResult, Field(discriminator="type")
 ]
 
 
@@ -177,7 +172,7 @@ def _pieces(message: Message) -> Iterator[dict[str, Any]]:
             continue
         for part in parts:
             match part:
-                case Thinking():
+                case Thinking() if part.thinking:
                     yield {"role": "assistant", "reasoning_content": part.thinking}
                 case ToolUse():
                     arguments = json.dumps(part.input, ensure_ascii=False)
@@ -198,8 +193,8 @@ async def create(request: Request, body: Messages) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
     """The tokens of a message's prompt, which is not read."""
-    state = request.app.state
-    chat = state.settings.without_volatile_lines(body.chat())
+    state, chat = request.app.state, body.chat()
+    state.settings.drop_volatile_lines(chat)
     return {"input_tokens": await asyncio.to_thread(state.engine.count, chat)}
 
 

@@ -1,21 +1,38 @@
-"""Conversations in files."""
+"""What a conversation is at some time: in a file, and before its last turn."""
 
 from pathlib import Path
 from typing import Any
 
 from .. import saved
-from ..caches.layers import attention_layers, is_compressed
+from ..caches.layers import attention_layers, is_compressed, kv_bytes
 from ..caches.matching import n_tokens
 from ..caches.memories import book_memory, filled, make_caches, require_memory, saved_forms
 from ..engine.report import NO_POLICY
+from ..engine.rewind import Rewind
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 
 NOTED = ("messages", "said", "attached", "pending_tokens", "memory", "system", "n_unknown")
+REPLACED = ("messages", "said", "read", "pending_tokens", "report")  # by every turn
 
 
-def first_messages(system: str | None) -> list[dict[str, str]]:
-    return [] if system is None else [{"role": "system", "content": system}]
+class Before(Rewind):
+    """Restores a conversation to the state it is in now, bit for bit; once, while its next turn is the last one."""
+
+    def __init__(self, conversation: Any):
+        super().__init__(conversation.prompt_cache)
+        self._conversation = conversation
+        self._fields = {name: getattr(conversation, name) for name in REPLACED}
+
+    def restore(self) -> None:
+        super().restore()
+        vars(self._conversation).update(self._fields)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether anything had been read, and this keeps no more than the conversation itself."""
+        held = kv_bytes(self._conversation.prompt_cache)
+        return bool(self._fields["read"]) and self.kv_nbytes <= held
 
 
 def save(path: str | Path, conversation: Any) -> None:
@@ -29,13 +46,10 @@ def save(path: str | Path, conversation: Any) -> None:
 
 
 def load(
-    path: str | Path, model, policy: Policy | Stages | str | None = None, memory: str = "drop"
+    path: str | Path, model, policy: Policy | Stages | str | None, memory: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a conversation, or a text that waits for its first question; see `Conversation.load`.
-
-    Returns:
-        What a `Conversation` is made with, and attributes that it then gets.
-    """
+    """Of a saved conversation, or a text that waits for its first question: what a `Conversation` is made with, and
+    attributes that it then gets; see `Conversation.load`."""
     found = saved.load(path, model)
     notes = {} if found.tokens is None else found.notes  # mlx-lm's are about other things
     if found.tokens is not None and not {"messages", "text"} & set(notes):
@@ -53,13 +67,13 @@ def load(
         raise SnapKVError(f"{path} can't be used: {error}") from error
     # `mlx-snapkv cache-prompt` saves a text, and mlx-lm not even its tokens.
     system = notes.get("system", notes.get("system_prompt"))
-    state = {name: notes[name] for name in NOTED if name in notes} | {"prompt_cache": caches}
+    state = {name: notes[name] for name in NOTED if name in notes}
+    state |= {"prompt_cache": caches, "read": found.tokens}
     if "text" in notes:
         state["attached"] = [notes["text"]]
-    state["read"] = found.tokens
     if found.tokens is None:
-        state["n_unknown"] = n_tokens(found.prompt_cache)
-        state["read"] = [0] * state["n_unknown"]
+        n = n_tokens(found.prompt_cache)
+        state |= {"n_unknown": n, "read": [0] * n}
     ways = {"policy": policy, "memory": memory, "system": system}
     return ways, state | ways
 
@@ -73,12 +87,11 @@ def _ways(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory:
             memory = notes.get("memory", "drop")
     if book is not None:
         memory = book if memory == "drop" else memory
-    if policy is None and (book is not None or is_compressed(found.prompt_cache)):
-        raise SnapKVError(
-            f"{path} holds a {'book' if book else 'compressed prompt'}, which needs a policy to go on with"
-        )
-    if memory != "drop" and book is None and is_compressed(found.prompt_cache):
-        raise SnapKVError(
-            f"{path} holds a compressed prompt, which needs memory=drop, the other entries are gone"
-        )
+    what = "a book" if book else "a compressed prompt"
+    if is_compressed(found.prompt_cache) or book is not None:
+        if policy is None:
+            raise SnapKVError(f"{path} holds {what}, which needs a policy to go on with")
+        if book is None and memory != "drop":
+            why = "which needs memory=drop, the other entries are gone"
+            raise SnapKVError(f"{path} holds {what}, {why}")
     return policy, memory
