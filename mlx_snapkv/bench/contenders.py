@@ -26,7 +26,6 @@ class Contender:
     """A cache for a prompt's entries.
 
     Attributes:
-        name: as printed.
         entries: entries per KV head that a decoding step attends to.
         policy: what compresses; None is mlx-lm alone.
         bits, group_size: mlx-lm's quantisation of the full cache.
@@ -46,40 +45,28 @@ class Contender:
         """A layer's cache in the state of decoding after a prompt of `context` tokens.
 
         Args:
-            layer: the model's layer.
             keys, values: `(B, n_kv_heads, n, head_dim)`: the entries held.
         """
         entries = Entries(keys, values)
-        if self.refreshes and self.policy is not None:
+        if self.policy is None:
+            cache = RotatingKVCache(self.entries, keep=KEEP) if self.rotates else KVCache()
+            cache.update_and_fetch(keys, values)
+            return cache if self.bits is None else cache.to_quantized(self.group_size, self.bits)
+        _, policy = self.policy.stages
+        (quota,) = policy.quotas(context, 1)
+        if self.refreshes:
             everything = FullView([MemoryStore(cache=full_cache(entries))], layer)
             everything.index = everything.make_index(None)
-            (quota,) = self.policy.stages[1].quotas(context, 1)
             return RefreshedKVCache(everything, quota, layer)
-        if self.policy is not None:
-            _, policy = self.policy.stages
-            (quota,), scores = policy.quotas(context, 1), mx.zeros(keys.shape[:3])
-            return decode_cache(layer, entries, scores, context, policy, quota, uniform=True)
-        cache = RotatingKVCache(self.entries, keep=KEEP) if self.rotates else KVCache()
-        cache.update_and_fetch(keys, values)
-        return cache if self.bits is None else cache.to_quantized(self.group_size, self.bits)
+        scores = mx.zeros(keys.shape[:3])
+        return decode_cache(layer, entries, scores, context, policy, quota, uniform=True)
 
 
 def make_random_model() -> llama.Model:
     """The model that is measured when none is given, the same in every run: attention dominates, even on a CPU."""
     mx.random.seed(0)
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=256,
-            num_hidden_layers=4,
-            intermediate_size=512,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=64,
-            rms_norm_eps=1e-5,
-            vocab_size=1024,
-        )
-    )
+    args = llama.ModelArgs("llama", 256, 4, 512, 16, 1e-5, 1024, head_dim=64, num_key_value_heads=8)
+    model = llama.Model(args)
     mx.eval(model.parameters())
     return model
 
@@ -109,16 +96,10 @@ def contenders(model, context: int, policies: list[Policy | Stages]) -> list[Con
     sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
     group = next((g for g in (64, 32) if all(size % g == 0 for size in sizes)), None)
     # MLX has no products with batches of quantised entries on CUDA.
-    if group is not None and not mx.cuda.is_available():
-        found += [
-            Contender(f"--kv-bits {bits}", context, bits=bits, group_size=group) for bits in (8, 4)
-        ]
-    again = [
-        replace(contender, name=f"{contender.name}, recall", refreshes=True)
-        for contender in ours
-        if contender.policy is not None and not contender.policy.reads_in_blocks
-    ]
-    return found + ours + again
+    for bits in (8, 4) if group is not None and not mx.cuda.is_available() else ():
+        found.append(Contender(f"--kv-bits {bits}", context, bits=bits, group_size=group or 0))
+    again = [c for c in ours if c.policy is not None and not c.policy.reads_in_blocks]
+    return found + ours + [replace(c, name=f"{c.name}, recall", refreshes=True) for c in again]
 
 
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
@@ -128,12 +109,12 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     """
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))
+    n = contender.entries if contender.policy and not contender.refreshes else context
     for layer in attention_layers(model, prompt_cache):
-        keys, values = layer.cache_in(prompt_cache).keys_and_values()
-        n = contender.entries if contender.policy and not contender.refreshes else context
-        held = [
-            mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype) for x in (keys, values)
-        ]
-        layer.put(prompt_cache, contender.cache(layer, held[0], held[1], context))
+        read = layer.cache_in(prompt_cache).keys_and_values()
+        keys, values = (
+            mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype) for x in read
+        )
+        layer.put(prompt_cache, contender.cache(layer, keys, values, context))
     mx.eval([cache.state for cache in prompt_cache])
     return prompt_cache

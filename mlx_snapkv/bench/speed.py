@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +28,9 @@ class Plan:
     """What to measure.
 
     Attributes:
-        contexts: context lengths to decode at.
-        prompts: lengths of prompts that the full cache and all policies read.
-        long_prompts: lengths of prompts that only policies read that evict meanwhile.
-        policies: what compresses.
-        trials: prompts of each length; steps: tokens decoded at each context.
+        contexts: context lengths to decode `steps` tokens at.
+        prompts: lengths of prompts that the full cache and all policies read, `trials` of each.
+        long_prompts: the same of those that only policies read that evict meanwhile.
     """
 
     contexts: list[int]
@@ -78,18 +77,14 @@ def decoding(
     model, context: int, policies: list[Policy | Stages], steps: int
 ) -> list[tuple[Contender, dict[str, Any]]]:
     """The contenders with their median step after a prompt of `context` tokens, and their entries' bytes."""
-    found = []
-    for contender in contenders(model, context, policies):
-        cache = decoding_cache(model, contender, context)
-        if _can_decode(model, cache):
-            found.append((contender, cache))
-    seconds = step_in_turn(model, [cache for _, cache in found], steps)
+    asked = contenders(model, context, policies)
+    held = [(contender, decoding_cache(model, contender, context)) for contender in asked]
+    held = [(contender, cache) for contender, cache in held if _can_decode(model, cache)]
+    seconds = step_in_turn(model, [cache for _, cache in held], steps)
     figures = []
-    for (contender, cache), times in zip(found, seconds):
-        held = _entries_bytes(cache, contender.refreshes)
-        figures.append((contender, {"step_seconds": statistics.median(times), "kv_bytes": held}))
-    del found, cache
-    mx.clear_cache()
+    for (contender, cache), times in zip(held, seconds):
+        n_bytes = _entries_bytes(cache, contender.refreshes)
+        figures.append((contender, {"step_seconds": statistics.median(times), "kv_bytes": n_bytes}))
     return figures
 
 
@@ -108,15 +103,16 @@ def _can_decode(model, cache: list[Any]) -> bool:
 def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
     """Seconds of every step of every cache; who goes first changes with every round."""
     token = mx.zeros((1, 1), mx.int32)
-    seconds: list[list[float]] = [[] for _ in caches]
-    for step in range(steps):
-        for n in range(len(caches)):
-            i = (n + step) % len(caches)
-            with observing(model, caches[i]):
+    turns: deque[tuple[list[Any], list[float]]] = deque((cache, []) for cache in caches)
+    seconds = [times for _, times in turns]
+    for _ in range(steps):
+        for cache, times in turns:
+            with observing(model, cache):
                 started = time.perf_counter()
-                mx.eval(model(token, cache=caches[i]))
-                seconds[i].append(time.perf_counter() - started)
-            _trim(caches[i])
+                mx.eval(model(token, cache=cache))
+                times.append(time.perf_counter() - started)
+            _trim(cache)
+        turns.rotate(-1)
     return seconds
 
 
@@ -128,15 +124,12 @@ def _trim(cache: list[Any]) -> None:
 
 
 def _entries_bytes(prompt_cache: list[Any], refreshes: bool) -> int:
-    """Bytes of the keys and values of all caches, the rotating ones that stand for full ones too.
-
-    Args:
-        refreshes: the caches read some of all entries, which are held besides.
-    """
-    caches = list(zip(members(prompt_cache), layer_caches(prompt_cache)))
+    """Bytes of the keys and values of all caches, also rotating ones, and of all entries that some `refreshes` from."""
+    caches = layer_caches(prompt_cache)
     if refreshes:
-        return sum(c.kv_nbytes + (c.full_nbytes if c.observes else 0) for _, c in caches)
-    return sum(ours.kv_nbytes or (c.nbytes if hasattr(c, "max_size") else 0) for c, ours in caches)
+        return sum(c.kv_nbytes + (c.full_nbytes if c.observes else 0) for c in caches)
+    rotating = (c.nbytes for c in members(prompt_cache) if hasattr(c, "max_size"))
+    return sum(c.kv_nbytes for c in caches) + sum(rotating)
 
 
 def reading(
@@ -145,8 +138,8 @@ def reading(
     """The contenders with medians over their requests, made in turn; who goes first alternates."""
     runs: list[list[dict[str, Any]]] = [[] for _ in field]
     for trial in range(trials):
-        for i in range(len(field)) if trial % 2 == 0 else reversed(range(len(field))):
-            runs[i].append(_request(model, prompt, field[i]))
+        for contender, mine in list(zip(field, runs))[:: -1 if trial % 2 else 1]:
+            mine.append(_request(model, prompt, contender))
     return [
         (contender, {key: statistics.median(run[key] for run in mine) for key in mine[0]})
         for contender, mine in zip(field, runs)
@@ -155,18 +148,14 @@ def reading(
 
 def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
     """Seconds until the answer's first token, the selection included, peak memory, and the entries that stay."""
-    cache = make_prompt_cache(model)
+    cache, policy = make_prompt_cache(model), contender.policy
     mx.clear_cache()
     mx.reset_peak_memory()
-    policy = contender.policy
     lookahead = 0 if policy is None else policy.stages[1].lookahead
     seconds, report = ask(model, prompt, cache, lookahead + ANSWER, policy=policy)
-    later = report.selection_seconds if lookahead else 0.0
-    return {
-        "read_seconds": seconds + later,
-        "peak_bytes": mx.get_peak_memory(),
-        "kv_bytes": kv_bytes(cache),
-    }
+    seconds += report.selection_seconds if lookahead else 0.0
+    peak = mx.get_peak_memory()
+    return {"read_seconds": seconds, "peak_bytes": peak, "kv_bytes": kv_bytes(cache)}
 
 
 def ask(

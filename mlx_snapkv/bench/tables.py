@@ -1,5 +1,6 @@
 """A benchmark's rows as a table, a page and a picture."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -50,20 +51,24 @@ def figure(result: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    rows = [row for row in result["speed"] if "step_seconds" in row]
     drawn = Figure(figsize=(11, 4.8), layout="constrained")
     drawn.suptitle(title("Decoding by context length", result), fontsize=9, x=0.01, ha="left")
+    lines: dict[str, list[Row]] = {}
+    for row in (row for row in result["speed"] if "step_seconds" in row):
+        # `--max-kv-size` is one line, whatever its size.
+        name = re.sub(r"^--max-kv-size .*", "--max-kv-size, as many entries", row["contender"])
+        lines.setdefault(name, []).append(row)
     wanted: list[tuple[str, Callable[[Row], float], Callable[[float], str]]] = [
         ("tokens/s, median step", lambda row: 1 / row["step_seconds"], "{:,g}".format),
         ("memory of keys and values", lambda row: row["kv_bytes"], format_bytes),
     ]
+    places = sorted({row["context"] for rows in lines.values() for row in rows})
     for axes, (what, value, number) in zip(drawn.subplots(1, 2), wanted):
         axes.set(xlabel="context length (tokens)", ylabel=what, xscale="log", yscale="log")
-        for n, (name, points) in enumerate(_lines(rows, value).items()):
-            axes.plot(
-                *zip(*points), label=name, marker="osdx^v"[n % 6], linestyle=("-", "--")[n % 2]
-            )
-        places = sorted({row["context"] for row in rows})
+        for n, (name, rows) in enumerate(lines.items()):
+            points = [row["context"] for row in rows], [value(row) for row in rows]
+            style = ("-", "--")[n % 2]
+            axes.plot(*points, label=name, marker="osdx^v"[n % 6], linestyle=style)
         axes.set_xticks(places, [f"{place:,}" for place in places], rotation=30, ha="right")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda at, _, number=number: number(at))
@@ -72,13 +77,3 @@ def figure(result: dict[str, Any]) -> Any:
         axes.grid(alpha=0.3)
     drawn.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return drawn
-
-
-def _lines(rows: list[Row], value: Callable[[Row], float]) -> dict[str, list[tuple[int, float]]]:
-    """The points of every contender; `--max-kv-size` is one, whatever its size."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        name = row["contender"]
-        name = "--max-kv-size, as many entries" if name.startswith("--max") else name
-        lines.setdefault(name, []).append((row["context"], value(row)))
-    return lines

@@ -50,7 +50,7 @@ def compare(
     """
     from ..engine.auto import worth_comparing
     from ..evals.compare import compare as compared
-    from ..evals.compare_page import page
+    from ..evals.compare import page
 
     path, ways = require_page(shown.output, ".html"), retention.retention()
     methods_of(shown.policy, **ways)  # which finds mistakes

@@ -47,7 +47,6 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy streaming_llm:budget=25%
     """
     from ..evals import fidelity as measuring
-    from ..evals.fidelity_tables import PAGE
     from ..evals.texts import Texts
 
     settings = list(dict.fromkeys(options.setting or [measuring.TEXT]))
@@ -65,4 +64,4 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     fixed = {"task": "fidelity", **same, "texts": texts.digest, "questions": questions}
     asked = pieces, methods, settings, questions, options.continuation
     ask = partial(measuring.run, model, tokenizer, *asked)
-    result.measure(files, fixed | {"mlx-snapkv": __version__}, len(pieces), ask, PAGE)
+    result.measure(files, fixed | {"mlx-snapkv": __version__}, len(pieces), ask, measuring.PAGE)

@@ -63,8 +63,7 @@ def inspect(
           --policy keydiff:budget=25% --policy streaming_llm:budget=25% -o kept.png
     """
     from ..inspecting.inspection import inspect_prompt
-    from ..inspecting.page import page
-    from ..inspecting.picture import write_picture
+    from ..inspecting.page import page, write_picture
     from ..inspecting.sentences import special_tokens
 
     chosen = shown.policies()

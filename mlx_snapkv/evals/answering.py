@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from . import loop
 from .divergence import Reference
-from .headwise import HeadWise, kinds_of, masked
+from .headwise import HeadWise, masked
 from .loop import Record, Results
-from .methods import SETTINGS, Dataset, Document, Method, Question
+from .methods import SETTINGS, Dataset, Document, Method
 from .reading import Reading, read_once
 from .tables import grouped
 
@@ -48,27 +49,24 @@ def run(
 
     def cells(place: Record):
         document = dataset.make(place)
-        numbers = range(len(document.questions))
         wanted = [
             {"method": name, "setting": setting, **place, "question": i}
-            for name, setting, i in itertools.product(named, settings, numbers)
+            for name, setting in itertools.product(named, settings)
+            for i in range(len(document.questions))
         ]
 
-        def measure(missing: list[Record]) -> Iterable[Record]:
+        def measure(missing: list[Record]) -> Iterator[Record]:
             known, later = ([c for c in missing if c["setting"] == s] for s in SETTINGS)
             asked = [named[cell["method"]] for cell in missing]
             numbers = sorted({cell["question"] for cell in known})
             answers = Answers(model, dataset.tokenizer, document, asked, numbers)
             # All answers to a prompt, then the next prompt; of documents, all answers of a method.
             for (i,), own in grouped(known, "question").items():
-                yield from map(_record, own, answers.known(i, [named[c["method"]] for c in own]))
+                found = answers.known(i, [named[cell["method"]] for cell in own])
+                yield from map(operator.or_, own, found)
             for (name,), own in grouped(later, "method").items():
-                yield from map(
-                    _record, own, answers.later(named[name], [c["question"] for c in own])
-                )
-
-        def _record(cell: Record, answer: Answer) -> Record:
-            return cell | answer.record(document.questions[cell["question"]], named[cell["method"]])
+                found = answers.later(named[name], [cell["question"] for cell in own])
+                yield from map(operator.or_, own, found)
 
         return wanted, measure
 
@@ -93,23 +91,6 @@ class Answer:
     times: list[float]
     n_before: int
 
-    def record(self, question: Question, method: Method) -> Record:
-        """What is recorded of a method's answer to a question."""
-        report, n_bytes = self.report, kv_bytes(self.cache)
-        if report.compressed:
-            # With a memory, the cache that was given holds all entries, and the answer's own is another.
-            n_bytes = report.kv_bytes_after + (n_bytes if method.options else 0)
-        return {
-            "score": float(question.score(self.text)),
-            "answer": self.text,
-            "expected": question.expected,
-            "tokens": len(question.prompt),
-            "entries": report.entries if report.compressed else None,
-            "kv_bytes": n_bytes,
-            "file_bytes": file_bytes(self.cache),
-            "reason": None if method.policy is None else report.reason,
-        }
-
 
 def decode(
     model: Any,
@@ -127,35 +108,34 @@ def decode(
     Args:
         begun: the answer's first tokens.
         on_text: called with the text as it comes, without the token that ends it.
-        **options: of `stream_generate`; `on_report` is called if this compresses a prompt.
+        on_report: called when a prompt has been compressed.
+        **options: of `stream_generate`, where what is kept has no report yet.
     """
     cache, report = kept
     detokenizer, stops = tokenizer.detokenizer, tokenizer.eos_token_ids
     tokens: list[int] = []
+    times = [time.perf_counter()]
     n_before = 0
 
-    def add(token: int) -> None:
+    def compressed(found: CompressionReport) -> None:
+        nonlocal n_before, report
+        report, n_before = found, len(times)
+        on_report(found)
+
+    def decoded() -> Iterator[int]:
+        rest = [*prompt, *begun][held_tokens(model, cache) :]
+        given = {"on_report": compressed, **options} if report is None else {}
+        asked = model, tokenizer, rest, max_tokens - len(begun)
+        for response in stream_generate(*asked, prompt_cache=cache, **given):
+            times.append(time.perf_counter())
+            yield response.token
+
+    ended = len(begun) >= max_tokens or (begun and begun[-1] in stops)
+    for token in itertools.chain(begun, [] if ended else decoded()):
         tokens.append(token)
         if token not in stops:
             detokenizer.add_token(token)
             on_text(detokenizer.last_segment)
-
-    def compressed(found: CompressionReport) -> None:
-        nonlocal n_before, report
-        if report is None:
-            report, n_before = found, len(times)
-            on_report(found)
-
-    for token in begun:
-        add(token)
-    n_left = 0 if begun and begun[-1] in stops else max_tokens - len(begun)
-    times = [time.perf_counter()]
-    if n_left > 0:
-        rest = [*prompt, *begun][held_tokens(model, cache) :]
-        options |= {"prompt_cache": cache, "on_report": compressed}
-        for response in stream_generate(model, tokenizer, rest, n_left, **options):
-            times.append(time.perf_counter())
-            add(response.token)
     detokenizer.finalize()
     on_text(detokenizer.last_segment)
     assert report is not None
@@ -163,7 +143,11 @@ def decode(
 
 
 class Answers:
-    """The answers to questions about one document, of which the `known` ones may stand in the prompt."""
+    """What is recorded of the answers to questions about one document.
+
+    Args:
+        known: the questions that may stand in the prompt.
+    """
 
     def __init__(
         self,
@@ -177,26 +161,20 @@ class Answers:
         self._document = document.questions[0].prompt[: document.n_shared]
         self._suffixes = {i: self._questions[i].prompt[document.n_shared :] for i in known}
         self._policies = [method.scores for method in methods if method.shares_reading]
-        self._full: dict[int, Answer] = {}  # by question: the same in both settings
+        self._full: dict[int, Record] = {}  # by question: the same in both settings
 
     @cached_property
     def _reading(self) -> Reading:
         return read_once(self._model, self._document, self._policies, self._suffixes.values())
 
-    def full(self, i: int) -> Answer:
-        """The full cache's answer to the `i`th question."""
-        if i not in self._full:
-            self._full[i] = self._decode(Method(), i, [], self._reading.compressed(None))
-        return self._full[i]
-
-    def known(self, i: int, methods: Iterable[Method]) -> Iterator[Answer]:
+    def known(self, i: int, methods: Iterable[Method]) -> Iterator[Record]:
         """Methods' answers to the `i`th question, which stands in the prompt that they compress."""
         prompt: Reading | None = None
         for method in methods:
             if method.policy is None:
-                yield self.full(i)
+                yield self._of_full_cache(i)
             elif not method.shares_reading:
-                yield self._decode(method, i, [], (make_prompt_cache(self._model), None))
+                yield self._answer(method, i, (make_prompt_cache(self._model), None))
             else:
                 prompt = prompt or self._reading.followed_by(self._suffixes[i])
                 most, stops = self._questions[i].max_tokens, self._tokenizer.eos_token_ids
@@ -204,16 +182,21 @@ class Answers:
                 kept = self._compressed(prompt, method, answering=True)
                 # What the full cache's answer and a small cache's have in common is found in one pass over it.
                 n = Reference(prompt, full).n_agreed(copy.deepcopy(kept[0]))
-                yield self._decode(method, i, full[:n], kept)
+                yield self._answer(method, i, kept, full[:n])
 
-    def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Answer]:
+    def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Record]:
         """A method's answers to questions that come when the document has been compressed."""
         if method.policy is None:
-            yield from map(self.full, numbers)
+            yield from map(self._of_full_cache, numbers)
             return
         cache, report = self._document_kept(method)
         for i in numbers:
-            yield self._decode(method, i, [], (copy.deepcopy(cache), report))
+            yield self._answer(method, i, (copy.deepcopy(cache), report))
+
+    def _of_full_cache(self, i: int) -> Record:
+        if i not in self._full:
+            self._full[i] = self._answer(Method(), i, self._reading.compressed(None))
+        return self._full[i]
 
     def _document_kept(self, method: Method) -> Kept:
         policy: Any = method.policy
@@ -227,12 +210,24 @@ class Answers:
 
     def _compressed(self, reading: Reading, method: Method, answering: bool) -> Kept:
         if isinstance(method.policy, HeadWise):
-            kinds = kinds_of(self._tokenizer, reading.tokens)
-            return masked(reading, method.policy, kinds, answering)
+            return masked(reading, method.policy, self._tokenizer, answering)
         return reading.compressed(method.policy, answering)
 
-    def _decode(self, method: Method, i: int, begun: list[int], kept: Kept) -> Answer:
+    def _answer(self, method: Method, i: int, kept: Kept, begun: Sequence[int] = ()) -> Record:
         question = self._questions[i]
-        options = {"policy": method.policy, **method.options} if kept[1] is None else {}
-        asked = self._model, self._tokenizer, question.prompt, begun, kept
-        return decode(*asked, question.max_tokens, **options)
+        asked = self._model, self._tokenizer, question.prompt, begun, kept, question.max_tokens
+        answer = decode(*asked, policy=method.policy, **method.options)
+        report, n_bytes = answer.report, kv_bytes(answer.cache)
+        if report.compressed:
+            # With a memory, the cache that was given holds all entries, and the answer's own is another.
+            n_bytes = report.kv_bytes_after + (n_bytes if method.options else 0)
+        return {
+            "score": float(question.score(answer.text)),
+            "answer": answer.text,
+            "expected": question.expected,
+            "tokens": len(question.prompt),
+            "entries": report.entries if report.compressed else None,
+            "kv_bytes": n_bytes,
+            "file_bytes": file_bytes(answer.cache),
+            "reason": None if method.policy is None else report.reason,
+        }

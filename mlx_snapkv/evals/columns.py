@@ -6,8 +6,8 @@ that none gives is a folder's name (`4096/test.parquet`). Rows of one context ar
 
 from __future__ import annotations
 
-import hashlib
 import importlib
+import itertools
 import json
 import re
 import string
@@ -19,22 +19,21 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
-from ..engine.generate import encode_prompt
 from ..errors import SnapKVError
 from ..models.rope import trained_length
 from ..paths import path_of, reason
 from .loop import Record
 from .methods import Dataset, Document, Question
-from .tables import page_of_scores
-from .texts import around
+from .tables import SCORES, Page
+from .texts import around, digest_of
 
 MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't separate
 SPLIT = re.compile(r"(train|test|validation|data)\b")
-PAGE = page_of_scores(
+PAGE = Page(
     "Questions of a data set",
     "Scores are those of the tasks: for RULER's the share of the references that stand in the output, for qa whether "
     "one does; F1 of words for LongBench's, InfiniteBench's and LooGLE's English questions, the letter chosen where "
-    "there are choices. All other tasks are scored as RULER's, which is not their own score.",
+    f"there are choices. All other tasks are scored as RULER's, which is not their own score. {SCORES}",
 )
 
 Text = Annotated[str, Field(min_length=1)]
@@ -63,8 +62,7 @@ def read_columns(
 
     They are a list a document, by length and task: at most the first `most` of each, of these tasks or of all.
 
-    Raises:
-        SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
+    Raises: SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
     """
     place = path_of(name, "--data")
     endings = "*.jsonl", "*.parquet"
@@ -85,8 +83,7 @@ def read_columns(
             own = row if separate else row.model_copy(update={"length": None})
             groups[own.length or 0, row.task][row.context].append(own)
     chosen = [own for _, texts in sorted(groups.items()) for own in [*texts.values()][:most]]
-    sizes = json.dumps([(path.name, path.stat().st_size) for path in paths])
-    return chosen, "sha256 " + hashlib.sha256(sizes.encode()).hexdigest()[:16]
+    return chosen, digest_of(json.dumps([(path.name, path.stat().st_size) for path in paths]))
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -149,19 +146,16 @@ def columns(
     before, after = "", "\n"
     if templated := template and tokenizer.has_chat_template:
         before, after = around(tokenizer)
-    rows_of: dict[tuple, list[list[Row]]] = defaultdict(list)
-    places = []
-    for rows in documents:
-        task, length = rows[0].task, rows[0].length
-        places.append({"task": task, "length": length, "document": len(rows_of[task, length])})
-        rows_of[task, length].append(rows)
+    numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
+    places = [
+        {"task": row.task, "length": row.length, "document": next(numbers[row.task, row.length])}
+        for row, *_ in documents
+    ]
 
     def make(place: Record) -> Document:
-        rows = rows_of[place["task"], place["length"]][place["document"]]
-        if templated:
-            head = tokenizer.encode(before + rows[0].context, add_special_tokens=False)
-        else:
-            head = encode_prompt(tokenizer, rows[0].context).tolist()
+        rows = documents[places.index(place)]
+        # Without a template, a text begins with the tokenizer's own special tokens.
+        head = tokenizer.encode(before + rows[0].context, add_special_tokens=not templated)
         questions = []
         for row in rows:
             text = row.question + after + row.answer_prefix
@@ -188,8 +182,6 @@ def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -
 
 # Scores, 0 to 1, of an output given its references. RULER's two are those of its own evaluation, as kvpress computes
 # them; F1 and the choice of a letter are LongBench's and InfiniteBench's. Every other task has the first of them.
-
-
 def string_match_all(references: Sequence[str], output: str) -> float:
     """The share of the references that stand in the output, whatever their case (RULER's niah, vt, cwe and fwe)."""
     text = re.sub(r"[\x00-\x1f]", "", output.strip()).lower()

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes
+from ..content_policy import content_policy
 from ..engine.prompt_plan import gate
 from ..engine.request import held_tokens
+from ..inspecting.sentences import token_spans
+from ..reporting.table import Table
 from .answering import Answer, decode
 from .divergence import Reference
 from .methods import Method
 from .reading import read_once
 
+PAGE = Path(__file__).with_name("compare.html")
 BEFORE = 8  # tokens shown before the first that differs
+LEVELS = 4  # tints, from kept nowhere (0) to kept by all heads
 
 
 @dataclass(frozen=True)
@@ -72,9 +83,6 @@ def compare(
         max_tokens: of an answer, at most.
         on_text: called with a method's name and its answer's text as it comes.
         **options: `prefill_step_size` and `prompt_progress_callback`, of every reading.
-
-    Raises:
-        SnapKVError: as `read_once` does.
     """
     n = len(tokens)
     started = time.perf_counter()
@@ -82,12 +90,12 @@ def compare(
     reading = read_once(model, tokens, policies, **options)
     read_seconds = time.perf_counter() - started
 
-    def answered(method: Method, begun: list[int], kept: Any, **more: Any) -> Compared:
-        given = begun[:max_tokens], kept, max_tokens, partial(on_text, method.name)
+    def answered(name: str, *started: Any, **more: Any) -> Compared:
+        given = *started, max_tokens, partial(on_text, name)
         answer = decode(model, tokenizer, tokens, *given, **more)
-        return _compared(method.name, answer, n, None if more else read_seconds)
+        return _compared(name, answer, n, None if more else read_seconds)
 
-    full = answered(methods[0], reading.answer(1), reading.compressed(None))
+    full = answered(methods[0].name, reading.answer(1), reading.compressed(None))
     yield full
     reference = Reference(reading, full.tokens)
     for method in methods[1:]:
@@ -100,18 +108,18 @@ def compare(
         if method.shares_reading:
             kept = reading.compressed(policy, answering=True)
             held.append(copy.deepcopy(kept[0]))
-            found = answered(method, full.tokens[: held_tokens(model, kept[0]) - n + 1], kept)
+            found = answered(method.name, full.tokens[: held_tokens(model, kept[0]) - n + 1], kept)
         else:
             cache = make_prompt_cache(model)
             more = {"policy": policy, **method.options, **options}
             if not method.options:
                 more["on_report"] = lambda report: held.append(copy.deepcopy(cache))  # noqa: B023
-            found = answered(method, [], (cache, None), **more)
+            found = answered(method.name, [], (cache, None), **more)
         if held:
             logprobs = reference.predictions(held[0])
         else:  # what the answer's tokens choose, whether or not they are verified
-            more = {**method.options, **options, "verify": None, "prompt_progress_callback": None}
-            logprobs = reference.generated(policy, **more)
+            more |= {"verify": None, "prompt_progress_callback": None}
+            logprobs = reference.generated(**more)
         yield replace(
             found,
             kl=float(reference.figures(logprobs)["kl"]),
@@ -125,9 +133,9 @@ def _compared(name: str, answer: Answer, n_prompt: int, read_seconds: float | No
     if read_seconds is None:  # the answer's own: it was asked with a new cache
         read_seconds = answer.times[1] - answer.times[0]
     return Compared(
-        name=name,
-        text=answer.text,
-        tokens=answer.tokens,
+        name,
+        answer.text,
+        answer.tokens,
         entries=answer.report.entries or n_prompt,
         kv_bytes=answer.report.kv_bytes_after or kv_bytes(answer.cache),
         first_token_seconds=read_seconds,
@@ -145,10 +153,64 @@ def _share_kept(model: Any, cache: list, n: int) -> np.ndarray:
 def _difference(
     tokenizer: Any, full: list[int], tokens: list[int]
 ) -> tuple[int, str, str, str] | None:
-    if tokens == full:
+    pairs = enumerate(itertools.zip_longest(full, tokens))
+    i = next((i for i, (theirs, ours) in pairs if theirs != ours), None)
+    if i is None:
         return None
-    pairs = enumerate(zip(tokens, full))
-    i = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(full)))
     parts = full[max(0, i - BEFORE) : i], full[i : i + 1], tokens[i : i + 1]
     before, theirs, ours = map(tokenizer.decode, parts)
     return i, before, theirs, ours
+
+
+def page(
+    model: str, tokenizer: Any, tokens: Sequence[int], answers: Sequence[Compared], table: Table
+) -> str:
+    """One HTML file: the answers beside the first, what differs marked, and what each method kept."""
+    text, spans = token_spans(tokenizer, list(tokens))
+    full, *others = answers
+    beside = [_beside(full, each, _tinted(text, spans, each.kept)) for each in others]
+    given = {
+        "title": f"{escape(model)}: answers compared",
+        "parts": "".join([_table(table), *beside]),
+    }
+    html = Template(PAGE.read_text(encoding="utf-8")).safe_substitute(given)
+    return html.replace("$policy", content_policy(html), 1)
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<p>{escape(table.remark)}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _beside(full: Compared, answer: Compared, kept: str) -> str:
+    theirs, ours = (
+        f'<div><h3>{escape(each.name)}</h3><div class="answer">{marked}</div></div>'
+        for each, marked in zip((full, answer), _marked(full.text, answer.text))
+    )
+    about = f"<h2>{escape(answer.name)}</h2><p>{escape(answer.reason or '')}</p>"
+    return f'{about}<div class="ways">{theirs}{ours}</div>{kept}'
+
+
+def _marked(full: str, text: str) -> tuple[str, str]:
+    """Both texts, with the words that only one of them has marked."""
+    a, b = (re.findall(r"\s+|\S+", said) for said in (full, text))
+    theirs, ours = "", ""
+    for tag, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        left, right = escape("".join(a[i:j])), escape("".join(b[k:m]))
+        theirs += left if tag in ("equal", "insert") else f"<del>{left}</del>"
+        ours += right if tag in ("equal", "delete") else f"<ins>{right}</ins>"
+    return theirs, ours
+
+
+def _tinted(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None) -> str:
+    """The prompt, each token tinted by the share of heads that keep it."""
+    if kept is None:
+        return ""
+    levels = np.ceil(kept * LEVELS).astype(int)
+    pieces, end = [], 0
+    for level, run in itertools.groupby(range(len(spans)), key=lambda i: levels[i]):
+        start, end = end, max(end, spans[list(run)[-1]][1])
+        pieces.append(f'<span class="t{level}">{escape(text[start:end])}</span>')
+    return f"<details><summary>What was kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -17,18 +18,44 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
-from ..engine.report import NO_POLICY, CompressionReport
+from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..entries.quantization import n_bytes
 from ..policies import Stages
+from ..reporting.table import Table
 from . import loop
 from .divergence import Reference
 from .loop import Record, Results
-from .methods import KNOWN, LATER, Method
+from .methods import FULL, KNOWN, LATER, Method
 from .reading import AnyPolicy, Reading, read_once, shares_reading
+from .tables import Page, Summary, difference, grouped, interval, table_of
 from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
 SETTINGS = (TEXT, KNOWN, LATER)
+REMARK = (
+    "The same tokens for all. KL: how far the model's predictions with the compressed cache are from those with the "
+    "full cache, in nats a token; 0 is not at all. Against the first: how much more that is than the first policy's. "
+    "Same token: share of the tokens where the likeliest one is the same. Loss: the full cache's mean negative "
+    "log-probability of the text's own tokens, in nats, and how much a policy's is higher. All are means over the "
+    "pieces; 95% intervals are paired, and bootstrapped over texts. Entries: kept per KV head, the mean over layers. "
+    "KV memory: that of the entries held when the prompt is compressed, without room for more."
+)
+# By setting: what the heading says, and what is judged.
+JUDGED = {
+    TEXT: (
+        "The text goes on",
+        "The prompt is a piece of a text, and the tokens after it are judged; no policy looks ahead.",
+    ),
+    KNOWN: (
+        "The full cache's answer, question known",
+        "A question comes after the piece, in the prompt that is compressed. Judged: tokens that the small cache is "
+        "asked for; those before, which all entries have chosen, count with a KL of 0.",
+    ),
+    LATER: (
+        "The full cache's answer, question later",
+        "The piece is compressed first, and then question and answer come.",
+    ),
+}
 
 
 def run(
@@ -58,14 +85,15 @@ def run(
             wanted = {cell["setting"] for cell in missing}
             read = read_piece(model, piece, frame, own, wanted, n, tokenizer.eos_token_ids)
             for cell in missing:
-                setting, policy = cell["setting"], policies[cell["method"]]
-                yield cell | judge(setting, *read[setting], policy, loop.next_stream())
+                setting = cell["setting"]
+                yield cell | judge(setting, *read[setting], policies[cell["method"]])
 
         place = {"document": piece.document, "piece": piece.number}
-        pairs = itertools.product(settings, policies)
         asked = {setting: None if setting == TEXT else question for setting in settings}
-        cells = [{"method": m, "setting": s, **place, "question": asked[s]} for s, m in pairs]
-        return cells, measure
+        pairs = itertools.product(settings, policies)
+        return [
+            {"method": m, "setting": s, **place, "question": asked[s]} for s, m in pairs
+        ], measure
 
     each = (document(piece, *frame) for piece, frame in zip(pieces, itertools.cycle(framed)))
     return loop.run(each, results, on_piece)
@@ -111,28 +139,24 @@ def read_piece(
     return found
 
 
-def judge(
-    setting: str, reading: Reading, reference: Reference, policy: AnyPolicy | None, stream: Any
-) -> Record:
-    """A policy's figures, or the full cache's; some of them are arrays that `stream` has to compute."""
+def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolicy | None) -> Record:
+    """A policy's figures, or the full cache's; some of them are arrays that are still to be computed."""
     known = setting == KNOWN
-    held: Record = {}
+    predictions, held = None, []
     if known and not shares_reading(policy):
         cache = make_prompt_cache(reading.model)
-        on_report = lambda report: held.update(_held(reading, cache, report))  # noqa: E731
+        on_report = lambda report: held.append(_held(reading, cache, report))  # noqa: E731
         predictions = reference.generated(policy, prompt_cache=cache, on_report=on_report)
     else:
         chosen = policy if known else without_lookahead(policy)
         cache, report = reading.compressed(chosen, answering=known)
-        held = _held(reading, cache, report)
-        predictions = None
-    with mx.stream(stream):
+        held.append(_held(reading, cache, report))
+    with mx.stream(loop.next_stream()):
         if predictions is None:
             predictions = reference.predictions(cache) if policy else reference.logprobs
         figures = reference.figures(predictions)
-        loss = reference.loss(predictions) if setting == TEXT else None
-    counts = {"tokens": len(reference), "judged": len(predictions)}
-    return counts | figures | {"loss": loss} | held
+        figures["loss"] = reference.loss(predictions) if setting == TEXT else None
+    return {"tokens": len(reference), "judged": len(predictions), **figures, **held[0]}
 
 
 def _held(reading: Reading, cache: list, report: CompressionReport) -> Record:
@@ -144,3 +168,75 @@ def _held(reading: Reading, cache: list, report: CompressionReport) -> Record:
         "kv_bytes": sum(n_bytes((e.stored_keys, e.stored_values)) for e in held),
         "reason": None if report.policy == NO_POLICY else report.reason,
     }
+
+
+def summarise(records: list[Record]) -> Summary:
+    """One JSON object a setting and method, in that order."""
+    found = []
+    for setting in SETTINGS:
+        own = grouped([r for r in records if r["setting"] == setting], "method")
+        first = next((rows for (name,), rows in own.items() if name != FULL), own.get((FULL,), []))
+        found += [_summary(rows, own[FULL,], first) for rows in own.values()]
+    return found
+
+
+def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Record:
+    """A method's figures; records of the full cache and of the first policy are of the same pieces, in order."""
+    texts = [r["document"] for r in own]
+
+    def apart(key: str, others: list[Record]) -> dict[str, float]:
+        return difference([r[key] for r in own], [r[key] for r in others], texts)
+
+    has_loss = own[0]["setting"] == TEXT
+    return {
+        "method": own[0]["method"],
+        "setting": own[0]["setting"],
+        "pieces": len(own),
+        "texts": len(set(texts)),
+        "tokens": sum(r["tokens"] for r in own),
+        "judged": sum(r["judged"] for r in own),
+        "kl": apart("kl", full),
+        "kl_against_first": apart("kl", first),
+        "same": fmean(r["same"] for r in own),
+        "loss": fmean(r["loss"] for r in own) if has_loss else None,
+        "loss_against_full": apart("loss", full) if has_loss else None,
+        "entries": max(r["entries"] for r in own),
+        "kv_bytes": max(r["kv_bytes"] for r in own),
+        "reason": next((r["reason"] for r in own if r["reason"]), None),
+    }
+
+
+def tables(summary: Summary) -> list[Table]:
+    """One a setting."""
+    return [_table(own, setting) for (setting,), own in grouped(summary, "setting").items()]
+
+
+def _table(summary: Summary, setting: str) -> Table:
+    heading, about = JUDGED[setting]
+    one = summary[0]
+    counts = f"{one['pieces']} pieces of {one['texts']} texts, {one['tokens']:,} tokens."
+    first = next((s for s in summary if s["method"] != FULL), None)
+
+    def kl(s: Record, key: str = "kl", form: str = ".3f") -> str:
+        return interval(s[key], form) if one["texts"] > 1 else format(s[key]["mean"], form)
+
+    def against_first(s: Record) -> str:
+        return "" if s["method"] == FULL or s is first else kl(s, "kl_against_first", "+.3f")
+
+    columns: dict[str, Callable[[Record], str]] = {
+        "method": itemgetter("method"),
+        "KL": lambda s: "0" if s["method"] == FULL else kl(s),
+        "against the first": against_first,
+        "same token": "{same:.1%}".format_map,
+    }
+    if setting == TEXT:
+        full, other = "{loss:.3f}".format_map, "{loss_against_full[mean]:+.3f}".format_map
+        columns["loss"] = lambda s: (full if s["method"] == FULL else other)(s)
+    if setting == KNOWN:
+        columns["judged"] = "{judged:,}".format_map
+    columns["entries"] = "{entries:,}".format_map
+    columns["KV memory"] = lambda s: format_bytes(s["kv_bytes"])
+    return table_of(heading, f"{counts} {about}", columns, summary)
+
+
+PAGE = Page("Fidelity to the full cache", REMARK, summarise, tables)

@@ -51,8 +51,8 @@ class HeadWise(Policy, registered=False):
 
     def __post_init__(self):
         for name in self.options():
-            value = getattr(self, name)
-            self._require(name, not isinstance(value, str) and 0 <= value <= 1, "0 to 1")
+            is_share = not isinstance(value := getattr(self, name), str) and 0 <= value <= 1
+            self._require(name, is_share, "0 to 1")
 
     def fits(self, n_prompt: int) -> bool:
         return False
@@ -145,13 +145,14 @@ class FastGen(HeadWise, registered=False):
         T = received.shape[2]
         n_local = int(self.local * T)
         special = mx.broadcast_to(kinds[0], received.shape)
-        found = [special, special | kinds[1]]
-        found.append(found[-1] | _best(received, int(self.frequent * T)))
-        shares = [(received * columns).sum(axis=-1) for columns in found]
-        shares.append(_seen(entries, found[-1], n_local))
-        found.append(found[-1] | (mx.arange(T) >= T - n_local))
+        marked = special | kinds[1]
+        frequent = marked | _best(received, int(self.frequent * T))
+        recent = frequent | (mx.arange(T) >= T - n_local)
         visible = mx.ones(received.shape, mx.bool_)
-        for columns, share in zip(found[::-1], shares[::-1]):
+        for columns in (recent, frequent, marked, special):
+            share = (received * columns).sum(axis=-1)
+            if columns is recent:
+                share = _seen(entries, frequent, n_local)
             enough = share >= self.recovery * received.sum(axis=-1)
             visible = mx.where(enough[..., None], columns, visible)
         return visible
@@ -217,14 +218,13 @@ class MaskedKVCache(RecordingKVCache):
 
 
 def masked(
-    reading: Reading, heads: HeadWise, kinds: Kinds, answering: bool
+    reading: Reading, heads: HeadWise, tokenizer: Any, answering: bool
 ) -> tuple[list, CompressionReport]:
     """As `Reading.compressed`: a cache of all entries that shows what `heads` keeps, and its report."""
     policy, n_prompt = heads.scores, len(reading.tokens)
     if (reason := gate(policy, n_prompt, None)) is not None:
         raise SnapKVError(f"{heads} would hide nothing of {n_prompt} tokens: {reason}")
-    request = reading.request(policy, answering)
-    caches = request.caches
+    caches, kinds = reading.request(policy, answering).caches, kinds_of(tokenizer, reading.tokens)
     layers = attention_layers(reading.model, caches)
     shares = []
     for layer, quota in zip(layers, quotas_of(layers, policy.quotas, n_prompt)):

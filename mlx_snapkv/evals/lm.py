@@ -83,13 +83,12 @@ class PolicyLM(mlx_evaluate.MLXLM):
     ) -> SimpleNamespace:
         """`texts` of the prompts, so many read and answered together as a batch has."""
         texts: list[str] = []
-        options |= {"policy": self._policy, "verbose": False}
-        if self._policy is not None:
-            options["on_report"] = self.reports.append
+        on_report = {} if self._policy is None else {"on_report": self.reports.append}
+        options |= {"policy": self._policy, "verbose": False, **on_report}
         for i in range(0, len(prompts), self._batch_size):
             some = slice(i, i + self._batch_size)
-            options["max_tokens"] = max_tokens[some]
-            made = batch_generate(model, tokenizer, prompts[some], **options)
+            asked = model, tokenizer, prompts[some]
+            made = batch_generate(*asked, max_tokens=max_tokens[some], **options)
             for error in filter(None, getattr(made, "errors", [])):
                 raise error
             texts += made.texts
@@ -140,14 +139,12 @@ def load_tasks(
         except Exception as error:  # of the task's own code, or of the download of its data
             raise SnapKVError(f"--tasks {name} can't be loaded: {brief(error)}") from error
     for name, task in tasks.items():
-        if task.get_config("output_type") == "loglikelihood_rolling":
+        whole = task.get_config("output_type") == "loglikelihood_rolling"
+        if whole or getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise SnapKVError(
-                f"--tasks {name} judges whole texts, of which no part is a prompt that could be compressed: "
-                "ask eval fidelity how a policy changes predictions"
+                f"--tasks {name} judges whole texts (as eval fidelity does for yours), runs code that the model "
+                "writes, or has more than text"
             )
-        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            why = "runs code that the model writes, or has more than text"
-            raise SnapKVError(f"--tasks {name} {why}")
     return tasks
 
 
@@ -259,8 +256,9 @@ def _by_document(record: Record, metric: str) -> dict[int, float]:
     return {d["document"]: d[name] for d in own}
 
 
-PAGE = tables.page_of_scores(
+PAGE = tables.Page(
     "lm-evaluation-harness",
-    "Scores are lm-evaluation-harness' metrics, of those that are means over documents; n counts a document for each.",
+    "Scores are lm-evaluation-harness' metrics, of those that are means over documents; n counts a document for each. "
+    + tables.SCORES,
     summarise,
 )

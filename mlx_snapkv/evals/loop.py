@@ -29,8 +29,7 @@ class Results:
     With a path, each is appended to that file of JSON lines as it comes; the first line is the setting. A later run
     goes on from the file, without a last line that was not finished.
 
-    Raises:
-        SnapKVError: the file is not of this setting, or not such a file.
+    Raises: SnapKVError: the file is not of this setting, or not such a file.
     """
 
     def __init__(self, setting: Record, path: Path | None = None):
@@ -57,34 +56,27 @@ class Results:
             return
         whole = data[: data.rfind(b"\n") + 1]
         first, *lines = whole.splitlines() or [b""]
-        _require_same(setting, first, path)
+        try:
+            found = dict(json.loads(first))
+        except (ValueError, TypeError):
+            found = {}
+        for name in [*setting, *found]:
+            if found.get(name) != setting.get(name):
+                raise SnapKVError(
+                    f"{path} is of another run, with {name} {found.get(name)!r} and not {setting.get(name)!r}: "
+                    "choose another --output, or delete it"
+                )
         for number, line in enumerate(lines, start=2):
             try:
                 record = json.loads(line)
                 self._records[_key(record)] = record
             except (ValueError, TypeError, KeyError):
                 raise SnapKVError(f"{path}: line {number} is damaged: delete that line") from None
-        if len(whole) < len(data):
-            os.truncate(path, len(whole))
+        os.truncate(path, len(whole))
 
 
 def _key(record: Record) -> tuple:
     return record["method"], *map(record.get, KEYS[1:])
-
-
-def _require_same(setting: Record, first: bytes, path: Path) -> None:
-    try:
-        found = json.loads(first)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or "task" not in found:
-        raise SnapKVError(f"{path} is not the file of an evaluation: choose another --output")
-    for name in dict.fromkeys([*setting, *found]):
-        if found.get(name) != setting.get(name):
-            raise SnapKVError(
-                f"{path} is of another run, with {name} {found.get(name)!r} and not {setting.get(name)!r}: "
-                "choose another --output, or delete it"
-            )
 
 
 def run(

@@ -39,11 +39,10 @@ def shares_reading(policy: AnyPolicy | None) -> bool:
 
     Others read for themselves: block policies evict meanwhile, h2o counts all attention, kvzip reads twice.
     """
-    if policy is None:
-        return True
+    if policy is None or policy.reads_in_blocks:
+        return policy is None
     _, chooses = policy.stages
-    counts = chooses.accumulates_attention or chooses.repeats is not None
-    return not (policy.reads_in_blocks or counts)
+    return not chooses.accumulates_attention and chooses.repeats is None
 
 
 def read_once(
@@ -66,16 +65,17 @@ def read_once(
     sharing = [p for p in dict.fromkeys(policies) if p and shares_reading(p)]
     n = len(tokens)
     after = {tuple(more): _recorders(model, n + len(more), sharing) for more in suffixes}
-    own = _recorders(model, n, sharing)
-    reading = Reading(model, tokens, make_prompt_cache(model), own, after)
-    reading.feed(tokens, **options)
-    return reading
+    caches, own = make_prompt_cache(model), _recorders(model, n, sharing)
+    return Reading(model, tokens, caches, own, after, tokens, **options)
 
 
 class Reading:
     """A prompt on full caches, with the queries recorded that each policy needs; made by `read_once`.
 
     What a policy keeps is what `prefill` and `generate_step` keep, whichever others there are.
+
+    Args:
+        caches: they lack the prompt's last tokens, `unread`, which are read; `options` are mlx-lm's.
 
     Attributes:
         following: log-probabilities `(vocab_size,)` of the token after the prompt.
@@ -87,14 +87,13 @@ class Reading:
         tokens: Sequence[int],
         caches: list,
         recorders: Recorders,
-        suffixes: Mapping[tuple[int, ...], Recorders] | None = None,
+        suffixes: Mapping[tuple[int, ...], Recorders],
+        unread: Sequence[int],
+        **options: Any,
     ):
         self.model, self.tokens = model, list(tokens)
-        self._caches, self._recorders, self._suffixes = caches, recorders, suffixes or {}
+        self._caches, self._recorders, self._suffixes = caches, recorders, suffixes
         self._layers = attention_layers(model, caches)
-        self._answer: list[int] = []  # greedy: all tokens that were fed, and the next one
-        # By the number of tokens fed: copies of all caches then, but of those of the full-attention layers.
-        self._others: dict[int, list] = {}
         # After so many tokens of the answer policies compress.
         self._n_ahead = {plan_prompt(policy, len(tokens)).n_ahead for policy in recorders}
         for i, layer in enumerate(self._layers):
@@ -104,26 +103,22 @@ class Reading:
             if not before.empty():
                 shared.share(before, before.offset)
             layer.put(caches, shared)
-
-    def feed(self, tokens: Sequence[int], **options: Any) -> None:
-        """Read the prompt's last tokens, those that the caches lack; `options` are mlx-lm's."""
         # Not in a policy's own chunks: what is read must not depend on who asks.
         given = {"prefill_step_size": LARGEST_CHUNK[mx.default_device().type], **options}
-        with recording(attention_classes(self.model)):
-            self.following = read(self.model, mx.array(list(tokens)), self._caches, given)[0]
+        with recording(attention_classes(model)):
+            self.following = read(model, mx.array(list(unread)), caches, given)[0]
         for i, layer in enumerate(self._layers):
-            shared = layer.cache_in(self._caches)
+            shared = layer.cache_in(caches)
             shared.growing.step = KVCache.step
-            shared.recorders = _at(self._recorders, i)  # the suffixes' need nothing of the answer
-        self._others[len(self.tokens)] = copies_but_entries(self._caches, self._layers)
-        self._answer.append(_best(self.following))
+            shared.recorders = _at(recorders, i)  # the suffixes' need nothing of the answer
+        # By the number of tokens fed: copies of all caches then, but of those of the full-attention layers.
+        self._others = {len(tokens): copies_but_entries(caches, self._layers)}
+        self._answer = [_best(self.following)]  # greedy: all tokens that were fed, and the next one
 
     def followed_by(self, suffix: Sequence[int]) -> Reading:
         """The prompt with one of its `suffixes` behind it, read on a copy."""
-        recorders = self._suffixes[tuple(suffix)]
-        reading = Reading(self.model, [*self.tokens, *suffix], self.full(), recorders)
-        reading.feed(suffix)
-        return reading
+        tokens, recorders = [*self.tokens, *suffix], self._suffixes[tuple(suffix)]
+        return Reading(self.model, tokens, self.full(), recorders, {}, suffix)
 
     def full(self) -> list:
         """A prompt cache with all entries; its arrays are shared until they are written."""

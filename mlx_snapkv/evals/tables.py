@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +16,7 @@ from .methods import BY_MASK, FULL, SETTINGS
 
 RESAMPLES = 10_000
 Record = dict[str, Any]
-Summary = list[dict[str, Any]]
-
+Summary = list[Record]
 
 SCORES = (
     "The same questions for all; the score, 0 to 100, is the mean over the tasks asked, each weighing the same. The "
@@ -50,19 +48,18 @@ def difference(
     Returns:
         The `mean`, `low` and `high` of its 95% interval, and how many questions are `better` and `worse`.
     """
-    changes = np.asarray(scores, dtype=float) - np.asarray(reference, dtype=float)
-    own: dict[str, list[int]] = {}
-    for i, task in enumerate(tasks or [None] * len(changes)):
-        own.setdefault(repr(task), []).append(i)
+    changes = np.subtract(scores, reference, dtype=float)
+    places = np.array([repr(group) for group in groups])
+    names = [repr(task) for task in tasks or [None] * len(changes)]
+    own = [np.array(names) == name for name in dict.fromkeys(names)]
     rng = np.random.default_rng(0)
-    pairs = [_drawn(changes[some], [repr(groups[i]) for i in some], rng) for some in own.values()]
-    means, drawings = zip(*pairs)
+    means, drawings = zip(*(_drawn(changes[some], places[some], rng) for some in own))
     low, high = np.percentile(np.mean(drawings, axis=0), [2.5, 97.5])
     found = {"mean": float(np.mean(means)), "low": float(low), "high": float(high)}
     return found | {"better": int((changes > 0).sum()), "worse": int((changes < 0).sum())}
 
 
-def _drawn(changes: np.ndarray, groups: list[str], rng: Any) -> tuple[float, np.ndarray]:
+def _drawn(changes: np.ndarray, groups: np.ndarray, rng: Any) -> tuple[float, np.ndarray]:
     """The mean of one task's changes, and those of its drawings."""
     if not changes.any():
         return 0.0, np.zeros(RESAMPLES)
@@ -155,16 +152,13 @@ def _scores(summary: Summary, heading: str) -> Table:
         held = "" if s["kv_bytes"] is None else format_bytes(s["kv_bytes"])
         return held + (f", {format_bytes(s['file_bytes'])} on disk" if s["file_bytes"] else "")
 
-    remarks = [
-        f"Not compressed: {s['uncompressed']} of {s['asked']} prompts of {s['method']} ({s['reason']})."
-        for s in summary
-        if s["reason"]
-    ]
+    left = "Not compressed: {uncompressed} of {asked} prompts of {method} ({reason}).".format_map
+    remarks = [left(s) for s in summary if s["reason"]]
     if any(s["method"].endswith(BY_MASK) for s in summary):
         remarks.append(MASKED)
     columns: dict[str, Callable[[Record], str]] = {
-        "method": lambda s: s["method"],
-        "n": lambda s: str(s["asked"]),
+        "method": itemgetter("method"),
+        "n": "{asked}".format_map,
         "score": score,
         "against full": against_full,
         "entries": lambda s: "all" if s["entries"] is None else f"{s['entries']:,}",
@@ -181,19 +175,13 @@ def _by_task(summary: Summary, heading: str) -> Table:
         scores = (s["by_task"].get(name) for name in names)
         cells.append([s["method"], *("" if x is None else f"{100 * x:.1f}" for x in scores)])
     if len(names) > len(summary):
-        cells = [["task", *(s["method"] for s in summary)], *map(list, [*zip(*cells)][1:])]
+        cells[0][0] = "task"
+        cells = [*map(list, zip(*cells))]
     return Table(heading, "", cells[0], cells[1:])
 
 
-@dataclass(frozen=True)
-class Page:
-    """How one kind of records is summed up and shown.
-
-    Attributes:
-        remark: what its figures mean.
-        summarise: the JSON objects of records.
-        tables: of these.
-    """
+class Page(NamedTuple):
+    """How one kind of records is summed up and shown; the remark says what its figures mean."""
 
     title: str
     remark: str
@@ -204,10 +192,3 @@ class Page:
         """A page of all tables, and of the pictures with these names."""
         made = self.tables(result["summary"])
         return as_page(self.title, result, self.remark, made, pictures)
-
-
-def page_of_scores(
-    title: str, scored: str, summarise: Callable[[list[Record]], Summary] = summarise
-) -> Page:
-    """Of answers, which are scored so."""
-    return Page(title, f"{scored} {SCORES}", summarise)

@@ -14,11 +14,11 @@ The same arguments always make the same documents.
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..demo import tasks as suite_tasks
@@ -28,12 +28,12 @@ from ..errors import SnapKVError
 from ..inspecting.sentences import sentences_of
 from .loop import Record
 from .methods import Dataset, Document, Question, n_shared
-from .tables import page_of_scores
+from .tables import SCORES, Page
+from .texts import digest_of
 
-RETRIEVAL = page_of_scores("Retrieval", "An answer is right if it contains the exact value.")
-SUITE = page_of_scores(
-    "Tasks that tell policies apart", "An answer is right if it is the value and nothing else."
-)
+RETRIEVAL = Page("Retrieval", f"An answer is right if it contains the exact value. {SCORES}")
+ALONE = "An answer is right if it is the value and nothing else."
+SUITE = Page("Tasks that tell policies apart", f"{ALONE} {SCORES}")
 HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # of an answer
 QUESTION_TOKENS = 60  # of the suite's prompts, template included
 
@@ -83,7 +83,6 @@ def haystack(
     """Documents in which `hide` hides what is asked for at each depth; `setting` is what that depends on."""
 
     def make(place: Record) -> Document:
-        """Raises: SnapKVError: the length has no room for the question."""
         named = {key: place[key] for key in ("task", "length", "document")}
         hidden = hide(random.Random(f"{grid.seed} {named}"), place["depth"])
 
@@ -93,8 +92,9 @@ def haystack(
         n_prompt = lambda text: len(prompt_of(text))  # noqa: E731
         text = filled(place["length"], hidden.parts, hidden.filler, n_prompt)
         prompt = prompt_of(text)
-        score = lambda answer: float(contains(answer, hidden.value))  # noqa: E731
-        asked = Question(prompt, hidden.value, score, HAYSTACK_TOKENS)
+        asked = Question(
+            prompt, hidden.value, partial(contains, value=hidden.value), HAYSTACK_TOKENS
+        )
         return Document([asked], n_shared(prompt, prompt_of(text, "Why?")))
 
     fixed = {"task": task, "seed": grid.seed, **setting}
@@ -147,9 +147,7 @@ def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None
         parts = list(zip([depth, *others], sentences))
         return Hidden(parts, filler, facts[0].question, facts[0].value)
 
-    made = "synthetic"
-    if text is not None:
-        made = f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    made = "synthetic" if text is None else digest_of(text)
     return haystack("needle", tokenizer, grid, hide, needles=needles, haystack=made)
 
 
@@ -223,17 +221,16 @@ def suite(
     """Documents of every task and length, with at most `n_questions` about each."""
 
     def make(place: Record) -> Document:
-        task, length, number = place["task"], place["length"], place["document"]
-        rng = random.Random(f"{seed} {task} {length} {number}")
-        n_tokens = length - QUESTION_TOKENS
-        text, chosen = suite_tasks.make_task(task, rng, n_tokens, token_counter(tokenizer))
+        rng = random.Random("{} {task} {length} {document}".format(seed, **place))
+        n_tokens = place["length"] - QUESTION_TOKENS
+        count = token_counter(tokenizer)
+        text, chosen = suite_tasks.make_task(place["task"], rng, n_tokens, count)
+        prompt_of = partial(question_prompt, tokenizer, text)
         questions = []
         for asked in chosen[:n_questions]:
-            prompt = question_prompt(tokenizer, text, asked.question)
-            score = lambda answer, value=asked.value: float(answer.strip() == value)  # noqa: E731
-            questions.append(Question(prompt, asked.value, score, SUITE_TOKENS))
-        other = question_prompt(tokenizer, text, "Why?")
-        return Document(questions, n_shared(other, *(question.prompt for question in questions)))
+            score = lambda answer, value=asked.value: answer.strip() == value  # noqa: E731
+            questions.append(Question(prompt_of(asked.question), asked.value, score, SUITE_TOKENS))
+        return Document(questions, n_shared(prompt_of("Why?"), *(q.prompt for q in questions)))
 
     places = [
         {"task": task, "length": length, "document": i}

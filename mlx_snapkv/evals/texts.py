@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,22 +44,20 @@ class Texts:
         self._texts: dict[str, str] = {}
         self.n_unread = 0
         for given in dict.fromkeys(paths):
-            self._add(given)
+            path = path_of(given, OPTION)
+            below = (f for f in path.rglob("*") if "/." not in f"/{f.relative_to(path).as_posix()}")
+            for file in sorted(filter(Path.is_file, below)) if path.is_dir() else [path]:
+                text = _read(file)
+                if text is None and file == path:
+                    raise SnapKVError(
+                        f"{OPTION} {given} is not UTF-8 text: convert it to text first"
+                    )
+                self.n_unread += text is None
+                if text:
+                    self._texts[given if file == path else str(file.relative_to(path))] = text
         if not self._texts:
             raise SnapKVError(f"{self._where}: there is no UTF-8 text")
-        hashed = hashlib.sha256("\0".join(f"{n}\0{x}" for n, x in self._texts.items()).encode())
-        self.digest = f"sha256 {hashed.hexdigest()[:16]}"
-
-    def _add(self, given: str) -> None:
-        path = path_of(given, OPTION)
-        in_folder = path.is_dir()
-        for file in _files_below(path) if in_folder else [path]:
-            text = _read(file)
-            if text is None and not in_folder:
-                raise SnapKVError(f"{OPTION} {given} is not UTF-8 text: convert it to text first")
-            self.n_unread += text is None
-            if text:
-                self._texts[str(file.relative_to(path)) if in_folder else given] = text
+        self.digest = digest_of("\0".join(f"{name}\0{x}" for name, x in self._texts.items()))
 
     def pieces(self, tokenizer: Any, length: int, n_following: int, most: int) -> list[Piece]:
         """At most `most` disjoint pieces: the first of every text, then the second of every one, ...
@@ -66,14 +65,9 @@ class Texts:
         Raises: SnapKVError: no text is long enough.
         """
         size = length + n_following
-        waiting = deque(_cut(n, text, tokenizer, length, size) for n, text in self._texts.items())
-        found: list[Piece] = []
-        while waiting and len(found) < most:
-            if (piece := next(waiting[0], None)) is None:
-                waiting.popleft()
-            else:
-                found.append(piece)
-                waiting.rotate(-1)
+        cut = [_cut(name, x, tokenizer, length, size) for name, x in self._texts.items()]
+        rounds = itertools.chain.from_iterable(itertools.zip_longest(*cut))
+        found = list(itertools.islice(filter(None, rounds), most))
         if not found:
             raise SnapKVError(
                 f"{self._where}: no text has the {size:,} tokens of a piece and what is judged after it: give longer "
@@ -82,11 +76,8 @@ class Texts:
         return found
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    for file in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if not hidden and file.is_file():
-            yield file
+def digest_of(text: str) -> str:
+    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _read(path: Path) -> str | None:
@@ -118,14 +109,12 @@ class Frame(NamedTuple):
 
 def frame_of(tokenizer: Any, question: str | None) -> Frame:
     """Around a text with a question behind it, in the chat template if there is one, or around a text alone."""
-    start = tokenizer.encode("")
+    start, encode = tokenizer.encode(""), partial(tokenizer.encode, add_special_tokens=False)
     if question is None:
         return Frame(start, start, [])
     if not tokenizer.has_chat_template:
-        after = tokenizer.encode(f"\n\n{question}\n", add_special_tokens=False)
-        return Frame(start, start, after)
-    parts = around(tokenizer, f"\n\n{question}")
-    return Frame(start, *(tokenizer.encode(part, add_special_tokens=False) for part in parts))
+        return Frame(start, start, encode(f"\n\n{question}\n"))
+    return Frame(start, *map(encode, around(tokenizer, f"\n\n{question}")))
 
 
 def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -101,7 +100,7 @@ class Inspection:
             {
                 "text": text,
                 "positions": positions[positions >= 0].tolist(),
-                "weights": [round(float(x), 6) for x in weights[positions >= 0]],
+                "weights": weights[positions >= 0].astype(float).round(6).tolist(),
                 "own": round(float(own), 6),
             }
             for text, positions, weights, own in attended
@@ -114,7 +113,7 @@ class Inspection:
             "sentences": [asdict(sentence) for sentence in self.sentences],
             "answer": {
                 "text": self.answer,
-                "predicted_before_compression": self.attended.n_before,
+                "predicted_before_compression": of.n_before,
                 "tokens": tokens,
             },
         }
@@ -132,8 +131,7 @@ def inspect_prompt(
 ) -> Inspection:
     """Answer a prompt as `generate` does, greedily, and record what was kept of it and what the answer attended to.
 
-    The weights are those of the attention's own queries and entries, taken when it was called. Every token waits for
-    them, so its speed means nothing.
+    The weights are those of the attention's own calls. Every token waits for them, so its speed means nothing.
 
     Args:
         prompt: a text, to which no chat template is applied, or token ids, as of `stream_generate`.
@@ -162,7 +160,12 @@ def inspect_prompt(
     options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
     asked = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
     start = functools.partial(mlx_generate.stream_generate, **asked)
-    responses = _recorded(recorder, start, model, n, max_tokens, chosen, options)
+    wanted = model, n, max_tokens, CompressionConfig(chosen), recorder.on_report, options
+    responses = []
+    with recording(attention_classes(model)), on_queries(recorder.on_queries):
+        for response in served(start, *wanted, on_kept=recorder.on_kept):
+            recorder.record()
+            responses.append(response)
     said = [response.token for response in responses if response.finish_reason != "stop"]
     whole, spans = token_spans(tokenizer, [*read, *said])
     end = spans[n - 1][1]
@@ -186,16 +189,3 @@ def inspect_prompt(
         answer_tokens=tuple(whole[max(a, end) : b] for a, b in spans[n:]),
         attended=recorder.attended(len(said)),
     )
-
-
-def _recorded(
-    recorder: Recorder, start: Any, model: Any, n: int, max_tokens: int, policy: Any, options: dict
-) -> list[GenerationResponse]:
-    """The answer of mlx-lm's `start`, with every token's attention recorded when it has come."""
-    wanted = model, n, max_tokens, CompressionConfig(policy), recorder.on_report, options
-    responses = []
-    with recording(attention_classes(model)), on_queries(recorder.on_queries):
-        for response in served(start, *wanted, on_kept=recorder.on_kept):
-            recorder.record()
-            responses.append(response)
-    return responses

@@ -1,8 +1,9 @@
-"""Inspections as one HTML file that loads nothing from elsewhere."""
+"""Inspections as one HTML file that loads nothing from elsewhere, and as one picture."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from base64 import b64encode
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
@@ -14,37 +15,34 @@ import numpy as np
 
 from ..content_policy import content_policy
 from ..errors import SnapKVError
+from ..reporting.files import put_figure
 from .inspection import Inspection
 
 PAGE = Path(__file__).with_name("page.html")
 SENTENCES = 10
+COLUMNS = 256  # of the picture: parts of the prompt
+TICKS = 16  # layers named, at most
 
 
 def page(inspections: Sequence[Inspection], model: str, special: Collection[int] = ()) -> str:
-    """The page of one prompt under one or more policies, side by side.
+    """The page of one prompt under one or more policies, side by side; SnapKVError if the prompts differ.
 
     Args:
-        model: its name.
         special: ids of tokens that are no text.
-
-    Raises:
-        SnapKVError: the prompts differ.
     """
     if len({found.tokens for found in inspections}) != 1:
         raise SnapKVError("one page shows one prompt: inspect the same with every policy")
     one = inspections[0]
     # Tokens that share a span are a group; one without a text is a group of its own.
     keys = [(*span, i if span[0] == span[1] else None) for i, span in enumerate(one.spans)]
-    groups = [len(list(same)) for _, same in groupby(keys)]
-    firsts = np.cumsum([0, *groups])
-    group_of = np.repeat(np.arange(len(groups)), groups)
-    marks = set(special)
+    runs = [(key, len(list(same))) for key, same in groupby(keys)]
+    group_of = np.repeat(np.arange(len(runs)), [size for _, size in runs])
     data = {
         "model": model,
         "text": one.text,
-        "sizes": [_units(one.text[slice(*one.spans[i])]) for i in firsts[:-1]],
-        "several": {g: size for g, size in enumerate(groups) if size > 1},
-        "special": sorted({int(group_of[i]) for i, t in enumerate(one.tokens) if t in marks}),
+        "sizes": [_units(one.text[start:stop]) for (start, stop, _), _ in runs],
+        "several": {group: size for group, (_, size) in enumerate(runs) if size > 1},
+        "special": np.unique(group_of[np.isin(one.tokens, list(special))]).tolist(),
         "policies": [_policy(found, group_of) for found in inspections],
     }
     # In a script element "<" could begin its end, or a comment.
@@ -90,3 +88,37 @@ def _text(array: np.ndarray) -> str:
 def _units(text: str) -> int:
     """Length of a text in JavaScript."""
     return len(text.encode("utf-16-le")) // 2
+
+
+def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> None:
+    """A PNG with a map for each inspection: layers by position, tinted by the share of heads that keep it there."""
+    from matplotlib.figure import Figure
+
+    heights = [0.9 + 0.22 * min(len(found.layers), 3 * TICKS) for found in inspections]
+    figure = Figure(figsize=(8, sum(heights) + 0.4), layout="constrained")
+    rows = figure.subplots(len(inspections), squeeze=False, height_ratios=heights)[:, 0]
+    images = [_draw(axes, found) for axes, found in zip(rows, inspections, strict=True)]
+    rows[0].set_title(f"{model}, {rows[0].get_title(loc='left')}", fontsize=8, loc="left")
+    rows[-1].set_xlabel("position in the prompt (tokens)", fontsize=8)
+    bar = figure.colorbar(images[-1], ax=list(rows), format="{x:.0%}")
+    bar.set_label("heads that keep the entries", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    put_figure(path, figure, dpi=200)
+
+
+def _draw(axes: Any, found: Inspection) -> Any:
+    n_layers = len(found.layers)
+    shades: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
+    extent = (0, found.n_tokens, n_layers - 0.5, -0.5)
+    image = axes.imshow(found.density(COLUMNS), aspect="auto", extent=extent, **shades)
+    shown = range(0, n_layers, -(-n_layers // TICKS))
+    axes.set_yticks(shown, [f"layer {found.layers[i]}" for i in shown], fontsize=7)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_title(textwrap.fill(f"{found.policy}: {found.report}", 110), fontsize=8, loc="left")
+    shares = ["" if share is None else f"{share:.0%}" for share in found.shares]
+    if any(shares):
+        right = axes.secondary_yaxis("right")
+        right.set_yticks(shown, [shares[i] for i in shown], fontsize=7)
+        right.set_ylabel("of the votes", fontsize=7)
+        right.tick_params(length=0)
+    return image

@@ -91,7 +91,7 @@ class Recorder:
                 self._rows[position] = self._most(np.vstack([weights, weights.mean(axis=0)]))
 
     def _most(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of weights `(n_layers + 1, size)`: the largest of the prompt's, where they are, and the answer's share."""
+        """Of weights `(n_layers + 1, size)`: where the largest of the prompt's are, these, and the answer's share."""
         prompt = weights[:, : self._n_prompt]
         places = np.argpartition(-prompt, self._n_most - 1, axis=1)[:, : self._n_most]
         order = np.argsort(-np.take_along_axis(prompt, places, axis=1), axis=1, kind="stable")
@@ -115,8 +115,8 @@ class Recorder:
         """What the layers keep `(n_layers, n_kv_heads, n)`, -1 where there is nothing; all, if nothing was dropped."""
         everything = np.arange(self._n_prompt, dtype=np.int32)
         kept = [self.kept.get(i, np.tile(everything, (h, 1))) for i, h in enumerate(self.n_heads)]
-        most = max(rows.shape[1] for rows in kept)
-        found = np.full((self._n_layers, max(self.n_heads), most), -1, np.int32)
+        shape = len(kept), *np.max([rows.shape for rows in kept], axis=0)
+        found = np.full(shape, -1, np.int32)
         for layer, rows in zip(found, kept, strict=True):
             layer[: rows.shape[0], : rows.shape[1]] = rows
         return found

@@ -1,6 +1,5 @@
 """One reading, several methods: answers are those of `generate`, and KL is that of `eval fidelity`."""
 
-import mlx.core as mx
 import pytest
 
 from mlx_snapkv import generate
@@ -47,7 +46,7 @@ def test_kl_is_that_of_fidelity(demo_llama, compared):
     piece, frame = Piece("", 1, prompt[:-20], []), Frame([], [], prompt[-20:])
     read = read_piece(model, piece, frame, policies, {KNOWN}, N, tokenizer.eos_token_ids)[KNOWN]
     for policy, (method, answer) in zip(policies, found):
-        record = judge(KNOWN, *read, policy, mx.default_stream(mx.default_device()))
+        record = judge(KNOWN, *read, policy)
         assert answer.kl == pytest.approx(float(record["kl"]), abs=1e-4), method.name
     assert found[0][1].kl == 0 and max(answer.kl for _, answer in found) > 0.1
     (refreshed,) = (answer.kl for method, answer in found if method.options)

@@ -132,7 +132,7 @@ def test_names_and_mistakes():
 def answered(model, tokenizer, prompt, heads, n=12):
     """The answer by mask."""
     reading = read_once(model, prompt, [heads.scores])
-    cache, _ = masked(reading, heads, kinds_of(tokenizer, prompt), answering=True)
+    cache, _ = masked(reading, heads, tokenizer, answering=True)
     stops = tokenizer.eos_token_ids
     first = reading.answer(held_tokens(model, cache) - len(prompt) + 1, stops)
     if first[-1] in stops:

@@ -53,7 +53,7 @@ FIRST = json.dumps(SETTING) + "\n"
 @pytest.mark.parametrize(
     "content, words",
     [
-        *((x, "is not the file of an evaluation") for x in ("a poem", '{"a": 1}\n', "[]\n", "\n")),
+        *((x, "of another run, with task None and not .needle.") for x in ("a poem", "[]\n", "\n")),
         (FIRST.replace("0", "1"), "of another run, with seed 1 and not 0"),
         (FIRST.replace("}", ', "model": "m"}'), "with model 'm' and not None"),
         *((f"{FIRST}{x}\n{{}}\n", "line 2 is damaged") for x in ("{}", "oops", '{"method": []}')),
