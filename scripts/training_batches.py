@@ -62,8 +62,7 @@ class SequenceMaker:
         return len(self.encode(text))
 
     def question_answering(self, mix: Mix) -> Sequence:
-        rng = self.rng
-        n_facts = self._hidden(mix)
+        rng, n_facts = self.rng, self._hidden(mix)
         attributes = list(documents.ATTRIBUTES)
         if rng.random() < SAME_ATTRIBUTE:
             attributes = [rng.choice(attributes)]
@@ -71,7 +70,8 @@ class SequenceMaker:
         asked = rng.sample(facts, min(n_facts, mix.questions))
 
         def document(n_tokens: int) -> str:
-            return documents.make_document(rng, facts, n_tokens, self.count)
+            hidden = [documents.fact_sentence(fact, rng) for fact in facts]
+            return documents.hide(rng, hidden, n_tokens, self.count)
 
         if rng.random() < 0.6:
             return self._chat(mix, asked, document)
@@ -87,7 +87,7 @@ class SequenceMaker:
         sentences, questions = tasks.TASKS[self.rng.choice(mix.tasks)](self.rng, self._hidden(mix))
 
         def document(n_tokens: int) -> str:
-            return documents.hide_in_order(self.rng, sentences, n_tokens, self.count)
+            return documents.hide(self.rng, sentences, n_tokens, self.count, in_order=True)
 
         return self._chat(mix, questions[: mix.questions], document)
 

@@ -64,16 +64,15 @@ ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
 }
 
 
-def made_up_word(rng: random.Random) -> str:
-    return "".join(rng.choice(_WORDS["syllables"]) for _ in range(rng.randint(2, 3)))
-
-
 def make_subject(rng: random.Random, made_up: float = 0.0) -> str:
     """Two words; each is an invented one with probability `made_up`."""
-    return " ".join(
-        made_up_word(rng) if rng.random() < made_up else rng.choice(known)
-        for known in (ADJECTIVES, NOUNS)
-    )
+
+    def word(known: Sequence[str]) -> str:
+        if rng.random() >= made_up:
+            return rng.choice(known)
+        return "".join(rng.choice(_WORDS["syllables"]) for _ in range(rng.randint(2, 3)))
+
+    return " ".join([word(ADJECTIVES), word(NOUNS)])
 
 
 def make_facts(
@@ -104,39 +103,28 @@ def filler_sentence(rng: random.Random) -> str:
     return template.format(**twice, **once, number=rng.randint(2, 99), number2=rng.randint(2, 999))
 
 
-def make_document(
-    rng: random.Random, facts: Sequence[Fact], n_tokens: int, count_tokens: CountTokens
+def hide(
+    rng: random.Random,
+    hidden: Sequence[str],
+    n_tokens: int,
+    count_tokens: CountTokens,
+    in_order: bool = False,
 ) -> str:
-    """Filler of about `n_tokens` tokens with one sentence per fact at random places.
+    """A document of about `n_tokens` tokens: filler, with the hidden sentences at random places.
 
     Sentences are counted one by one, which is exact for tokenizers that join no tokens across their leading space.
     """
-    hidden = [fact_sentence(fact, rng) for fact in facts]
-    document = _filler(rng, hidden, n_tokens, count_tokens)
-    for sentence in hidden:
-        document.insert(rng.randint(0, len(document)), sentence)
-    return " ".join(document)
-
-
-def hide_in_order(
-    rng: random.Random, hidden: Sequence[str], n_tokens: int, count_tokens: CountTokens
-) -> str:
-    """As `make_document`, with sentences that keep their order."""
-    document = _filler(rng, hidden, n_tokens, count_tokens)
-    places = sorted(rng.randint(0, len(document)) for _ in hidden)
-    for n_before, (place, sentence) in enumerate(zip(places, hidden)):
-        document.insert(place + n_before, sentence)
-    return " ".join(document)
-
-
-def _filler(
-    rng: random.Random, hidden: Sequence[str], n_tokens: int, count_tokens: CountTokens
-) -> list[str]:
-    """Sentences that fill `n_tokens` together with the hidden ones."""
-    # One sentence is drawn in any case, so that a seed gives the same text as ever.
     left = max(0, n_tokens - sum(count_tokens(" " + sentence) for sentence in hidden))
-    filler: list[str] = []
-    while left >= 0:
-        filler.append(filler_sentence(rng))
-        left -= count_tokens(" " + filler[-1])
-    return filler[:-1]
+    document: list[str] = []
+    while left >= 0:  # a sentence is drawn in any case, so that a seed gives the same text as ever
+        document.append(filler_sentence(rng))
+        left -= count_tokens(" " + document[-1])
+    document.pop()
+    if in_order:
+        places = sorted(rng.randint(0, len(document)) for _ in hidden)
+        for n_before, (place, sentence) in enumerate(zip(places, hidden)):
+            document.insert(place + n_before, sentence)
+    else:
+        for sentence in hidden:
+            document.insert(rng.randint(0, len(document)), sentence)
+    return " ".join(document)

@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Callable
 
-from .documents import Fact, make_document, make_facts
+from .documents import Fact, fact_sentence, hide, make_facts
 from .tasks import Question
 
 
@@ -18,7 +18,8 @@ def make_haystack(
 ) -> tuple[str, list[Fact]]:
     """A document of about `n_tokens` tokens, and the facts hidden in it."""
     facts = make_facts(rng, n_facts)
-    return make_document(rng, facts, n_tokens, token_counter(tokenizer)), facts
+    hidden = [fact_sentence(fact, rng) for fact in facts]
+    return hide(rng, hidden, n_tokens, token_counter(tokenizer)), facts
 
 
 def question_prompt(tokenizer, document: str, question: str) -> list[int]:

@@ -22,7 +22,7 @@ from .documents import (
     THINGS,
     Fact,
     fact_sentence,
-    hide_in_order,
+    hide,
     make_facts,
 )
 
@@ -119,4 +119,4 @@ def make_task(
     """A document of about `n_tokens` tokens with about `hidden` sentences that matter (90 at most), and questions
     that can each be asked after the document, alone or after others."""
     sentences, questions = TASKS[name](rng, hidden)
-    return hide_in_order(rng, sentences, n_tokens, count_tokens), questions
+    return hide(rng, sentences, n_tokens, count_tokens, in_order=True), questions

@@ -86,10 +86,10 @@ class AttentionFamily:
         return head_dim**-0.5 if self.scale is None else getattr(attention, self.scale)
 
     def sinks_of(self, attention) -> mx.array | None:
-        return None if self.sinks is None else getattr(attention, self.sinks)
+        return getattr(attention, self.sinks) if self.sinks else None
 
     def cap_of(self, attention) -> float | None:
-        return None if self.cap is None else getattr(attention, self.cap)
+        return getattr(attention, self.cap) if self.cap else None
 
     def rope_of(self, attention) -> Any | None:
         """An attention module's RoPE, called as `rope(x, offset)`, or None."""

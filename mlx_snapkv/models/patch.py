@@ -1,13 +1,10 @@
 """Recording the queries that the attention itself used.
 
-A `Recorder` (entries/queries.py) is a KV cache that belongs to one request and says which positions' queries it wants.
-While a family's attention class is patched, a call that is handed a recording cache leaves those queries with it; any
-other call is the original one. The queries are taken where the family's module calls mlx-lm's
-`scaled_dot_product_attention`, so no forward code is copied and they are bit-equal for every family.
-
-Where that function is not given all of the queries, `capture.py` records the result of the module's RoPE or first
-split. A module that computes its scores itself is recorded from that alone. Whoever reads the entries of an earlier
-layer is recognised by its cache, or by the very array of keys that the earlier layer was given.
+A `Recorder` (entries/queries.py) is a KV cache of one request that says which positions' queries it wants. While a
+family's attention class is patched, a call that is handed a recording cache leaves those queries with it; any other
+call is the original one. They are taken where the family's module calls mlx-lm's `scaled_dot_product_attention`, so no
+forward code is copied and they are bit-equal. Where that function is not given all of them, the result of the module's
+RoPE or first split is recorded. Who reads an earlier layer's entries is known by its cache, or its very array of keys.
 """
 
 import contextlib
