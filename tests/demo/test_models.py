@@ -33,13 +33,9 @@ def test_any_text_can_be_encoded(demo_llama, text):
 
 def test_the_chat_template_reads_back_its_own_answers(demo_llama):
     _, tokenizer = demo_llama
-    turns = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is the code?"},
-        {"role": "assistant", "content": "1234"},
-        {"role": "user", "content": "And now?"},
-    ]
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    turns = "system Be brief.", "user What is the code?", "assistant 1234", "user And now?"
+    messages = [dict(zip(("role", "content"), turn.split(" ", 1))) for turn in turns]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == (
         "<|bos|><|system|>Be brief.<|user|>What is the code?<|assistant|> 1234<|end|>"
         "<|user|>And now?<|assistant|>"

@@ -20,32 +20,21 @@ from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.policies import POLICIES, Policy, expected_attention
+from mlx_snapkv.policies import Policy, expected_attention
 
 T, N, FIRST = 60, 5, 4  # tokens, queries that vote, first positions that no statistics count
 N_HEADS, H, D, GROUP = 4, 2, 8, 2
 
 
-@pytest.fixture
-def asking():
-    """A policy that asks for everything; known by name for as long as a test runs."""
+@dataclass(frozen=True, kw_only=True)
+class Asking(ExpectedAttention):
+    """It asks for everything."""
 
-    @dataclass(frozen=True, kw_only=True)
-    class Asking(Policy):
-        name = "asking"
-        summary = "a test's"
-        paper = ""
-        obs_window = N
-        query_statistics = FIRST
+    obs_window = N
 
-        def score(self, entries):
-            output = entries.layer.attention.o_proj.weight
-            others = entries.raw_queries.sum() + entries.statistics.mean.sum() + output.sum()
-            scores = entries.attention.sum(axis=2) + others
-            return scores.reshape(1, H, GROUP, -1).mean(axis=2)
-
-    yield Asking(budget=20)
-    del POLICIES["asking"]
+    def score(self, entries):
+        assert entries.layer.attention.o_proj.weight.size
+        return super().score(entries) + entries.raw_queries.sum() + entries.attention.sum()
 
 
 def read(model, statistics_from=None, chunks=(17, 1, 42)):
@@ -144,20 +133,17 @@ def test_what_is_missing_is_one_sentence(ask, message):
         ask(Entries(keys, keys))
 
 
-def test_a_name_is_given_once(asking):
-    assert POLICIES["asking"] is type(asking) and next(iter(POLICIES)) == "snapkv"
-    with pytest.raises(SnapKVError, match="can't be called 'asking'"):
-        type("Other", (Policy,), {"name": "asking"})
+def test_a_name_is_given_once():
+    with pytest.raises(SnapKVError, match="can't be called 'tova': TOVA is"):
+        type("Other", (Policy,), {"name": "tova"})
 
 
 @pytest.mark.parametrize("schedule", ["once", "block"])
-def test_a_whole_request_is_served_by_such_a_policy(asking, tokens, schedule):
+def test_a_whole_request_is_served_by_such_a_policy(tokens, schedule):
     """Read in chunks, with evictions while it is read and while it answers: all it asks for is there."""
     model, reports = make_llama(), []
-    cache, policy = (
-        make_prompt_cache(model),
-        replace(asking, schedule=schedule, block=8, n_window=6),
-    )
+    policy = Asking(budget=20, schedule=schedule, block=8, n_window=6)
+    cache = make_prompt_cache(model)
     options = {"prompt_cache": cache, "on_report": reports.append, "prefill_step_size": 16}
     assert len(steps(model, tokens[:T], 20, policy=policy, **options)) == 20
     assert reports[0].compressed and reports[0].entries == 20

@@ -10,33 +10,11 @@ import mlx_snapkv
 
 ROOT = Path(mlx_snapkv.__file__).parents[1]
 
-POLICY = '''"""Every other entry: the example of CONTRIBUTING."""
-
-from dataclasses import dataclass
-
-import mlx.core as mx
-
-from ..entries.entries import Entries
-from .base import Policy
-
-
-@dataclass(frozen=True, kw_only=True)
-class EveryOther(Policy):
-    """Entries at multiples of `step` before the others.
-
-    Attributes:
-        step: how far they are apart.
-    """
-
-    name = "every_other"
-    summary = "entries at equal distances"
-    paper = "Nobody 2026, arXiv:2600.00000"
-
-    step: int = 2
-
-    def score(self, entries: Entries) -> mx.array:
-        return (entries.positions % self.step == 0).astype(mx.float32)
-'''
+CHANGES = {
+    "RandomRows": "EveryOther",
+    '"random"': '"every_other"',
+    'paper = ""': 'paper = "Nobody 2026, arXiv:2600.00000"',
+}
 
 PROGRAM = """
 import sys
@@ -59,7 +37,10 @@ def test_a_new_file_is_a_policy_everywhere(tmp_path):
         if entry.name != "policies":
             (package / entry.name).symlink_to(entry)
     shutil.copytree(ROOT / "mlx_snapkv" / "policies", package / "policies")
-    (package / "policies" / "every_other.py").write_text(POLICY)
+    text = (package / "policies" / "random_rows.py").read_text()
+    for old, new in CHANGES.items():
+        text = text.replace(old, new)
+    (package / "policies" / "every_other.py").write_text(text)
     paths = [tmp_path, ROOT / "scripts", ROOT / "tests"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", PROGRAM]
@@ -67,9 +48,9 @@ def test_a_new_file_is_a_policy_everywhere(tmp_path):
     assert done.returncode == 0, done.stderr
     for wanted in (
         f"{package}/__init__.py True",
-        "| [`every_other`](#every_other) | entries at equal distances | "
+        "| [`every_other`](#every_other) | random entries, as a control | "
         "[2600.00000](https://arxiv.org/abs/2600.00000) |\n",
-        "| `step` | `2` | how far they are apart. |\n",
-        "\nevery_other: entries at equal distances (Nobody 2026, arXiv:2600.00000)\n",
+        "| `seed` | `0` | of the hash. |\n",
+        "\nevery_other: random entries, as a control (Nobody 2026, arXiv:2600.00000)\n",
     ):
         assert wanted in done.stdout
