@@ -8,8 +8,6 @@ is left alone; delete it to have it made again. The packages stay in `.download/
 SmolLM2 is under Apache 2.0. Gemma's terms lie beside its weights. The essays are Paul Graham's.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -13,8 +13,6 @@ and fewer samples are the first of more. Nothing is downloaded: essays are those
 lm-evaluation-harness 0.4.13 counts but leaves out.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -7,8 +7,6 @@
 Each way gets the full cache's own answer, token by token, and its predictions are compared with the full cache's.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -3,8 +3,6 @@
 python scripts/measure_batches.py                    # writes docs/batches.json; then: make docs
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

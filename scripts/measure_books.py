@@ -7,8 +7,6 @@ Everything but the book is measured at the first length and below it. The full c
 that a process ever held is known, it says nothing about others.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 from typing import Any

@@ -6,8 +6,6 @@ Answers are decoded from the small cache from their first token on (`lookahead=0
 cache's own.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Iterator

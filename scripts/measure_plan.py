@@ -6,8 +6,6 @@ The random models are those of tests/model_configs.py, made larger. The real one
 where that has been run.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from pathlib import Path

@@ -8,8 +8,6 @@ Each part is one command of mlx-snapkv. What it has measured stays in build/qual
 with more documents, too.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@
 Each client asks about a document of its own and then three more questions, with everything said before sent again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import shutil
@@ -107,8 +105,7 @@ def write_float32(name: str, folder: Path) -> None:
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[tuple[str, int]]:
     """A server's address and process while the block runs."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     place, url = ["--host", "127.0.0.1", "--port", str(port)], f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
@@ -145,11 +142,8 @@ def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:
 def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> dict[str, Any]:
     """A row: so many clients, each with a document of about `length` tokens."""
     clients = [Client(tokenizer, seed, length) for seed in range(n_clients)]
-    with (
-        running(command) as (url, pid),
-        watched(pid) as held,
-        ThreadPoolExecutor(n_clients) as pool,
-    ):
+    pool = ThreadPoolExecutor(n_clients)
+    with running(command) as (url, pid), watched(pid) as held, pool:
         ask(url, [{"role": "user", "content": "Hello"}], {})  # until then, the model may be loading
         # All ask at once, and again when the last has its answer.
         asked = lambda client: client.ask(url)  # noqa: E731

@@ -1,7 +1,5 @@
 """docs/policies.md and the README's table of policies, written from the registry and the classes' docstrings."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

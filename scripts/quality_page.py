@@ -1,7 +1,5 @@
 """docs/quality.md, of what `measure_quality.py` has measured."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the results of all measurements have in common: how they were made, and where they are written."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

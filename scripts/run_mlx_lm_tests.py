@@ -7,8 +7,6 @@ find the embedded LLaMA under that name instead, so some fail for want of that m
 the package changes no outcome.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

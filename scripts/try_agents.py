@@ -6,8 +6,6 @@ The embedded model can't program, so it is made to say what the user asks for. A
 prompts, HTTP, what is read of the prompts and what was known of them, and the calls that the server finds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,6 +23,7 @@ from acting_server import SAY, acting
 from server_helpers import Limits, Served
 
 FOLDER = ROOT / "build" / "agents"  # of npm's
+FILES = ROOT / "scripts" / "agents"
 CONTEXT = 24_000  # tokens of a prompt, at most
 NOTES = "".join(f"Note {n}: nothing of what is written here matters.\n" for n in range(330))
 END = " END"  # of what the model is to say; agents put words of their own behind it
@@ -39,7 +38,7 @@ class Agent:
     Attributes:
         new, again: the words before a prompt, of a new conversation and of one that goes on.
         tool: the call that runs a command, with ~ for quotes, which some agents escape.
-        files, environment: what it is told in its home folder and there, with SERVER for the server's address.
+        files: by name in its home folder, those of `agents/`; in them and in the `environment`, SERVER is the address.
     """
 
     package: str
@@ -55,24 +54,6 @@ class Agent:
 CLAUDE = ["--model", "local", "--allowedTools=Bash"]
 CODEX = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
 OPENCODE = ["run", "-m", "local/local"]
-CODEX_CONFIG = f"""model = "local"
-model_provider = "mlx-snapkv"
-model_context_window = {CONTEXT}
-
-[model_providers.mlx-snapkv]
-name = "mlx-snapkv"
-base_url = "SERVER/v1"
-wire_api = "responses"
-"""
-OPENCODE_CONFIG = {
-    "provider": {
-        "local": {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": "SERVER/v1", "apiKey": "any"},
-            "models": {"local": {"limit": {"context": CONTEXT, "output": 2000}}},
-        }
-    }
-}
 AGENTS = [
     Agent(
         "@anthropic-ai/claude-code",
@@ -94,7 +75,7 @@ AGENTS = [
         ["exec", *CODEX],
         ["exec", "resume", "--last", *CODEX],
         "{~name~: ~exec_command~, ~arguments~: {~cmd~: ~COMMAND~}}",
-        {".codex/config.toml": CODEX_CONFIG},
+        {".codex/config.toml": "codex.toml"},
     ),
     Agent(
         "opencode-ai",
@@ -103,7 +84,7 @@ AGENTS = [
         OPENCODE,
         [*OPENCODE, "-c"],
         "{~name~: ~bash~, ~arguments~: {~command~: ~COMMAND~, ~description~: ~a command~}}",
-        {".config/opencode/opencode.json": json.dumps(OPENCODE_CONFIG)},
+        {".config/opencode/opencode.json": "opencode.json"},
     ),
 ]
 
@@ -127,10 +108,10 @@ def tried(agent: Agent) -> dict[str, Any]:
         work = Path(home) / "work"
         work.mkdir()
         (work / "notes.txt").write_text(NOTES)
-        for name, text in agent.files.items():
-            file = Path(home) / name
+        for name, ours in agent.files.items():
+            file, text = Path(home) / name, (FILES / ours).read_text()
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text.replace("SERVER", served.url))
+            file.write_text(text.replace("SERVER", served.url).replace("24000", str(CONTEXT)))
         call = f"<think>A tool will do.</think><tool_call>{agent.tool}</tool_call>"
         make, read = (call.replace("COMMAND", c) for c in ("echo made > made.txt", "cat notes.txt"))
         said, starts = [], []

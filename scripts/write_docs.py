@@ -3,8 +3,6 @@
 python scripts/write_docs.py     # or: make docs
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any
