@@ -29,16 +29,9 @@ from ..entries.queries import Captured, OnQueries
 
 
 class Batched(OnQueries, _BaseCache):
-    """Compressed caches of one layer that decode together, a token at a time, as mlx-lm's batches want it.
+    """Compressed caches of one layer, one a request, that decode together, a token at a time, as mlx-lm's batches."""
 
-    Args:
-        members: one cache a request; they belong to this one from now on.
-
-    Attributes:
-        keys: some that a step reads; mlx-lm lets them wait for what a pipeline sends.
-    """
-
-    keys: Any
+    keys: Any  # some that a step reads; mlx-lm lets them wait for what a pipeline sends
 
     def __init__(self, members: Sequence[Any]):
         self.members = list(members)
@@ -79,9 +72,9 @@ class BatchedChoices(Batched, Choosing):
 
     members: list[RefreshedKVCache]
 
-    @property
-    def layer(self) -> Any:  # type: ignore[override]
-        return self.members[0].layer
+    def __init__(self, members: Sequence[RefreshedKVCache]):
+        super().__init__(members)
+        self.layer = members[0].layer
 
     @property
     def keys(self) -> Any:  # type: ignore[override]
@@ -109,7 +102,6 @@ class BatchedChoices(Batched, Choosing):
 
     @property
     def kind(self) -> tuple:
-        """See `BatchedEntries.kind`."""
         return "chosen", self.members[0].n_after_next.bit_length()
 
     def extract(self, idx: int) -> RefreshedKVCache:

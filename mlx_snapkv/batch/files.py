@@ -36,8 +36,9 @@ class Line:
     @property
     def key(self) -> str | int:
         """What tells it from all others, in a later run too: its own name, or where it stands."""
-        named = self.custom_id is not None and self.code != DUPLICATE
-        return self.custom_id if named else self.number  # type: ignore[return-value]
+        if self.custom_id is None or self.code == DUPLICATE:
+            return self.number
+        return self.custom_id
 
 
 class RequestsFile:
@@ -55,12 +56,8 @@ class RequestsFile:
             self._stream.seek(0)
         self._start = self._stream.tell()
         self.n_lines = sum(1 for _ in self._raw())
-        first = None
-        for line in (_line(*raw) for raw in self._raw()):
-            if line.code != NO_OBJECT:
-                return
-            first = first or line
-        if first is not None:
+        if self.n_lines and all(line.code == NO_OBJECT for line in self):
+            first = next(iter(self))
             raise SnapKVError(
                 f"the requests must be a JSON object a line, and line {first.number} {first.problem}"
             )
@@ -140,23 +137,21 @@ class AnswersFile:
             self._note(number, rest)
 
     def _note(self, number: int, raw: bytes) -> None:
-        """Note what a line answers."""
         try:
             if not raw.startswith(START):
                 raise ValueError
             found = json.loads(raw)
-            custom_id, error, response = found["custom_id"], found["error"], found["response"]
+            custom_id, error = found["custom_id"], found["error"]
             named = custom_id is not None and (error is None or error["code"] != DUPLICATE)
             self._keys.add(custom_id if named else error["line"])
-            about = {}
-            if error is None:
-                about = {"model": response["body"]["model"], **response["body"]["mlx_snapkv"]}
+            body = found["response"]["body"] if error is None else {}
+            about = {"model": body["model"], **body["mlx_snapkv"]} if body else {}
         except (ValueError, TypeError, KeyError):
             foreign = "is there already, and mlx-snapkv did not write it: give another --output"
             why = foreign if number == 1 else f"line {number} is damaged: delete that line"
             raise SnapKVError(f"{self.path}{' ' if number == 1 else ': '}{why}") from None
-        for name, wanted in self._run.items() if error is None else ():
-            if about.get(name) != wanted:
+        for name, wanted in self._run.items():
+            if about and about.get(name) != wanted:
                 was, now = ("none" if x is None else repr(x) for x in (about.get(name), wanted))
                 raise SnapKVError(
                     f"{self.path} is of another run, with {name} {was} and not {now}: "
@@ -193,18 +188,18 @@ class AnswersFile:
     def answer(self, line: Line, body: dict[str, Any]) -> None:
         """Write a response's body."""
         response = {"status_code": 200, "request_id": uuid.uuid4().hex, "body": body}
-        self._add(line, response, None)
+        self._add(line, response=response, error=None)
         self.n_answered += 1
 
     def error(self, line: Line, code: str, sentence: str) -> None:
         """Write why there is none."""
         why = {"code": code, "message": f"line {line.number}: {sentence}", "line": line.number}
-        self._add(line, None, why)
+        self._add(line, response=None, error=why)
         self.n_errors += 1
 
-    def _add(self, line: Line, response: Any, error: Any) -> None:
-        record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
-        data = json.dumps(record | {"response": response, "error": error}).encode() + b"\n"
+    def _add(self, line: Line, **outcome: Any) -> None:
+        record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
+        data = json.dumps(record).encode() + b"\n"
         try:
             with naming(self.path), os.fdopen(os.dup(self._file), "ab") as file:
                 file.write(data)

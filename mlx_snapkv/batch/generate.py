@@ -1,7 +1,5 @@
 """mlx-lm's `batch_generate`, with a policy."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,15 +63,21 @@ def batch_generate(
     if chosen is None:
         for prompt in given:
             on_report(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
-        returned = return_prompt_caches, return_token_ids, return_logprobs
-        wanted = given, prompt_caches, max_tokens, verbose, *returned
-        return mlx_batch_generate(model, tokenizer, *wanted, **kwargs)
+        wanted = return_prompt_caches, return_token_ids, return_logprobs
+        return mlx_batch_generate(
+            model, tokenizer, given, prompt_caches, max_tokens, verbose, *wanted, **kwargs
+        )
     reports: dict[int, CompressionReport] = {}
     stops = [[token] for token in tokenizer.eos_token_ids]
     kwargs |= {"policy": chosen, "stop_tokens": stops, "on_report": reports.__setitem__}
     generator = CompressedBatchGenerator(model, reads_first=True, **kwargs)
     with contextlib.closing(generator), generator.stats() as stats:
-        answers = _answers(generator, given, max_tokens, prompt_caches, return_logprobs)
+        answers = [_Answer() for _ in given]
+        limits = [max_tokens] * len(given) if isinstance(max_tokens, int) else max_tokens
+        generator.insert(given, limits, caches=prompt_caches)  # which numbers them from 0
+        while responses := generator.next_generated():
+            for response in responses:
+                answers[response.uid].add(response, return_logprobs)
     for uid in sorted(reports):
         on_report(reports[uid])
     if verbose:
@@ -103,19 +107,3 @@ class _Answer:
             self.tokens.append(response.token)
             if with_logprobs:
                 self.logprobs.append(response.logprobs[response.token].item())
-
-
-def _answers(
-    generator: CompressedBatchGenerator,
-    prompts: list[list[int]],
-    max_tokens: int | list[int],
-    prompt_caches: list[list[Any]] | None,
-    with_logprobs: bool,
-) -> list[_Answer]:
-    answers = [_Answer() for _ in prompts]
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-    generator.insert(prompts, limits, caches=prompt_caches)  # which numbers them from 0
-    while responses := generator.next_generated():
-        for response in responses:
-            answers[response.uid].add(response, with_logprobs)
-    return answers

@@ -59,9 +59,6 @@ class CompressedBatchGenerator(BatchGenerator):
             themselves, in turn with the others. `kv_bits`, `kv_group_size` of compressed entries; full ones
             stay plain. mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `completion_batch_size` and so on.
 
-    Attributes:
-        in_full: numbers of requests that wait, which are answered from all entries.
-
     Raises:
         SnapKVError: for options or models that can't be served; also of the `insert` methods, before anything is read.
     """
@@ -91,13 +88,12 @@ class CompressedBatchGenerator(BatchGenerator):
         self._n_layers, config = require_servable(model, config, kwargs)
         require_together(model)
         self._settings = BatchSettings(model, config, on_report, on_recall)
-        _, kwargs = taken_from(kwargs)
-        super().__init__(model, **kwargs | {"prefill_batch_size": 1})
+        super().__init__(model, **taken_from(kwargs)[1] | {"prefill_batch_size": 1})
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)
         self._generation_batch = Groups()
         self._reads_first, self._on_pause = reads_first, on_pause
-        self.in_full: set[int] = set()
+        self.in_full: set[int] = set()  # waiting requests to answer from all entries
 
     def insert_segments(
         self,
@@ -112,8 +108,11 @@ class CompressedBatchGenerator(BatchGenerator):
         if self._settings is not None:
             given = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in given]
-            for parts, cache in zip(segments, caches):
-                self._require(sum(map(len, parts)), cache)
+            config = self._settings.config
+            for n, cache in zip((sum(map(len, parts)) for parts in segments), caches):
+                if n and config.policy and not reason_for_nothing(self.model, config, n, cache):
+                    n += held_tokens(self.model, cache)
+                    config.policy.prefill_quotas(n, self._n_layers)  # or it can't serve the prompt
             samplers = [s and Guard(s, greedy_sampler) for s in samplers or []]
             logits_processors = [
                 [Guard(p, lambda logits: logits) for p in given or ()]
@@ -122,16 +121,6 @@ class CompressedBatchGenerator(BatchGenerator):
         return super().insert_segments(
             segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
         )
-
-    def _require(self, n_prompt: int, prompt_cache: list) -> None:
-        """Raises: SnapKVError: the policy can't serve such a prompt."""
-        assert self._settings is not None
-        config = self._settings.config
-        if config.policy is None or not n_prompt:
-            return
-        if reason_for_nothing(self.model, config, n_prompt, prompt_cache) is None:
-            n = held_tokens(self.model, prompt_cache) + n_prompt
-            config.policy.prefill_quotas(n, self._n_layers)
 
     def _next(self) -> Any:
         if self._settings is not None and self._reads_first:

@@ -1,7 +1,5 @@
 """Requests that decode together, in groups whose caches fit each other."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,12 +63,7 @@ def of_all_ranks(model: Any, errors: dict[int, Exception]) -> dict[int, Exceptio
 
 
 class Group(GenerationBatch):
-    """mlx-lm's batch of requests that decode; one that fails ends alone, with its error.
-
-    Attributes:
-        joins: others of its kind may come in, and it may join them.
-        job: of a request that can't be joined yet.
-    """
+    """mlx-lm's batch of requests that decode; one that fails ends alone, with its error."""
 
     @dataclass
     class Response(GenerationBatch.Response):
@@ -78,8 +71,8 @@ class Group(GenerationBatch):
 
         error: Exception | None = None
 
-    joins = True
-    job: Job | None = None
+    joins = True  # others of its kind may come in, and it may join them
+    job: Job | None = None  # of a request that can't be joined yet
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the model's attention classes for the block if any request asks for queries."""
@@ -95,7 +88,16 @@ class Group(GenerationBatch):
         except request_errors(model) as error:
             self.filter([])
             return [failure(uid, error) for uid in uids]
-        return self._without_failed(responses, of_all_ranks(model, self._errors(responses)))
+        errors: dict[int, Exception] = {
+            r.uid: FloatingPointError("the model gave NaN instead of logits")
+            for r in responses
+            if _is_nan(r.logprobs)
+        }
+        for uid, sampler, processors in zip(self.uids, self.samplers, self.logits_processors):  # type: ignore[arg-type]
+            for function in (sampler, *processors):
+                if isinstance(function, Guard) and function.error is not None:
+                    errors[uid] = function.error
+        return self._without_failed(responses, of_all_ranks(model, errors))
 
     def extracted(self, idx: int) -> list:
         """A request's caches as they are, for others to go on with."""
@@ -106,19 +108,6 @@ class Group(GenerationBatch):
         if errors:
             self.filter([i for i, uid in enumerate(self.uids) if uid not in errors])
         return [failure(r.uid, errors[r.uid]) if r.uid in errors else r for r in responses]
-
-    def _errors(self, responses: list[Any]) -> dict[int, Exception]:
-        """Why requests failed in the last step, by `uid`."""
-        errors: dict[int, Exception] = {
-            r.uid: FloatingPointError("the model gave NaN instead of logits")
-            for r in responses
-            if _is_nan(r.logprobs)
-        }
-        for uid, sampler, processors in zip(self.uids, self.samplers, self.logits_processors):  # type: ignore[arg-type]
-            for function in (sampler, *processors):
-                if isinstance(function, Guard) and function.error is not None:
-                    errors[uid] = function.error
-        return errors
 
 
 def failure(uid: int, error: Exception) -> Any:
@@ -156,13 +145,12 @@ class Single(Group):
             return [failure(job.uid, job.error)]
         responses = super().next()
         self._n_fed += 1
-        if not self.uids or job.is_compressed or self._n_fed < job.request.n_ahead:
-            return responses
-        try:
-            job.compress(self.tokens[0])
-            self.model, self.prompt_cache = decoding(job)
-        except request_errors(job.model) as error:
-            return self._without_failed(responses, {job.uid: error})
+        if self.uids and not job.is_compressed and self._n_fed >= job.request.n_ahead:
+            try:
+                job.compress(self.tokens[0])
+                self.model, self.prompt_cache = decoding(job)
+            except request_errors(job.model) as error:
+                return self._without_failed(responses, {job.uid: error})
         return responses
 
     def filter(self, keep: list[int]) -> None:
@@ -187,14 +175,10 @@ def decoding(job: Job) -> tuple[Any, list]:
 
 
 class Groups:
-    """What mlx-lm's `BatchGenerator` takes for its one batch of requests that decode.
-
-    Attributes:
-        waits: only requests that are still to be compressed go on.
-    """
+    """What mlx-lm's `BatchGenerator` takes for its one batch of requests that decode."""
 
     def __init__(self) -> None:
-        self.waits = False
+        self.waits = False  # only requests that are still to be compressed go on
         self._groups: list[Group] = []
 
     def __len__(self) -> int:
@@ -245,11 +229,7 @@ class Groups:
 
     def _place(self, idx: int) -> tuple[Group, int]:
         """The group of the request at `idx`, and where it is in it."""
-        for group in self._groups:
-            if idx < len(group):
-                return group, idx
-            idx -= len(group)
-        raise IndexError("there are not that many requests")
+        return [(group, i) for group in self._groups for i in range(len(group))][idx]
 
     def _settle(self) -> None:
         """Let go of groups without requests, and let those that have become ready join others."""

@@ -1,7 +1,5 @@
 """One request of a batch, up to the compression of its prompt."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,32 +29,28 @@ class BatchSettings:
 
 
 class Job:
-    """What becomes of one prompt's cache, whatever else is in the batch: what becomes of it alone.
-
-    Attributes:
-        uid: mlx-lm's number of the request.
-        request: how it is read and answered; an `Uncompressed` one once others can decode with it.
-        error: what ended the request.
-        is_compressed: nothing more is to be done to its caches.
-    """
+    """What becomes of one prompt's cache, whatever else is in the batch: what becomes of it alone."""
 
     def __init__(
         self, settings: BatchSettings, uid: int, n_prompt: int, prompt_cache: list, max_tokens: int
     ):
         self.uid, self.model, self._settings = uid, settings.model, settings
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # what ended the request
         given = copy.deepcopy(prompt_cache)
-        wanted = self.model, settings.config, n_prompt, given
-        nothing = CompressionReport(NO_POLICY, n_prompt)
-        self.request: Request | Uncompressed = Uncompressed(self.model, given, nothing)
+        # How it is read and answered; `Uncompressed` once others can decode with it.
+        self.request: Request | Uncompressed = Uncompressed(
+            self.model, given, CompressionReport(NO_POLICY, n_prompt)
+        )
         try:
-            self.request = make_request(*wanted, max_tokens=max_tokens)
+            self.request = make_request(
+                self.model, settings.config, n_prompt, given, max_tokens=max_tokens
+            )
             if self.joins:
                 self.request.caches = plain_forms(self.model, given)  # type: ignore[misc]
                 self._report()
         except Exception as error:
             self.error = error
-        self.is_compressed = self.joins
+        self.is_compressed = self.joins  # nothing more is to be done to its caches
 
     @property
     def joins(self) -> bool:

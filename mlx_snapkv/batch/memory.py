@@ -1,7 +1,5 @@
 """The KV memory of requests that decode together, before they are read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

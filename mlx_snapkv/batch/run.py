@@ -1,7 +1,5 @@
 """A file of requests, answered in one batch that they join and leave."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import time
@@ -50,14 +48,6 @@ class Request:
 class Run:
     """The answers to a file's lines, each written when it is whole.
 
-    Attributes:
-        answers: entered as a context; what it has already is not asked again.
-        options: of the `CompressedBatchGenerator`.
-        name, about: the model's name, and what the answers' field `mlx_snapkv` says of the run.
-        concurrency, max_kv_bytes: requests at once, and the memory that they take, at most.
-        seed: of the requests that are sampled and bring none, with their `custom_id`.
-        on_progress: called after every step.
-
     Raises:
         SnapKVError: prompts of this model can't be decoded together, or the policy can't serve it.
         OSError: an answer can't be written.
@@ -65,22 +55,21 @@ class Run:
 
     model: Any
     tokenizer: Any
-    answers: AnswersFile
-    options: dict[str, Any]
-    name: str
-    about: dict[str, Any]
+    answers: AnswersFile  # entered as a context; what it has already is not asked again
+    options: dict[str, Any]  # of the `CompressedBatchGenerator`
+    name: str  # the model's
+    about: dict[str, Any]  # what the answers' field `mlx_snapkv` says of the run
     defaults: Defaults = field(default_factory=Defaults)
     concurrency: int = 8
     max_kv_bytes: int | None = None
-    seed: int | None = None
-    on_progress: Callable[[Progress], None] = lambda progress: None
+    seed: int | None = None  # with their `custom_id`, of sampled requests that bring none
+    on_progress: Callable[[Progress], None] = lambda progress: None  # after every step
 
     def __post_init__(self):
         require_together(self.model)
         self.progress = Progress()
-        self._memory: Memory | None = None
-        if self.max_kv_bytes is not None:
-            self._memory = Memory(self.model, self.options, self.max_kv_bytes)
+        most = self.max_kv_bytes
+        self._memory = None if most is None else Memory(self.model, self.options, most)
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
         self._generator = self._new_generator()
@@ -128,9 +117,8 @@ class Run:
             name = f"{self.seed} {line.custom_id}".encode(errors="replace")
             seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
         wanted = completion_request(line.body, self.tokenizer, self.defaults, seed)
-        need = None
-        if self._memory is not None:
-            need = self._memory.need(len(wanted.prompt), wanted.max_tokens)
+        size = len(wanted.prompt), wanted.max_tokens
+        need = None if self._memory is None else self._memory.need(*size)
         return Request(line, wanted, need, Completion(wanted, self.tokenizer))
 
     def _admit(self, requests: Iterator[Request]) -> bool:
@@ -205,14 +193,10 @@ class Run:
             if report is None or not report.compressed:
                 extra["reason"] = report.reason if report else ENDED_EARLY
             else:
-                extra["entries"] = report.entries
-                extra["kv_bytes"] = report.kv_bytes_after
-                extra["kv_bytes_before"] = report.kv_bytes_before
-                if report.verified is not None:
-                    extra["verified"] = asdict(report.verified)
-        if request.asked.ignored:
-            extra["ignored"] = request.asked.ignored
-        return extra
+                extra |= {"entries": report.entries, "kv_bytes": report.kv_bytes_after}
+                extra |= {"kv_bytes_before": report.kv_bytes_before}
+                extra |= {"verified": asdict(report.verified)} if report.verified else {}
+        return extra | ({"ignored": request.asked.ignored} if request.asked.ignored else {})
 
     def _fail(self, line: Line, code: str, error: Exception) -> None:
         why = str(error) if isinstance(error, SnapKVError) else brief(error)

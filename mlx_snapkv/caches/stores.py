@@ -1,7 +1,5 @@
 """Where a layer's entries are: one small interface, and the store that holds them in memory."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any

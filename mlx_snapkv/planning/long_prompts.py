@@ -1,7 +1,5 @@
 """What is said of prompts before they are read: what will be kept, and whether they are too long."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model's prompts will take, by length and policy, and the policy that would fit."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from dataclasses import asdict, dataclass, field

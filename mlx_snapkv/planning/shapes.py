@@ -1,7 +1,5 @@
 """The shapes of a model's layers, its weights loaded or not, and the bytes that they hold while they read a chunk."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import dataclass, replace

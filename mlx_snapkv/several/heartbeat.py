@@ -3,8 +3,6 @@
 MLX's collectives wait for all ranks, so a rank that fails in the middle of the model would leave the others waiting.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

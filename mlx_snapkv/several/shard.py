@@ -1,7 +1,5 @@
 """This rank's shard of a model: all of it, a slice of every layer's heads, or some of its layers."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable
