@@ -49,36 +49,30 @@ def test_every_prompt_is_answered_as_alone(demo_llama, asked):
     assert isinstance(response.caches[1][0], KVCache)
     assert response.stats.generation_tokens >= sum(map(len, response.token_ids))
     # and a cache that came back goes on
-    more = alone(model, prompt_of(tokenizer), 5, prompt_cache=response.caches[0])
-    assert len(more) == 5
-
-
-def prompt_of(tokenizer):
-    return tokenizer.encode("And then?", add_special_tokens=False)
+    more = tokenizer.encode("And then?", add_special_tokens=False)
+    assert len(alone(model, more, 5, prompt_cache=response.caches[0])) == 5
 
 
 def test_without_a_policy_it_is_mlx_lms(demo_llama, asked, capsys):
-    model, tokenizer = demo_llama
-    prompts = [prompt for prompt, _ in asked[:2]]
-    wanted = mlx_generate.batch_generate(
-        model, tokenizer, prompts, max_tokens=5, return_token_ids=True
-    )
-    reports = []
-    found = batch_generate(
-        model, tokenizer, prompts, max_tokens=5, return_token_ids=True, on_report=reports.append
+    prompts, reports = [prompt for prompt, _ in asked[:2]], []
+    wanted, found = (
+        batch(*demo_llama, prompts, max_tokens=5, return_token_ids=True, **more)
+        for batch, more in (
+            (mlx_generate.batch_generate, {}),
+            (batch_generate, {"on_report": reports.append}),
+        )
     )
     assert (found.texts, found.token_ids) == (wanted.texts, wanted.token_ids)
     assert [report.compressed for report in reports] == [False, False]
-    batch_generate(model, tokenizer, prompts, max_tokens=3, policy=POLICY, verbose=True)
+    batch_generate(*demo_llama, prompts, max_tokens=3, policy=POLICY, verbose=True)
     assert "2 of 2 prompts answered" in capsys.readouterr().out
 
 
 def test_empty_prompts_and_options_that_cant_be(demo_llama):
-    model, tokenizer = demo_llama
     with pytest.raises(SnapKVError, match="prompt 1 is empty"):
-        batch_generate(model, tokenizer, [[1, 2], []], policy=POLICY)
+        batch_generate(*demo_llama, [[1, 2], []], policy=POLICY)
     with pytest.raises(SnapKVError, match="both"):
-        batch_generate(model, tokenizer, [[1, 2]], policy=POLICY, snapkv="top_k=5")
+        batch_generate(*demo_llama, [[1, 2]], policy=POLICY, snapkv="top_k=5")
 
 
 def test_the_hooks_of_mlx_lm_that_batches_stand_on():

@@ -11,7 +11,8 @@ POLICIES = [
     "snapkv:n_sink=4,n_window=32,min_ctx=9999,lookahead=4",
     "h2o:budget=48,block=16",
 ]
-BAD = 63  # a token whose embedding is NaN where a test says so
+BAD = 63  # a token whose embedding is NaN
+LENGTHS = 150, 90, 200
 
 
 @pytest.fixture
@@ -21,74 +22,59 @@ def model():
     return model
 
 
-@pytest.fixture
-def prompts():
-    return prompts_of(150, 90, 200, vocab_size=BAD)
-
-
-def error_of(run, prompts, failed):
-    """What ended that request; the others answer as alone."""
-    run.finish()
-    assert_unpatched()
-    others = [uid for uid in range(len(prompts)) if uid != failed]
-    run.assert_alone(others, [prompts[uid] for uid in others], [30, 30])
-    assert run.last[failed].finish_reason == "error"
-    return str(run.last[failed].error)
-
-
-@pytest.mark.parametrize(("policy", "place"), list(zip(POLICIES, [0, 149, 149])))
-def test_nan_in_a_prompt(model, prompts, policy, place):
-    prompts[0][place] = BAD
-    run = Run(model, policy)
-    run.insert(prompts, 30)
-    assert "NaN" in error_of(run, prompts, failed=0)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nan_in_an_answer(model, prompts, policy):
+def say_bad(tokens, logits):
     """A processor that makes the answer say a token which the model can't read."""
-
-    def say_bad(tokens, logits):
-        return mx.where(mx.arange(64) == BAD, 1e9, logits) if len(tokens) > 160 else logits
-
-    run = Run(model, policy)
-    run.insert(prompts, 30, logits_processors=[[say_bad], None, None])
-    assert "NaN" in error_of(run, prompts, failed=0)
-    assert run.answers[0][:5] == run.alone(prompts[0], 5)
+    return mx.where(mx.arange(64) == BAD, 1e9, logits) if len(tokens) > 160 else logits
 
 
 def raises(*args):
     raise KeyError("no such word")
 
 
+def of_another_shape(*args):
+    return mx.zeros((3, 7))
+
+
 @pytest.mark.parametrize(
-    ("policy", "number", "option", "function"),
+    ("policy", "failed", "what", "how", "why"),
     [
-        (POLICIES[0], 0, "samplers", raises),
-        (POLICIES[1], 1, "logits_processors", raises),
-        (POLICIES[2], 2, "samplers", lambda *args: mx.zeros((3, 7))),
-        (POLICIES[0], 2, "logits_processors", lambda *args: mx.zeros((3, 7))),
+        *((policy, 0, "prompt", n, "NaN") for policy, n in zip(POLICIES, [0, 149, 149])),
+        *((policy, 0, "logits_processors", say_bad, "NaN") for policy in POLICIES),
+        (POLICIES[0], 0, "samplers", raises, "no such word"),
+        (POLICIES[1], 1, "logits_processors", raises, "no such word"),
+        (POLICIES[2], 2, "samplers", of_another_shape, "(3, 7)"),
+        (POLICIES[0], 2, "logits_processors", of_another_shape, "(3, 7)"),
     ],
 )
-def test_functions_of_a_request(prompts, policy, number, option, function):
-    given = [None] * 3
-    given[number] = function if option == "samplers" else [function]
-    run = Run(make_llama(), policy)
-    run.insert(prompts, 30, **{option: given})
-    why = "no such word" if function is raises else "(3, 7)"
-    assert why in error_of(run, prompts, failed=number)
+def test_one_of_three_fails(model, policy, failed, what, how, why):
+    """A token of its prompt or of its answer, or a function that was given with it."""
+    prompts, options = prompts_of(*LENGTHS, vocab_size=BAD), {}
+    if what == "prompt":
+        prompts[failed][how] = BAD
+    else:
+        options = {what: [None] * 3}
+        options[what][failed] = how if what == "samplers" else [how]
+    run = Run(model, policy)
+    run.insert(prompts, 30, **options)
+    run.finish()
+    assert_unpatched()
+    others = [uid for uid in range(3) if uid != failed]
+    run.assert_alone(others, [prompts[uid] for uid in others], [30, 30])
+    last = run.last[failed]
+    assert last.finish_reason == "error" and why in str(last.error)
+    if how is say_bad:
+        assert run.answers[failed][:5] == run.alone(prompts[failed], 5)
 
 
-def test_a_model_that_fails_ends_the_requests_of_that_step_and_no_others(prompts, monkeypatch):
-    model = make_llama()
+def test_a_model_that_fails_ends_the_requests_of_that_step_and_no_others(model, monkeypatch):
+    prompts = prompts_of(*LENGTHS, vocab_size=BAD)
     run = Run(model, POLICIES[0])
     run.insert(prompts[:2], 30)
     while len(run.answers.get(1, [])) < 8:
         run.step()
-    call = type(model).__call__
-    monkeypatch.setattr(type(model), "__call__", raises)
-    run.step()
-    monkeypatch.setattr(type(model), "__call__", call)
+    with monkeypatch.context() as failing:
+        failing.setattr(type(model), "__call__", raises)
+        run.step()
     assert [run.last[uid].finish_reason for uid in (0, 1)] == ["error", "error"]
     (uid,) = run.insert(prompts[2:], 30)
     run.finish()

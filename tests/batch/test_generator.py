@@ -13,22 +13,20 @@ from mlx_snapkv.engine import loop_model
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32"
 SNAPKV = f"{PLAIN},on_full=keydiff,lookahead=4"
-SNAPKV100 = SNAPKV + ",min_ctx=100"
+SMALL = f"{SNAPKV},budget=56"
 POLICIES = [
-    f"{SNAPKV100},budget=40%",
+    f"{SNAPKV},min_ctx=100,budget=40%",
     f"{PLAIN},budget=56,lookahead=0",
     "snapkv:n_sink=4,budget=84,n_window=64,on_full=keydiff,lookahead=4",
     f"keydiff:budget=90,block=32 then {SNAPKV},budget=pyramid:50",
     "h2o:budget=48,block=16",
     "kvzip:budget=60",
 ]
-LENGTHS = (190, 40, 260, 120, 333, 75)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_staggered_requests_answer_as_alone(tiny_model, policy):
-    prompts = prompts_of(*LENGTHS)
-    limits = [12, 90, 40, 25, 60, 7]
+    prompts, limits = prompts_of(190, 40, 260, 120, 333, 75), [12, 90, 40, 25, 60, 7]
     run = Run(tiny_model, policy)
     run.assert_alone(run.staggered(prompts, limits), prompts, limits)
     assert_unpatched()
@@ -36,8 +34,7 @@ def test_staggered_requests_answer_as_alone(tiny_model, policy):
 
 def test_a_prompt_that_is_being_read_can_be_extracted_and_removed(tiny_model):
     prompts = prompts_of(300, 120)
-    policy = f"{SNAPKV},budget=56"
-    run = Run(tiny_model, policy, prefill_step_size=64)
+    run = Run(tiny_model, SMALL, prefill_step_size=64)
     uids = run.insert(prompts, 10)
     run.step(), run.step()
     cache, tokens = run.generator.extract_cache(uids)[uids[0]]
@@ -50,7 +47,7 @@ def test_a_prompt_that_is_being_read_can_be_extracted_and_removed(tiny_model):
 
 def test_a_chunk_is_evaluated_some_layers_at_a_time(monkeypatch):
     """So that Ctrl-C is noticed within a second."""
-    run = Run(make_llama(num_hidden_layers=6), f"{SNAPKV},budget=56", prefill_step_size=64)
+    run = Run(make_llama(num_hidden_layers=6), SMALL, prefill_step_size=64)
     run.insert(prompts_of(300), 1)
     evaluations, evaluate = [], mx.eval
     monkeypatch.setattr(loop_model, "FAST", 0)
@@ -60,9 +57,8 @@ def test_a_chunk_is_evaluated_some_layers_at_a_time(monkeypatch):
 
 
 def test_prompts_are_read_before_others_go_on_if_nobody_waits(tiny_model):
-    policy = f"{SNAPKV},budget=56"
     prompts = prompts_of(400, 300, 200)
-    run = Run(tiny_model, policy, reads_first=True, prefill_step_size=64)
+    run = Run(tiny_model, SMALL, reads_first=True, prefill_step_size=64)
     uids = run.insert(prompts, 30)
     run.step()
     while run.generator._prompt_batch.uids or run.generator._unprocessed_sequences:
@@ -74,7 +70,7 @@ def test_prompts_are_read_before_others_go_on_if_nobody_waits(tiny_model):
 
 def test_segments_and_all_tokens_are_mlx_lms(tiny_model):
     prompt = prompts_of(200)[0]
-    run = Run(tiny_model, f"{SNAPKV},budget=56")
+    run = Run(tiny_model, SMALL)
     (uid,) = run.generator.insert_segments([[prompt[:70], prompt[70:150], prompt[150:]]], [15])
     ends = 0
     while uid not in run.answers:
@@ -85,7 +81,7 @@ def test_segments_and_all_tokens_are_mlx_lms(tiny_model):
     assert ends >= 3
 
 
-@pytest.mark.parametrize("policy", [f"{SNAPKV},budget=56", "h2o:budget=48,block=16"])
+@pytest.mark.parametrize("policy", [SMALL, "h2o:budget=48,block=16"])
 def test_later_turns_go_on_from_compressed_caches(tiny_model, policy):
     first, second = prompts_of(200, 50, seed=3)
     run = Run(tiny_model, policy)
@@ -102,7 +98,7 @@ def test_later_turns_go_on_from_compressed_caches(tiny_model, policy):
 
 def test_the_caches_really_are_small(tiny_model):
     prompts = prompts_of(*[400] * 6)
-    run = Run(tiny_model, f"{SNAPKV},budget=56")
+    run = Run(tiny_model, SMALL)
     run.insert(prompts, 100)
     full = BatchGenerator(tiny_model)
     full.insert(prompts, [100] * 6)
@@ -120,7 +116,7 @@ def test_the_caches_really_are_small(tiny_model):
 @pytest.mark.parametrize("memory", ["drop", "recall"])
 def test_keys_may_wait_for_what_a_pipeline_sends(tiny_model, memory, monkeypatch):
     """As mlx-lm's models of which each Mac has some layers do after every call."""
-    policy, prompts = f"{SNAPKV},budget=56", prompts_of(200, 150)
+    policy, prompts = SMALL, prompts_of(200, 150)
     wanted = [alone(tiny_model, prompt, 9, policy=policy, memory=memory) for prompt in prompts]
     call = type(tiny_model).__call__
 

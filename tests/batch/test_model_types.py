@@ -13,14 +13,10 @@ from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import members
 
 POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,lookahead=0"
-
-
 TYPES = [
     "deepseek_v3", "falcon_h1", "gemma3n", "gpt_oss", "jamba", "kimi_linear", "llama4_text", "longcat_flash",
     "minicpm3", "nemotron_h", "plamo2", "qwen3_5",
 ]  # fmt: skip
-
-
 # A hybrid, attention sinks; latents and borrowed entries, whose attention modules are called twice.
 CHOOSING = ["qwen3_next", "gpt_oss", "deepseek_v3", "gemma3n"]
 

@@ -20,7 +20,6 @@ WAYS = [
     (f"{PLAIN},lookahead=0", {"memory": "recall:4bit", "verify": "all"}),
     (BOOK, {"memory": "recall:file"}),
 ]
-LENGTHS = (190, 40, 260, 120)
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +27,9 @@ def model():
     return make_llama(hidden_size=128)
 
 
-def of(value):
-    return ",".join(map(str, value.values())) if isinstance(value, dict) else value[:6]
-
-
-@pytest.mark.parametrize(("policy", "options"), WAYS, ids=of)
+@pytest.mark.parametrize(("policy", "options"), WAYS)
 def test_staggered_requests_answer_as_alone(model, policy, options):
-    prompts = prompts_of(*LENGTHS)
-    limits = [12, 60, 40, 25]
+    prompts, limits = prompts_of(190, 40, 260, 120), [12, 60, 40, 25]
     run = Run(model, policy, **options)
     uids = run.staggered(prompts, limits)
     run.assert_alone(uids, prompts, limits)
@@ -46,7 +40,7 @@ def test_staggered_requests_answer_as_alone(model, policy, options):
     assert_unpatched()
 
 
-@pytest.mark.parametrize(("policy", "options"), WAYS, ids=of)
+@pytest.mark.parametrize(("policy", "options"), WAYS)
 def test_several_go_on_from_what_one_has_read(model, policy, options):
     """As from a prompt cache of their own: none sees what another was asked."""
     (document,) = prompts_of(200)

@@ -30,11 +30,11 @@ def ids(custom_id, *more, n=40):
     return line(custom_id, COMPLETIONS, prompt=prompt, max_tokens=9, logit_bias={"1": -100})
 
 
-def answered(model, tokenizer, lines, folder, policy, concurrency=2):
-    path = folder / "a.jsonl"
-    options = {"policy": policy}
-    about, answers = {"policy": policy}, AnswersFile(path, {})
-    run = Run(model, tokenizer, answers, options, "tiny", about, concurrency=concurrency)
+def answered(model, tokenizer, lines, folder, policy):
+    path, about = folder / "a.jsonl", {"policy": policy}
+    path.unlink(missing_ok=True)
+    answers = AnswersFile(path, {})
+    run = Run(model, tokenizer, answers, about, "tiny", about, concurrency=2)
     with answers, write(folder / "r.jsonl", lines).open("rb") as stream:
         run.answer(RequestsFile(stream))
     return read(path)
@@ -53,7 +53,6 @@ def test_a_request_that_fails_ends_alone(failing, tmp_path):
     for name, number in (("bad", 2), ("c", 4)):
         sentence = f"line {number}: RuntimeError: out of memory"
         assert said(found[name]) == {"code": "failed", "message": sentence, "line": number}
-    (tmp_path / "a.jsonl").unlink()
     good = [request for request in lines if request["custom_id"] in "abd"]
     expected = answered(*failing, good, tmp_path, POLICY)
     assert {n: said(r) for n, r in expected.items()} == {n: said(found[n]) for n in "abd"}
@@ -63,7 +62,6 @@ def test_without_a_policy_those_beside_it_end_too_and_the_run_goes_on(failing, t
     lines = [ids("a"), ids("bad", EVIL), ids("b", 5), ids("c", 7)]
     found = answered(*failing, lines, tmp_path, None)
     assert {name for name, record in found.items() if record["error"]} == {"a", "bad"}
-    (tmp_path / "a.jsonl").unlink()
     expected = answered(*failing, [ids("b", 5), ids("c", 7)], tmp_path, None)
     assert {n: said(r) for n, r in expected.items()} == {n: said(found[n]) for n in "bc"}
 
@@ -75,10 +73,7 @@ def test_a_damaged_line_is_named_and_nothing_is_lost(failing, tmp_path):
     first, second, _ = whole.split(b"\n")
     for data, words in [
         (first[:90] + b"\n" + second + b"\n", "did not write it"),
-        (
-            first + b"\n" + second[:90] + b"\n" + second + b"\n",
-            "line 2 is damaged: delete that line",
-        ),
+        (first + b"\n" + second[:90] + b"\n" + second + b"\n", "line 2 is damaged: delete"),
         (whole + b"my notes", "line 3 is damaged"),
         (b"my notes", "did not write it"),
         (b"{}\n", "did not write it"),
