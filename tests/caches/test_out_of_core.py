@@ -44,37 +44,28 @@ def assert_stored(cache, rows):
         assert mx.array_equal(found, wanted[:, :, : cache.offset])
 
 
-@given(st.lists(st.integers(1, 8), min_size=1, max_size=20), st.booleans())
-def test_what_is_resident_is_a_block_caches_and_nothing_is_lost(chunks, in_file):
-    rows = rows_of(sum(chunks))
-    mine = limited(FileStore() if in_file else MemoryStore())
-    block = BlockKVCache(POLICY, QUOTA, 8, expected=32)
-    for cache in (mine, block):
-        feed(cache, rows, chunks)
+CHUNKS = st.lists(st.integers(1, 8), min_size=1, max_size=12)
+
+
+@given(CHUNKS, CHUNKS, st.booleans(), st.booleans())
+def test_what_is_resident_is_a_block_caches_and_nothing_is_lost(before, since, goes_back, in_file):
+    """Nor changed by tokens and limits since a mark that were rolled back."""
+    rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
+    mine, block = limited(FileStore() if in_file else MemoryStore()), BlockKVCache(POLICY, QUOTA, 8)
+    n = feed(mine, rows, before)
+    if goes_back:
+        mine.mark()
+        mine.limit(POLICY, Quota(20, 1, 3), last=7, newest=3, expected=9, uniform=False, layer=None)
+        feed(mine, others, since)
+        mine.rollback(sum(since))
+        mine.commit()
+        assert mine.offset == n
+    assert (mine.quota, mine.last, mine.newest, mine.uniform) == (QUOTA, 1000, 0, True)
+    feed(mine, [x[:, :, n:] for x in rows], since)
+    feed(block, rows, before + since)
     assert mx.array_equal(mine.positions, block.positions)
     for found, wanted in zip(mine.keys_and_values(), block.keys_and_values()):
         assert mx.array_equal(found, wanted)
-    assert_stored(mine, rows)
-
-
-@given(
-    st.lists(st.integers(1, 8), min_size=1, max_size=12),
-    st.lists(st.integers(1, 8), min_size=1, max_size=12),
-    st.booleans(),
-)
-def test_tokens_and_limits_since_a_mark_are_rolled_back(before, since, in_file):
-    rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
-    mine = limited(FileStore() if in_file else MemoryStore())
-    n = feed(mine, rows, before)
-    positions = mine.positions
-    mine.mark()
-    mine.limit(POLICY, Quota(20, 1, 3), last=7, newest=3, expected=9, uniform=False, layer=None)
-    feed(mine, others, since)
-    mine.rollback(sum(since))
-    mine.commit()
-    assert (mine.quota, mine.last, mine.newest, mine.uniform) == (QUOTA, 1000, 0, True)
-    assert mine.offset == n and mx.array_equal(mine.positions, positions)
-    feed(mine, [x[:, :, n:] for x in rows], since)
     assert_stored(mine, rows)
 
 
