@@ -13,10 +13,7 @@ from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.saved import book
 
-BOOK = (
-    "keydiff:budget=48,block=32 then "
-    "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5"
-)
+BOOK = "keydiff:budget=48,block=32 then snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8"
 
 
 @pytest.fixture(autouse=True)
@@ -24,22 +21,15 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(book, "PIECE", 1000)
 
 
-def read(model, tokens, memory="recall:file"):
-    return prefill(model, tokens, BOOK, memory=memory)[0]
-
-
 def save(path, model, tokens, memory="recall:file"):
-    caches = read(model, tokens, memory)
+    caches, _ = prefill(model, tokens, BOOK, memory=memory)
     saved.save(path, model, caches, tokens, BOOK)
     return caches
 
 
-def folders(path):
-    return sorted(path.parent.glob("*.entries"))
-
-
-def entry_files(path):
-    return sorted(path.parent.glob("*.entries/*"))
+def beside(path, pattern="*.entries"):
+    """A book's folder, or the files in it."""
+    return sorted(path.parent.glob(pattern))
 
 
 def asked(model, cache, memory="recall:file"):
@@ -57,7 +47,7 @@ def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make, memory):
         assert (loaded.tokens, loaded.policy) == (tokens.tolist(), BOOK)
         assert_same(asked(model, loaded.prompt_cache, way), wanted)
     # From memory, the same files.
-    saved.save(path, model, read(model, tokens, memory), tokens, BOOK)
+    save(path, model, tokens, memory)
     assert_same(asked(model, saved.load(path, model).prompt_cache, in_file), wanted)
 
 
@@ -71,7 +61,7 @@ def test_a_book_is_continued_saved_and_continued(path, tokens):
     again = saved.load(path, model).prompt_cache
     assert again[0].store.n_entries == again[0].offset == n > len(tokens)
     assert_same(asked(model, again), asked(model, caches))
-    assert len(folders(path)) == 1
+    assert len(beside(path)) == 1
 
 
 def test_a_memory_or_policy_that_does_not_fit_a_book_is_refused(path, tokens):
@@ -81,19 +71,18 @@ def test_a_memory_or_policy_that_does_not_fit_a_book_is_refused(path, tokens):
     for memory in ("recall", "recall:file:4bit"):
         with pytest.raises(SnapKVError, match=words):
             asked(model, saved.load(path, model).prompt_cache, memory)
+    cache, once = saved.load(path, model).prompt_cache, BOOK.partition(" then ")[2]
     with pytest.raises(SnapKVError, match="a book is asked by a policy that reads in blocks"):
-        cache = saved.load(path, model).prompt_cache
-        once = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8"
         steps(model, question(), prompt_cache=cache, policy=once, memory="recall")
 
 
 def test_a_replaced_book_leaves_nothing_behind(path, tokens):
     model = make_llama()
     save(path, model, tokens)
-    (first,) = folders(path)
+    (first,) = beside(path)
     opened = saved.load(path, model).prompt_cache
     save(path, model, tokens)
-    assert folders(path) != [first]
+    assert beside(path) != [first]
     assert_same(asked(model, opened), asked(model, saved.load(path, model).prompt_cache))
     saved_file(path, model, tokens)  # no book
     assert list(path.parent.iterdir()) == [path]
@@ -104,22 +93,22 @@ def test_a_book_may_be_moved_with_its_folder_and_opening_reads_no_entries(path, 
     wanted = asked(model, save(path, model, tokens))
     other = tmp_path / "elsewhere"
     other.mkdir()
-    for each in (path, *folders(path)):
+    for each in (path, *beside(path)):
         shutil.move(each, other)
     moved = (other / path.name).rename(other / "renamed.safetensors")
     assert_same(asked(model, saved.load(moved, model).prompt_cache), wanted)
-    for file in entry_files(moved):
+    for file in beside(moved, "*.entries/*"):
         file.write_bytes(bytes(file.stat().st_size))
     cache = saved.load(moved, model).prompt_cache
     with pytest.raises(SnapKVError, match=r"000\.keys is damaged: a checksum does not fit"):
         asked(model, cache)
-    shutil.rmtree(*folders(moved))
+    shutil.rmtree(*beside(moved))
     with pytest.raises(SnapKVError, match=r"can't be used: .*000\.keys can't be read: No such"):
         saved.load(moved, model)
 
 
 def contents(path):
-    return {file: file.read_bytes() for file in (path, *entry_files(path))}
+    return {file: file.read_bytes() for file in (path, *beside(path, "*.entries/*"))}
 
 
 @pytest.mark.parametrize("at", ["entries", "file", "replaced", "full disk"])
@@ -133,7 +122,9 @@ def test_an_interrupted_save_leaves_one_whole_book(path, tokens, at, monkeypatch
             replace(*args)
         raise KeyboardInterrupt
 
-    room = int(0.9 * entry_files(path)[0].stat().st_size) if at == "full disk" else 1 << 30
+    room = (
+        int(0.9 * beside(path, "*.entries/*")[0].stat().st_size) if at == "full disk" else 1 << 30
+    )
     with (
         monkeypatch.context() as interrupted,
         full_disk(room),

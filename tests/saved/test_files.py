@@ -55,17 +55,12 @@ def test_mlx_lms_files_load(path, tokens):
     assert_same(*(plain(model, question(), prompt_cache=c) for c in caches))
 
 
-# For another process, in which nothing but the files is the same.
-PROGRAM = """
-import sys
-from mlx_lm import load
-from mlx_snapkv.saved.files import fingerprint
-print(fingerprint(load(sys.argv[1])[0]))
-"""
-
-
 def test_a_fingerprint_tells_weights_and_configurations_apart_in_any_process():
-    command = [sys.executable, "-c", PROGRAM, str(MODELS["demo"])]
+    program = (
+        "import sys, mlx_lm; from mlx_snapkv.saved.files import fingerprint; "
+        "print(fingerprint(mlx_lm.load(sys.argv[1])[0]))"
+    )
+    command = [sys.executable, "-c", program, str(MODELS["demo"])]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip() == fingerprint(load(str(MODELS["demo"]))[0]), done.stderr
     mine = fingerprint(make_llama())
