@@ -1,7 +1,7 @@
 """What is planned, against the memory that MLX then has in use."""
 
-import ast
 import json
+import re
 import shlex
 import time
 from pathlib import Path
@@ -35,12 +35,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "plan.json"
 ROWS = json.loads(PAGE.read_text(encoding="utf-8"))["rows"]
 
 
-def off_by(model, n_prompt, policy=None, kv_bits=None):
-    """By which share of what is used the plan is wrong."""
-    row = measure(model, (n_prompt, policy, 256, kv_bits))
-    return abs(row["planned"] / row["used"] - 1)
-
-
 @pytest.mark.parametrize("name", dict.fromkeys(row["model"] for row in ROWS))
 def test_every_measured_peak_is_planned_within_15_percent(name):
     model = without_weights(real_folder(name)) if name in REAL else model_named(name)
@@ -51,24 +45,25 @@ def test_every_measured_peak_is_planned_within_15_percent(name):
         assert abs(plan.peak / row["used"] - 1) < 0.15, row
 
 
-@pytest.mark.parametrize("name, policy", [*((name, None) for name in HELD_OUT), ("lfm2", KEYDIFF)])
-def test_a_model_that_no_constant_was_chosen_on(name, policy):
-    assert off_by(model_named(name), 500, policy) < 0.15
-
-
 @pytest.mark.parametrize(
-    "n, policy, bits", [(1500, SNAPKV, 4), (1500, f"{KEYDIFF} then {SNAPKV}", 8), (5700, None, 8)]
+    "name, n, policy, bits",
+    [
+        *((name, 500, None, None) for name in HELD_OUT),
+        ("lfm2", 500, KEYDIFF, None),
+        (None, 1500, SNAPKV, 4),
+        (None, 1500, f"{KEYDIFF} then {SNAPKV}", 8),
+        (None, 5700, None, 8),  # quantised by mlx-lm on the way
+    ],
 )
-def test_entries_that_are_quantised(n, policy, bits):
-    """Full ones by mlx-lm on the way."""
-    assert off_by(make_llama(head_dim=64), n, policy, kv_bits=bits) < 0.15
+def test_models_that_no_constant_was_chosen_on_and_quantised_entries(name, n, policy, bits):
+    model = make_llama(head_dim=64) if name is None else model_named(name)
+    row = measure(model, (n, policy, 256, bits))
+    assert abs(row["planned"] / row["used"] - 1) < 0.15
 
 
-def test_a_single_token_and_none(demo_llama):
+def test_a_single_token(demo_llama):
     plan = plan_memory(demo_llama[0], 1, SNAPKV)
     assert plan.reason and plan.kv == 3 * 2 * 2 * 64 * 4
-    with pytest.raises(SnapKVError, match="at least 1 token, got 0"):
-        plan_memory(demo_llama[0], 0)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +98,9 @@ def test_metals_kernel_holds_no_scores(demo_llama, monkeypatch):
     """Of heads of 64, 80 or 128; others are computed as on a CPU."""
     n, cpu = 65_537, plan_memory(demo_llama[0], 65_537)
     monkeypatch.setattr(shapes, "METAL", True)
-    assert cpu.reading - plan_memory(demo_llama[0], n).reading == 4 * 2048 * (n - 1) * 4
-    model = make_llama(hidden_size=128, num_hidden_layers=3)
     scores = 4 * 2048 * (n - 1) * 4
-    assert plan_memory(model, n).reading > scores
+    assert cpu.reading - plan_memory(demo_llama[0], n).reading == scores
+    assert plan_memory(make_llama(hidden_size=128, num_hidden_layers=3), n).reading > scores
 
 
 def test_a_plan_computes_nothing_and_takes_less_than_a_second():
@@ -123,11 +117,7 @@ def test_a_plan_computes_nothing_and_takes_less_than_a_second():
 def test_mlx_is_changed_nowhere():
     """No attribute of MLX's modules is set, here or by planning."""
     for path in Path(mlx_snapkv.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            targets = getattr(node, "targets", [getattr(node, "target", None)])
-            for target in targets if "Assign" in type(node).__name__ else []:
-                name = ast.unparse(target) if isinstance(target, ast.Attribute) else ""
-                assert not name.startswith(("mx.", "mlx.", "nn.")), (path, name)
+        assert not re.search(r"^\s*(mx|mlx|nn)\.[\w.]+ [^\w\s]?= ", path.read_text(), re.M), path
 
 
 def test_the_weights_are_not_loaded_and_count_the_same(demo_llama):
@@ -155,20 +145,25 @@ def test_quantised_weights_and_headers_alone(tmp_path):
     assert found == plan_memory(model, 500)
 
 
-def test_what_reads_twice_and_what_keeps_no_entry_is_said(demo_llama):
-    with pytest.raises(SnapKVError, match="kvzip reads a prompt twice"):
-        plan_memory(demo_llama[0], 1000, "kvzip:budget=25%")
-    short = plan_memory(demo_llama[0], 1000, "snapkv:budget=0.01%")
-    assert short.peak == plan_memory(demo_llama[0], 1000).peak  # it stays full
-    with pytest.raises(SnapKVError, match="kv_bits must be 2, 3, 4, 6, 8, got 5"):
-        plan_memory(demo_llama[0], 1000, kv_bits=5)
-
-
-def test_a_model_that_policies_do_not_serve():
-    model = model_named("deepseek_v32")
+@pytest.mark.parametrize(
+    "name, n, options, words",
+    [
+        ("demo", 0, {}, "at least 1 token, got 0"),
+        ("demo", 1000, {"policy": "kvzip:budget=25%"}, "kvzip reads a prompt twice"),
+        ("demo", 1000, {"kv_bits": 5}, "kv_bits must be 2, 3, 4, 6, 8, got 5"),
+        ("deepseek_v32", 1000, {"policy": KEYDIFF}, "can't be compressed"),
+    ],
+)
+def test_what_cant_be_planned_is_refused(name, n, options, words):
+    model = model_named(name)
     assert plan_memory(model, 1000).peak > plan_memory(model, 1000).weights
-    with pytest.raises(SnapKVError, match="can't be compressed"):
-        plan_memory(model, 1000, KEYDIFF)
+    with pytest.raises(SnapKVError, match=words):
+        plan_memory(model, n, **options)
+
+
+def test_a_policy_that_would_keep_no_entry_leaves_all(demo_llama):
+    short = plan_memory(demo_llama[0], 1000, "snapkv:budget=0.01%")
+    assert short.peak == plan_memory(demo_llama[0], 1000).peak
 
 
 def test_the_first_that_fits_is_taken(demo_llama):
