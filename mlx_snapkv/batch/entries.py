@@ -55,7 +55,6 @@ class Batched(OnQueries, _BaseCache):
         self.members += other.members
 
     def filter(self, keep: Sequence[int]) -> None:
-        """Keep the requests at these indices only."""
         self.members = [self.members[i] for i in keep]
 
     def size(self) -> int:
@@ -152,7 +151,6 @@ class BatchedEntries(Batched, Quantised):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
-        """The entries that the attention is to see."""
         n = self.size()
         return self._stored if n == n_rows(self.keys) else rows(self._stored, 0, n)
 
@@ -169,7 +167,6 @@ class BatchedEntries(Batched, Quantised):
 
     @property
     def observes(self) -> bool:
-        """Whether queries are asked for, so that the attention class must be patched."""
         return any(member.observes for member in self.members)
 
     @property
@@ -199,7 +196,6 @@ class BatchedEntries(Batched, Quantised):
         )
 
     def extract(self, idx: int) -> EvictingCache:
-        """A request's cache by itself; this one keeps it, too."""
         member = copy.deepcopy(self.members[idx])
         member.keys, member.values = self._slot_of(idx, member.n_entries)
         return member
@@ -239,7 +235,6 @@ class BatchedEntries(Batched, Quantised):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values, with the room for more."""
         return n_bytes(self._stored)
 
 

@@ -182,17 +182,14 @@ class AnswersFile:
             self._file = -1
 
     def has(self, line: Line) -> bool:
-        """Whether a line has been answered, or found wrong."""
         return line.key in self._keys
 
     def answer(self, line: Line, body: dict[str, Any]) -> None:
-        """Write a response's body."""
         response = {"status_code": 200, "request_id": uuid.uuid4().hex, "body": body}
         self._add(line, response=response, error=None)
         self.n_answered += 1
 
     def error(self, line: Line, code: str, sentence: str) -> None:
-        """Write why there is none."""
         why = {"code": code, "message": f"line {line.number}: {sentence}", "line": line.number}
         self._add(line, response=None, error=why)
         self.n_errors += 1

@@ -75,7 +75,6 @@ class Group(GenerationBatch):
     job: Job | None = None  # of a request that can't be joined yet
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Patch the model's attention classes for the block if any request asks for queries."""
         observed = any(getattr(c, "observes", False) for c in members(self.prompt_cache))
         return recording(attention_classes(self.model) if observed else [])
 
@@ -209,7 +208,6 @@ class Groups:
         self._groups.append(group)
 
     def next(self) -> list[Any]:
-        """A token of every request that goes on."""
         groups = [group for group in self._groups if not (self.waits and group.joins)]
         responses = [response for group in groups for response in group.next()]
         self._settle()

@@ -127,7 +127,9 @@ class Run:
             request, self._waiting = self._waiting or next(requests, None), None
             if request is None:
                 break
-            if not self._fits(request):
+            held, others = self._generator.prompt_cache_nbytes, self._active.values()
+            memory, need = self._memory, request.need
+            if memory and need and memory.admit(need, others, held) is None:
                 self._waiting = request
                 break
             wanted = request.asked
@@ -142,12 +144,6 @@ class Run:
             except SnapKVError as error:  # of the policy, about this prompt
                 self._fail(request.line, "invalid_request", error)
         return bool(self._active)
-
-    def _fits(self, request: Request) -> bool:
-        if self._memory is None or request.need is None:
-            return True
-        held = self._generator.prompt_cache_nbytes
-        return self._memory.admit(request.need, self._active.values(), held) is not None
 
     def _step(self) -> None:
         """A token of every answer, and some of a prompt."""
@@ -187,7 +183,6 @@ class Run:
         self.progress.lines += 1
 
     def _extra(self, request: Request) -> dict[str, Any]:
-        """What the answer says of its compression."""
         extra, report = dict(self.about), request.report
         if extra.get("policy") is not None:
             if report is None or not report.compressed:

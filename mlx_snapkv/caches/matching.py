@@ -87,15 +87,15 @@ def problem_of(cache: Any, like: Any) -> str | None:
 
 def _difference(found: Any, wanted: Any, exact: bool = False) -> str | None:
     """The first array that differs in dtype or shape; unless `exact`, the number of rows may."""
-    have, want = _kinds(found, exact), _kinds(wanted, exact)
+    have, want = (
+        {
+            name: f"{x.dtype} {x.shape if exact else x.shape[:-2] + x.shape[-1:]}".removeprefix(
+                "mlx.core."
+            )
+            for name, x in dict(tree_flatten(tree)).items()
+            if isinstance(x, mx.array)
+        }
+        for tree in (found, wanted)
+    )
     differ = (n for n in sorted(have.keys() | want.keys()) if have.get(n) != want.get(n))
     return next((f"holds {have.get(n)} where the model has {want.get(n)}" for n in differ), None)
-
-
-def _kinds(tree: Any, exact: bool) -> dict[str, str]:
-    """Dtypes and shapes of the arrays, by place."""
-    found = {name: x for name, x in dict(tree_flatten(tree)).items() if isinstance(x, mx.array)}
-    shapes = {name: x.shape if exact else x.shape[:-2] + x.shape[-1:] for name, x in found.items()}
-    return {
-        name: f"{x.dtype} {shapes[name]}".removeprefix("mlx.core.") for name, x in found.items()
-    }

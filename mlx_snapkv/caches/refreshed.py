@@ -36,16 +36,13 @@ class Choosing(OnQueries, ABC):
     _seen: Any = ()  # what it was given last
 
     @abstractmethod
-    def move(self, n: int) -> None:
-        """Move the offset on by `n` tokens."""
+    def move(self, n: int) -> None: ...  # the offset on by `n` tokens
 
     @abstractmethod
-    def add(self, keys: mx.array, values: mx.array) -> None:
-        """Add entries that are always read."""
+    def add(self, keys: mx.array, values: mx.array) -> None: ...  # entries that are always read
 
     @abstractmethod
-    def size(self) -> int:
-        """Entries that a token reads."""
+    def size(self) -> int: ...  # entries that a token reads
 
     @abstractmethod
     def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
@@ -168,7 +165,6 @@ class RefreshedKVCache(Choosing, LayerCache):
         return join(chosen, always)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """The mask of the next update of `N` tokens."""
         return create_attention_mask(N, self.n_entries, return_array, window_size)
 
     @property
@@ -188,7 +184,6 @@ class RefreshedKVCache(Choosing, LayerCache):
 
     @property
     def n_after_next(self) -> int:
-        """Entries that the next token reads."""
         return self.n_entries + 1
 
     @property

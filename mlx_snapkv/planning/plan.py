@@ -41,9 +41,8 @@ class MemoryPlan:
     reading: int  # the most in use at once until then, the weights included
     answering: int  # and from then on
     reason: str | None = None  # why the policy leaves the prompt as it is, if it does
-    kv_in_bits: dict[int, int] = field(
-        default_factory=dict
-    )  # `kv`, if it were quantised to so many
+    # `kv`, if it were quantised to so many
+    kv_in_bits: dict[int, int] = field(default_factory=dict)
     beyond: str | None = None  # a sentence, if the model was trained to read fewer tokens
 
     @property
@@ -138,7 +137,6 @@ class Planner:
         return found
 
     def _kv(self, context: int, policy: Policy | Stages | None, how: Quantization | None) -> int:
-        """Bytes of the entries once a prompt has been read, and compressed."""
         if policy is None and context > DEFAULT_QUANTIZED_KV_START:
             return context * self._sizes.full(how)
         return self._footprint(policy, how).need(context, self._max_tokens).kept

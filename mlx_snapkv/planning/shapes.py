@@ -36,9 +36,7 @@ class LayerShape:
 
     per_token: int  # of each token of the chunk
     pairs: int  # of each pair of up to 256 of them (Mamba 2)
-    scores: int = (
-        0  # of each query and each entry that it sees, unless a fused kernel computes them
-    )
+    scores: int = 0  # of each query and each entry that it sees, unless a kernel computes them
     window: int = 0  # entries that a query sees at most
     per_entry: int = 0  # of each entry in the cache
     before: int = 0  # entries seen in the layer before, if a first chunk holds its scores as well
@@ -179,7 +177,8 @@ def _first(module: Any, names: list[str]) -> int:
 def without_weights(folder: str | Path) -> nn.Module:
     """The model of a folder as mlx-lm loads it, with blank weights: only the shapes are meaningful."""
     model, _ = load_model(Path(folder), lazy=True)
-    model.update(tree_map(_blank, model.parameters()))
+    blank = tree_map(lambda x: mx.broadcast_to(mx.zeros((), x.dtype), x.shape), model.parameters())
+    model.update(blank)
     return model
 
 
@@ -192,11 +191,9 @@ def repository_without_weights(name: str) -> nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(config.read_bytes())
         for file, header in headers.items():
-            names = "dtype", "shape", "data_offsets"
-            tensors = {
-                k: {name: getattr(x, name) for name in names} for k, x in header.tensors.items()
-            }
-            _write_empty(Path(folder) / Path(file).name, tensors)
+            _write_empty(
+                Path(folder) / Path(file).name, {k: vars(x) for k, x in header.tensors.items()}
+            )
         return without_weights(folder)
 
 
@@ -207,8 +204,3 @@ def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + end)
-
-
-def _blank(x: mx.array) -> mx.array:
-    """An array of the same shape that holds a single number."""
-    return mx.broadcast_to(mx.zeros((), x.dtype), x.shape)

@@ -114,7 +114,6 @@ class Heartbeat:
                         link.sendall(data)
 
     def _at_exit(self) -> None:
-        """Leave, with the error that ended the interpreter."""
         error = getattr(sys, "last_value", None)
         failed = self.leave(None if error is None else sentence(error))
         if failed is not None:
@@ -161,7 +160,6 @@ def _reached(addresses: list[str], port: int, greeting: bytes) -> socket.socket:
 
 
 def _accepted(listener: socket.socket, token: str, n: int) -> dict[int, socket.socket]:
-    """The connections of the `n` other ranks, which know the token."""
     links: dict[int, socket.socket] = {}
     until = time.monotonic() + JOINING
     with listener:

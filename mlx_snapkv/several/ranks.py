@@ -44,7 +44,6 @@ class Ranks:
         return [json.loads(row[:n].tobytes()) for row, n in zip(rows, sizes)]
 
     def first(self, value: T) -> T:
-        """Rank 0's value."""
         return self.gather(value if self.rank == 0 else None)[0]
 
     def agreed(self, work: Callable[[], T], expected: type[Exception] = Exception) -> T:
