@@ -31,9 +31,7 @@ class AttentionLayer:
     member: int | None  # its place in that entry if it is a `CacheList`, else None
     attention: Any  # the attention module, of the class that `family` describes
     family: AttentionFamily
-    borrowers: tuple[
-        Any, ...
-    ] = ()  # attention modules of later layers that read this one's entries
+    borrowers: tuple[Any, ...] = ()  # later layers' attention modules that read its entries
     number: int = 0  # its own, from 0, among the model's full-attention layers, wherever they are
     n_layers: int = 1  # how many these are
     shard: Shard = WHOLE  # what of the model is here
@@ -123,9 +121,7 @@ class AttentionLayer:
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """The full-attention layers of `model`: those with a plain `KVCache` or one of ours.
-
-    Linear, state-space and sliding-window layers keep their caches and are not listed.
+    """The full-attention layers of `model`, with a plain `KVCache` or one of ours; not linear or sliding-window ones.
 
     Of a model whose layers several Macs have, those here; all have to ask.
 
@@ -175,8 +171,7 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str) -> No
     """Raises: UnsupportedModelError: the model's forward pass in mlx-lm reads plain entries only."""
     for layer in layers:
         plain_only = layer.family.plain_only
-        why = plain_only and plain_only(list(layer.readers))
-        if why:
+        if why := plain_only and plain_only(list(layer.readers)):
             raise UnsupportedModelError(f"{why}: {remedy}")
 
 

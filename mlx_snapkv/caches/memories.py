@@ -54,10 +54,9 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
         return caches
     layers = attention_layers(model, caches)
     quantization = memory_quantization(model, layers, memory)
-    in_blocks = policy is not None and policy.reads_in_blocks
     for layer in layers:
         store = FileStore(quantization) if in_files(memory) else MemoryStore(quantization)
-        if in_blocks:
+        if policy is not None and policy.reads_in_blocks:
             layer.put(caches, OutOfCoreKVCache(store, layer))
         else:
             layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer, store))
@@ -126,8 +125,8 @@ def filled(empty: Any, found: Any) -> Any:
     if isinstance(found, OutOfCoreKVCache) and not found.empty():
         return _reopened(empty, found)
     loaded = layer_cache(found)
-    stores = [x.store for x in (empty, found) if isinstance(x, RecordingKVCache)]
-    if loaded.is_compressed or [type(store) for store in stores] == [FileStore, FileStore]:
+    stores = [type(x.store) for x in (empty, found) if isinstance(x, RecordingKVCache)]
+    if loaded.is_compressed or stores == [FileStore, FileStore]:
         return found
     if not has_all_entries(found):
         raise SnapKVError(
@@ -150,8 +149,8 @@ def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
         )
     if empty.store.quantization != found.store.quantization:
         fits = str(book_memory([found]))
-        fitting = f"memory={fits} or {fits.replace(':file', '')}"
-        raise SnapKVError(f"this book's entries are stored otherwise: give {fitting}")
+        either = f"memory={fits} or {fits.replace(':file', '')}"
+        raise SnapKVError(f"this book's entries are stored otherwise: give {either}")
     if isinstance(empty.store, FileStore) or isinstance(found.store, MemoryStore):
         return found
     found.offload()

@@ -35,8 +35,7 @@ class SnapKVCache(EvictingCache):
     slide on over the oldest.
 
     Args:
-        keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` entries in order of position, with `n <= n_window`,
-            or their quantised parts.
+        keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` in order of position, `n <= n_window`, or quantised parts.
         positions: uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned entries.
         offset: position of the next token; the window's entries are the `n` tokens before it.
         n_window: entries the window may hold, at least 1.
@@ -99,9 +98,9 @@ class SnapKVCache(EvictingCache):
             row = self._n
             self._n += L
             most = max(self._n, self.n_keep + SLACK) if self._n > self.n_keep else self.n_keep
-            if most > n_rows(self.keys):
-                buffers = self.keys, self.values
-                self.keys, self.values = grown(buffers, most - n_rows(self.keys))
+            lacking = most - n_rows(self.keys)
+            if lacking > 0:
+                self.keys, self.values = grown((self.keys, self.values), lacking)
             self._tail = join(self._tail, (keys, values)) if self._tail else (keys, values)
             self._count(L)
         write((self.keys, self.values), row, (keys, values))
@@ -236,9 +235,8 @@ class SnapKVCache(EvictingCache):
             # The last token, alone, has overwritten the oldest: the ring is turned so that this comes first.
             order = mx.arange(self.n_keep)
             order[self.n_pin :] = mx.roll(order[self.n_pin :], -self._oldest)
-            stored = self.keys, self.values
-            self.keys, self.values = each(lambda x: mx.take(x, order, axis=2), stored)
-            self._oldest = 0
+            turned = each(lambda x: mx.take(x, order, axis=2), (self.keys, self.values))
+            (self.keys, self.values), self._oldest = turned, 0
         if self._tail is not None:
             left = n_rows(self._tail) - n
             self._tail = rows(self._tail, 0, left) if left > 0 else None

@@ -50,15 +50,6 @@ def test_entries_never_exceed_the_budget_and_a_block(updates, budget, n_window, 
         assert (positions[..., -newest:] == np.arange(fed - newest, fed)).all()
 
 
-def test_an_eviction_keeps_what_the_policy_scores_highest():
-    cache = make_cache(budget=8, n_window=2, n_sink=1, block=12)
-    update(cache, 20)
-    cache.evict()
-    for head in range(H):
-        scores = reference.keydiff(rows(0, 20)[0][0, head], "mean", "cosine")
-        assert cache.positions[0, head].tolist() == reference.select(scores, 1, 5, 2)
-
-
 def test_layers_of_different_sizes_refuse_one_mask_for_all():
     with pytest.raises(SnapKVError, match="must keep equally many entries"):
         make_cache(uniform=False).make_mask(3, return_array=True)

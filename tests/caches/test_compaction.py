@@ -32,6 +32,16 @@ def cache():
     return found
 
 
+@pytest.fixture
+def view(layer, cache, length):
+    return FullView([MemoryStore(cache=cache)], layer, Compaction(length))
+
+
+def at(positions):
+    """The same positions in every head."""
+    return mx.broadcast_to(mx.array(positions, mx.uint32), (1, 2, len(positions)))
+
+
 def brought_near(layer, keys, start):
     """The keys of far pages, turned on to where their page ends just before the question."""
     n_far = -(-(start - LENGTH) // PAGE) * PAGE
@@ -41,12 +51,10 @@ def brought_near(layer, keys, start):
 
 
 @pytest.mark.parametrize("length", [LENGTH, T])
-def test_votes_are_those_of_far_keys_brought_near(layer, cache, length):
+def test_votes_are_those_of_far_keys_brought_near(view, layer, cache, length):
     places, keys = range(T - N, T), cache.keys[:, :, :T]
     queries = mx.random.normal((1, 4, N, 16), key=mx.random.key(4))
-    entries = FullView([MemoryStore(cache=cache)], layer, Compaction(length)).voted_by(
-        Queries(queries, places, scale=0.25)
-    )
+    entries = view.voted_by(Queries(queries, places, scale=0.25))
     near = reference.votes(queries, brought_near(layer, keys, T - N), places, 0.25)
     as_it_is = reference.votes(queries, keys, places, 0.25)
     assert np.abs(as_it_is - near).max() > 1e-2
@@ -56,36 +64,30 @@ def test_votes_are_those_of_far_keys_brought_near(layer, cache, length):
         assert np.abs(np.array(found) - wanted).max() < 1e-4
 
 
-def test_entries_are_seen_as_queries_vote_for_them(layer, cache):
+@pytest.mark.parametrize("length", [LENGTH])
+def test_entries_are_seen_as_queries_vote_for_them(view, layer, cache):
     """A logit of a far key, turned, is that of the query turned for its page."""
-    start = T - N
-    everything = FullView([MemoryStore(cache=cache)], layer, Compaction(LENGTH))
-    places = mx.broadcast_to(mx.array([0, 63, 64, 500, 767, 768, 999], mx.uint32), (1, 2, 7))
-    wanted = mx.take(brought_near(layer, cache.keys[:, :, :T], start), places[0, 0], axis=2)
-    seen = everything.seen_from(places, start)
+    places = at([0, 63, 64, 500, 767, 768, 999])
+    near = brought_near(layer, cache.keys[:, :, :T], T - N)
+    wanted = mx.take(near, places[0, 0], axis=2)
+    seen = view.seen_from(places, T - N)
     assert mx.allclose(seen.keys, wanted, atol=1e-4)
     assert mx.array_equal(seen.values, mx.take(cache.values, places[0, 0], axis=2))
 
 
 @pytest.mark.parametrize("length", [LENGTH, T])
-def test_far_entries_stand_in_line_where_queries_read_them(layer, cache, length):
-    everything = FullView([MemoryStore(cache=cache)], layer, Compaction(length))
-    places = mx.broadcast_to(mx.array([0, 63, 500, 999], mx.uint32), (1, 2, 4))
-    seen, plain = everything.lined_up(places, T, 900), everything.gather(places)
+def test_far_entries_stand_in_line_where_queries_read_them(view, layer, length):
+    places = at([0, 63, 500, 999])
+    seen, plain = view.lined_up(places, T, 900), view.gather(places)
     wanted = plain.keys
     if length < T:
         wanted = layer.turn(wanted, mx.arange(896, 900) - places.astype(mx.int32))
     assert mx.array_equal(seen.keys, wanted) and mx.array_equal(seen.values, plain.values)
 
 
-def entries_at(layer, positions):
-    keys, values = mx.random.normal((2, 1, 2, len(positions), 16))
-    given = mx.broadcast_to(mx.array(positions, mx.uint32), (1, 2, len(positions)))
-    return Entries(keys, values, given_positions=given, layer=layer)
-
-
 def test_entries_move_when_the_next_tokens_would_be_too_far(layer):
-    entries = entries_at(layer, [0, 1, 100, 101, 230])
+    keys, values = mx.random.normal((2, 1, 2, 5, 16))
+    entries = Entries(keys, values, given_positions=at([0, 1, 100, 101, 230]), layer=layer)
     same, near = Compaction(LENGTH).nearer(entries, 231, 25)
     assert same is entries and near == Compaction(LENGTH)
     moved, near = near.nearer(entries, 231, 26)
@@ -99,9 +101,8 @@ def test_entries_move_when_the_next_tokens_would_be_too_far(layer):
     assert near.nearer(moved, 231 + 100, 20)[0] is moved
     twice, _ = near.nearer(moved, 231 + 200, 26)
     steps = twice.rotations.astype(mx.int32) - entries.positions.astype(mx.int32)
-    assert twice is not moved and mx.allclose(
-        twice.keys, layer.turn(entries.keys, steps), atol=1e-4
-    )
+    assert mx.allclose(twice.keys, layer.turn(entries.keys, steps), atol=1e-4)
+    assert twice is not moved
 
 
 def nearer(positions, end, span):

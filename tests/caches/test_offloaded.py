@@ -76,8 +76,7 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
 
 def test_recorded_queries_do_not_keep_their_chunk_alive():
     cache = RecordingKVCache(2048 - 32, 2048, 2048)
-    rows = mx.zeros((1, 1, 2048, 8))
-    cache.update_and_fetch(rows, rows)
+    cache.update_and_fetch(*mx.zeros((2, 1, 1, 2048, 8)))
     queries = mx.random.normal((1, 4, 2048, 64))
     mx.eval(queries, cache.state)
     last = queries[:, :, -32:].tolist()
