@@ -1,16 +1,21 @@
-"""Requests that fail on the way, and files of answers that are not as they were left."""
+"""Files of requests: those that fail on the way, what is said to be taken against the arrays, damaged answers."""
 
+import gc
 import json
 
+import batch_helpers
+import mlx.core as mx
 import pytest
-from batch_file_helpers import COMPLETIONS, line, read, said, write
+from batch_file_helpers import COMPLETIONS, SNAPKV, answer, chat, line, read, said, text, write
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.batch.files import AnswersFile, RequestsFile
+from mlx_snapkv.batch.memory import Memory
 from mlx_snapkv.batch.run import Run
+from mlx_snapkv.policies import resolve_policy
 
-POLICY = "snapkv:top_k=8,n_sink=2,n_window=8,obs_window=4,lookahead=4"
+POLICY = resolve_policy(policy="snapkv:top_k=8,n_sink=2,n_window=8,obs_window=4,lookahead=4")
 EVIL = 1000  # a token
 
 
@@ -25,21 +30,6 @@ class Failing(type(make_llama())):
         return super().__call__(inputs, cache)
 
 
-def ids(custom_id, *more, n=40):
-    prompt = [*range(10, 10 + n), *more]
-    return line(custom_id, COMPLETIONS, prompt=prompt, max_tokens=9, logit_bias={"1": -100})
-
-
-def answered(model, tokenizer, lines, folder, policy):
-    path, about = folder / "a.jsonl", {"policy": policy}
-    path.unlink(missing_ok=True)
-    answers = AnswersFile(path, {})
-    run = Run(model, tokenizer, answers, about, "tiny", about, concurrency=2)
-    with answers, write(folder / "r.jsonl", lines).open("rb") as stream:
-        run.answer(RequestsFile(stream))
-    return read(path)
-
-
 @pytest.fixture(scope="module")
 def failing(demo_llama):
     model = make_llama(vocab_size=1536)
@@ -47,28 +37,39 @@ def failing(demo_llama):
     return model, demo_llama[1]
 
 
-def test_a_request_that_fails_ends_alone(failing, tmp_path):
-    lines = [ids("a"), ids("bad", EVIL), ids("b", 5), ids("c", EVIL, 5), ids("d", 7)]
-    found = answered(*failing, lines, tmp_path, POLICY)
-    for name, number in (("bad", 2), ("c", 4)):
-        sentence = f"line {number}: RuntimeError: out of memory"
-        assert said(found[name]) == {"code": "failed", "message": sentence, "line": number}
-    good = [request for request in lines if request["custom_id"] in "abd"]
-    expected = answered(*failing, good, tmp_path, POLICY)
-    assert {n: said(r) for n, r in expected.items()} == {n: said(found[n]) for n in "abd"}
+def ids(custom_id, *more):
+    prompt = [*range(10, 50), *more]
+    return line(custom_id, COMPLETIONS, prompt=prompt, max_tokens=9, logit_bias={"1": -100})
 
 
-def test_without_a_policy_those_beside_it_end_too_and_the_run_goes_on(failing, tmp_path):
-    lines = [ids("a"), ids("bad", EVIL), ids("b", 5), ids("c", 7)]
-    found = answered(*failing, lines, tmp_path, None)
-    assert {name for name, record in found.items() if record["error"]} == {"a", "bad"}
-    expected = answered(*failing, [ids("b", 5), ids("c", 7)], tmp_path, None)
-    assert {n: said(r) for n, r in expected.items()} == {n: said(found[n]) for n in "bc"}
+def answered(loaded, lines, folder, options, **limits):
+    """The records; the most bytes and the most requests at once, seen after every step."""
+    path, seen, policy = folder / "a.jsonl", [], options["policy"]
+    path.unlink(missing_ok=True)
+    answers = AnswersFile(path, {})
+    run = Run(*loaded, answers, options, "tiny", {"policy": policy and str(policy)}, **limits)
+    run.on_progress = lambda _: seen.append((run._generator.prompt_cache_nbytes, len(run._active)))
+    with answers, write(folder / "r.jsonl", lines).open("rb") as stream:
+        run.answer(RequestsFile(stream))
+    return read(path), *map(max, zip(*seen))
+
+
+@pytest.mark.parametrize("policy, ended", [(POLICY, {"bad"}), (None, {"a", "bad"})])
+def test_a_request_that_fails_ends_alone_or_with_those_beside_it(failing, tmp_path, policy, ended):
+    """Without a policy, nobody knows whose step it was; the run goes on."""
+    lines, options = [ids("a"), ids("bad", EVIL), ids("b", 5), ids("c", 7)], {"policy": policy}
+    found, *_ = answered(failing, lines, tmp_path, options, concurrency=2)
+    assert {name for name, record in found.items() if record["error"]} == ended
+    sentence = "line 2: RuntimeError: out of memory"
+    assert said(found["bad"]) == {"code": "failed", "message": sentence, "line": 2}
+    good = [request for request in lines if request["custom_id"] not in ended]
+    expected, *_ = answered(failing, good, tmp_path, options, concurrency=2)
+    assert {n: said(r) for n, r in expected.items()} == {n: said(found[n]) for n in expected}
 
 
 def test_a_damaged_line_is_named_and_nothing_is_lost(failing, tmp_path):
     path = tmp_path / "a.jsonl"
-    answered(*failing, [ids("a"), ids("b")], tmp_path, POLICY)
+    answered(failing, [ids("a"), ids("b")], tmp_path, {"policy": POLICY})
     whole = path.read_bytes()
     first, second, _ = whole.split(b"\n")
     for data, words in [
@@ -88,3 +89,73 @@ def test_a_damaged_line_is_named_and_nothing_is_lost(failing, tmp_path):
         with AnswersFile(path, {}) as answers:
             assert (answers.n_answered, answers.n_errors) == (1, 0)
         assert path.read_bytes() == first + b"\n"
+
+
+KEYDIFF = "keydiff:budget=64,block=64"
+STAGES = f"{KEYDIFF} then {SNAPKV}"
+PYRAMID = "snapkv:budget=pyramid:64,n_sink=4,n_window=16,obs_window=16,lookahead=4"
+
+
+def options_of(policy, **more):
+    return {"policy": resolve_policy(policy=policy), "prefill_step_size": 512, **more}
+
+
+EIGHT_BITS = options_of(f"{SNAPKV},on_full=grow", kv_bits=8, kv_group_size=32)
+WAYS = [options_of(None), EIGHT_BITS, options_of(PYRAMID), options_of(STAGES)]
+
+
+def needed(loaded, options, n_prompt, max_tokens):
+    return Memory(loaded[0], options, 1 << 60).need(n_prompt, max_tokens)
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_one_request_takes_what_is_said(demo_llama, tmp_path, options):
+    request = text("a", 90, max_tokens=40, logit_bias={"2": -100})
+    found, held, _ = answered(demo_llama, [request], tmp_path, options)
+    n_prompt = found["a"]["response"]["body"]["usage"]["prompt_tokens"]
+    assert held <= needed(demo_llama, options, n_prompt, 40).most < 2.2 * held
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, options):
+    lines = [
+        (chat if n % 3 else text)(f"{n}", 5 + 11 * n % 65, max_tokens=4 + 7 * n % 30)
+        for n in range(14)
+    ]
+    most = [needed(demo_llama, options, *size).most for size in ((60, 10), (520, 33))]
+    limit = int(1.8 * max(most))
+    found, held, at_once = answered(demo_llama, lines, tmp_path, options, max_kv_bytes=limit)
+    expected, _, more = answered(demo_llama, lines, tmp_path, options)
+    assert held <= limit and 1 < at_once < more
+    assert len(found) == 14 and not any(record["error"] for record in found.values())
+    for name, record in found.items():
+        assert answer(record) == answer(expected[name])
+
+
+@pytest.mark.parametrize("policy", [SNAPKV, STAGES])
+@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file"])
+def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, memory):
+    """Up to what a step of this model takes beside, about 2 MB."""
+    options = options_of(policy, memory=memory) | {"prefill_step_size": 64}
+    need = needed(demo_llama, options, 2000, 40)
+    gc.collect()
+    before, taken = mx.get_active_memory(), []
+    run = batch_helpers.Run(demo_llama[0], **options)
+    run.insert(batch_helpers.prompts_of(2000), 40)
+    while len(run.answers.get(0, [])) < 20:
+        run.step()
+        gc.collect()
+        taken.append(mx.get_active_memory() - before)
+    assert need.most - 100_000 < max(taken) < need.most + 3_500_000
+    assert need.held + need.stays < taken[-1] < need.held + need.stays + 3_500_000
+
+
+def test_one_that_never_fits_says_what_it_needs(demo_llama):
+    memory = Memory(demo_llama[0], {}, 10_000_000)
+    layers = 3 * 2 * 2 * 64 * 4  # layers, keys and values, heads, their size, bytes
+    with pytest.raises(SnapKVError, match=r"need ([\d.]+) MB") as raised:
+        memory.need(10_000, 100)
+    told = float(str(raised.value).partition("need ")[2].split()[0])
+    assert told == pytest.approx(10_100 * layers / 1e6, rel=0.05)
+    assert str(raised.value).endswith("max_kv_bytes is 10 MB: raise it")
+    memory.need(700, 300)
