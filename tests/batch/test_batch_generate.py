@@ -1,5 +1,3 @@
-"""mlx-lm's batch_generate with a policy: its signature, its answers, a report a prompt."""
-
 import importlib
 import inspect
 

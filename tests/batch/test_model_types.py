@@ -1,7 +1,4 @@
-"""Model types of every kind of cache and attention decode in a batch as alone, or are refused by name.
-
-With a memory that recalls, their tokens choose together, by votes or by an index.
-"""
+"""Model types of every kind of cache and attention decode in a batch as alone, or are refused by name."""
 
 import pytest
 from batch_helpers import Run, prompts_of
@@ -17,7 +14,7 @@ TYPES = [
     "deepseek_v3", "falcon_h1", "gemma3n", "gpt_oss", "jamba", "kimi_linear", "llama4_text", "longcat_flash",
     "minicpm3", "nemotron_h", "plamo2", "qwen3_5",
 ]  # fmt: skip
-# A hybrid, attention sinks; latents and borrowed entries, whose attention modules are called twice.
+# Whose tokens choose together: a hybrid, attention sinks; latents and borrowed entries, whose modules are called twice.
 CHOOSING = ["qwen3_next", "gpt_oss", "deepseek_v3", "gemma3n"]
 
 

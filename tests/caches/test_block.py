@@ -1,5 +1,3 @@
-"""The cache of a fixed budget, driven by hand."""
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -119,7 +119,7 @@ def test_what_is_rolled_back_has_never_been_there(kind, updates):
 
 
 def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems():
-    """Others: `tests/saved/test_damaged.py`."""
+    """Others: `tests/saved/test_files.py`."""
     keys, values, _ = rows(0, 1)
     like = full_cache(Entries(keys, values))
     cache = EVICTING["block of 8 bits"]()

@@ -1,5 +1,3 @@
-"""The cache that stores every entry before it gives way."""
-
 import mlx.core as mx
 import numpy as np
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""What is planned, against the memory that MLX then has in use."""
-
 import json
 import re
 import shlex

@@ -1,13 +1,15 @@
-"""Prompt caches in files: what was read once goes on as if nothing had happened."""
+"""Prompt caches in files: what was read once goes on, and what can't be used is refused in one sentence."""
 
+import random
 import subprocess
 import sys
+import zlib
 
 import mlx.core as mx
 import pytest
 from disk_helpers import full_disk
 from mlx_lm import load
-from mlx_lm.models.cache import save_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, save_prompt_cache
 from model_configs import make_model
 from request_helpers import assert_same, plain, steps
 from saved_helpers import KEYDIFF, SNAPKV, question, read, saved_file, spec
@@ -15,7 +17,7 @@ from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, saved
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.saved.files import fingerprint
+from mlx_snapkv.saved import files, sealed
 
 # One of each state that a cache has: queries that wait to be counted or to vote, a ring that has turned, and so on.
 KINDS = [
@@ -62,15 +64,15 @@ def test_a_fingerprint_tells_weights_and_configurations_apart_in_any_process():
     )
     command = [sys.executable, "-c", program, str(MODELS["demo"])]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.strip() == fingerprint(load(str(MODELS["demo"]))[0]), done.stderr
-    mine = fingerprint(make_llama())
-    assert fingerprint(make_llama()) == mine
+    assert done.stdout.strip() == files.fingerprint(load(str(MODELS["demo"]))[0]), done.stderr
+    mine = files.fingerprint(make_llama())
+    assert files.fingerprint(make_llama()) == mine
     trained = make_llama()
     trained.model.norm.weight = trained.model.norm.weight * 1.001
     half = make_llama()
     half.set_dtype(mx.bfloat16)
     others = [make_llama(seed=1), trained, half, make_llama(rope_theta=5e5), make_qwen()]
-    assert len({mine, *map(fingerprint, others)}) == 6
+    assert len({mine, *map(files.fingerprint, others)}) == 6
 
 
 def test_a_place_that_can_not_be_written_is_told(tmp_path):
@@ -90,3 +92,107 @@ def test_a_failure_leaves_the_old_file_and_no_other(path, tokens):
     assert str(error.value) == f"{path} can't be written: File too large"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert path.read_bytes() == before
+
+
+def damaged(data):
+    """Every kind of damage, and other things' bytes."""
+    head = 8 + int.from_bytes(data[:8], "little")
+    for length in (0, 5, 8, 9, head // 2, head - 1, head, head + 1, len(data) // 2, len(data) - 1):
+        yield data[:length]
+    yield data + b"\0"
+    in_head = random.Random(0).sample(range(10, head - 8), 18)
+    for place in [0, 1, 5, 7, 8, 9, *in_head, head, (head + len(data)) // 2, len(data) - 1]:
+        yield data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+    yield from (b"hello", b"\0" * 4096, b"{}", b"PK" * 999, (2).to_bytes(8, "little") + b"{}")
+
+
+def foreign_caches(model, tokens):
+    """Caches that mlx-lm would save, and that are not this model's."""
+    good = read(model, tokens, None)
+    yield good[:1]
+    yield [*good, good[0]]
+    yield make_prompt_cache(model)
+    yield [CacheList(good[0]), good[1]]
+    for other in (make_qwen(), make_llama(num_key_value_heads=4), make_llama(head_dim=16)):
+        yield read(other, tokens, None)
+    half = make_llama()
+    half.set_dtype(mx.bfloat16)
+    yield read(half, tokens, None)
+    yield [good[0], read(model, tokens[:50], None)[0]]
+    keys, values = good[0].keys, good[0].values
+    states = [(keys, values, 10_000), (keys, values, 1.5), (keys, values[:, :, :100], 200)]
+    for state in [*states, (keys, None, 200), ("keys", "values", 200)]:
+        yield [KVCache.from_state(state), good[1]]
+    for policy, wrong in (
+        (f"{SNAPKV},on_full=keydiff", {"_n": 0, "_arranged": mx.zeros(3)}),
+        (KEYDIFF, {"_n": 10_000, "offset": 1.5, "_kept_positions": mx.zeros(3)}),
+    ):
+        compressed = read(model, tokens, policy)
+        for name, value in wrong.items():
+            broken = type(compressed[0]).from_state(compressed[0].state)
+            setattr(broken, name, value)
+            yield [broken, compressed[1]]
+
+
+def test_damaged_and_foreign_files_are_refused_in_one_sentence(path, tokens):
+    model = make_llama()
+
+    def refused(asked=model):
+        with pytest.raises(SnapKVError) as error:
+            saved.load(path, asked)
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+    data = saved_file(path, model, tokens).read_bytes()
+    for other in (make_llama(seed=1), make_qwen(), make_llama(num_hidden_layers=3)):
+        refused(other)
+    for content in damaged(data):
+        path.write_bytes(content)
+        refused()
+    for name, metadata in (("a", {"x": "y"}), ("0.0", {"1.0": "KVCache", "2.0": ""})):
+        mx.save_safetensors(str(path), {name: mx.zeros(3)}, metadata)
+        refused()
+    for cache in foreign_caches(model, tokens):
+        save_prompt_cache(str(path), cache)
+        refused()
+    path.write_bytes(data)
+    assert saved.load(path, model).tokens == tokens.tolist()
+
+
+def test_another_format_is_refused(path, tokens, monkeypatch):
+    model = make_llama()
+    saved_file(path, model, tokens)
+    monkeypatch.setattr(files, "FORMAT", 5)
+    with pytest.raises(SnapKVError, match="has format 4, this version reads 5: save the prompt"):
+        saved.load(path, model)
+
+
+HEAD = b'{"__metadata__":{"0.checksum":"00000000","0.notes":"x"}}'
+CONTENT = len(HEAD).to_bytes(8, "little") + HEAD + bytes(range(256)) * 20_000
+PLACE = 8 + HEAD.index(b"00000000")
+
+
+def written(path, content, sizes):
+    """A sealed file, written in pieces of these sizes and the rest at once."""
+    with sealed.sealed(path) as writer:
+        start = 0
+        for size in sizes:
+            assert writer.write(memoryview(content)[start : start + size]) == size
+            start += size
+        writer.write(content[start:])
+    return path
+
+
+def test_a_checksum_is_that_of_all_bytes_however_they_are_written(tmp_path):
+    for sizes in ((), (8, len(HEAD)), [1] * 90, (70, 900)):
+        path = written(tmp_path / "whole", CONTENT, sizes)
+        digits = b"%08x" % zlib.crc32(CONTENT)
+        assert path.read_bytes() == CONTENT[:PLACE] + digits + CONTENT[PLACE + 8 :]
+        assert sealed.is_whole(path)
+
+
+@pytest.mark.parametrize("content", [b"123", (2).to_bytes(8, "little") + b"{}", b"\xff" * 99])
+def test_a_file_without_a_place_for_it_is_not_whole(tmp_path, content):
+    with pytest.raises(ValueError):
+        written(tmp_path / "none", content, ())
+    (tmp_path / "other").write_bytes(content)
+    assert not sealed.is_whole(tmp_path / "other") and not sealed.is_whole(tmp_path / "none")

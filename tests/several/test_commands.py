@@ -1,5 +1,3 @@
-"""Commands that mlx.launch has started, and what they refuse there."""
-
 import json
 import subprocess
 import sys
