@@ -28,32 +28,20 @@ def rows(start, n):
     return made[:, :H], made[:, H : 2 * H], made[:, 2 * H :]
 
 
-def window(policy=None, quantization=None, n_window=N_WINDOW, pinned=PINNED, **options):
+def window(policy=None, quantization=None, n_window=N_WINDOW, pinned=PINNED, always=(0, 1), **more):
     """A compressed prompt of `START` tokens."""
     keys, values, queries = rows(0, START)
     kept = mx.array([*pinned, *range(START - min(n_window, N_WINDOW), START)])
     keys, values = keys[:, :, kept], values[:, :, kept]
     keys, values = pack(keys, quantization), pack(values, quantization)
     if policy is not None:
-        sink = mx.broadcast_to(mx.arange(len(PINNED)) < 2, (B, H, len(PINNED)))
-        options = {"policy": policy, "block": 4, "reserved": sink} | options
+        reserved = mx.array([[[n in always for n in range(len(PINNED))]] * H] * B)
+        more = {"policy": policy, "block": 4, "reserved": reserved} | more
     positions = mx.broadcast_to(mx.array(pinned, mx.uint32), (B, H, len(pinned)))
-    cache = SnapKVCache(
-        keys,
-        values,
-        positions,
-        offset=START,
-        n_window=n_window,
-        quantization=quantization,
-        **options,
-    )
+    more |= {"offset": START, "n_window": n_window, "quantization": quantization}
+    cache = SnapKVCache(keys, values, positions, **more)
     cache.record(Captured(queries, SCALE))
     return cache
-
-
-def reserving():
-    reserved = mx.broadcast_to(mx.array([True, True, True, False, True]), (B, H, 5))
-    return window(KeyDiff(), reserved=reserved)
 
 
 def block(policy, **options):
@@ -76,7 +64,7 @@ EVICTING = {
     "window that is not full": lambda: window(n_window=11),
     "window that chooses, of 8 bits": lambda: window(KeyDiff(), HOW),
     "window that chooses, not full": lambda: window(KeyDiff(), n_window=11),
-    "window that reserves": reserving,
+    "window that reserves": lambda: window(KeyDiff(), always=(0, 1, 2, 4)),
     "block of 8 bits": lambda: block(KeyDiff(), quantization=HOW),
     "block that votes": lambda: block(TOVA()),
     "block that counts": lambda: block(H2O()),

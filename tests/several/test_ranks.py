@@ -1,11 +1,16 @@
 """Two processes keep and answer what one does, however they share the model; a rank that fails ends both."""
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import fork_helpers
 import pytest
+from batch_file_helpers import COLD, FACT
 from several_cases import ANSWERS, POLICIES, REFUSED, run
-from several_helpers import started
+from several_helpers import LIMIT, ROOT, free_ports, started
 
 KINDS = {"tensor": "demo", "pipeline": "demo-qwen3-next"}
 STARTING = 15  # seconds that processes get to start and to load the model on a busy machine
@@ -65,3 +70,59 @@ def test_a_rank_that_fails_ends_both_with_its_sentence(tmp_path, how, other, own
     assert time.monotonic() - begun < STARTING + 20
     assert code != 0 and its_code != 0
     assert other in said and own in its and "went well" not in said + its
+
+
+LAUNCH = str(Path(sys.executable).with_name("mlx.launch"))
+POLICY = "snapkv:budget=pyramid:128,n_sink=4,n_window=32,lookahead=4"
+
+
+def one(*command, **options):
+    command = [sys.executable, "-m", "mlx_snapkv", *command]
+    return fork_helpers.run(command, capture_output=True, text=True, check=True, **options).stdout
+
+
+def test_two_print_once_what_one_prints(ask, demo_llama, tmp_path):
+    tokens, fact = ask(demo_llama[1], 600, 3)
+    path = tmp_path / "story.txt"
+    path.write_text(demo_llama[1].decode(tokens).split(fact.question)[0])
+    command = ["generate", "--model", "demo", "--prompt-file", str(path), "--prompt", fact.question,
+               "--policy", POLICY, "--json"]  # fmt: skip
+    launch = [LAUNCH, "-n", "2", "--backend", "ring", "--starting-port", str(free_ports(1)[0]),
+              "--env", f"PYTHONPATH={ROOT}", "--", sys.executable, "-m", "mlx_snapkv", *command]  # fmt: skip
+    two = subprocess.run(launch, capture_output=True, text=True, timeout=LIMIT)
+    found, wanted = json.loads(two.stdout), json.loads(one(*command))
+    assert found["text"] == wanted["text"]
+    assert found["compression"]["entries_kept"] == wanted["compression"]["entries_kept"]
+    assert two.stderr.count("prompt tokens,") == 1
+
+
+def test_rank_0_chats_for_both(tmp_path):
+    file, question = tmp_path / "facts.txt", "What is the access code of the amber falcon?"
+    file.write_text(FACT + COLD * 40)
+    lines = "\n".join([f"/file {file}", question, "/undo", question, "/quit"])
+    command = ["chat", "--model", "demo-qwen3-next", "--policy", POLICY]
+    wanted = one(*command, input=lines)
+    assert wanted.count("482913") == 2
+    ranks = started(tmp_path, "mlx_snapkv", *command, "--pipeline", lines=lines)
+    assert [code for code, _ in ranks] == [0, 0], ranks
+    answers = [line for line in ranks[0][1].splitlines() if "482913" in line]
+    assert answers == wanted.split() and "482913" not in ranks[1][1]
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["batch", "r.jsonl", "-o", "a.jsonl"], "mlx-snapkv batch does not run on several Macs"),
+        (["serve", "--prefix-dir", "known"], "--prefix-dir can't be used on several Macs"),
+        (["generate", "--prompt", "x", "--prompt-cache-file", "a.safetensors"],
+         "saved prompt caches can't be loaded on several Macs: start it without mlx.launch"),
+        (["generate", "--model", "demo-qwen3-next", "--prompt", "x"], "add --pipeline"),
+    ],
+)  # fmt: skip
+def test_what_does_not_run_is_refused_by_all(tmp_path, monkeypatch, command, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("r.jsonl").write_text("{}\n")
+    if "--model" not in command:
+        command = [*command, "--model", "demo"]
+    for code, printed in started(tmp_path, "mlx_snapkv", *command, limit=60):
+        assert code == 2 and sentence in printed and "Traceback" not in printed
