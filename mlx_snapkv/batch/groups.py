@@ -19,12 +19,8 @@ from .job import Job
 
 
 class Guard:
-    """A sampler or logits processor whose failure ends its own request only.
-
-    Args:
-        function: called with arguments the last of which are `(1, vocab_size)` logits.
-        fallback: what it returns for those logits once `function` has failed, with `error`.
-    """
+    """A sampler or logits processor whose failure ends its own request only: it then gives what `fallback` makes of the
+    last argument, `(1, vocab_size)` logits."""
 
     error: Exception | None = None
 

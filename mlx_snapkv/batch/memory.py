@@ -46,12 +46,8 @@ class Memory:
         return found
 
     def admit(self, new: Need, active: Iterable[Any], held: int) -> int | None:
-        """Bytes that are taken at most once another request is admitted; None if it has to wait.
-
-        Args:
-            active: the other requests, each with its `need`, and a `report` once its prompt has been compressed.
-            held: bytes that their caches have now.
-        """
+        """Bytes that are taken at most once another request is admitted; None if it has to wait. Those active have a
+        `need`, and a `report` once their prompts have been compressed; their caches `held` so many bytes."""
         active = [request for request in active if request.need is not None]
         beside = sum(r.need.reading if r.report is None else r.need.stays for r in active)
         planned = self._together([*(r.need for r in active), new]) + beside + new.reading

@@ -28,32 +28,23 @@ class BlockKVCache(EvictingCache):
     the new tokens, so the mask is the ordinary causal one, aligned with the last entry. Keys keep the rotation of their
     original position; `offset` is the logical position of the next token. An update of more than `block` tokens is held
     in full until the next one.
-
-    Args:
-        policy: what chooses; with None everything stays.
-        quota: what an eviction leaves.
-        block: tokens that fit in besides.
-        last: position before which queries may vote.
-        newest: how many of the last queries are kept for the votes.
-        expected: entries that will be held at least; less than `quota.entries + block` saves memory.
-        steady: positions of tokens that all attend to the same entries: an eviction precedes only the first of them.
-            If they are more than `block`, they are held besides.
-        accumulates: count the attention that every entry receives; also if the policy asks for it.
     """
 
     def __init__(
         self,
-        policy: Policy | None,
-        quota: Quota,
-        block: int,
+        policy: Policy | None,  # what chooses; with None everything stays
+        quota: Quota,  # what an eviction leaves
+        block: int,  # tokens that fit in besides
         *,
         layer: Any = None,
-        last: float = math.inf,
-        newest: int | None = None,
-        expected: int = 0,
+        last: float = math.inf,  # position before which queries may vote
+        newest: int | None = None,  # how many of the last queries are kept for the votes
+        expected: int = 0,  # entries that will be held at least; less than `quota.entries + block` saves memory
         uniform: bool = True,
         quantization: Quantization | None = None,
-        accumulates: bool = False,
+        accumulates: bool = False,  # count the attention that every entry receives; also if the policy asks for it
+        # Positions of tokens that all attend to the same entries: an eviction precedes only the first of them. If they
+        # are more than `block`, they are held besides.
         steady: range = range(0),
     ):
         super().__init__(

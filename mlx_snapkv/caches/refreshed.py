@@ -95,18 +95,17 @@ class RefreshedKVCache(Choosing, LayerCache):
 
     Where the prompt is longer than its compaction allows, what a token reads stands in line before it: sink, chosen,
     shared, window.
-
-    Args:
-        everything: all entries of the prompt. Its index ranks them, or if it has none, their exact votes.
-        quota: how many of them a token reads: sink, shared and window always, the rest by its queries.
-        layer: the layer of the model.
-        shared: ascending uint32 positions `(m,)` between sink and window that every head reads.
     """
 
     is_compressed = True
 
     def __init__(
-        self, everything: FullView, quota: Quota, layer: Any, shared: mx.array | None = None
+        self,
+        everything: FullView,  # of the prompt; its index ranks the entries, or if it has none, their exact votes
+        quota: Quota,  # how many a token reads: sink, shared and window always, the rest by its queries
+        layer: Any,
+        shared: mx.array
+        | None = None,  # ascending uint32 positions `(m,)` between sink and window, for all heads
     ):
         n = len(everything)
         self.offset = self._n_prompt = n

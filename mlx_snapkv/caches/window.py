@@ -34,18 +34,6 @@ class SnapKVCache(EvictingCache):
     over it. An update of more than `room` tokens is preceded by a rearrangement; of more than `block`, its later tokens
     slide on over the oldest.
 
-    Args:
-        keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` in order of position, `n <= n_window`, or quantised parts.
-        positions: uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned entries.
-        offset: position of the next token; the window's entries are the `n` tokens before it.
-        n_window: entries the window may hold, at least 1.
-        uniform: all layers of the model hold equally many entries. mlx-lm makes one mask for all of them; see `hide`.
-        quantization: how the entries given are quantised, and those to come will be.
-        policy: whose scores, by the keys alone, decide what is overwritten next; None is the oldest.
-        block: tokens between two rearrangements, at most `n_window`; the `n_window - block` most recent always stay.
-        reserved: bool `(B, n_kv_heads, n_pin)`, the pinned entries that always stay; None is none.
-        rotated: positions `(B, n_kv_heads, n)` and the others that those entries' keys are turned to, if there are any.
-
     Raises: SnapKVError: the shapes disagree, or `n_window < 1`.
     """
 
@@ -55,17 +43,20 @@ class SnapKVCache(EvictingCache):
 
     def __init__(
         self,
-        keys: Stored,
+        keys: Stored,  # `(B, n_kv_heads, n_pin + n, head_dim)` in order of position, `n <= n_window`, or parts
         values: Stored,
-        positions: mx.array,
+        positions: mx.array,  # uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned entries
         *,
-        offset: int,
-        n_window: int,
-        uniform: bool = True,
-        quantization: Quantization | None = None,
-        policy: Policy | None = None,
-        block: int = 1,
-        reserved: mx.array | None = None,
+        offset: int,  # position of the next token; the window's entries are the `n` tokens before it
+        n_window: int,  # entries the window may hold, at least 1
+        uniform: bool = True,  # all layers hold equally many entries: mlx-lm makes one mask for all; see `hide`
+        quantization: Quantization | None = None,  # of the entries given, and of those to come
+        policy: Policy
+        | None = None,  # whose scores, by the keys alone, say what is overwritten; None is the oldest
+        block: int = 1,  # tokens between two rearrangements; the `n_window - block` most recent always stay
+        reserved: mx.array
+        | None = None,  # bool `(B, n_kv_heads, n_pin)`, pinned entries that always stay
+        # Positions `(B, n_kv_heads, n)`, and the others that those entries' keys are turned to, if there are any.
         rotated: tuple[mx.array, mx.array] | None = None,
     ):
         n_pin, n = positions.shape[-1], n_rows(keys)
