@@ -47,9 +47,8 @@ class BlockKVCache(EvictingCache):
         # are more than `block`, they are held besides.
         steady: range = range(0),
     ):
-        super().__init__(
-            last=last, newest=policy.obs_window if policy and newest is None else newest
-        )
+        voting = policy.obs_window if policy and newest is None else newest
+        super().__init__(last=last, newest=voting)
         self.keys = self.values = None
         self.offset = self._n = 0
         self.policy, self.quota, self.block = policy, quota, block

@@ -104,8 +104,8 @@ class RefreshedKVCache(Choosing, LayerCache):
         everything: FullView,  # of the prompt; its index ranks the entries, or if it has none, their exact votes
         quota: Quota,  # how many a token reads: sink, shared and window always, the rest by its queries
         layer: Any,
-        shared: mx.array
-        | None = None,  # ascending uint32 positions `(m,)` between sink and window, for all heads
+        # Ascending uint32 positions `(m,)` between sink and window, which every head reads.
+        shared: mx.array | None = None,
     ):
         n = len(everything)
         self.offset = self._n_prompt = n

@@ -51,11 +51,11 @@ class SnapKVCache(EvictingCache):
         n_window: int,  # entries the window may hold, at least 1
         uniform: bool = True,  # all layers hold equally many entries: mlx-lm makes one mask for all; see `hide`
         quantization: Quantization | None = None,  # of the entries given, and of those to come
-        policy: Policy
-        | None = None,  # whose scores, by the keys alone, say what is overwritten; None is the oldest
+        # Its scores, by the keys alone, say what is overwritten; None is the oldest.
+        policy: Policy | None = None,
         block: int = 1,  # tokens between two rearrangements; the `n_window - block` most recent always stay
-        reserved: mx.array
-        | None = None,  # bool `(B, n_kv_heads, n_pin)`, pinned entries that always stay
+        # Bool `(B, n_kv_heads, n_pin)`, pinned entries that always stay.
+        reserved: mx.array | None = None,
         # Positions `(B, n_kv_heads, n)`, and the others that those entries' keys are turned to, if there are any.
         rotated: tuple[mx.array, mx.array] | None = None,
     ):
