@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, _BaseCache
 
+from ..caches.contract import keys_of
 from ..caches.evicting import EvictingCache
 from ..caches.layers import members
 from ..caches.refreshed import Choosing, RefreshedKVCache
@@ -70,18 +71,11 @@ class BatchedChoices(Batched, Choosing):
     attention function sees what all have chosen."""
 
     members: list[RefreshedKVCache]
+    keys = keys_of(lambda batch: batch.members[0])
 
     def __init__(self, members: Sequence[RefreshedKVCache]):
         super().__init__(members)
         self.layer = members[0].layer
-
-    @property
-    def keys(self) -> Any:  # type: ignore[override]
-        return self.members[0].keys
-
-    @keys.setter
-    def keys(self, keys: Any) -> None:
-        self.members[0].keys = keys
 
     def move(self, n: int) -> None:
         for member in self.members:

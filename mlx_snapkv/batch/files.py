@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO
 
 from ..completions.body import Body, parse
 from ..errors import SnapKVError
-from ..paths import naming, reason, require_place
+from ..paths import naming, refusing, require_place
 
 DUPLICATE = "duplicate_custom_id"
 NO_OBJECT = "invalid_json_line"
@@ -44,8 +44,7 @@ class Line:
 class RequestsFile:
     """The requests of a file, parsed as they are asked for; `n_lines` is the number of those that aren't blank.
 
-    Raises:
-        SnapKVError: there are lines, and not one of them is a JSON object.
+    Raises: SnapKVError: there are lines, and not one of them is a JSON object.
     """
 
     def __init__(self, stream: BinaryIO):
@@ -161,19 +160,17 @@ class AnswersFile:
         self.n_errors += error is not None
 
     def __enter__(self) -> AnswersFile:
-        try:
+        with contextlib.ExitStack() as undo, refusing(f"{self.path} can't be written"):
+            undo.callback(self.__exit__)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                why = "is being written by another run: wait for it"
+                raise SnapKVError(f"{self.path} {why}") from None
             self._read()
             os.ftruncate(self._file, self._size)
-        except BaseException as error:
-            self.__exit__()
-            if not isinstance(error, OSError):
-                raise
-            why = f"can't be written: {reason(error)}"
-            if isinstance(error, BlockingIOError):
-                why = "is being written by another run: wait for it"
-            raise SnapKVError(f"{self.path} {why}") from error
+            undo.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -50,8 +50,7 @@ def batch_generate(
     Returns:
         mlx-lm's response; with a policy a `BatchResponse`. Prompts that don't fail get the answers that they get alone.
 
-    Raises:
-        SnapKVError: options, models or prompts can't be served; nothing has been read then.
+    Raises: SnapKVError: options, models or prompts can't be served; nothing has been read then.
     """
     given = [list(prompt) for prompt in prompts]
     if [] in given:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
 from ..entries.quantization import Quantization, n_bytes, rows
@@ -74,6 +76,15 @@ class LayerCache(ABC):
     def reopen(self, mark: Mark) -> None:
         """Let the next `rollback` go to a mark that was committed, whatever was marked since."""
         self._mark = mark
+
+
+def keys_of(owner: Callable[[Any], Any]) -> Any:
+    """A property: the newest entries' buffer of a cache's `owner`, which mlx-lm lets wait for what a pipeline sends."""
+
+    def wait(cache: Any, keys: mx.array) -> None:
+        owner(cache).keys = keys
+
+    return property(lambda cache: owner(cache).keys, wait)
 
 
 class LosslessCache(LayerCache):

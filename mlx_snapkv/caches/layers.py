@@ -125,8 +125,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 
     Of a model whose layers several Macs have, those here; all have to ask.
 
-    Raises:
-        UnsupportedModelError: there is none, or the model type is not one that can be compressed.
+    Raises: UnsupportedModelError: there is none, or the model type is not one that can be compressed.
     """
     shard = shard_of(model)
     found = attentions(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from ..entries.quantization import join, n_bytes
 from ..entries.queries import Captured, Recorder
 from ..errors import TrimError
 from .adapter import full_cache
-from .contract import LosslessCache, Mark
+from .contract import LosslessCache, Mark, keys_of
 from .stores import MemoryStore, Store
 
 
@@ -31,6 +32,7 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
     """
 
     growing: KVCache  # of the entries since the last `offload`, or of all
+    keys = keys_of(attrgetter("growing"))
     repeated: Any = None  # what reading the prompt again has measured; see `Entries`
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
@@ -58,15 +60,6 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
     @property
     def offset(self) -> int:  # type: ignore[override]
         return self._n_stored + self.growing.offset
-
-    @property
-    def keys(self) -> mx.array | None:
-        """The newest entries' buffer, which mlx-lm makes wait for what a pipeline sends."""
-        return self.growing.keys
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self.growing.keys = keys
 
     def share(self, cache: Any, n: int) -> None:
         """Hold the first `n` entries of another cache, whose arrays are shared until they are written."""

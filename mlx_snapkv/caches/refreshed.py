@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from ..entries.queries import Captured, OnQueries, Queries
 from ..entries.selection import n_of_groups, top_of_groups
 from ..errors import TrimError
 from ..policies.budgets import Quota
-from .contract import LayerCache
+from .contract import LayerCache, keys_of
 from .full_view import FullView
 
 
@@ -98,6 +99,7 @@ class RefreshedKVCache(Choosing, LayerCache):
     """
 
     is_compressed = True
+    keys = keys_of(attrgetter("_always"))
 
     def __init__(
         self,
@@ -192,15 +194,6 @@ class RefreshedKVCache(Choosing, LayerCache):
             return 0
         one = n_bytes(rows(self._always.keys_and_values(), 0, 1))
         return one * self.n_entries + (0 if self._index is None else self._index.nbytes)
-
-    @property
-    def keys(self) -> mx.array | None:
-        """The newest ones' buffer, which mlx-lm lets wait for what a pipeline sends."""
-        return self._always.keys
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self._always.keys = keys
 
     def empty(self) -> bool:
         return False

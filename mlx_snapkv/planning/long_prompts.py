@@ -61,11 +61,10 @@ class LongPrompts:
         if self._config.retains:
             return f"the answer will read {count} of {n:,} entries, all of which stay"
         beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
-        rows = [k + beside for k in kept]
-        after = total_bytes(footprint.row_bytes, rows) + n * sum(sizes.plain)
-        sizes_text = f"{format_bytes(before)} → {format_bytes(after)}"
+        after = total_bytes(footprint.row_bytes, [k + beside for k in kept]) + n * sum(sizes.plain)
+        saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"
         room = f", room for a block of {beside:,} included" if beside else ""
-        return f"{count} of {n:,} entries will be kept: KV memory {sizes_text}{room}"
+        return f"{count} of {n:,} entries will be kept: {saved}{room}"
 
     def _too_large(self, n_prompt: int) -> str | None:
         """A sentence if a prompt will not fit; None if it will, or if it can't be planned."""

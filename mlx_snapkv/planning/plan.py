@@ -213,8 +213,7 @@ def plan_memory(
         context: tokens of the prompt.
         policy, snapkv, kv_bits: as of `generate_step`, and so are `kv_group_size`, `max_tokens`, `prefill_step_size`.
 
-    Raises:
-        SnapKVError: the policy can't serve the model or a prompt of this length, or reads it twice.
+    Raises: SnapKVError: the policy can't serve the model or a prompt of this length, or reads it twice.
     """
     chosen = resolve_policy(snapkv, policy)
     named = policy if isinstance(policy, str) else chosen

@@ -67,8 +67,7 @@ def save(
         notes: anything JSON can hold, for `load` to give back.
         progress: called with the bytes of a book's entries that are written, and their total.
 
-    Raises:
-        SnapKVError: the file can't be written, or the cache does not hold these tokens.
+    Raises: SnapKVError: the file can't be written, or the cache does not hold these tokens.
     """
     require_whole(model, "prompt caches can't be saved")
     path = require_writable(path)
@@ -97,8 +96,7 @@ def load(path: str | Path, model) -> SavedPrompt:
 
     Of a book only the resident entries are read. The others are read and checked when they are used.
 
-    Raises:
-        SnapKVError: the file does not exist, is damaged, of another version or another model's.
+    Raises: SnapKVError: the file does not exist, is damaged, of another version or another model's.
     """
     require_whole(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)

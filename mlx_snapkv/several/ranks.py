@@ -118,8 +118,7 @@ _here: list[Ranks] = []
 def here() -> Ranks:
     """All processes started with this one; `ALONE` if there are no others. All ranks must make the first call.
 
-    Raises:
-        SnapKVError: their versions differ.
+    Raises: SnapKVError: their versions differ.
     """
     if not launched():
         return ALONE

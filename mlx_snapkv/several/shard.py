@@ -61,8 +61,7 @@ def shard_of(model: Any) -> Shard:
 
     All ranks must make the first call for a split model.
 
-    Raises:
-        SnapKVError: the ranks run different versions, or hold it with others than those started together.
+    Raises: SnapKVError: the ranks run different versions, or hold it with others than those started together.
     """
     if id(model) in _shards:
         return _shards[id(model)]
