@@ -109,17 +109,16 @@ def test_the_caches_really_are_small(tiny_model):
         full.next()
     caches = [c for c in run.generator._generation_batch.prompt_cache if hasattr(c, "members")]
     assert {len(c.members) for c in caches} == {6}
-    mine = sum(c.nbytes for c in caches)
     theirs = sum(c.nbytes for c in full._generation_batch.prompt_cache if hasattr(c, "keys"))
-    assert mine * 6 < theirs
+    assert sum(c.nbytes for c in caches) * 6 < theirs
     assert run.generator.prompt_cache_nbytes < full.prompt_cache_nbytes
 
 
 @pytest.mark.parametrize("memory", ["drop", "recall"])
 def test_keys_may_wait_for_what_a_pipeline_sends(tiny_model, memory, monkeypatch):
     """As mlx-lm's models of which each Mac has some layers do after every call."""
-    policy, prompts = SMALL, prompts_of(200, 150)
-    wanted = [alone(tiny_model, prompt, 9, policy=policy, memory=memory) for prompt in prompts]
+    prompts = prompts_of(200, 150)
+    wanted = [alone(tiny_model, prompt, 9, policy=SMALL, memory=memory) for prompt in prompts]
     call = type(tiny_model).__call__
 
     def sends(self, inputs, cache=None):
@@ -128,7 +127,7 @@ def test_keys_may_wait_for_what_a_pipeline_sends(tiny_model, memory, monkeypatch
         return logits
 
     monkeypatch.setattr(type(tiny_model), "__call__", sends)
-    run = Run(tiny_model, policy, memory=memory)
+    run = Run(tiny_model, SMALL, memory=memory)
     uids = run.insert(prompts, 9)
     assert [run.finish()[uid] for uid in uids] == wanted
 
