@@ -78,15 +78,13 @@ class EntryFile:
         os.ftruncate(self._file.fileno(), n * self.layout.token)
 
     def read(self, start: int, stop: int) -> Stored:
-        by_token = self._map(np.arange(start, stop))
-        return self.layout.from_bytes(by_token[start:].transpose(1, 2, 0))
+        return self.layout.from_bytes(self._map(np.arange(start, stop))[start:].transpose(1, 2, 0))
 
     def gather(self, places: np.ndarray) -> Stored:
         """The rows at `places` `(B, n_kv_heads, n)`."""
         B, H = self.layout.heads
         batch, head = np.ogrid[:B, :H]
-        by_token = self._map(places)
-        return self.layout.from_bytes(by_token[places, batch[..., None], head[..., None]])
+        return self.layout.from_bytes(self._map(places)[places, batch[..., None], head[..., None]])
 
     def _map(self, places: np.ndarray) -> np.ndarray:
         """The rows of the first entries, `(n, B, n_kv_heads)`, each one item, of which those at `places` are read."""

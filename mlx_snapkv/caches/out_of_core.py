@@ -36,8 +36,7 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
     TRANSIENT = BlockKVCache.TRANSIENT | {"store", "_index"}
 
     def __init__(self, store: Store, layer: Any = None):
-        unlimited = Quota(UNLIMITED, 0, 0)
-        super().__init__(None, unlimited, KVCache.step, layer=layer, newest=1)
+        super().__init__(None, Quota(UNLIMITED, 0, 0), KVCache.step, layer=layer, newest=1)
         self.store = store
         self._index: KeyIndex | None = None
 

@@ -162,8 +162,7 @@ class RefreshedKVCache(Choosing, LayerCache):
             scores = scores.at[..., self._shared].add(-mx.inf)
         middle = scores[..., self._first : self._stop]
         places = mx.sort(top_of_groups(middle, self._n_chosen), axis=-1) + self._first
-        chosen = self._everything.lined_up(places, tokens.start, self._end).plain()
-        return join(chosen, always)
+        return join(self._everything.lined_up(places, tokens.start, self._end).plain(), always)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.n_entries, return_array, window_size)

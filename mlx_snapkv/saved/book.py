@@ -117,8 +117,7 @@ def _write(folder: Path, caches: list[OutOfCoreKVCache], progress: Progress | No
             step, size = piece * _AT_A_TIME, piece * layout.token
             with path.open("xb") as file:
                 for start in range(0, n, step):
-                    stored = cache.store.stored(which, start, min(start + step, n))
-                    data = layout.to_bytes(stored)
+                    data = layout.to_bytes(cache.store.stored(which, start, min(start + step, n)))
                     file.write(data)
                     checksums += [zlib.crc32(data[i : i + size]) for i in range(0, len(data), size)]
                     done += len(data)

@@ -133,5 +133,4 @@ def here() -> Ranks:
 
 def leave_all(why: str) -> str:
     """Tell the other ranks that this one ends; the message to print, another rank's if that one failed first."""
-    found = [ranks.heartbeat.leave(why) for ranks in _here]
-    return next(filter(None, found), why)
+    return next(filter(None, [ranks.heartbeat.leave(why) for ranks in _here]), why)
