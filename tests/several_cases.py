@@ -45,23 +45,21 @@ def kept(model, tokens: mx.array, policy: str) -> dict:
     """By number of its layer, the positions that each of the KV heads here keeps; and what is answered from them."""
     cache, report = prefill(model, tokens[:-1], policy)
     layers = attention_layers(model, cache)
-    positions = {
-        str(layer.number): layer.entries_in(cache).held().positions[0].tolist() for layer in layers
-    }
-    step = mlx_generate_step(tokens[-1:], model, max_tokens=N_ANSWER, prompt_cache=cache)
-    said = [int(token) for token, _ in step]
-    return {"kept": positions, "kv_bytes": report.kv_bytes_after, "said": said}
+    positions = {str(x.number): x.entries_in(cache).held().positions[0].tolist() for x in layers}
+    steps = mlx_generate_step(tokens[-1:], model, max_tokens=N_ANSWER, prompt_cache=cache)
+    return {"kept": positions, "kv_bytes": report.kv_bytes_after, "said": said(steps)}
 
 
-def answered(model, tokens: mx.array, options: dict) -> list[int]:
-    return [int(token) for token, _ in generate_step(tokens, model, max_tokens=N_ANSWER, **options)]
+def said(steps) -> list[int]:
+    return [int(token) for token, _ in steps]
 
 
 def run(model, tokenizer, refused=()) -> dict:
     tokens = prompt_of(tokenizer)
     found: dict = {name: kept(model, tokens, policy) for name, policy in POLICIES.items()}
-    wanted = {name: options for name, options in ANSWERS.items() if name not in refused}
-    return found | {name: answered(model, tokens, options) for name, options in wanted.items()}
+    for name in (name for name in ANSWERS if name not in refused):
+        found[name] = said(generate_step(tokens, model, max_tokens=N_ANSWER, **ANSWERS[name]))
+    return found
 
 
 # Qwen3-Next's linear layers can't be rewound.

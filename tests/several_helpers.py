@@ -1,7 +1,5 @@
 """Several processes on this machine that hold one model, under a limit of time that they can't outlast."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

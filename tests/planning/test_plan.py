@@ -170,11 +170,10 @@ def test_the_first_that_fits_is_taken(demo_llama):
 
 def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(demo_llama):
     planner, n = Planner(demo_llama[0]), 16_385
-    snapkv, keydiff = (planner.plan(n, policy) for policy in CANDIDATES[:2])
-    assert "more than the 16384" in planner.plan(n).beyond and "16384" in snapkv.beyond
-    assert keydiff.beyond is None
+    full, snapkv, keydiff = (planner.plan(n, policy) for policy in (None, *CANDIDATES[:2]))
+    assert "more than the 16384" in full.beyond and "16384" in snapkv.beyond
     plan, taken = planner.recommended(n, snapkv.peak)
-    assert plan.policy == keydiff.policy and "evicts while it reads" in taken.why
+    assert plan == keydiff and plan.beyond is None and "evicts while it reads" in taken.why
 
 
 def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypatch):
