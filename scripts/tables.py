@@ -36,7 +36,7 @@ def filled(page: str) -> str:
 def choices() -> list[str]:
     rows = []
     for choice in CHOICES:
-        pages = ", ".join(f"[{page.partition('.md')[0]}]({page})" for page in choice.pages)
+        pages = ", ".join(f"[{page.partition('.md')[0]}]({page})" for page in choice.pages.split())
         rows.append((choice.when, choice.why, pages))
     return table(("you have", "what to do", "measured in"), rows)
 

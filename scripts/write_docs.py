@@ -4,8 +4,6 @@ python scripts/write_docs.py     # or: make docs
 """
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import policies_page
 import tables
@@ -95,15 +93,6 @@ def commands_page() -> str:
 def _example(found: re.Match[str]) -> str:
     lines = (line.removeprefix("  ") for line in found[1].splitlines())
     return "\n".join(["```", *lines, "```", ""])
-
-
-def commands(command: Any = None, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every command that does something, with the name it is called by."""
-    command = command or typer.main.get_command(app)
-    for part, below in getattr(command, "commands", {}).items():
-        yield from commands(below, f"{name} {part}".strip())
-    if not hasattr(command, "commands"):
-        yield name, command
 
 
 if __name__ == "__main__":

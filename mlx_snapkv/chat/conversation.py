@@ -1,7 +1,5 @@
 """Several turns over one document, each answered from a small cache."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -222,7 +220,7 @@ class Conversation:
         policy: Policy | Stages | str | None = None,
         memory: str = "drop",
         **generation: Any,
-    ) -> Conversation:
+    ) -> "Conversation":
         """Continue a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
 
         The system prompt is the file's. mlx-lm's files have it in the cache only, so that a `reset` loses it.

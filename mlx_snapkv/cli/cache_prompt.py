@@ -1,7 +1,5 @@
 """`mlx-snapkv cache-prompt`: a long text, read once and saved."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any

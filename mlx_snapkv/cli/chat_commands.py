@@ -1,7 +1,5 @@
 """The commands of a chat: lines that start with a slash."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """A chat under way: what a user types, and what the loop and the commands share."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Iterator
@@ -95,29 +93,20 @@ class Lines:
 
 @dataclass
 class Session:
-    """A conversation and the terminal or script that it is with. Answers go to stdout, all else to stderr.
+    """A conversation and the terminal or script that it is with. Answers go to stdout, all else to stderr."""
 
-    Attributes:
-        model: the model's name, as the user gave it.
-        reading: shows progress and warnings, unless the chat is quiet.
-        context: the command's.
-        names: of the documents attached, by their text.
-        exported: files that hold this chat already.
-        speed: of the last turn, in words.
-        wanted: the policy and memory of a new conversation, whatever a loaded one has brought with it.
-    """
-
-    model: str
+    model: str  # its name, as the user gave it
     conversation: Conversation
     sampling: SamplingOptions
     lines: Lines
-    reading: Reading
-    context: Context
-    names: dict[str, str] = field(default_factory=dict)
-    exported: set[Path] = field(default_factory=set)
-    speed: str = ""
+    reading: Reading  # quiet if the chat is
+    context: Context  # the command's
+    names: dict[str, str] = field(default_factory=dict)  # of attached documents, by their text
+    exported: set[Path] = field(default_factory=set)  # files that hold this chat already
+    speed: str = ""  # of the last turn, in words
 
     def __post_init__(self) -> None:
+        # Of a new conversation, whatever a loaded one has brought with it.
         self.wanted = {name: getattr(self.conversation, name) for name in ("policy", "memory")}
         self._console = stderr_console()
         self._in_file: list[dict[str, str]] = []  # the messages that are in a file

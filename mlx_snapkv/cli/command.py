@@ -1,7 +1,5 @@
 """How a function becomes a command: its option groups as options, and sentences that name what was typed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

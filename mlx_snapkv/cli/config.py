@@ -1,7 +1,5 @@
 """What options are where the command line does not say: MLX_SNAPKV_ variables and config.toml; `mlx-snapkv config`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`mlx-snapkv eval fidelity`: how far predictions move when what came before them is compressed."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """`mlx-snapkv eval lm`: lm-evaluation-harness' tasks, with the full cache and with policies."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from functools import partial

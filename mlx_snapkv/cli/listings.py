@@ -12,7 +12,6 @@ from .options import AsJson
 if TYPE_CHECKING:
     from ..policies import Policy
 
-
 ASK = "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION"
 
 
@@ -22,67 +21,56 @@ class Choice(NamedTuple):
     when: str
     why: str
     command: str
-    pages: tuple[str, ...]
+    pages: str
 
 
-CHOICES = (
-    Choice(
-        "no setting in mind",
-        "It takes what suits the prompt, the task and this machine of what is below, and says which and why.",
-        f"{ASK} --policy auto",
-        ("choose.md#commands",),
-    ),
-    Choice(
-        "one question about a long text, such as a contract of 100,000 tokens",
-        "The question's own tokens vote for the entries that the answer needs.",
-        f"{ASK} --snapkv top_k=4096",
-        ("quality.md",),
-    ),
-    Choice(
-        "a chat, several questions about one text",
-        "All entries stay in memory, and every token of an answer chooses which it reads.",
-        "mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall",
-        ("recall.md#what-conversations-find",),
-    ),
-    Choice(
-        "an agent, or several clients at once",
-        "What prompts have in common is read once, and answers are decoded together.",
-        "mlx-snapkv serve --model MODEL --snapkv top_k=4096 --memory recall",
-        ("server.md#beside-mlx-lms-server", "recall.md#what-conversations-find"),
-    ),
-    Choice(
-        "many documents overnight",
-        "Each prompt is read and compressed by itself, and small caches are decoded together.",
-        "mlx-snapkv batch requests.jsonl -o answers.jsonl --model MODEL --snapkv top_k=4096",
-        ("batches.md#what-it-gains",),
-    ),
-    Choice(
-        "an answer that must equal the full cache's",
-        "Tokens are drafted from few entries, and checked on all.",
-        f"{ASK} --snapkv top_k=4096 --memory recall --verify all",
-        ("recall.md#what-an-answer-reads",),
-    ),
-    Choice(
-        "a text too long for memory, such as a book",
-        "It is read within a budget, every entry goes to a file, and every token of an answer chooses among them.",
-        "mlx-snapkv chat --model MODEL --memory recall:file "
-        '--policy "keydiff:budget=4096 then snapkv:top_k=1024"',
-        ("recall.md#books", "benchmarks.md#books"),
-    ),
-    Choice(
-        "a document saved small, for questions that nobody knows yet",
-        "The attention of all its queries counts. What is evicted is gone: keep all entries if there is room.",
-        "mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors "
-        "--policy h2o:budget=25%,schedule=once",
-        ("quality.md",),
-    ),
-    Choice(
-        "the least memory, while reading and after",
-        "Read within a budget, chosen by the question, and kept in 4 bits. What is evicted is gone.",
-        f'{ASK} --kv-bits 4 --policy "keydiff:budget=8192 then snapkv:top_k=2048"',
-        ("choose.md#fewer-bits-as-well", "benchmarks.md#decoding-and-reading"),
-    ),
-)
+_CHOICES = f"""
+no setting in mind
+It takes what suits the prompt, the task and this machine of what is below, and says which and why.
+{ASK} --policy auto
+choose.md#commands
+
+one question about a long text, such as a contract of 100,000 tokens
+The question's own tokens vote for the entries that the answer needs.
+{ASK} --snapkv top_k=4096
+quality.md
+
+a chat, several questions about one text
+All entries stay in memory, and every token of an answer chooses which it reads.
+mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
+recall.md#what-conversations-find
+
+an agent, or several clients at once
+What prompts have in common is read once, and answers are decoded together.
+mlx-snapkv serve --model MODEL --snapkv top_k=4096 --memory recall
+server.md#beside-mlx-lms-server recall.md#what-conversations-find
+
+many documents overnight
+Each prompt is read and compressed by itself, and small caches are decoded together.
+mlx-snapkv batch requests.jsonl -o answers.jsonl --model MODEL --snapkv top_k=4096
+batches.md#what-it-gains
+
+an answer that must equal the full cache's
+Tokens are drafted from few entries, and checked on all.
+{ASK} --snapkv top_k=4096 --memory recall --verify all
+recall.md#what-an-answer-reads
+
+a text too long for memory, such as a book
+It is read within a budget, every entry goes to a file, and every token of an answer chooses among them.
+mlx-snapkv chat --model MODEL --memory recall:file --policy "keydiff:budget=4096 then snapkv:top_k=1024"
+recall.md#books benchmarks.md#books
+
+a document saved small, for questions that nobody knows yet
+The attention of all its queries counts. What is evicted is gone: keep all entries if there is room.
+mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors --policy h2o:budget=25%,schedule=once
+quality.md
+
+the least memory, while reading and after
+Read within a budget, chosen by the question, and kept in 4 bits. What is evicted is gone.
+{ASK} --kv-bits 4 --policy "keydiff:budget=8192 then snapkv:top_k=2048"
+choose.md#fewer-bits-as-well benchmarks.md#decoding-and-reading
+"""
+CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES.strip().split("\n\n")]
 
 
 def models(as_json: AsJson = False) -> None:
@@ -121,7 +109,7 @@ def policies(
 
     if choose:
         for choice in CHOICES:
-            pages = ", ".join(f"docs/{page.partition('#')[0]}" for page in choice.pages)
+            pages = ", ".join(f"docs/{page.partition('#')[0]}" for page in choice.pages.split())
             print(f"{choice.when}: {choice.why}\n    {choice.command}\n    measured: {pages}\n")
         print("Figures: docs/choose.md. Put your own for MODEL, TEXT and QUESTION.")
         return

@@ -1,7 +1,5 @@
 """The options that several commands share, each declared once: alone, or in groups for `with_options`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -191,7 +189,7 @@ class SamplingOptions:
     xtc_threshold: float = option("XTC threshold.", 0.1, min=0, max=0.5)
     max_tokens: MaxTokens = 256
 
-    def changed(self, name: str, text: str, context: Context) -> SamplingOptions:
+    def changed(self, name: str, text: str, context: Context) -> "SamplingOptions":
         """The same with another value of one setting; SnapKVError if its flag would not take that."""
         name, known = name.lstrip("-").replace("-", "_"), vars(self)
         if name not in known:

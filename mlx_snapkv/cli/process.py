@@ -1,7 +1,5 @@
 """The process: its standard streams, closed, full or not read, its end, and Ctrl-C while it starts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

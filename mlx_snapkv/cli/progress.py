@@ -1,7 +1,5 @@
 """The progress bars on stderr: of what a callback reports, and of work done in steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts from what a user typed: their text, and its tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

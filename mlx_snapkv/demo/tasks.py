@@ -7,24 +7,13 @@ the order in which the document has them, and questions about them in random ord
 not learn: the commonest of some votes.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from .documents import (
-    ADJECTIVES,
-    ATTRIBUTES,
-    NOUNS,
-    THINGS,
-    Fact,
-    fact_sentence,
-    hide,
-    make_facts,
-)
+from .documents import ADJECTIVES, ATTRIBUTES, NOUNS, THINGS, Fact, fact_sentence, hide, make_facts
 
 Sentences = list[str]
 

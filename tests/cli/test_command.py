@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-import write_docs
 
+from mlx_snapkv.cli.app import app as program
 from mlx_snapkv.cli.command import in_flags, option, with_options
+from mlx_snapkv.cli.config import commands_of
 
 # Where a flag means something of a command's own.
 OWN = {
@@ -52,7 +53,7 @@ COMMANDS = ("generate", "chat", "batch", "serve", "cache-prompt", "inspect", "pl
 
 def test_a_flag_is_the_same_in_every_command():
     meanings = defaultdict(set)
-    for name, command in write_docs.commands():
+    for (name, *_), command in commands_of(typer.main.get_command(program)):
         for each in command.params if name in COMMANDS else ():
             flag = each.opts[0]
             if not {flag, f"{flag} of {name}"} & OWN:

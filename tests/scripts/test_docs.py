@@ -12,15 +12,18 @@ import policies_page
 import pytest
 import quality_page
 import tables
+import typer
 import write_docs
 
+from mlx_snapkv.cli.app import app
+from mlx_snapkv.cli.config import commands_of
 from mlx_snapkv.cli.listings import CHOICES
 from mlx_snapkv.engine.auto import BOOK, CONVERSATION, QUESTION, RECALLED, SETTINGS, SNAPKV
 from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
 
 ROOT = Path(__file__).parents[2]
 HAND_WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = dict(write_docs.commands())
+COMMANDS = {" ".join(p): c for p, c in commands_of(typer.main.get_command(app))}
 PLACEHOLDERS = ("...", "COMMAND")
 
 
