@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import pytest
 from batch_file_helpers import COLD, FACT
 from server_helpers import POLICY, ask, serving, talk
 from several_helpers import running
@@ -49,21 +48,14 @@ def conversation(client):
     return found, follow_up[2]["mlx_snapkv"]["entries"]
 
 
-@pytest.fixture(scope="module")
-def wanted():
-    """What one process answers."""
-    with serving() as one:
-        return conversation(one.client)
-
-
 def streaming(client, **fields):
     body = {"messages": talk(about(1)), "stream": True, **fields}
     return client.stream("POST", "/v1/chat/completions", json=body)
 
 
-def test_two_serve_as_one_does_until_they_are_told_to_stop(wanted, tmp_path):
-    with served(tmp_path) as (client, ranks):
-        assert conversation(client) == wanted
+def test_two_serve_as_one_does_until_they_are_told_to_stop(tmp_path):
+    with served(tmp_path) as (client, ranks), serving() as one:
+        assert conversation(client) == conversation(one.client)
         assert client.post("/v1/chat/completions", json={"messages": []}).status_code == 400
         with streaming(client, max_tokens=3000, temperature=5.0) as response:  # and goes away
             for _, _ in zip(range(5), response.iter_lines()):
