@@ -1,5 +1,3 @@
-"""A short document for conversations about it."""
-
 import random
 
 import pytest

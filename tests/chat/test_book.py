@@ -1,5 +1,3 @@
-"""Conversations that read within a fixed budget and let every question vote over all of it."""
-
 import random
 
 import pytest

@@ -1,5 +1,3 @@
-"""Several turns: what the cache has read, what it keeps and where, and how turns are stopped."""
-
 import contextlib
 import gc
 import os

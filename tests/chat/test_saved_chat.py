@@ -1,5 +1,3 @@
-"""A conversation that is saved and loaded goes on as if nothing had happened; so does a text that mlx-lm has read."""
-
 import sys
 
 import mlx.core as mx

@@ -1,5 +1,3 @@
-"""Taking back turns: the last one exactly, earlier ones to what the messages tell."""
-
 import pytest
 from chat_helpers import SMALL, ask, begun, is_answered
 

@@ -1,5 +1,3 @@
-"""The command line as several tests call it."""
-
 import contextlib
 import io
 import os

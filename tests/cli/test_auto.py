@@ -1,5 +1,3 @@
-"""`--policy auto`: one line says what was taken and why, before anything is read."""
-
 import pytest
 from batch_file_helpers import COMPLETIONS, line
 

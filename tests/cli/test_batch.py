@@ -1,5 +1,3 @@
-"""The real command: files of requests, answered, ended half way, and gone on with."""
-
 import json
 import re
 import subprocess

@@ -1,5 +1,3 @@
-"""Runs that end half way, and the same command given again."""
-
 import subprocess
 import sys
 

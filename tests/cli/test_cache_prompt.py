@@ -1,5 +1,3 @@
-"""Saving a prompt and asking about it, as a user does."""
-
 import json
 import re
 import sys

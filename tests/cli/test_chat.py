@@ -1,5 +1,3 @@
-"""The chat from a script."""
-
 import re
 
 import pytest

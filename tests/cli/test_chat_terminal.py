@@ -1,5 +1,3 @@
-"""The chat in a pseudo-terminal."""
-
 import contextlib
 import os
 import pty

@@ -1,13 +1,9 @@
-"""Option groups, options that would do nothing, and sentences that name what was typed."""
-
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Annotated
 
 import typer
 
 from mlx_snapkv.cli.app import app as program
-from mlx_snapkv.cli.command import in_flags, option, with_options
+from mlx_snapkv.cli.command import in_flags
 from mlx_snapkv.cli.config import commands_of
 
 # Where a flag means something of a command's own.
@@ -19,33 +15,6 @@ OWN = {
     "--policy of cache-prompt",
     "--max-tokens of serve",
 }
-
-
-@dataclass(frozen=True)
-class Group:
-    needed: int = option("Any.", ..., min=1)
-    text: Annotated[str, typer.Option("--text", "-t", help="Some.")] = "x"
-    many: list[str] = option("Several.", ["y"])
-
-
-@dataclass(frozen=True)
-class Larger(Group):
-    text: str = option("More.", "z", "-t")
-    other: bool = option("By another name.", False, "--long")
-
-
-def test_a_command_takes_the_options_of_its_groups():
-    made = []
-    app = typer.Typer()
-
-    @app.command()
-    @with_options
-    def command(*, group: Larger, own: Annotated[float, typer.Option()] = 0.5):
-        made.append((group, own))
-
-    app(["--needed", "3", "--own", "2"], standalone_mode=False)
-    app("--needed 1 -t t --many a --many b --long".split(), standalone_mode=False)
-    assert made == [(Larger(3, "z", ["y"], False), 2.0), (Larger(1, "t", ["a", "b"], True), 0.5)]
 
 
 COMMANDS = ("generate", "chat", "batch", "serve", "cache-prompt", "inspect", "plan")

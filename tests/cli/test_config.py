@@ -1,5 +1,3 @@
-"""Default values of options: flags before variables, variables before config.toml."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""The real evaluations: tables, files, going on, and mistakes of one line."""
-
 import json
 import re
 import subprocess

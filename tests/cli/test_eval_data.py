@@ -1,5 +1,3 @@
-"""`eval data` and `eval lm`: the real commands on others' data and tasks."""
-
 import json
 import random
 import sys

@@ -1,5 +1,3 @@
-"""A text longer than the model was trained to, in the terminal."""
-
 import random
 
 import pytest

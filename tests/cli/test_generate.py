@@ -1,5 +1,3 @@
-"""The real command: exact output, exit codes, no tracebacks; the flags are mlx-lm's, and chat's the same."""
-
 import importlib
 import json
 import re

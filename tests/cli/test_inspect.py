@@ -1,5 +1,3 @@
-"""`mlx-snapkv inspect` and `compare`, and /compare in a chat."""
-
 import json
 import re
 

@@ -1,5 +1,3 @@
-"""`mlx-snapkv plan`, and the sentence that other commands say before they read what will not fit."""
-
 import json
 import shlex
 

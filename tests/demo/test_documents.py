@@ -1,5 +1,3 @@
-"""Documents, questions about them, and the answers that are expected, read again by other means."""
-
 import random
 import re
 

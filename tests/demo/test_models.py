@@ -1,5 +1,3 @@
-"""The embedded models: what they promise, and what compression keeps of it."""
-
 import random
 
 import pytest

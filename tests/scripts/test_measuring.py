@@ -1,5 +1,3 @@
-"""The measurements of our own pages, on little: what they count, not how fast anything is."""
-
 import os
 
 import pytest

@@ -1,5 +1,3 @@
-"""What training uses in the place of MLX's own functions gives their values; the seed makes the shipped tokenizer."""
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
