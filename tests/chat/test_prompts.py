@@ -19,18 +19,7 @@ GEMMA = (
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 # What may stand beside or across the template's own tokens.
-ODD = [
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<bos>",
-    "<|",
-    "a<|user|>",
-    "\n\n",
-    "▁▁",
-    "\u0338",
-    "  ",
-]
+ODD = [*"<|im_end|> <|end|> <end_of_turn> <bos> <| a<|user|> ▁▁ \u0338".split(), "\n\n", "  "]
 TEXTS = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=6)), max_size=6).map("".join)
 AWKWARD = {
     "overlapped": AddedToken("a<|us", normalized=False),
@@ -58,11 +47,8 @@ def require_equal(tokenizer, chats):
             assert render(messages, **options) == tokenizer.apply_chat_template(messages, **options)
 
 
-CHATS = st.lists(st.lists(TEXTS, min_size=1, max_size=4), min_size=1, max_size=3)
-
-
 @settings(max_examples=60)
-@given(chats=CHATS)
+@given(chats=st.lists(st.lists(TEXTS, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_a_conversations_tokens_are_those_of_its_whole_text(tokenizer, chats):
     require_equal(tokenizer, chats)
 

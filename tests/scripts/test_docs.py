@@ -22,6 +22,7 @@ from mlx_snapkv.engine.auto import BOOK, CONVERSATION, QUESTION, RECALLED, SETTI
 from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 HAND_WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = {" ".join(p): c for p, c in commands_of(typer.main.get_command(app))}
 PLACEHOLDERS = ("...", "COMMAND")
@@ -46,7 +47,7 @@ def test_every_table_has_its_place():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+    assert len(README.splitlines()) <= 160
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
@@ -91,7 +92,7 @@ def _shown(text: str) -> list[list[str]]:
 
 def test_commands_are_found_in_the_docs():
     """Else the test of them would be one of nothing."""
-    shown = _shown((ROOT / "README.md").read_text(encoding="utf-8"))
+    shown = _shown(README)
     assert [words[0] for words in shown] == (
         "demo generate compare chat chat cache-prompt generate".split()
     )
@@ -108,7 +109,7 @@ def test_every_option_of_a_policy_is_explained_in_its_docstring(name):
 def readme_run(tmp_path_factory):
     """What the README's commands print, given one after the other as they stand, and the folder they were given in."""
     folder = tmp_path_factory.mktemp("reader")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    readme = README.replace("\\\n", " ")
     printed = []
     for block in re.findall(r"^```\n(.*?)^```", readme, re.M | re.S)[1:]:  # the first is a drawing
         typed = "\n".join(re.findall(r"^> (.*)", block, re.M))
@@ -172,9 +173,8 @@ def test_the_table_is_what_auto_takes():
 
 
 def test_the_readmes_table_has_the_same():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for setting in (SNAPKV, RECALLED, BOOK):
         policy = setting.policy.removeprefix("snapkv:")
         given = f"--snapkv {policy}" if "keydiff" not in policy else f'--policy "{setting.policy}"'
         memory = "" if setting.memory == "drop" else f" --memory {setting.memory}"
-        assert f"| `{given}{memory}` |" in readme
+        assert f"| `{given}{memory}` |" in README

@@ -13,15 +13,16 @@ import gguf_folder  # noqa: E402
 
 TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}{% endfor %}"
 SPECIAL, NORMAL, USER_DEFINED, BYTE = 3, 1, 4, 6
+# By GGUF's name: the model's, and its value here.
 FIELDS = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads",
-    "key_length": "head_dim",
-    "rope_freq_base": "rope_theta",
-    "layer_norm_rms_eps": "rms_norm_eps",
+    "block_count": ("num_hidden_layers", 2),
+    "embedding_length": ("hidden_size", 12),
+    "feed_forward_length": ("intermediate_size", 20),
+    "head_count": ("num_attention_heads", 4),
+    "head_count_kv": ("num_key_value_heads", 2),
+    "key_length": ("head_dim", 6),
+    "rope_freq_base": ("rope_theta", 500.0),
+    "layer_norm_rms_eps": ("rms_norm_eps", 1e-5),
 }
 
 
@@ -31,7 +32,7 @@ FIELDS = {
 def write_gguf(path, family, args, tokenizer, tensors):
     """A GGUF file of a model's dimensions, a tokenizer's fields and tensors by llama.cpp's names."""
     writer = gguf.GGUFWriter(path, family)
-    fields = {name: getattr(args, of) for name, of in FIELDS.items()} | {"context_length": 64}
+    fields = {name: getattr(args, of) for name, (of, _) in FIELDS.items()} | {"context_length": 64}
     if family == "gemma3":
         fields["sliding_window"] = args.sliding_window
     for name, value in (fields | tokenizer).items():
@@ -102,20 +103,11 @@ def sentencepiece():
     }
 
 
-SIZES = {
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-}
+SIZES = dict(FIELDS.values())
 
 
 def a_llama(n_tokens):
-    sizes = SIZES | {"num_hidden_layers": 2, "vocab_size": n_tokens}
-    return llama.Model(llama.ModelArgs(model_type="llama", **sizes))
+    return llama.Model(llama.ModelArgs(model_type="llama", vocab_size=n_tokens, **SIZES))
 
 
 def a_gemma(n_tokens):
