@@ -1,18 +1,12 @@
 """`mlx-snapkv chat`: a conversation in the terminal, its cache kept small."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING
 
 import typer
 
 from ..errors import SnapKVError
 from . import cache_options, options
 from .command import in_flags
-
-if TYPE_CHECKING:
-    from .chat_session import Session
 
 
 def chat(
@@ -34,7 +28,8 @@ def chat(
       mlx-snapkv chat --model MODEL --policy auto < questions.txt
     """
     from ..chat.conversation import Conversation
-    from .chat_commands import CommandCompleter
+    from ..several.ranks import here
+    from .chat_commands import CommandCompleter, run_command
     from .chat_session import Lines, Session
     from .reading import Reading
 
@@ -48,26 +43,19 @@ def chat(
     ways |= compression.take(loaded, None, "conversation", reading.say)
     ways |= sampling.generation(tokenizer)
     conversation = Conversation(loaded, tokenizer, system=system_prompt, **ways)
-    run(Session(model.model, conversation, sampling, lines, reading, context))
-
-
-def run(session: Session) -> None:
-    """Take lines until there are no more. A mistake ends a chat whose lines come from a file."""
-    from ..several.ranks import here
-    from .chat_commands import run_command
-
-    interactive = session.lines.interactive
+    session = Session(model.model, conversation, sampling, lines, reading, context)
+    interactive = lines.interactive
     if interactive:
         how = "Paste several lines, or end each with a backslash. /help lists commands."
-        session.reading.say(f"{session.model}, {session.ways}\n{how}")
-    for line in map(str.strip, session.lines):
+        reading.say(f"{session.model}, {session.ways}\n{how}")
+    for line in map(str.strip, lines):
         try:
             if line.startswith("/"):
                 run_command(session, line)
             elif line:
                 session.answer(line)
         except SnapKVError as error:
-            if not interactive:
+            if not interactive:  # a mistake ends a chat whose lines come from a file
                 raise
             session.say(in_flags(str(error)))
         except KeyboardInterrupt:
