@@ -3,8 +3,6 @@
 The public names are those of `api`. They are loaded on first use, because importing MLX and mlx-lm takes a second.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.util import find_spec

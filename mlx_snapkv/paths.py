@@ -1,7 +1,5 @@
 """Files that users name: checked before the work, and written as a whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

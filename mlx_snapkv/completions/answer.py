@@ -1,7 +1,5 @@
 """An answer as it comes, in text, thoughts and tool calls, and the bodies that OpenAI's endpoints give it in."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Iterator

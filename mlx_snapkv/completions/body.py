@@ -1,7 +1,5 @@
 """What OpenAI's two completion endpoints take, checked: any mistake is one sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar

@@ -1,7 +1,5 @@
 """What a checked body asks of a model: tokens, sampler, processors, and where the answer ends."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 from collections.abc import Callable, Iterable

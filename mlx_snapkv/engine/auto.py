@@ -1,7 +1,5 @@
 """What to take where nobody says: one answer for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What one request's caches take in memory and on disk, before it is read."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile

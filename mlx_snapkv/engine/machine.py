@@ -1,7 +1,5 @@
 """How much memory a machine has for models."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

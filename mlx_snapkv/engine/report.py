@@ -1,7 +1,5 @@
 """What a request's compression did, in figures read from the arrays, or why it did nothing."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

@@ -7,8 +7,6 @@ A document is read once for all methods that choose from full caches. Those that
 keep every entry read for themselves. No method's answer depends on which others are asked.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import operator

@@ -4,8 +4,6 @@ A task that no column names is the file's name, or its folder's if the file is a
 that none gives is a folder's name (`4096/test.parquet`). Rows of one context are questions about one document.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

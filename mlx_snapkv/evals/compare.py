@@ -1,7 +1,5 @@
 """One prompt answered by several methods, each answer beside the full cache's."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 import itertools

@@ -1,7 +1,5 @@
 """How far predictions of known tokens are from the full cache's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any

@@ -5,8 +5,6 @@ known   a question stands behind the piece, and the policy sees it: judged is th
 later   the piece is compressed first, and the question comes to what is left: the same answer is judged
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence

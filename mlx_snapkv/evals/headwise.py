@@ -4,8 +4,6 @@ To store what they keep, every head would be padded to the longest one. So all e
 for each KV head hides what the method drops: that measures accuracy, and neither speed nor memory.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -4,8 +4,6 @@ Prompts, stop strings, metrics and seeds are lm-evaluation-harness' and mlx-lm's
 of `generate_until`, and the context of `loglikelihood` but for its last token, from which the continuation is judged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random

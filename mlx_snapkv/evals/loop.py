@@ -1,7 +1,5 @@
 """The loop of all evaluations: measure, document by document, what a file of records does not hold yet."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Documents with questions, as the evaluations ask them, and the methods that answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

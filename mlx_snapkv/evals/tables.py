@@ -1,7 +1,5 @@
 """What was measured, summed up as JSON and shown as tables; paired differences and their intervals."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from operator import itemgetter

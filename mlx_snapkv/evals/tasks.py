@@ -11,8 +11,6 @@ Suite: the tasks of `demo/tasks.py`, which tell policies apart, with many questi
 The same arguments always make the same documents.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Pieces of a user's own texts, and what stands around a text in a prompt."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`inspect_prompt`: a prompt compressed and answered, with everything that is known of it."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import asdict, dataclass
 from typing import Any

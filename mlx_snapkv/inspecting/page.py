@@ -1,7 +1,5 @@
 """Inspections as one HTML file that loads nothing from elsewhere, and as one picture."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """What a request keeps and attends to, recorded while it is served."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which part of a text each of its tokens is, its sentences, and a prompt's in order of what is kept of them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Sequence

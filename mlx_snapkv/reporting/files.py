@@ -1,7 +1,5 @@
 """The files of results: which of them this package's commands have written, for only those are ever replaced."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Who may ask, and how much: keys, the Host and Origin headers, the size of a body; and what the others get."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which requests are taken on, and when each may start."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The errors that clients get, whichever API they speak."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 from typing import Any

@@ -1,7 +1,5 @@
 """The HTTP side: FastAPI with thin endpoints over the engine, run by uvicorn."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What the bodies of Anthropic's messages and OpenAI's responses share: they become a chat completion's body."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

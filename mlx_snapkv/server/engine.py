@@ -1,7 +1,5 @@
 """The thread that generates: it takes requests, decodes them together, and outlives whatever fails."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import deque

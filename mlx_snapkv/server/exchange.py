@@ -1,7 +1,5 @@
 """One HTTP request, from its checked bodies to the response."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Answers in the format of an API: whole, or as server-sent events."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from abc import ABC, abstractmethod

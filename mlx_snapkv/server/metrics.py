@@ -1,7 +1,5 @@
 """The server's figures, in the form that Prometheus reads."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

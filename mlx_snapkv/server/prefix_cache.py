@@ -1,7 +1,5 @@
 """What prompts have in common: where their caches are kept, and what a prompt takes from earlier ones."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

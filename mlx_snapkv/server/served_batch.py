@@ -1,7 +1,5 @@
 """The requests that are read and answered together."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection
 from itertools import pairwise

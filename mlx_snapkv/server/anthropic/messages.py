@@ -1,7 +1,5 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """OpenAI's `/v1/responses`, as Codex asks; nothing of a response is stored."""
 
-from __future__ import annotations
-
 import itertools
 import time
 import uuid
