@@ -45,7 +45,7 @@ class HeadWise(Policy, registered=False):
 
     @classmethod
     def options(cls) -> list[str]:
-        return [f.name for f in fields(cls) if f.type == "float"]
+        return [f.name for f in fields(cls) if f.type is float]
 
     def __post_init__(self):
         for name in self.options():
