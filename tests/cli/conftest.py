@@ -64,6 +64,30 @@ def document(text_file, tmp_path_factory):
 
 
 @pytest.fixture
+def save(call):
+    """save(text's file, file, *options, model=) -> what cache-prompt said."""
+
+    def run(text, file, *options, model="demo"):
+        given = ["--model", model, "--prompt-file", str(text), "-o", str(file), *options]
+        code, out, err = call("cache-prompt", *given)
+        assert (code, out) == (0, "")
+        return err
+
+    return run
+
+
+@pytest.fixture
+def ask_saved(call):
+    """ask_saved(file, question, *options, model=) -> (exit code, stdout, stderr)."""
+
+    def run(file, question, *options, model="demo"):
+        asked = ["--prompt-cache-file", str(file), "--prompt", question, "-m", "12", *options]
+        return call("generate", "--model", model, *asked)
+
+    return run
+
+
+@pytest.fixture
 def on_terminal():
     """on_terminal(*args, stdout=, start=, **variables) -> what the command says on a terminal, stdout if not given."""
 

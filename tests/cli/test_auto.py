@@ -47,11 +47,12 @@ def test_a_chat_and_a_batch_take_it(call, batch, story, few):
     assert records["a"]["response"]["body"]["mlx_snapkv"]["entries"] == 90
 
 
-def test_where_auto_chooses_nothing(call, refused, story, tmp_path):
-    path, facts = story
-    saved, text = str(tmp_path / "saved.safetensors"), ("--prompt-file", str(path))
-    assert call("cache-prompt", "--model", "demo", *text, "-o", saved)[0] == 0
-    code, out, err = call("generate", *AUTO, "-p", facts[0].question, "--prompt-cache-file", saved)
+def test_where_auto_chooses_nothing(save, ask_saved, refused, story, tmp_path):
+    (text, facts), saved = story, tmp_path / "saved.safetensors"
+    save(text, saved)
+    code, out, err = ask_saved(saved, facts[0].question, *AUTO[2:])
     assert (code, out.strip()) == (0, facts[0].value)
     assert f"note: --policy auto changes nothing of {saved}" in err
-    assert "policy auto is for what answers" in refused("compare", *AUTO, *text)
+    assert "policy auto is for what answers" in refused(
+        "compare", *AUTO, "--prompt-file", str(text)
+    )

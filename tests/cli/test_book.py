@@ -36,43 +36,25 @@ def test_what_it_takes_is_said_first_and_what_it_took_at_the_end(call, story, tm
     assert not [*tmp_path.iterdir()] and not cost(asked(call, story, *BOOK, "drop")[2])
 
 
-@pytest.fixture
-def save(call, story):
-    """save(file, *options) -> what was said."""
-
-    def invoke(file, *options):
-        text = ["--prompt-file", str(story[0]), "-o", str(file)]
-        code, out, err = call("cache-prompt", "--model", "demo", *text, *options)
-        assert (code, out) == (0, "")
-        return err.splitlines()[-1]
-
-    return invoke
-
-
-def ask(call, file, fact, *options):
-    question = ["--prompt-cache-file", str(file), "--prompt", fact.question, "-m", "12"]
-    return call("generate", "--model", "demo", *question, *options)
-
-
 @pytest.mark.parametrize("memory", ["recall:file:4bit", "recall:8bit"])
-def test_a_book_is_saved_and_asked(call, save, story, path, memory):
+def test_a_book_is_saved_and_asked(ask_saved, save, story, path, memory):
     found = re.fullmatch(
         rf"(\d+) prompt tokens, (\d+) entries resident, KV memory [^,]* \| saved in {re.escape(str(path))}, and all "
         r"entries in a folder beside it \([\d.]+ [kM]B\)",
-        save(path, *BOOK, memory),
+        save(story[0], path, *BOOK, memory).splitlines()[-1],
     )
     assert found and int(found[2]) <= 96 + 128 < int(found[1])
     fact = story[1][0]
-    code, out, err = ask(call, path, fact)
+    code, out, err = ask_saved(path, fact.question)
     assert (code, out) == (0, fact.value + "\n")
     assert ("on disk" if "file" in memory else "in memory") in err.splitlines()[-1]
-    result = json.loads(ask(call, path, fact, "--json")[1])
+    result = json.loads(ask_saved(path, fact.question, "--json")[1])
     assert result["prompt_cache"]["policy"].startswith("keydiff:budget=96")
     assert result["compression"]["book"]["stored"] > 1500
 
 
 def test_a_chat_goes_on_from_it_and_says_what_long_turns_cost(call, save, story, path):
-    save(path, *BOOK, "recall:file")
+    save(story[0], path, *BOOK, "recall:file")
     text, facts = story
     first, second, *others = (fact.question for fact in facts)
     lines = [f"/load {path}", first, f"/save {path}", f"/load {path}", second]
@@ -83,18 +65,19 @@ def test_a_chat_goes_on_from_it_and_says_what_long_turns_cost(call, save, story,
     assert err.count("tokens loaded, policy keydiff") == 2 and len(cost(err)) == 1
 
 
-def test_a_short_text_is_saved_in_full(call, save, story, path):
+def test_a_short_text_is_saved_in_full(ask_saved, save, story, path):
     policy = POLICY.replace(":", ":min_ctx=4000,", 1)
-    said = save(path, "--policy", policy, "--memory", "recall:file")
+    said = save(story[0], path, "--policy", policy, "--memory", "recall:file")
     assert "full cache: the prompt's" in said and "below min_ctx=4000" in said
     assert list(path.parent.iterdir()) == [path]
-    assert ask(call, path, story[1][0])[1] == story[1][0].value + "\n"
+    assert ask_saved(path, story[1][0].question)[1] == story[1][0].value + "\n"
 
 
 def test_what_a_book_can_not_be_asked_with(refused, save, story, path):
-    save(path, *BOOK, "recall:file")
+    save(story[0], path, *BOOK, "recall:file")
     for options, message in (
         (["--memory", "recall:4bit"], "stored otherwise: give --memory recall:file or recall"),
         (["--policy", "keydiff:budget=64"], f"has its own policy, {POLICY}: drop yours"),
     ):
-        assert message in ask(refused, path, story[1][0], *options)
+        asked = ["--prompt-cache-file", str(path), "--prompt", "Who?", *options]
+        assert message in refused("generate", "--model", "demo", *asked)

@@ -29,28 +29,19 @@ def book(text_file, tmp_path_factory):
 
 
 @pytest.fixture
-def cache(book, call):
+def cache(book, save):
     """cache(name, *options) -> the file that cache-prompt wrote, and what it said."""
 
     def make(name, *options, model="demo"):
-        file, text = str(book[0] / name), str(book[0] / "book.txt")
-        given = ["--model", model, "--prompt-file", text, "-o", file, *options]
-        code, out, err = call("cache-prompt", *given)
-        assert (code, out) == (0, "")
-        return file, err
+        file = str(book[0] / name)
+        return file, save(book[0] / "book.txt", file, *options, model=model)
 
     return make
 
 
 @pytest.fixture
-def ask(call, book):
-    """ask(file, *options) -> (exit code, stdout, stderr) of the question about it."""
-
-    def about(file, *options, model="demo"):
-        asked = ["--prompt-cache-file", str(file), "--prompt", book[1], "-m", "12", *options]
-        return call("generate", "--model", model, *asked)
-
-    return about
+def ask(ask_saved, book):
+    return lambda file, *options, **how: ask_saved(file, book[1], *options, **how)
 
 
 def kv_memory(told):

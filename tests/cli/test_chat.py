@@ -56,8 +56,8 @@ def test_a_policy_that_gains_nothing_is_told_once(script, document, monkeypatch)
 
 
 def test_reset_policy_and_system_start_again(script, document):
-    path, facts = document
     """A document that waits is for the next message, whatever answers it; /reset forgets it."""
+    path, facts = document
     file = f"/file {path}"
     lines = [file, facts[0].question, "/reset", "/stats", file, "/policy none", "/policy"]
     lines += ["/reset", "/policy", "/system Be brief.", "/quit", "never sent"]

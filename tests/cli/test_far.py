@@ -1,10 +1,5 @@
-import random
-
 import pytest
-from mlx_lm.utils import load_tokenizer
 from model_folders import demo_with
-
-from mlx_snapkv.demo.questions import make_haystack
 
 LENGTH = 512
 THEN = "keydiff:budget=96,block=128,n_sink=4 then snapkv:top_k=60,n_sink=4,n_window=32"
@@ -12,12 +7,11 @@ BEYOND = f"more than the {LENGTH} that this model was trained to read: answers m
 
 
 @pytest.fixture
-def far(tmp_path):
+def far(text_file, tmp_path):
     """The embedded LLaMA as one trained to few tokens, a text of three times as many, and a fact in it."""
     model = demo_with(tmp_path / "model", max_position_embeddings=LENGTH)
-    document, facts = make_haystack(load_tokenizer(model), random.Random(2), 3, 3 * LENGTH)
-    (tmp_path / "book.txt").write_text(document)
-    return ["--model", str(model)], str(tmp_path / "book.txt"), facts[0]
+    book, facts = text_file(tmp_path / "book.txt", 3 * LENGTH, seed=2)
+    return ["--model", str(model)], str(book), facts[0]
 
 
 def test_entries_are_pulled_together_where_a_policy_evicts_while_it_reads(call, far, tmp_path):

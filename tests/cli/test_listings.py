@@ -61,12 +61,11 @@ def test_every_one_that_answers_does(call, story, choice):
     assert out.splitlines()[-1].strip() == facts[0].value
 
 
-def test_what_is_saved_can_be_asked(call, story, tmp_path):
+def test_what_is_saved_can_be_asked(call, ask_saved, story, tmp_path):
     path, facts = story
     (choice,) = (choice for choice in CHOICES if "cache-prompt" in choice.command)
     copy = tmp_path / "story"
     copy.write_text(path.read_text())
     assert call(*words(choice, "demo", copy), "-q")[0] == 0
-    saved = ("--prompt-cache-file", f"{copy}.safetensors", "--prompt", facts[1].question)
-    code, out, _ = call("generate", "--model", "demo", *saved, "-q")
+    code, out, _ = ask_saved(f"{copy}.safetensors", facts[1].question)
     assert (code, out.strip()) == (0, facts[1].value)
