@@ -12,7 +12,10 @@ DEMO = ["--model", "demo"]
 @pytest.mark.parametrize("policy", [None, f"{KEYDIFF} then {SNAPKV}"])
 def test_requests_of_every_kind_are_answered_together(batch, demo_llama, policy):
     ids = demo_llama[1].encode(FACT * 9 + "The access code of the amber falcon is")
-    parts = [{"type": "text", "text": FACT}, {"type": "text", "text": "What is the access code?"}]
+    parts = [
+        {"type": "text", "text": FACT},
+        {"type": "text", "text": "What is the access code of the amber falcon?"},
+    ]
     user = {"role": "user", "content": parts}
     xtc = {"temperature": 2, "xtc_probability": 1, "xtc_threshold": 0, "seed": -1}
     asked = [  # with what is answered
