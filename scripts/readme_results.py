@@ -27,11 +27,17 @@ def _quality() -> list[tuple[str, ...]]:
     for part in load("quality")["parts"]:
         (kind, *_), own = part["part"].split("-"), part["summary"]
         model, first = part["model"].rpartition("/")[2], own[0]
-        if kind == "fidelity":
+        if kind in ("fidelity", "code"):
             kl = {(s["method"], s["setting"]): f"{s['kl']['mean']:.3f}" for s in own}
-            told = "; ".join(f"{x} {kl[y, 'text']} and {kl[y, 'known']}" for x, y in WAYS.items())
-            about = f"(`{model}`, {first['pieces']} pieces of essays, {part['length']:,} tokens)"
-            named = f"KL to the full cache with 1/8 of the entries, text and answers, nats a token {about}"
+            settings = [s for s in ("text", "known") if (SNAPKV, s) in kl]
+            told = "; ".join(
+                f"{x} {' and '.join(kl[y, s] for s in settings)}" for x, y in WAYS.items()
+            )
+            of, judged = (
+                ("essays", "text and answers") if kind == "fidelity" else ("Python code", "text")
+            )
+            about = f"(`{model}`, {first['pieces']} pieces of {of}, {part['length']:,} tokens)"
+            named = f"KL to the full cache with 1/8 of the entries, {judged}, nats a token {about}"
             rows.append(_row(named, "0", told, "quality", "make eval"))
         if kind == "ruler":
             score = {s["method"]: f"{100 * s['score']:.0f}" for s in own}
@@ -68,13 +74,17 @@ def _speed() -> list[tuple[str, ...]]:
     decoded = [found(CONTEXT, name) for name in ("full cache", "snapkv")]
     read = [found(LONG, name) for name in ("full cache", "keydiff")]
     share = f"SnapKV with 1/{round(CONTEXT / decoded[1]['entries'])} of the entries (random LLaMA{older})"
-    what = f"tokens decoded per second after {CONTEXT:,} tokens, {share}"
-    reading = f"time to read {LONG:,} tokens, `{read[1]['contender']}` (random LLaMA)"
+    what = f"tokens decoded per second after {CONTEXT:,} tokens, and KV memory, {share}"
+    reading = (
+        f"time to read {LONG:,} tokens, and peak memory, `{read[1]['contender']}` (random LLaMA)"
+    )
     rows = {
-        what: [f"{1 / row['step_seconds']:.1f}" for row in decoded],
-        "KV memory then": [format_bytes(row["kv_bytes"]) for row in decoded],
-        reading: [f"{row['read_seconds']:.1f} s" for row in read],
-        "peak memory then": [format_bytes(row["peak_bytes"]) for row in read],
+        what: [
+            f"{1 / row['step_seconds']:.1f}, {format_bytes(row['kv_bytes'])}" for row in decoded
+        ],
+        reading: [
+            f"{row['read_seconds']:.1f} s, {format_bytes(row['peak_bytes'])}" for row in read
+        ],
     }
     return [_row(name, *pair, "benchmarks", "make bench") for name, pair in rows.items()]
 
