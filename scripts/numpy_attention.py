@@ -7,8 +7,6 @@ model of 135 million parameters reads faster, in float32, and its log-probabilit
 1e-4. Scripts that measure quality use it; the package does not, and a Mac does not need it.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """README's table of what was measured, the full cache beside what is compressed."""
 
-from __future__ import annotations
-
 from results_page import Row, load, right, table
 
 from mlx_snapkv.engine.report import format_bytes

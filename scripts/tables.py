@@ -3,8 +3,6 @@
 A place is `<!-- NAME -->` and `<!-- /NAME -->` in a page; `make docs` writes what is between them.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Callable

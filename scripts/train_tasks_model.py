@@ -8,8 +8,6 @@ MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000 before the 
 fast: MLX then gets its large arrays without page faults.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -3,8 +3,6 @@
 A sequence is a list of token ids with a label for each: text, an answer, or the repeat of a copied segment.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -4,8 +4,6 @@ MLX's own takes about 20 ns an element there, which is most of a training step o
 right to about 1e-5, which training does not notice.
 """
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import mlx.core as mx

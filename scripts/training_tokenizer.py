@@ -1,7 +1,5 @@
 """The embedded models' tokenizer: byte-level BPE in which every digit is a token of its own."""
 
-from __future__ import annotations
-
 import random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
