@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from ..batch.run import Progress, Run
 
 
-@dataclass(frozen=True)
-class FileOptions:
+@dataclass(frozen=True, kw_only=True)
+class FileOptions(options.TogetherOptions):
     requests: Annotated[
         str, Argument(help="File of requests, one a line, or - for stdin.", metavar="REQUESTS")
     ]
     output: str = option("File of answers, one a line; the same command continues it.", ..., "-o")
-    concurrency: options.Concurrency = 8
-    max_kv_bytes: options.MaxKVBytes = None
     seed: options.Seed = None
     allow_errors: bool = option("Exit with 0, not 1, if requests could not be answered.", False)
     quiet: options.Quiet = False

@@ -1,19 +1,15 @@
 """`mlx-snapkv bench`: the ways to hold a prompt's entries, side by side in one process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from itertools import chain, product
+from typing import Any
 
+from .cache_options import each_policy
 from .command import option
 from .loading import load_model
 from .options import lengths
 from .process import listen
 from .results import ResultFiles, about, print_table, write_json, write_result
-
-if TYPE_CHECKING:
-    from ..bench.speed import Plan
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
 POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
@@ -34,29 +30,19 @@ class BenchOptions:
     steps: int = option("Steps decoded per cache.", 50, min=1, max=200)
     output: str | None = option("Write OUTPUT.json, OUTPUT.md and a picture, OUTPUT.png.")
 
-    def plan(self) -> Plan:
-        from ..bench.speed import Plan
-        from ..policies import resolve_policy
-
-        named = self.policy or ([] if self.snapkv else POLICIES)
-        chosen = [resolve_policy(self.snapkv), *(resolve_policy(policy=text) for text in named)]
-        given = [one for one in chosen if one is not None]
-        asked = self.context, self.prompt_tokens, self.long_prompts
-        for policy in given:
-            for n in chain(*asked):
-                policy.prefill_quotas(n, 1)
-        return Plan(*asked, given, self.num_trials, self.steps)
-
 
 def bench(*, options: BenchOptions) -> None:
     """Measure decoding and reading by context length: the full cache, mlx-lm's own options, and policies, in turn."""
     from ..bench.contenders import RANDOM, make_random_model
-    from ..bench.speed import measure_speed
+    from ..bench.speed import Plan, measure_speed
     from ..bench.tables import figure, markdown, speed
     from ..reporting.files import put_figure
     from .progress import StepBars
 
-    plan, model = options.plan(), options.model
+    model, asked = options.model, (options.context, options.prompt_tokens, options.long_prompts)
+    policies = each_policy(options.policy or (None if options.snapkv else POLICIES), options.snapkv)
+    for policy, n in product(policies, chain(*asked)):
+        policy.prefill_quotas(n, 1)  # which finds mistakes
     endings = ".json", ".md", ".png"
     files = None if options.output is None else ResultFiles(options.output, endings)
     listen()
@@ -70,6 +56,7 @@ def bench(*, options: BenchOptions) -> None:
             if files is not None:
                 write_json(files.base, result)
 
+        plan = Plan(*asked, policies, options.num_trials, options.steps)
         result["speed"] = measure_speed(loaded, plan, bars.start, done)
     print_table(speed(result["speed"]))
     if files is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,6 +90,14 @@ class MLXCacheOptions(CacheOptions):
         for flag, given in (("--draft-model", draft_model), ("--kv-bits", self.kv_bits)):
             if self.max_kv_size is not None and given is not None:
                 raise SnapKVError(f"--max-kv-size can't be combined with {flag}: drop one")
+
+
+def each_policy(policy: Iterable[str] | None, snapkv: str | None = None) -> list[Policy | Stages]:
+    """That of --snapkv, and those of every --policy. Raises: SnapKVError: one can't be read."""
+    from ..policies import resolve_policy
+
+    given = [resolve_policy(snapkv), *(resolve_policy(policy=text) for text in policy or [])]
+    return [each for each in given if each is not None]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -143,14 +142,11 @@ class _Answer:
             return
         if not self.output.as_json:
             print(flush=True)
-        if self.output.silent:
-            return
         share = self._accepted
         drafted = "" if share is None else f" ({share:.0%} of the tokens drafted)"
-        print(
+        reading.say(
             f"{how}{last.prompt_tokens} prompt tokens, {self._kept} | prompt {last.prompt_tps:.1f} tokens/s, "
-            f"generation {last.generation_tps:.1f} tokens/s{drafted}, peak memory {last.peak_memory:.3g} GB",
-            file=sys.stderr,
+            f"generation {last.generation_tps:.1f} tokens/s{drafted}, peak memory {last.peak_memory:.3g} GB"
         )
         for report in self.reports:
             reading.say_warnings(report)

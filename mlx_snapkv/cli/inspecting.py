@@ -32,16 +32,6 @@ class InspectOptions(options.ShownOptions):
         "A page to look around in (.html), or a picture for a paper (.png).", None, "-o"
     )
 
-    def policies(self) -> list[Any]:
-        """Raises: SnapKVError: there is none, or there are too many."""
-        from ..policies import resolve_policy
-
-        first = [] if self.snapkv is None else [resolve_policy(self.snapkv)]
-        chosen = [*first, *(resolve_policy(policy=text) for text in self.policy or [])]
-        if len(chosen) not in (1, 2):
-            raise SnapKVError(f"give one --policy, or two to compare, got {len(chosen)}")
-        return chosen
-
 
 def inspect(
     *,
@@ -66,7 +56,9 @@ def inspect(
     from ..inspecting.page import page, write_picture
     from ..inspecting.sentences import special_tokens
 
-    chosen = shown.policies()
+    chosen = cache_options.each_policy(shown.policy, shown.snapkv)
+    if len(chosen) not in (1, 2):
+        raise SnapKVError(f"give one --policy, or two to compare, got {len(chosen)}")
     path = require_page(shown.output, ".html", ".png")
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)

@@ -98,15 +98,6 @@ MaxTokens = Annotated[
     int, Option("--max-tokens", "-m", min=1, help="Tokens of an answer, at most.")
 ]
 Seed = Annotated[int | None, Option(min=0, max=2**64 - 1, help="Seed of the sampling.")]
-Concurrency = Annotated[int, Option(min=1, max=1024, help="Requests at once, at most.")]
-MaxKVBytes = Annotated[
-    int | None,
-    Option(
-        parser=n_bytes,
-        metavar="SIZE",
-        help="KV memory, as 4GB, that requests wait rather than exceed.",
-    ),
-]
 Facts = Annotated[int, Option(min=1, max=32, help="Facts to hide and ask for.")]
 DocumentSeed = Annotated[int, Option(help="Seed of the documents.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress and no figures on stderr.")]
@@ -176,6 +167,16 @@ class DraftOptions:
 class ShownOptions:
     quiet: Quiet = False
     as_json: AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TogetherOptions:
+    """Of requests that are answered together."""
+
+    concurrency: int = option("Requests at once, at most.", 8, min=1, max=1024)
+    max_kv_bytes: int | None = option(
+        "KV memory, as 4GB, that requests wait rather than exceed.", parser=n_bytes, metavar="SIZE"
+    )
 
 
 @dataclass(frozen=True)

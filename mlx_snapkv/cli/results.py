@@ -16,6 +16,8 @@ from typer import Option
 from ..errors import SnapKVError
 from ..paths import path_of, put_result, refusing, require_place
 from ..reporting import files as reported
+from ..reporting.table import Table
+from .cache_options import each_policy
 from .command import option
 from .options import AsJson
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from ..evals.loop import Record, Results
     from ..evals.methods import Method
     from ..evals.tables import Page
-    from ..reporting.table import Table
 
     Run = Callable[[Results, Callable[..., None]], list[Record]]
     Plots = Callable[[dict[str, Any], Path], list[Path]]
@@ -195,10 +196,9 @@ def methods_of(
     from ..engine.config import CompressionConfig
     from ..evals.headwise import headwise
     from ..evals.methods import Method, require_compression
-    from ..policies import resolve_policy
 
     options = {k: x for k, x in retention.items() if x not in ("drop", "token", None)}
-    chosen = [resolve_policy(policy=text) for text in dict.fromkeys(policies or [])]
+    chosen = each_policy(dict.fromkeys(policies or []))
     for policy in chosen:
         CompressionConfig(policy, **retention)
     masked = [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]

@@ -54,11 +54,9 @@ class HTTPOptions:
 
 
 @dataclass(frozen=True)
-class LimitOptions:
-    concurrency: options.Concurrency = 8
+class LimitOptions(options.TogetherOptions):
     queue: int = option("Requests that may wait; more get a 429.", 64, min=0)
     max_context: int | None = option("Longest prompt in tokens; others get a 400.", min=1)
-    max_kv_bytes: options.MaxKVBytes = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,8 @@ def serve(
     told = ways | {"kv_bits": bits}
     setting = {name: str(told[name]) for name in ("policy", "memory", "far", "kv_bits")}
     listen()  # here, since the model is loaded in another thread, which may not
-    kept, most = PrefixCache(n_prefix_bytes, ranks.first), Limits(*vars(limits).values())
+    kept = PrefixCache(n_prefix_bytes, ranks.first)
+    most = Limits(limits.concurrency, limits.queue, limits.max_context, limits.max_kv_bytes)
     usual = Defaults(**vars(sampling))
     open_files = partial(prefixes.files, setting)
     given = load, ways | vars(cache), kept, most, usual, Metrics(), open_files, ranks
