@@ -221,7 +221,6 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm(memory):
     ("options", "words"),
     [
         ({"memory": "forget"}, "memory must be drop, recall, .* or recall:file:4bit, got 'forget'"),
-        ({"policy": "keydif"}, "did you mean 'keydiff'"),
         ({"max_token": 1}, r"unknown option 'max_token' of a conversation \(did you mean 'max_tok"),
         ({"policy": "snapkv", "max_kv_size": 9}, "max_kv_size also limits the entries"),
         ({"policy": "h2o", "memory": "recall:4bit"}, "memory=recall:4bit needs a policy that"),

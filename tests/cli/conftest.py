@@ -1,14 +1,12 @@
 import contextlib
 import io
-import os
-import pty
 import random
 import sys
 import tempfile
 
-import fork_helpers
 import pytest
 from batch_file_helpers import read, write
+from terminal import Terminal
 
 from mlx_snapkv.cli import app
 from mlx_snapkv.demo.questions import make_haystack
@@ -88,24 +86,16 @@ def ask_saved(call):
 
 
 @pytest.fixture
-def on_terminal():
-    """on_terminal(*args, stdout=, start=, **variables) -> what the command says on a terminal, stdout if not given."""
+def terminal():
+    """terminal(*args, start=, cwd=, **variables) -> the command in a `Terminal`."""
+    with contextlib.ExitStack() as ended:
 
-    def run(*args, stdout=None, start=fork_helpers.Popen, **variables):
-        fd, its = pty.openpty()
-        command = [sys.executable, "-m", "mlx_snapkv", *args]
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", **variables}
-        process = start(command, stdout=stdout or its, stderr=its, env=environment)
-        os.close(its)
-        said = b""
-        with contextlib.suppress(OSError):  # the other end is closed
-            while data := os.read(fd, 1 << 16):
-                said += data
-        os.close(fd)
-        assert process.wait() == 0, said
-        return said.decode(errors="ignore")
+        def start(*args, **how):
+            made = Terminal(*args, **how)
+            ended.callback(made.close)
+            return made
 
-    return run
+        yield start
 
 
 @pytest.fixture

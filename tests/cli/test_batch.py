@@ -1,6 +1,5 @@
 import json
 import re
-import subprocess
 
 import pytest
 from batch_file_helpers import COMPLETIONS, FACT, SNAPKV, answer, chat, line, said, text, write
@@ -113,9 +112,9 @@ def test_bad_lines_become_error_lines_and_the_rest_is_answered(call, tmp_path):
     assert f"({len(lines) - 1} of them before)" in err
 
 
-def test_progress_on_a_terminal(on_terminal, tmp_path):
+def test_progress_on_a_terminal(terminal, tmp_path):
     file = write(tmp_path / "r.jsonl", [chat(f"{n}", n) for n in range(5)])
-    said = on_terminal("batch", str(file), "-o", f"{file}.a", *DEMO, stdout=subprocess.DEVNULL)
+    said = terminal("batch", str(file), "-o", f"{file}.a", *DEMO, COLUMNS="120").leave("")
     assert "answering" in said and "5/5" in said and "tokens/s read" in said
 
 

@@ -71,13 +71,3 @@ def test_a_short_text_is_saved_in_full(ask_saved, save, story, path):
     assert "full cache: the prompt's" in said and "below min_ctx=4000" in said
     assert list(path.parent.iterdir()) == [path]
     assert ask_saved(path, story[1][0].question)[1] == story[1][0].value + "\n"
-
-
-def test_what_a_book_can_not_be_asked_with(refused, save, story, path):
-    save(story[0], path, *BOOK, "recall:file")
-    for options, message in (
-        (["--memory", "recall:4bit"], "stored otherwise: give --memory recall:file or recall"),
-        (["--policy", "keydiff:budget=64"], f"has its own policy, {POLICY}: drop yours"),
-    ):
-        asked = ["--prompt-cache-file", str(path), "--prompt", "Who?", *options]
-        assert message in refused("generate", "--model", "demo", *asked)

@@ -157,6 +157,8 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         (HALF, ["--policy", "keydiff"], "is compressed already, the rest is gone: drop the policy"),
         (HALF, ["--kv-bits", "4"], "is compressed already, its entries stay so"),
         (HALF, ["--memory", "recall"], "is compressed already, the rest is gone: drop --memory"),
+        ([*HALF, "--memory", "recall:file"], HALF, f"has its own policy, {HALF[1]}: drop yours"),
+        ([*HALF, "--memory", "recall:file"], ["--memory", "recall:4bit"], "give --memory recall:file or recall"),
     ],
 )  # fmt: skip
 def test_what_a_saved_prompt_can_not_be_asked_with(cache, refused, saved, options, message):

@@ -1,80 +1,19 @@
-import contextlib
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
 
-import fork_helpers
-import pytest
-
 SNAPKV = "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4"
-POLICY = ["--snapkv", SNAPKV, "--memory", "recall"]
+CHAT = ["chat", "--model", "demo", "-m", "24"]
+POLICY = [*CHAT, "--snapkv", SNAPKV, "--memory", "recall"]
 PROMPT = "\x1b[?2004h"  # pasted text is asked for as such
-COMMAND = [sys.executable, "-m", "mlx_snapkv", "chat", "--model", "demo", "-m", "24"]
 
 
 def test_a_closed_standard_input_is_one_line():
-    shell = ["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND]
+    shell = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-m", "mlx_snapkv", *CHAT]
     closed = subprocess.run(shell, capture_output=True, text=True)
     assert (closed.returncode, closed.stdout) == (2, "")
     assert closed.stderr.startswith("mlx-snapkv: standard input is closed")
-
-
-class Terminal:
-    """A chat in a pseudo-terminal."""
-
-    def __init__(self, *options, term="xterm", cwd=None):
-        self.fd, its = pty.openpty()
-        self.process = fork_helpers.Popen(
-            [*COMMAND, *options], stdin=its, stdout=its, stderr=its, start_new_session=True,
-            env=os.environ | {"TERM": term}, cwd=cwd,
-        )  # fmt: skip
-        os.close(its)
-        self.seen = self.all = ""
-
-    def wait_for(self, text, seconds=fork_helpers.AT_MOST):
-        while text not in self.seen:
-            ready, _, _ = select.select([self.fd], [], [], seconds)
-            assert ready, f"{text!r} never came: {self.seen!r}"
-            came = os.read(self.fd, 65536).decode(errors="replace")
-            self.seen, self.all = self.seen + came, self.all + came
-            if "\x1b[6n" in self.seen:  # prompt_toolkit asks where the cursor is
-                self.seen = self.seen.replace("\x1b[6n", "")
-                os.write(self.fd, b"\x1b[1;1R")
-        self.seen = self.seen.partition(text)[2]
-
-    def drive(self, *steps):
-        """Type one text after the other, and wait for what comes of each."""
-        for typed, wanted in steps:
-            os.write(self.fd, typed.encode())
-            self.wait_for(wanted)
-
-    def leave(self, typed="/quit\r"):
-        """End the chat."""
-        os.write(self.fd, typed.encode())
-        with contextlib.suppress(OSError):  # the other end is closed
-            while os.read(self.fd, 65536):
-                pass
-        assert self.process.wait() == 0
-
-    def close(self):
-        self.process.kill()
-        os.close(self.fd)
-
-
-@pytest.fixture
-def terminal():
-    made = []
-
-    def start(*options, **how):
-        made.append(Terminal(*options, **how))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.close()
 
 
 def test_in_a_terminal_mistakes_do_not_end_it_and_end_of_file_does(terminal, document):
@@ -106,7 +45,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal, document):
 
 
 def test_tab_completes_commands_and_file_names(terminal, document):
-    chat = terminal(cwd=document[0].parent)
+    chat = terminal(*CHAT, cwd=document[0].parent)
     chat.drive(
         ("", PROMPT),
         ("/he\t\r", "leave (also Ctrl-D)"),
@@ -146,7 +85,7 @@ def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, do
 
 def test_a_dumb_terminal_gets_no_escape_codes(terminal, document):
     path, facts = document
-    chat = terminal(*POLICY, term="dumb")
+    chat = terminal(*POLICY, TERM="dumb")
     chat.wait_for("> ")
     leaves = "Ctrl-D or /quit leaves the chat"
     os.write(chat.fd, b"\x03")

@@ -28,8 +28,8 @@ def test_the_demo_shows_what_is_kept_what_is_gone_and_the_speed(call, monkeypatc
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
-def test_its_colours_are_the_terminals_own(on_terminal, term):
-    said = on_terminal(*SMALL, "1", TERM=term, COLORTERM="truecolor")
+def test_its_colours_are_the_terminals_own(terminal, term):
+    said = terminal(*SMALL, "1", TERM=term, COLUMNS="120", COLORTERM="truecolor").leave("")
     codes = set(re.findall(r"\x1b\[([\d;]*)m", said))
     assert "1/16, recall" in said
     if term == "dumb":

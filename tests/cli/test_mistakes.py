@@ -15,7 +15,6 @@ from mlx_snapkv.cli.cache_options import MLXCacheOptions
 # A command line, and what its one line says. {} is a folder with `text`, a text of a few words, and `picture`.
 MISTAKES = r"""
 nonsense                                                 | No such command 'nonsense'.
-generate --prompt x --no-such-option                     | No such option
 generate --prompt x --model demo --snapkv topk=4         | unknown snapkv option 'topk' (did you mean 'top_k'?)
 generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and --policy both name a policy
 generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
@@ -29,7 +28,6 @@ generate --prompt-file ~no-such-user/x --model demo      | --prompt-file ~no-suc
 generate --prompt \udcff --model demo                    | --prompt is not UTF-8 text
 generate --prompt x --model demo --system-prompt \udcff  | the chat template or tokenizer failed
 generate --prompt x --model demo --top-k 100000000       | --top-k must be below the vocabulary's 1536
-generate --prompt x --model demo --kv-bits 5             | --kv-bits must be 2, 3, 4, 6 or 8, got '5'
 generate --prompt x --model demo --temp 101              | --temp must be from 0 to 100, got '101'
 generate --prompt x --model demo --max-tokens many       | a valid integer
 generate --prompt x --model demo --policy tova --quantized-kv-start 9 --kv-bits 8 | --quantized-kv-start is for the full
@@ -51,10 +49,8 @@ batch {}/none -o {}/a.jsonl --model demo                 | No such file or direc
 batch {}/text -o {}/a.jsonl --model demo                 | a JSON object a line, and line 1 is not JSON
 batch {}/picture -o {}/a.jsonl --model demo              | line 1 is not UTF-8
 batch {}/requests -o /dev/full --model demo              | is no regular file
-batch {}/requests -o {}/requests --model demo            | mlx-snapkv did not write it
 batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | --kv-bits in a batch is for compressed entries
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
-demo --tokens 1024 --save-document {}/text               | --save-document {}/text: is there already
 plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
 eval needle --policy snapkv:top_k=8000                   | would compress nothing here: the prompt's 4096 entries
 eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, with

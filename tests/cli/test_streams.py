@@ -58,14 +58,14 @@ def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path)
 
 
 @pytest.mark.skipif(not list(Path("/usr/lib").glob(OPENBLAS)), reason="OpenBLAS is not here")
-def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(on_terminal, tmp_path):
+def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(terminal, tmp_path):
     file = tmp_path / "long.txt"
     file.write_text("It was cold at the market. " * 320)
     (library,) = Path("/usr/lib").glob(OPENBLAS)
     hint = f"Long prompts are read several times faster with LD_PRELOAD={library}"
-    asked = {"stdout": subprocess.DEVNULL, "start": subprocess.Popen}
+    asked = [*PLAIN, "--prompt-file", str(file)]
     for preloaded, told in (("", 1), (str(library), 0)):
-        said = on_terminal(*PLAIN, "--prompt-file", str(file), LD_PRELOAD=preloaded, **asked)
+        said = terminal(*asked, start=subprocess.Popen, LD_PRELOAD=preloaded).leave("")
         assert said.replace("\r\n", "").count(hint) == told
 
 
