@@ -30,7 +30,6 @@ BUDGETS = ("25%", "12.5%", "6.25%")
 EVERY_BUDGET = ("snapkv:budget={}", "streaming_llm:budget={},schedule=once")
 ONE_BUDGET = (  # beside those at 1/8
     f"snapkv:budget=12.5%,{PAPER}",
-    "snapkv:budget=adaptive:12.5%",
     "snapkv:budget=12.5%,critical=true",
     "snapkv:budget=12.5%,n_window=50%",
     "keydiff:budget=12.5%,n_window=10%,schedule=once",

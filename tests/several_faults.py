@@ -1,4 +1,4 @@
-"""A rank that goes wrong: `python -m several_faults raise|kill|options|save|adaptive`."""
+"""A rank that goes wrong: `python -m several_faults raise|kill|options|save`."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ if how == "save":
 for _ in generate_step(
     tokens,
     model,
-    policy="snapkv:budget=adaptive:96" if how == "adaptive" else "tova:budget=96,block=96",
+    policy="tova:budget=96,block=96",
     max_tokens=4,
     prompt_progress_callback=progress,
 ):

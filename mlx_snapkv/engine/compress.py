@@ -24,7 +24,7 @@ from ..entries.queries import Queries
 from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from ..policies.budgets import Quota, shared_out
+from ..policies.budgets import Quota
 from ..several.ranks import Ranks
 from .prompt_plan import PromptPlan, fits_reason
 from .report import CompressionReport
@@ -98,13 +98,6 @@ class Compression:
     on_kept: KeptCallback | None = None
     is_compressed: bool = False
 
-    def __post_init__(self):
-        if self.decode_policy.adaptive and self.layers[0].shard.kind is not None:
-            raise SnapKVError(
-                "budget=adaptive ranks the entries of all layers and heads, which several Macs don't hold together: "
-                "give a number, a share or a pyramid"
-            )
-
     def compress(self) -> CompressionReport:
         started, report = time.perf_counter(), self.report
         # Also where nobody votes: the tokens that choose instead are computed on all ranks.
@@ -136,17 +129,8 @@ class Compression:
         """
         quotas = self.decode_quotas
         scored = map(self._scored, self.layers, quotas)
-
-        def choices() -> list[Choice]:
-            if not self.decode_policy.adaptive:
-                return list(map(choose, scored, quotas))
-            layers = []  # their scores are held at once
-            for layer in scored:
-                mx.eval(layer.scores, layer.votes)
-                layers.append(layer)
-            return list(map(choose, layers, shared_out([x.scores for x in layers], quotas)))
-
-        return self.layers[0].shard.ranks.agreed(choices, SnapKVError)
+        chosen = map(choose, scored, quotas)
+        return self.layers[0].shard.ranks.agreed(lambda: list(chosen), SnapKVError)
 
     @property
     def decode_quotas(self) -> list[Quota]:

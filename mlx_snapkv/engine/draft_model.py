@@ -166,7 +166,7 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
     """Refuse policies whose entries would not be those of decoding token by token."""
     decode_policy = policy.stages[1]
     quotas = decode_policy.quotas(n_prompt, n_layers)
-    if decode_policy.adaptive or len({quota.entries for quota in quotas}) > 1:
+    if len({quota.entries for quota in quotas}) > 1:
         raise SnapKVError(
             "a draft model needs a policy that keeps equally many entries in every layer: "
             "give a number or a share, or drop draft_model"

@@ -37,13 +37,8 @@ class RetainingReader(Request):
             cache.observe(self.plan.first, self.plan.last, capacity, self.statistics_from)
             cache.layer = layer
 
-    @property
-    def votes(self) -> bool:
-        """Whether the prompt chooses: not where the answer's tokens do, unless it shares a budget out by layer."""
-        return not self.refreshes or self.decode_policy.adaptive
-
     def choose(self) -> list[Choice]:
-        return super().choose() if self.votes else []
+        return [] if self.refreshes else super().choose()
 
     def keep(self, choices: list[Choice]) -> None:
         small = copies_but_entries(self.caches, self.layers)
@@ -69,14 +64,10 @@ class RetainingReader(Request):
         super().begin_answer()
         if not self.refreshes:
             return
-        kept, counts = self.report.entries_kept, []
         for layer, quota in zip(self.layers, self.decode_quotas):
-            if self.decode_policy.adaptive:
-                quota = dataclasses.replace(quota, entries=layer.entries_in(self.caches).n_entries)
             layer.put(self.caches, self.refreshed(layer, quota))
-            counts.append(layer.entries_in(self.caches).n_entries)
-            kept[layer.index] = kept[layer.index] or counts[-1]
-        self.report.refreshed = max(counts)
+            self.report.entries_kept[layer.index] = layer.entries_in(self.caches).n_entries
+        self.report.refreshed = max(filter(None, self.report.entries_kept))
         if self.config.verify is not None:
             self.report.verified = Verified()
             caches = self.full_caches(), list(self.caches)
@@ -125,7 +116,7 @@ class OutOfCoreReader(RetainingReader):
         self.hook = self._read
         # What is read again is always kept, so that the others are as many as the budget has room for.
         most = min(policy.block, *(quota.n_window for quota in self.decode_quotas))
-        self._n_again = min(self.n_new, most if self.votes else min(most, CHOOSING))
+        self._n_again = min(self.n_new, min(most, CHOOSING) if self.refreshes else most)
         self._n_left = self.n_new
         self._again: list[mx.array] = []
         self._small: list = []
@@ -147,7 +138,7 @@ class OutOfCoreReader(RetainingReader):
     def _length(self) -> int | None:
         """The trained length, where tokens choose among entries beyond it."""
         found = self.compaction
-        if found is None or self.votes or self.plan.n_prompt <= found.length:
+        if found is None or not self.refreshes or self.plan.n_prompt <= found.length:
             return None
         return found.length
 
@@ -199,13 +190,13 @@ class OutOfCoreReader(RetainingReader):
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
             layer.put(self._small, self._gathered(layer, choice, uniform))
-        if not self.votes:
+        if self.refreshes:
             for layer, quota in zip(self.layers, self.decode_quotas):
                 layer.put(self._small, self._choosing(layer, quota))
         gathered = time.perf_counter()
         tokens = mx.concatenate(self._again, axis=1)
         # Where tokens choose, the last one does so alone: the answer's first follows from it.
-        for part in [tokens] if self.votes else [tokens[:, :-1], tokens[:, -1:]]:
+        for part in [tokens[:, :-1], tokens[:, -1:]] if self.refreshes else [tokens]:
             if part.size:
                 self._logits = self._logits_after(part, self._small)
         self.caches[:] = self._small
@@ -303,12 +294,7 @@ class OutOfCoreReader(RetainingReader):
 
     def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """With the entries of the tokens that were read again as they came out of that."""
-        read = layer.cache_in(self._small)
-        if not self.votes:
-            return read
-        refreshed, again = self._choosing(layer, quota), read.held()
-        refreshed.append(again.between(len(again) - self._n_again, len(again)))
-        return refreshed
+        return layer.cache_in(self._small)
 
     def end(self) -> None:
         super().end()

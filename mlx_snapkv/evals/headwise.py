@@ -83,10 +83,10 @@ class AdaKV(HeadWise, registered=False):
 
     def __post_init__(self):
         super().__post_init__()
-        if not shares_reading(self.policy) or self.policy.adaptive:
+        if not shares_reading(self.policy):
             raise SnapKVError(
-                f"adakv needs one policy that chooses from full caches, by a number of entries, got {self.policy}: "
-                "give snapkv, or another with schedule=once, without budget=adaptive"
+                f"adakv needs one policy that chooses from full caches, got {self.policy}: "
+                "give snapkv, or another with schedule=once"
             )
 
     @property

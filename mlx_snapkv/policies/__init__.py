@@ -121,7 +121,7 @@ def _from_name(name: str, options: str = "") -> Policy:
     if by_mask in BY_MASK:
         raise SnapKVError(
             f"{by_mask} can't be used to answer: its heads keep different numbers of entries, which saves nothing when "
-            "they are stored together; give budget=adaptive, or measure it: mlx-snapkv eval suite --by-mask"
+            "they are stored together; measure it instead: mlx-snapkv eval suite --by-mask"
         )
     if name == "auto":
         raise SnapKVError(

@@ -15,7 +15,6 @@ import mlx.core as mx
 from ..entries.entries import Entries
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from .budgets import (
-    ADAPTIVE,
     Quota,
     amount,
     is_amount,
@@ -23,7 +22,6 @@ from .budgets import (
     is_whole,
     layer_entries,
     mean_entries,
-    shape_and_mean,
 )
 
 MOST = 2**31 - 1  # of any number, since positions are 32 bits
@@ -73,8 +71,7 @@ class Policy(ABC):
 
     Attributes:
         budget: entries kept per KV head: a number, a share of the prompt ("25%"), or either as a mean over
-            the layers: "pyramid:2048" gives low layers more, "adaptive:2048" gives each layer as many as it
-            has among the best of all layers (schedule="once").
+            the layers: "pyramid:2048" gives low layers more.
         n_sink: first entries, always kept.
         n_window: most recent entries, always kept: a number, or a share of the budget ("10%").
         min_ctx: prompts with fewer tokens are left alone.
@@ -104,7 +101,7 @@ class Policy(ABC):
     budget: int | str = option(
         8192,
         is_budget,
-        'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" or "adaptive:" and either',
+        'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" and either',
     )
     n_sink: int = count(0)
     n_window: int | str = entry_count("10%")
@@ -124,19 +121,12 @@ class Policy(ABC):
     def __post_init__(self):
         self._check_options()
         self._require("schedule", self.schedule in self.schedules, " or ".join(self.schedules))
-        if self.adaptive:
-            allowed = "a number or a share, evenly or as a pyramid: adaptive needs schedule=once"
-            self._require("budget", self.schedule == "once", allowed)
         if isinstance(self.budget, int):
             self._require_entries(self.budget)
 
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32, higher means keep: a lazy graph, of what it asks `entries` for."""
-
-    @property
-    def adaptive(self) -> bool:
-        return shape_and_mean(self.budget)[0] == ADAPTIVE
 
     @property
     def observes(self) -> bool:

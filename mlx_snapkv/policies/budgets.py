@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -13,7 +12,7 @@ import mlx.core as mx
 
 from ..entries.selection import select_positions
 
-PYRAMID, ADAPTIVE = "pyramid", "adaptive"
+PYRAMID = "pyramid"
 UNLIMITED = 2**30  # entries of a quota that is never reached
 STEEPNESS = 20  # PyramidKV's beta: the top layer keeps 1/20 of the mean, if that is enough for sink and window
 
@@ -66,9 +65,9 @@ def shape_and_mean(budget: Any) -> tuple[str, Any]:
 
 
 def is_budget(value: object) -> bool:
-    """An amount of at least one entry, shared out evenly, as a pyramid, or by the scores."""
+    """An amount of at least one entry, shared out evenly or as a pyramid."""
     shape, mean = shape_and_mean(value)
-    return shape in ("", PYRAMID, ADAPTIVE) and is_amount(mean, least=1)
+    return shape in ("", PYRAMID) and is_amount(mean, least=1)
 
 
 def is_share(budget: int | str) -> bool:
@@ -89,31 +88,3 @@ def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -
     top = min(mean, max(least, mean // STEEPNESS))
     spread = 2 * (mean - top)
     return [top + spread * (n_layers - 1 - i) // (n_layers - 1) for i in range(n_layers)]
-
-
-def shared_out(scores: list[mx.array], quotas: list[Quota]) -> list[Quota]:
-    """The same entries in all, shared out anew: one ranking over all layers and heads tells how many each layer gets.
-
-    The heads of a layer keep equally many: the mean of how many of theirs are among the best (compare AdaKV,
-    arXiv:2407.11550, section 3, whose heads keep different numbers). Scores are `(B, n_kv_heads, T)` by layer; sink and
-    recent entries stay as they are. It waits for the scores.
-    """
-    middles = [
-        s[..., q.n_sink : max(q.n_sink, s.shape[-1] - q.n_window)] for s, q in zip(scores, quotas)
-    ]
-    wanted = [max(0, q.entries - q.n_sink - q.n_window) for q in quotas]
-    room = [middle.shape[-1] for middle in middles]
-    free = min(sum(room), sum(wanted))
-    if free <= 0:
-        return quotas
-    B, H, _ = scores[0].shape
-    every = mx.concatenate([middle.reshape(-1) for middle in middles])
-    least = -mx.partition(-every, free * B * H - 1)[free * B * H - 1]
-    counts: Any = mx.stack([(middle > least).sum() for middle in middles]).tolist()
-    shares = [count // (B * H) for count in counts]
-    # What rounding and ties have left goes to who lacks most.
-    lacking = itertools.cycle(sorted(range(len(counts)), key=lambda i: -(counts[i] % (B * H))))
-    while sum(shares) < free:
-        i = next(lacking)
-        shares[i] += shares[i] < room[i]
-    return [replace(q, entries=n + q.n_sink + q.n_window) for q, n in zip(quotas, shares)]

@@ -19,9 +19,9 @@ class KVzip(Policy):
     times as long, and memory for one more chunk. Conversations, whose turns choose again, and `memory="recall"` refuse
     it.
 
-    All heads of a layer keep equally many entries; budget="adaptive:...", which ranks those of all layers together, is
-    nearest to the paper's own choice. It also differs in that no instruction to repeat is read, since a request may
-    have no tokenizer to encode it: a subclass can give one by `lead_in`.
+    All heads and layers keep equally many entries; the paper ranks those of all layers together. It also differs in
+    that no instruction to repeat is read, since a request may have no tokenizer to encode it: a subclass can give one
+    by `lead_in`.
 
     Attributes:
         n_sink: first entries, always kept, which every query may look at.

@@ -26,7 +26,7 @@ SHORT = [
     f"{SNAPKV},on_full=slide,heads=shared",
     "snapkv:budget=3,n_sink=0,lookahead=4",
     f"{FEW},lookahead=9",
-    f"snapkv:budget=adaptive:8,{SMALL},lookahead=4",
+    f"snapkv:budget=pyramid:8,{SMALL},lookahead=4",
     "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4,lookahead=4",
     f"{FEW},schedule=block,block=3",
     "h2o:budget=4,n_window=2,schedule=once",

@@ -1,5 +1,3 @@
-import mlx.core as mx
-import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -7,7 +5,7 @@ from hypothesis import strategies as st
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, StreamingLLM
 from mlx_snapkv.engine.prompt_plan import gate
 from mlx_snapkv.policies import resolve_policy
-from mlx_snapkv.policies.budgets import Quota, layer_entries, shared_out
+from mlx_snapkv.policies.budgets import Quota, layer_entries
 
 
 @given(st.integers(1, 5000), st.integers(1, 60), st.integers(0, 100))
@@ -90,7 +88,7 @@ def test_a_window_that_is_all_of_the_budget_leaves_no_votes():
 
 
 @pytest.mark.parametrize("n_window, n", [("25%", 250), (64, 64)])
-@pytest.mark.parametrize("shape", ["", "pyramid:", "adaptive:"])
+@pytest.mark.parametrize("shape", ["", "pyramid:"])
 def test_a_window_is_a_share_of_the_mean_budget(shape, n_window, n):
     quotas = SnapKV(budget=f"{shape}25%", n_window=n_window).quotas(4000, 5)
     assert {quota.n_window for quota in quotas} == {n} and quotas[2].entries == 1000
@@ -100,25 +98,3 @@ def test_a_growing_answer_needs_no_window():
     assert SnapKV(budget=3, n_sink=0).quotas(100, 1) == [Quota(3, 0, 0)]
     with pytest.raises(SnapKVError, match="n_window must be at least 1 entry with schedule=once"):
         SnapKV(budget=3, n_sink=0, on_full="slide")
-
-
-@given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 3), st.integers(0), st.booleans())
-def test_an_adaptive_budget_is_shared_out_by_one_ranking(lengths, heads, seed, ties):
-    """Each layer gets the mean over its heads of how many of the best of all are theirs, to the rounding."""
-    rng = np.random.default_rng(seed)
-    sink, window = 2, 3
-    scores = [rng.random((1, heads, n + sink + window)) for n in lengths]
-    scores = [np.round(s) for s in scores] if ties else scores
-    free = sum(rng.integers(0, n + 1) for n in lengths)
-    each = [sink + window + free // len(lengths)] * len(lengths)
-    each[0] += free % len(lengths)
-    found = shared_out([mx.array(s) for s in scores], [Quota(n, sink, window) for n in each])
-    assert all((q.n_sink, q.n_window) == (sink, window) for q in found)
-    voted = [q.entries - sink - window for q in found]
-    assert sum(voted) == free and all(0 <= n <= most for n, most in zip(voted, lengths))
-    if ties or not free:
-        return
-    every = sorted((x for s in scores for x in s[..., sink:-window].ravel()), reverse=True)
-    best = every[free * heads - 1]
-    for n, s in zip(voted, scores):
-        assert abs(n - (s[..., sink:-window] >= best).sum() / heads) <= 1

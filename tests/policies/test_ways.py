@@ -21,7 +21,6 @@ KEYDIFF = "keydiff:budget=60,block=16"
 WAYS = {
     "once": ("{once}", {}),
     "block": ("{block}", {}),
-    "adaptive": ("{adaptive}", {}),
     "first stage": (f"{{block}} then {SNAPKV}", {}),
     "pyramid": ("{pyramid}", {}),
     "a book": (f"{KEYDIFF} then {{once}}", {"memory": "recall:file"}),
@@ -32,7 +31,7 @@ def text_of(name, way):
     name, _, option = name.partition(":")
     own = OWN.get(name, "") + (f"{option}=true," if option else "")
     own += "" if name == "streaming_llm" else "n_window=8,"
-    kinds = {"once": "40", "adaptive": "adaptive:40", "pyramid": "pyramid:40"}
+    kinds = {"once": "40", "pyramid": "pyramid:40"}
     texts = {k: f"{name}:{own}schedule=once,budget={v}" for k, v in kinds.items()}
     return way.format(block=f"{name}:{own}schedule=block,block=16,budget=40", **texts)
 
