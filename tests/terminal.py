@@ -4,16 +4,16 @@ import contextlib
 import os
 import pty
 import select
-import sys
 
 import fork_helpers
+from command_lines import MODULE
 
 
 class Terminal:
     def __init__(self, *args, start=fork_helpers.Popen, cwd=None, **variables):
         self.fd, its = pty.openpty()
         self.process = start(
-            [sys.executable, "-m", "mlx_snapkv", *args], stdin=its, stdout=its, stderr=its,
+            [*MODULE, *args], stdin=its, stdout=its, stderr=its,
             start_new_session=True, env=os.environ | {"TERM": "xterm", **variables}, cwd=cwd,
         )  # fmt: skip
         os.close(its)

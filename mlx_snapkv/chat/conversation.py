@@ -11,11 +11,12 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.memories import make_caches
+from .. import saved
+from ..caches.memories import make_caches, saved_forms
 from ..engine.auto import AUTO, CONVERSATION, FEW, auto
 from ..engine.config import CompressionConfig
 from ..engine.prefill import mlx_generate
-from ..engine.report import CompressionReport
+from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
@@ -23,16 +24,15 @@ from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..policies import Policy, Stages, resolve_policy
 from ..several.shard import shard_of
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
-from .states import Before, load, save
+from .states import NOTED, Before, load
 
 
 def _require_known(generation: dict[str, Any]) -> None:
     """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
-    own = ("prompt_cache", "input_embeddings")  # which the conversation gives
-    known = inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs
-    known = sorted(set(known).difference(own))
-    for name in generation.keys() - set(known):
-        why = f"{suggestion(name, known)}; known: {', '.join(known)}"
+    own = {"prompt_cache", "input_embeddings"}  # which the conversation gives
+    known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs} - own
+    for name in generation.keys() - known:
+        why = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
         raise UnknownOptionError(f"unknown option {name!r} of a conversation{why}")
 
 
@@ -208,7 +208,11 @@ class Conversation:
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a `.safetensors` file, as a whole or not at all. Raises: SnapKVError."""
-        save(path, self)
+        if not self.read:
+            raise SnapKVError("nothing has been said yet, so there is nothing to save")
+        notes = {name: getattr(self, name) for name in NOTED}
+        caches = saved_forms(self.model, self.prompt_cache)
+        saved.save(path, self.model, caches, self.read, self.policy or NO_POLICY, notes)
 
     @classmethod
     def load(

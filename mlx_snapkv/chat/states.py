@@ -6,7 +6,7 @@ from typing import Any
 from .. import saved
 from ..caches.layers import attention_layers, is_compressed, kv_bytes
 from ..caches.matching import n_tokens
-from ..caches.memories import book_memory, filled, make_caches, require_memory, saved_forms
+from ..caches.memories import book_memory, filled, make_caches, require_memory
 from ..engine.report import NO_POLICY
 from ..engine.rewind import Rewind
 from ..errors import SnapKVError
@@ -33,16 +33,6 @@ class Before(Rewind):
         """Whether anything had been read, and this keeps no more than the conversation itself."""
         held = kv_bytes(self._conversation.prompt_cache)
         return bool(self._fields["read"]) and self.kv_nbytes <= held
-
-
-def save(path: str | Path, conversation: Any) -> None:
-    """Write a conversation to a file; see `Conversation.save`."""
-    if not conversation.read:
-        raise SnapKVError("nothing has been said yet, so there is nothing to save")
-    notes = {name: getattr(conversation, name) for name in NOTED}
-    model, policy = conversation.model, conversation.policy or NO_POLICY
-    caches = saved_forms(model, conversation.prompt_cache)
-    saved.save(path, model, caches, conversation.read, policy, notes)
 
 
 def load(

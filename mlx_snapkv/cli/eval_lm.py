@@ -50,13 +50,6 @@ class HarnessOptions:
         path = None if self.include_path is None else str(self.include_path)
         return {"task": "lm", **vars(self), "tasks": names, "include_path": path}
 
-    def uses_template(self, model: str, tokenizer: Any) -> bool:
-        """Raises: SnapKVError: the chat template is asked for, and there is none."""
-        has_one = tokenizer.has_chat_template
-        if self.apply_chat_template and not has_one:
-            raise SnapKVError(f"--model {model} has no chat template: drop --apply-chat-template")
-        return has_one if self.apply_chat_template is None else self.apply_chat_template
-
 
 def lm(
     *,
@@ -89,7 +82,10 @@ def lm(
     tasks = harness.load_tasks(fixed["tasks"], fixed["include_path"], metadata, options.seed)
     loaded, tokenizer = load_model(model)
     adapt_tokenizer(tokenizer, None, options.chat_template_config)
-    templated = options.uses_template(model, tokenizer)
+    has_template, templated = tokenizer.has_chat_template, options.apply_chat_template
+    if templated and not has_template:
+        raise SnapKVError(f"--model {model} has no chat template: drop --apply-chat-template")
+    templated = has_template if templated is None else templated
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     asked: Any = {
         "limit": options.limit,

@@ -1,4 +1,6 @@
+import contextlib
 import random
+from unittest import mock
 
 import pytest
 from chat_helpers import ask, is_answered
@@ -48,38 +50,31 @@ def held(conversation):
     return {cache.store.n_entries for cache in caches} | {cache.offset for cache in caches}
 
 
-def test_a_full_disk_ends_the_turn_only(demo_llama):
-    conversation, (first, second) = a_book(*demo_llama, 1024, 2)
-    with (
-        full_disk(100_000),
-        pytest.raises(SnapKVError, match="set TMPDIR or --store-dir to a folder with room"),
-    ):
+@contextlib.contextmanager
+def full():
+    words = "can't be kept in a file.*; set TMPDIR or --store-dir to a folder with room"
+    with full_disk(100_000), pytest.raises(SnapKVError, match=words):
+        yield
+
+
+@contextlib.contextmanager
+def interrupted():
+    """Ctrl-C in the vote."""
+    voting = mock.patch.object(FullView, "asked_by", side_effect=KeyboardInterrupt)
+    with voting, pytest.raises(KeyboardInterrupt):
+        yield
+
+
+@pytest.mark.parametrize("failing", [full, interrupted])
+def test_what_ends_a_turn_leaves_the_conversation_as_it_was(demo_model, failing):
+    conversation, (first, second) = a_book(*demo_model, 1024, 2)
+    with failing():
         ask(conversation, first.question)
     assert not conversation.messages and not conversation.read and conversation.attached
     assert is_answered(conversation, first)
     known = conversation.read
-    with full_disk(100_000), pytest.raises(SnapKVError, match="can't be kept in a file"):
-        ask(conversation, second.question * 30)
-    assert conversation.read == known and held(conversation) == {len(known)}
-    assert is_answered(conversation, second)
-
-
-def test_ctrl_c_in_the_vote_leaves_the_conversation_as_it_was(demo_model, monkeypatch):
-    conversation, (first, second) = a_book(*demo_model, 1024, 2)
-
-    def interrupted(question):
-        def choose(self, observed):
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(FullView, "asked_by", choose)
-            ask(conversation, question)
-
-    interrupted(first.question)
-    assert not conversation.messages and not conversation.read and conversation.attached
-    assert is_answered(conversation, first)
-    known = conversation.read
-    interrupted(second.question * 40)
+    with failing():
+        ask(conversation, second.question * 40)
     assert conversation.read == known and held(conversation) == {len(known)}
     assert is_answered(conversation, second)
 

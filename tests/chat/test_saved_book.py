@@ -1,12 +1,12 @@
 """A book that is saved is asked on: by other processes, by several at once, and in spite of what befalls its files."""
 
 import random
-import sys
 from subprocess import PIPE
 
 import fork_helpers
 import pytest
 from chat_helpers import all_right, ask, begun
+from command_lines import MODULE
 
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.caches.layers import file_bytes
@@ -26,7 +26,7 @@ def test_questions_before_and_after_in_processes_at_once(path):
     conversation = begun((model, tokenizer), (document, facts), **options)
     assert all(all_right(conversation, facts))
     conversation.save(path)
-    command = [sys.executable, "-m", "mlx_snapkv", "chat", "--model", name, "-m", "16", "-q"]
+    command = [*MODULE, "chat", "--model", name, "-m", "16", "-q"]
     lines = path.with_name("lines.txt")
     lines.write_text("\n".join([f"/load {path}", *(fact.question for fact in facts)]))
     both = []

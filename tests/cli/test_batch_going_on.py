@@ -1,8 +1,8 @@
 import subprocess
-import sys
 
 import fork_helpers
 from batch_file_helpers import SNAPKV, chat, read, said, write
+from command_lines import MODULE
 from interrupt_helpers import interrupt, wait_for
 
 DEMO = ["--model", "demo"]
@@ -23,8 +23,7 @@ MANY = [chat(f"{n}", 3 * n % 40, max_tokens=8, temperature=n % 2, seed=n) for n 
 
 def started(file, output, *options):
     args = ["batch", str(file), "-o", str(output), *DEMO, "--policy", SNAPKV, *options]
-    command = [sys.executable, "-m", "mlx_snapkv", *args]
-    return fork_helpers.Popen(command, stderr=subprocess.PIPE, text=True)
+    return fork_helpers.Popen([*MODULE, *args], stderr=subprocess.PIPE, text=True)
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):
@@ -48,22 +47,6 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     found, expected = read(output), read(unbroken)
     assert {k: said(r) for k, r in found.items()} == {k: said(r) for k, r in expected.items()}
     assert len(found) == len(MANY)
-
-
-def test_a_full_disk_is_told_and_the_run_goes_on_later(tmp_path):
-    file, output = write(tmp_path / "r.jsonl", MANY[:8]), tmp_path / "a.jsonl"
-    program = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "
-    program += "from mlx_snapkv.__main__ import main; main()"
-    args = ["batch", str(file), "-o", str(output), *DEMO, "--quiet"]
-    done = fork_helpers.run([sys.executable, "-c", program, *args], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"mlx-snapkv: {output} can't be written: File too large\n"
-    assert 1 <= len(read(output)) < 8  # whole lines only
-    process = started(file, output)
-    process.communicate()
-    assert process.returncode == 2  # it is of a run without a policy
-    done = fork_helpers.run([sys.executable, "-m", "mlx_snapkv", *args])
-    assert done.returncode == 0 and len(read(output)) == 8
 
 
 def test_two_runs_do_not_write_one_file_and_ctrl_c_says_how_to_go_on(batch, tmp_path):

@@ -1,7 +1,8 @@
 import os
 import signal
 import subprocess
-import sys
+
+from command_lines import MODULE
 
 SNAPKV = "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4"
 CHAT = ["chat", "--model", "demo", "-m", "24"]
@@ -10,7 +11,7 @@ PROMPT = "\x1b[?2004h"  # pasted text is asked for as such
 
 
 def test_a_closed_standard_input_is_one_line():
-    shell = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-m", "mlx_snapkv", *CHAT]
+    shell = ["sh", "-c", 'exec "$@" <&-', "sh", *MODULE, *CHAT]
     closed = subprocess.run(shell, capture_output=True, text=True)
     assert (closed.returncode, closed.stdout) == (2, "")
     assert closed.stderr.startswith("mlx-snapkv: standard input is closed")

@@ -1,8 +1,8 @@
 import json
 
 import pytest
+from command_lines import LEAD
 
-LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
 ASK = ["generate", "--ignore-chat-template", "--prompt", LEAD]
 FILE = """
 model = "demo"

@@ -1,11 +1,11 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import fork_helpers
 import pytest
+from command_lines import MODULE
 from interrupt_helpers import interrupt, wait_for
 
 from mlx_snapkv.cli.progress import StepBars
@@ -52,7 +52,7 @@ def test_lines_compare_pooling_by_default(call):
 def test_an_interrupt_says_how_to_go_on(tmp_path):
     base = tmp_path / "r"
     options = [*SMALL, "--questions", "999", "--output", str(base)]
-    command = [sys.executable, "-m", "mlx_snapkv", "eval", "needle", *options]
+    command = [*MODULE, "eval", "needle", *options]
     process = fork_helpers.Popen(command, stderr=subprocess.PIPE, text=True)
     file = base.with_name("r.jsonl")
     wait_for(process, file, 3)

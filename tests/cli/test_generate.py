@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from command_lines import LEAD, MODULE, PLAIN, RAW
 from mlx_lm import chat as mlx_chat
 from model_folders import demo_with
 
@@ -14,11 +15,7 @@ from mlx_snapkv.cli import app
 from mlx_snapkv.cli.generate import FIGURES
 
 mlx_generate = importlib.import_module("mlx_lm.generate")
-MODULE = [sys.executable, "-m", "mlx_snapkv"]
 INSTALLED = [str(Path(sys.executable).with_name("mlx-snapkv"))]
-LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
-RAW = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6"]
-PLAIN = [*RAW, "--prompt", LEAD]
 LEFT_OUT = {
     "--image",  # prompts are text
     "--use-default-chat-template",  # mlx-lm declares it and reads it nowhere

@@ -3,11 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from command_lines import MODULE
 
 from mlx_snapkv.demo import MODELS
 
@@ -71,7 +71,7 @@ def run(command, cache, endpoint, name, **environment):
         "HF_HUB_DISABLE_XET": "1",
         **environment,
     }
-    words = [sys.executable, "-m", "mlx_snapkv", *command.split(), "--model", name]
+    words = [*MODULE, *command.split(), "--model", name]
     return subprocess.run(words, capture_output=True, text=True, env=environment)
 
 

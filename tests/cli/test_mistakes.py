@@ -167,12 +167,13 @@ DISKS = [
     (NEEDLE, "r", "r.jsonl", 100),
     ("demo --tokens 1024 --questions 1 --save-document", "r", "r", 500),
     ("cache-prompt --model demo -q --prompt Cold. -o", "a.safetensors", "a.safetensors", 5000),
+    ("batch {}/requests --model demo -q -m 2 -o", "a.jsonl", "a.jsonl", 300),
 ]
 
 
 @pytest.mark.parametrize("command, name, written, most", DISKS)
 def test_a_full_disk_is_named_and_leaves_files_as_they_were(
-    call, tmp_path, monkeypatch, command, name, written, most
+    call, folder, tmp_path, monkeypatch, command, name, written, most
 ):
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # whose index could not be written
     before = {}
@@ -180,7 +181,7 @@ def test_a_full_disk_is_named_and_leaves_files_as_they_were(
         before = {tmp_path / name: '<meta name="generator" content="mlx-snapkv">'}
         (tmp_path / name).write_text(before[tmp_path / name])
     with full_disk(most):
-        code, _, err = call(*command.split(), str(tmp_path / name))
+        code, _, err = call(*command.format(folder).split(), str(tmp_path / name))
     last = err.splitlines()[-1]
     assert code == 1 and str(tmp_path / written) in last and last.endswith("File too large")
     assert {p: p.read_text() for p in tmp_path.iterdir() if p.suffix != ".jsonl"} == before

@@ -8,14 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from command_lines import MODULE, PLAIN
 
 from mlx_snapkv.cli.reading import noticing
 
 OPENBLAS = "*/openblas-pthread/libopenblas.so.0"
-MODULE = [sys.executable, "-m", "mlx_snapkv"]
-LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
 STOPPED = 130, "", "\nmlx-snapkv: stopped\n"
-PLAIN = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt", LEAD]
 
 
 def shell(redirected, *args):
