@@ -1,7 +1,5 @@
 """`mlx-snapkv demo`: questions about one document, answered from all of its entries and from few, and the speed."""
 
-from __future__ import annotations
-
 import os
 import random
 import shlex
@@ -9,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,11 +18,6 @@ from ..errors import SnapKVError
 from ..paths import path_of, put, refusing
 from .loading import load_model
 from .options import MOST, DocumentSeed, Facts, Model, adapt_tokenizer
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ..policies import Policy
 
 SHARE = 16  # one entry in so many is kept
 FULL, SMALL, RECALL = "full cache", f"1/{SHARE}", f"1/{SHARE}, recall"
@@ -49,6 +42,7 @@ def demo(
     """
     from rich.console import Console
     from rich.progress import track
+    from rich.table import Table
 
     from ..policies import SnapKV
     from .progress import PALETTE, stderr_console
@@ -71,8 +65,13 @@ def demo(
         _column(loaded, tokenizer, document, facts, way)
         for way in track(ways.values(), "asking", console=stderr_console(), transient=True)
     ]
-    console.print(_table(facts, dict(zip(ways, columns))))
-    console.print(_speed(loaded, SnapKV(budget=LONG // SHARE)))
+    table = Table("question", "hidden", *ways)
+    names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
+    names += [("right", ""), ("entries that a token reads", ""), ("KV memory between turns", "")]
+    for i, (name, *cells) in enumerate(zip(names, *columns), start=1):
+        table.add_row(*name, *cells, end_section=i == len(facts))
+    console.print(table)
+    console.print(_speed(loaded))
     here = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
     program = "mlx-snapkv" if shutil.which("mlx-snapkv") else here
     lines = [
@@ -118,24 +117,14 @@ def _column(
     return [*cells, f"{n_right}/{len(facts)}", f"{read:,}", held]
 
 
-def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
-    from rich.table import Table
-
-    table = Table("question", "hidden", *columns)
-    names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
-    names += [("right", ""), ("entries that a token reads", ""), ("KV memory between turns", "")]
-    for i, cells in enumerate(zip(*columns.values()), start=1):
-        table.add_row(*names[i - 1], *cells, end_section=i == len(facts))
-    return table
-
-
-def _speed(model: Any, policy: Policy) -> str:
-    """A token's time at `LONG` random entries, from all of them and from those that the policy keeps."""
+def _speed(model: Any) -> str:
+    """A token's time at `LONG` random entries, from all of them and from those that SnapKV keeps."""
     from ..bench.contenders import Contender, compressed, decoding_cache
     from ..bench.speed import step_in_turn
     from ..caches.layers import kv_bytes
+    from ..policies import SnapKV
 
-    both = [Contender(FULL, LONG), *compressed(LONG, [policy])]
+    both = [Contender(FULL, LONG), *compressed(LONG, [SnapKV(budget=LONG // SHARE)])]
     caches = [decoding_cache(model, each, LONG) for each in both]
     full, small = (median(times[1:]) for times in step_in_turn(model, caches, STEPS))
     sizes = [format_bytes(kv_bytes(cache)) for cache in caches]

@@ -1,16 +1,11 @@
 """`mlx-snapkv models` and `mlx-snapkv policies`: what can be compressed, and how."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from typer import Option
 
 from .options import AsJson
-
-if TYPE_CHECKING:
-    from ..policies import Policy
 
 ASK = "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION"
 
@@ -119,7 +114,7 @@ def policies(
         print(f"    {', '.join(f'{name}={value}' for name, value in defaults(cls).items())}")
 
 
-def defaults(cls: type[Policy]) -> dict[str, str]:
+def defaults(cls: Any) -> dict[str, str]:
     """A policy's options and their defaults as they are typed, its own first."""
     values = {name: getattr(cls(), name) for name in cls.options()}
     words = {None: "none", True: "true", False: "false"}

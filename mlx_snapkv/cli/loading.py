@@ -1,23 +1,18 @@
 """Models from what a user typed, and what is wrong with those that can't be loaded."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
 from ..paths import path_of
 from .command import flag_of
 from .process import be_silent, listen
-
-if TYPE_CHECKING:
-    from ..several.ranks import Ranks
 
 INDEX = "model.safetensors.index.json"
 # What mlx and mlx-lm say of a model that can't be split so.
@@ -64,7 +59,7 @@ def load_model(
     """
     from mlx_lm import load
 
-    ranks = _joined(pipeline)
+    n_ranks = _joined(pipeline)
     require_alone(adapter_path=adapter_path, quantize_activations=quantize_activations)
     folder = _place(name, option)
     adapter = None if adapter_path is None else path_of(adapter_path, "--adapter-path")
@@ -77,8 +72,8 @@ def load_model(
     code = {"trust_remote_code": trust_remote_code}
     options: Any = {"tokenizer_config": code, **code}
     try:
-        if ranks.size > 1:
-            model, tokenizer = _load_shard(where, ranks, bool(pipeline), **options)
+        if n_ranks > 1:
+            model, tokenizer = _load_shard(where, n_ranks, bool(pipeline), **options)
         else:
             options["model_config"] = {"quantize_activations": quantize_activations}
             options["adapter_path"] = None if adapter is None else str(adapter)
@@ -91,8 +86,8 @@ def load_model(
     return model, tokenizer
 
 
-def _joined(pipeline: bool | None) -> Ranks:
-    """All processes that were started with this one. Those but rank 0 print nothing from here on.
+def _joined(pipeline: bool | None) -> int:
+    """How many processes were started together. Those but rank 0 print nothing from here on.
 
     Raises:
         SnapKVError: the command is for one Mac, or the ranks were given different options.
@@ -108,7 +103,7 @@ def _joined(pipeline: bool | None) -> Ranks:
     ranks.require_same(options=" ".join(sys.argv[1:]))
     if ranks.size > 1 and pipeline is None:
         raise SnapKVError(f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {ALONE_ONLY}")
-    return ranks
+    return ranks.size
 
 
 def require_alone(**options: Any) -> None:
@@ -121,7 +116,7 @@ def require_alone(**options: Any) -> None:
             raise SnapKVError(f"{alone}: drop it, or {ALONE_ONLY}")
 
 
-def _load_shard(folder: str, ranks: Ranks, pipeline: bool, **options: Any) -> tuple[Any, Any]:
+def _load_shard(folder: str, n_ranks: int, pipeline: bool, **options: Any) -> tuple[Any, Any]:
     """This rank's shard of a model, and the tokenizer; SnapKVError if mlx-lm can't split it so."""
     import mlx.core as mx
     from mlx_lm.utils import sharded_load
@@ -143,9 +138,9 @@ def _load_shard(folder: str, ranks: Ranks, pipeline: bool, **options: Any) -> tu
     args = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
     n = getattr(args, "num_key_value_heads", None) or text.get("num_key_value_heads")
-    if not pipeline and n and n % ranks.size:
+    if not pipeline and n and n % n_ranks:
         raise SnapKVError(
-            f"{n} KV heads can't be split over {ranks.size} processes: start as many as divide them, or add --pipeline"
+            f"{n} KV heads can't be split over {n_ranks} processes: start as many as divide them, or add --pipeline"
         )
     return model, tokenizer
 

@@ -96,9 +96,8 @@ class Plans:
     kv_memory: int | None
 
     def contexts(self) -> list[int]:
-        if self.trained is None:
-            return [n for n in CONTEXTS if n <= UNTOLD]
-        return [*(n for n in CONTEXTS if n < self.trained), self.trained]
+        most = self.trained or UNTOLD
+        return [*(n for n in CONTEXTS if n < most), most]
 
     def choose(self, n: int) -> Choice:
         """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""

@@ -3,10 +3,8 @@ import random
 import sys
 from functools import partial
 
-import pyarrow
 import pytest
 from lm_tasks import write_tasks
-from pyarrow import parquet
 
 from mlx_snapkv.cli import eval_lm
 from mlx_snapkv.demo.questions import make_haystack
@@ -16,17 +14,16 @@ KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
 
 @pytest.fixture
 def data(tmp_path, demo_llama):
-    """A folder as RULER's are in kvpress' data set: one length, three tasks of two questions, in one parquet file."""
+    """A folder as RULER's are in kvpress' data set: one length, three tasks of two questions, in one file."""
     found = []
-    for seed, (task, *extra) in enumerate(
-        (["niah_single_1"], ["qa_1", "nothing"], ["vt", "nothing"])
-    ):
+    tasks = ["niah_single_1"], ["qa_1", "nothing"], ["vt", "nothing"]
+    for seed, (task, *extra) in enumerate(tasks):
         text, facts = make_haystack(demo_llama[1], random.Random(seed), 2, 400)
         row = {"context": f"{text}\n\n", "answer_prefix": "", "max_new_tokens": 24, "task": task}
         found += [row | {"question": f.question, "answer": [f.value, *extra]} for f in facts]
-    path = tmp_path / "data" / "512" / "test-00000-of-00001.parquet"
+    path = tmp_path / "data" / "512" / "rows.jsonl"
     path.parent.mkdir(parents=True)
-    parquet.write_table(pyarrow.Table.from_pylist(found), path)
+    path.write_text("\n".join(map(json.dumps, found)))
     return str(tmp_path / "data")
 
 

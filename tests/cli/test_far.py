@@ -1,4 +1,3 @@
-import pytest
 from model_folders import demo_with
 
 LENGTH = 512
@@ -6,19 +5,14 @@ THEN = "keydiff:budget=96,block=128,n_sink=4 then snapkv:top_k=60,n_sink=4,n_win
 BEYOND = f"more than the {LENGTH} that this model was trained to read: answers may be wrong"
 
 
-@pytest.fixture
-def far(text_file, tmp_path):
-    """The embedded LLaMA as one trained to few tokens, a text of three times as many, and a fact in it."""
-    model = demo_with(tmp_path / "model", max_position_embeddings=LENGTH)
-    book, facts = text_file(tmp_path / "book.txt", 3 * LENGTH, seed=2)
-    return ["--model", str(model)], str(book), facts[0]
-
-
-def test_entries_are_pulled_together_where_a_policy_evicts_while_it_reads(call, far, tmp_path):
+def test_entries_are_pulled_together_where_a_policy_evicts_while_it_reads(
+    call, text_file, tmp_path
+):
     """Others are told what to do."""
-    model, book, fact = far
+    model = ["--model", str(demo_with(tmp_path / "model", max_position_embeddings=LENGTH))]
+    book, (fact, *_) = text_file(tmp_path / "book.txt", 3 * LENGTH, seed=2)
     ways = ["--policy", THEN, "--memory", "recall", "-m", "12"]
-    asked = ["generate", *model, "--prompt-file", book, "--prompt", fact.question]
+    asked = ["generate", *model, "--prompt-file", str(book), "--prompt", fact.question]
     code, out, err = call(*asked, *ways)
     pulled = f"pulled together beyond the {LENGTH} tokens that the model was trained to"
     assert code == 0 and fact.value in out and pulled in err.splitlines()[-1] and BEYOND not in err
@@ -26,7 +20,14 @@ def test_entries_are_pulled_together_where_a_policy_evicts_while_it_reads(call, 
     lines = f"/file {book}\n{fact.question}\n/stats\n".encode()
     code, out, err = call("chat", *model, *ways, "--far", "pull", stdin=lines)
     assert code == 0 and fact.value in out and pulled in err
-    saved = ["--prompt-file", book, "-o", str(tmp_path / "x.safetensors"), "--policy", THEN[:36]]
+    saved = [
+        "--prompt-file",
+        str(book),
+        "-o",
+        str(tmp_path / "x.safetensors"),
+        "--policy",
+        THEN[:36],
+    ]
     assert pulled in call("cache-prompt", *model, *saved)[2]
     helps = "; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
     left = [*asked, "-m", "1", "--snapkv", "top_k=60"]

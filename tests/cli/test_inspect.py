@@ -19,11 +19,11 @@ def fact(story):
 
 @pytest.fixture
 def ask(call, story, fact):
-    """ask(*options, model="demo") -> (exit code, stdout, stderr), about that fact."""
+    """ask(command, *options, model="demo") -> (exit code, stdout, stderr), about that fact."""
 
-    def run(*options, model="demo"):
+    def run(command, *options, model="demo"):
         question = ("--prompt-file", str(story[0]), "--prompt", fact.question)
-        return call("inspect", "--model", model, *question, "-m", "8", *options)
+        return call(command, "--model", model, *question, "-m", "8", *options)
 
     return run
 
@@ -31,7 +31,7 @@ def ask(call, story, fact):
 def test_what_is_kept_is_drawn(ask, fact, tmp_path):
     path = tmp_path / "kept.html"
     policies = ("--snapkv", SNAPKV, "--policy", "streaming_llm:budget=6%")
-    code, out, err = ask(*policies, "-o", str(path))
+    code, out, err = ask("inspect", *policies, "-o", str(path))
     assert code == 0 and f"wrote {path}" in err
     ours, other = out.split("streaming_llm:budget=6%")
     assert fact.value in ours.split("Answer")[0] and fact.value not in other.split("Answer")[0]
@@ -46,7 +46,7 @@ def test_what_is_kept_is_drawn(ask, fact, tmp_path):
 def test_a_script_is_told_everything(ask, fact, tmp_path):
     path = tmp_path / "kept.png"
     options = ["--snapkv", SNAPKV, "--json", "-q", "-o", str(path)]
-    code, out, err = ask(*options, model="demo-qwen3-next")
+    code, out, err = ask("inspect", *options, model="demo-qwen3-next")
     told = json.loads(out)
     assert code == 0 and err == "" and is_ours(path) and path.read_bytes()[:4] == b"\x89PNG"
     (found,) = told["policies"]
@@ -61,7 +61,7 @@ def test_a_script_is_told_everything(ask, fact, tmp_path):
 
 
 def test_a_prompt_below_the_gate_says_so(ask):
-    code, out, _ = ask("--snapkv", "top_k=100,min_ctx=49152", "-q")
+    code, out, _ = ask("inspect", "--snapkv", "top_k=100,min_ctx=49152", "-q")
     assert code == 0 and "not compressed" in out and "min_ctx=0" in out
     assert "█" * 40 in out and "sentences" not in out
 
@@ -69,10 +69,9 @@ def test_a_prompt_below_the_gate_says_so(ask):
 SMALL = "streaming_llm:budget=5%"
 
 
-def test_answers_a_table_and_a_page(call, story, fact, tmp_path):
+def test_answers_a_table_and_a_page(ask, fact, tmp_path):
     page = tmp_path / "new" / "compared.html"
-    asked = ("--prompt-file", str(story[0]), "--prompt", fact.question, "-m", "8")
-    code, out, err = call("compare", "--model", "demo", *asked, "--policy", SMALL, "-o", str(page))
+    code, out, err = ask("compare", "--policy", SMALL, "-o", str(page))
     assert code == 0 and f"wrote {page}" in err
     answers, table = out.split(" prompt tokens")
     assert answers.startswith(f"── full cache\n{fact.value}\n") and f"── {SMALL}" in answers
@@ -89,9 +88,8 @@ def test_rounding_leaves_no_negative_divergence():
     assert "0.000" in _table([same], 9).rows[0]
 
 
-def test_three_policies_that_suit_the_length(call, story):
-    asked = ("--prompt-file", str(story[0]), "--prompt", "Who?", "-m", "4", "--json", "-q")
-    code, out, err = call("compare", "--model", "demo", *asked)
+def test_three_policies_that_suit_the_length(ask):
+    code, out, err = ask("compare", "--json", "-q")
     found = json.loads(out)
     full, *others = found["ways"]
     assert (code, err, full["name"], len(others)) == (0, "", "full cache", 3)
