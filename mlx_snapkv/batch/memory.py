@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from ..caches.full_view import FEW
 from ..caches.memories import in_files, memory_quantization
 from ..engine.config import CompressionConfig
 from ..engine.footprint import EntrySizes, Footprint, Need
@@ -26,16 +27,20 @@ class Memory:
         sizes, self.limit = EntrySizes(model), limit
         self._footprint = Footprint(sizes, policy, quantization, step_size)
         self._config = config = CompressionConfig.taken_from(options, policy)[0]
-        self._stored = 0  # bytes of a token's entries where all stay, in memory
-        if policy is not None and config.retains and not in_files(config.memory):
+        self._stored = self._indexed = (
+            0  # bytes of a token where all stay: its entries in memory, their index
+        )
+        if policy is not None and config.retains:
+            self._indexed = sizes.of_index()
             how = memory_quantization(model, sizes.layers, config.memory)
-            self._stored = sum(sizes.of_token(how))
+            self._stored = 0 if in_files(config.memory) else sum(sizes.of_token(how))
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """What a request takes. Raises: NeverFits: more than the limit; SnapKVError: the policy can't serve it."""
         found, policy = self._footprint.need(n_prompt, max_tokens), self._config.policy
         if policy is not None and gate(policy, n_prompt, None, max_tokens) is None:
-            stored = (n_prompt + max_tokens) * self._stored
+            n = n_prompt + max_tokens
+            stored = n * (self._stored + (self._indexed if n > FEW else 0))
             reading = found.reading + (stored if policy.reads_in_blocks else 0)
             found = found._replace(reading=reading, stays=stored if self._config.reads_on else 0)
         if found.most > self.limit:

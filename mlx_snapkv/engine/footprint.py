@@ -20,6 +20,7 @@ from ..caches.layers import (
     token_caches,
 )
 from ..caches.memories import in_files, memory_quantization
+from ..entries.key_index import index_bytes
 from ..entries.quantization import Quantization, n_bytes, pack
 from ..errors import UnsupportedModelError
 from ..policies import Policy, Stages
@@ -72,6 +73,10 @@ class EntrySizes:
     def of_token(self, quantization: Quantization | None = None) -> list[int]:
         """Bytes of a token's entries in each of `layers`, stored as `quantization` says."""
         return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
+
+    def of_index(self) -> int:
+        """Bytes of a token in the key indexes of `layers`."""
+        return sum(index_bytes(keys) for keys, _ in self._entries)
 
     def full(self, quantization: Quantization | None) -> int:
         """Bytes of a token's entries in all full caches; mlx-lm quantises those that are not in a `CacheList`."""

@@ -188,6 +188,12 @@ class KeyIndex:
         return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
 
 
+def index_bytes(keys: mx.array) -> int:
+    """Bytes that an index of the keys `(B, n_kv_heads, n, head_dim)` takes."""
+    B, H, n, D = keys.shape
+    return B * H * n * _size(D)
+
+
 def _size(head_dim: int) -> int:
     return max(1, head_dim // 4)
 

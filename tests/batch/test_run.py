@@ -150,6 +150,19 @@ def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, m
     assert need.held + need.stays < taken[-1] < need.held + need.stays + 3_500_000
 
 
+def test_the_index_of_a_recalled_request_is_counted(demo_llama, monkeypatch):
+    for module in ("batch.memory", "caches.full_view"):
+        monkeypatch.setattr(f"mlx_snapkv.{module}.FEW", 1000)
+    options = options_of(STAGES, memory="recall:file") | {"prefill_step_size": 64}
+    run = batch_helpers.Run(demo_llama[0], **options)
+    (uid,) = run.insert(batch_helpers.prompts_of(2000), 40)
+    run.finish()
+    caches, _ = run.recalled[uid]
+    indexed = sum(cache.index.nbytes for cache in caches)
+    assert indexed <= needed(demo_llama, options, 2000, 40).stays < 1.1 * indexed
+    assert needed(demo_llama, options, 900, 40).stays == 0
+
+
 def test_one_that_never_fits_says_what_it_needs(demo_llama):
     memory = Memory(demo_llama[0], {}, 10_000_000)
     layers = 3 * 2 * 2 * 64 * 4  # layers, keys and values, heads, their size, bytes
