@@ -1,7 +1,5 @@
 """Models for the tests: the embedded ones through mlx-lm's loader, and small random ones of the real classes."""
 
-from __future__ import annotations
-
 import random
 
 import mlx.core as mx

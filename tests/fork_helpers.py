@@ -5,8 +5,6 @@ else: MLX starts its threads with the first computation, and a fork must not cop
 can: on a Mac the frameworks under MLX don't survive a fork, so there these are subprocess' own.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

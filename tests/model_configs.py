@@ -1,7 +1,5 @@
 """Tiny random models of mlx-lm's model types, each described by what differs from one base configuration."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from pathlib import Path

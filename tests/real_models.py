@@ -1,7 +1,5 @@
 """Small real language models, for tests that skip where `make real-models` has not been run."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

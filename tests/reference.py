@@ -1,7 +1,5 @@
 """Independent references in float64 NumPy, written from the papers' formulas and sharing no code with the package."""
 
-from __future__ import annotations
-
 import numpy as np
 
 
