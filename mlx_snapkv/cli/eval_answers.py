@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .._version import __version__
 from ..demo import MODELS
 from ..demo.tasks import TASKS
 from ..errors import SnapKVError
@@ -16,11 +15,12 @@ from .command import option
 from .loading import load_model
 from .options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
 from .prompts import read_file
-from .results import Policies, ResultFiles, ResultOptions, methods_of
+from .results import Policies, ResultOptions, methods_of
 
 if TYPE_CHECKING:
     from ..evals.methods import Dataset, Method
     from ..evals.tasks import Grid
+    from .results import Run
 
 SETTINGS = "known", "later"
 WHETHER = "Whether the question is in the prompt: known, later or both."
@@ -45,21 +45,14 @@ class AskedOptions:
             raise SnapKVError(f"--model {self.model} has no chat template, so it can't be asked")
         return model, tokenizer
 
-    def measure(
-        self,
-        result: ResultOptions,
-        files: ResultFiles | None,
-        model: Any,
-        dataset: Dataset,
-        methods: Sequence[Method],
-        *page: Any,
-    ) -> None:
-        """Ask, and show the result on a `page`, perhaps with plots."""
+    def asked(
+        self, model: Any, dataset: Dataset, methods: Sequence[Method]
+    ) -> tuple[dict[str, Any], int, Run]:
+        """What results have in common, the number of documents, and what asks about them."""
         from ..evals.answering import run
 
-        fixed = {**dataset.setting, "model": self.model, "mlx-snapkv": __version__}
-        ask = partial(run, model, dataset, methods, self.settings)
-        result.measure(files, fixed, len(dataset.places), ask, *page)
+        fixed = {**dataset.setting, "model": self.model}
+        return fixed, len(dataset.places), partial(run, model, dataset, methods, self.settings)
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,8 @@ class GridOptions(AskedOptions):
         files = result.files(*maps)
         model, tokenizer = self.load()
         dataset = make(tokenizer, Grid(self.length, self.depths, self.questions, self.seed))
-        self.measure(result, files, model, dataset, methods, RETRIEVAL, heatmap.write_heatmaps)
+        asked = self.asked(model, dataset, methods)
+        result.measure(files, *asked, RETRIEVAL, heatmap.write_heatmaps)
 
 
 @dataclass(frozen=True)
@@ -152,7 +146,7 @@ def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ResultO
     named = list(dict.fromkeys(options.task or TASKS))
     sizes = options.length, options.documents, options.questions, options.seed
     dataset = tasks.suite(tokenizer, named, *sizes)
-    options.measure(result, files, model, dataset, methods, tasks.SUITE)
+    result.measure(files, *options.asked(model, dataset, methods), tasks.SUITE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,4 +174,4 @@ def data(*, options: DataOptions, retention: RetentionOptions, result: ResultOpt
     model, tokenizer = load_model(options.model)
     dataset = columns(tokenizer, found, digest, not options.ignore_chat_template)
     require_room(model, dataset, found)
-    options.measure(result, files, model, dataset, methods, PAGE)
+    result.measure(files, *options.asked(model, dataset, methods), PAGE)

@@ -4,7 +4,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from .._version import __version__
 from .command import option
 from .loading import load_model
 from .options import Model, one_of
@@ -62,4 +61,4 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     fixed = {"task": "fidelity", **same, "texts": texts.digest, "questions": questions}
     asked = pieces, methods, settings, questions, options.continuation
     ask = partial(measuring.run, model, tokenizer, *asked)
-    result.measure(files, fixed | {"mlx-snapkv": __version__}, len(pieces), ask, measuring.PAGE)
+    result.measure(files, fixed, len(pieces), ask, measuring.PAGE)

@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .._version import __version__
 from ..demo import MODELS
 from ..errors import SnapKVError
 from .command import option
@@ -73,8 +72,7 @@ def lm(
     if options.include_path is not None and not options.include_path.is_dir():
         raise SnapKVError(f"--include-path {options.include_path} is no folder")
     files = result.files()
-    versions = {"mlx-snapkv": __version__, "lm_eval": version("lm_eval")}
-    fixed = options.fixed() | {"model": model} | versions
+    fixed = options.fixed() | {"model": model, "lm_eval": version("lm_eval")}
     results_in(files, fixed)  # which finds mistakes
     metadata: dict[str, Any] = {"tokenizer": str(MODELS.get(model, model))}
     if options.length is not None:

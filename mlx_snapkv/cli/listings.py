@@ -116,8 +116,4 @@ def policies(
 
 def defaults(cls: Any) -> dict[str, str]:
     """A policy's options and their defaults as they are typed, its own first."""
-    values = {name: getattr(cls(), name) for name in cls.options()}
-    words = {None: "none", True: "true", False: "false"}
-    return {
-        n: words[v] if v is None or v is True or v is False else str(v) for n, v in values.items()
-    }
+    return {name: str(getattr(cls(), name)).lower() for name in cls.options()}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from .._version import __version__
 from ..errors import SnapKVError
 from ..paths import path_of, put_result, refusing, require_place
 from ..reporting import files as reported
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # Columns of words; all others hold figures.
 NAMES = ("cache", "server", "policy", "method", "task", "model type", "also loads", "note", "why")
+VERSION = {"mlx-snapkv": __version__}
 LONG = 24  # characters of a heading, which are then folded
 LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
 
@@ -162,7 +164,8 @@ class ResultOptions:
         with StepBars(None if files is None else files.path(".jsonl")) as bars:
             bars.start("documents", n_documents)
             records = run(results_in(files, fixed), bars.done)
-        result = {**about(), **fixed, "summary": page.summarise(records), "records": records}
+        found = {**VERSION, "summary": page.summarise(records), "records": records}
+        result = {**about(), **fixed, **found}
         if self.as_json:
             print(json.dumps(result))
         else:
@@ -176,10 +179,10 @@ class ResultOptions:
 
 
 def results_in(files: ResultFiles | None, fixed: dict[str, Any]) -> Results:
-    """What the files hold; SnapKVError if they are of another run."""
+    """What the files hold; SnapKVError if they are of another run, or by another version."""
     from ..evals.loop import Results
 
-    return Results(fixed, None if files is None else files.path(".jsonl"))
+    return Results({**fixed, **VERSION}, None if files is None else files.path(".jsonl"))
 
 
 def methods_of(
