@@ -41,14 +41,6 @@ class HarnessOptions:
     chat_template_config: ChatTemplateConfig = None
     seed: int = option("Seed of prompts made at random.", 123, min=0)
 
-    def fixed(self) -> dict[str, Any]:
-        """What results that go on from each other have in common."""
-        names = [name.strip() for given in self.tasks for name in given.split(",") if name.strip()]
-        if not names:
-            raise SnapKVError("--tasks is empty: give the name of a task of lm-evaluation-harness")
-        path = None if self.include_path is None else str(self.include_path)
-        return {"task": "lm", **vars(self), "tasks": names, "include_path": path}
-
 
 def lm(
     *,
@@ -69,15 +61,20 @@ def lm(
             f"eval lm needs lm-evaluation-harness: pip install 'mlx-snapkv[lm]' ({error})"
         ) from error
     methods = methods_of(policy)
-    if options.include_path is not None and not options.include_path.is_dir():
-        raise SnapKVError(f"--include-path {options.include_path} is no folder")
+    folder = None if options.include_path is None else str(options.include_path)
+    if folder is not None and not os.path.isdir(folder):
+        raise SnapKVError(f"--include-path {folder} is no folder")
     files = result.files()
-    fixed = options.fixed() | {"model": model, "lm_eval": version("lm_eval")}
+    names = [name.strip() for given in options.tasks for name in given.split(",") if name.strip()]
+    if not names:
+        raise SnapKVError("--tasks is empty: give the name of a task of lm-evaluation-harness")
+    fixed = {"task": "lm", **vars(options), "tasks": names, "include_path": folder}
+    fixed |= {"model": model, "lm_eval": version("lm_eval")}
     results_in(files, fixed)  # which finds mistakes
     metadata: dict[str, Any] = {"tokenizer": str(MODELS.get(model, model))}
     if options.length is not None:
         metadata["max_seq_lengths"] = [options.length]
-    tasks = harness.load_tasks(fixed["tasks"], fixed["include_path"], metadata, options.seed)
+    tasks = harness.load_tasks(names, folder, metadata, options.seed)
     loaded, tokenizer = load_model(model)
     adapt_tokenizer(tokenizer, None, options.chat_template_config)
     has_template, templated = tokenizer.has_chat_template, options.apply_chat_template
