@@ -27,9 +27,8 @@ class Memory:
         sizes, self.limit = EntrySizes(model), limit
         self._footprint = Footprint(sizes, policy, quantization, step_size)
         self._config = config = CompressionConfig.taken_from(options, policy)[0]
-        self._stored = self._indexed = (
-            0  # bytes of a token where all stay: its entries in memory, their index
-        )
+        # Bytes of a token where all entries stay: those in memory, and their index.
+        self._stored = self._indexed = 0
         if policy is not None and config.retains:
             self._indexed = sizes.of_index()
             how = memory_quantization(model, sizes.layers, config.memory)

@@ -29,9 +29,7 @@ class Verified:
 class Book:
     """A turn that was read within a fixed budget, with every entry stored."""
 
-    resident: (
-        int  # entries per KV head that stay in memory for the next turn, the most of any layer
-    )
+    resident: int  # entries per KV head that stay for the next turn, the most of any layer
     resident_bytes: int
     stored: int  # tokens whose entries are stored
     stored_bytes: int  # in memory

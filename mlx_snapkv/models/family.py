@@ -25,47 +25,30 @@ class AttentionFamily:
 
     module: str  # where mlx-lm keeps the class, below `mlx_lm.models`
     class_name: str = "Attention"
-    scale: str | None = (
-        "scale"  # of the softmax; None is `head_dim ** -0.5`, which no attribute holds
-    )
-    sinks: str | None = (
-        None  # logits `(n_heads,)` of attention sinks, which take part in the softmax
-    )
-    tiled: bool = (
-        False  # query head `j` reads KV head `j % n_kv_heads`, not `j // (n_heads // n_kv_heads)`
-    )
+    scale: str | None = "scale"  # of the softmax; None is `head_dim ** -0.5`
+    sinks: str | None = None  # logits `(n_heads,)` of attention sinks, a part of the softmax
+    tiled: bool = False  # head j reads KV head j % n_kv_heads, not j // (n_heads // n_kv_heads)
     # The RoPE object, called as `rope(x, offset)`, or a function of the module that returns it; None if there is none.
     rope: str | Callable[[Any], Any] | None = "rope"
     rotates: str | None = None  # whether this layer applies RoPE, if not all layers do
     rotary_tail: str | None = None  # how many of a head's last dimensions RoPE rotates; None is all
     normed: str | None = None  # a norm of keys after RoPE, which can't be rotated any more
     note: str = ""  # for the list of models
-    refusal: Callable[[list[Any]], str | None] | None = (
-        None  # why such modules can't be compressed, or None
-    )
+    # Why such modules can't be compressed, and why their entries can't be quantised; None where they can.
+    refusal: Callable[[list[Any]], str | None] | None = None
+    plain_only: Callable[[list[Any]], str | None] | None = None
     idle: Callable[[Any], bool] | None = None  # whether a layer's plain KV cache is left alone
     latent: bool = False  # it stores latents and positional parts of keys (MLA); see `capture`
-    factor: int | None = (
-        None  # the call's argument that multiplies queries after RoPE, past the attention function
-    )
+    factor: int | None = None  # the call's argument that multiplies queries after RoPE
     cap: str | None = None  # the soft cap of logits
     # What computes the scores: mlx-lm's function, "mx.fast" for MLX's, or "" for the module itself, whose queries are
     # then its RoPE's first result.
     attends: str = "scaled_dot_product_attention"
-    captures: str = (
-        ""  # what else of a call is recorded: the first result of its "rope", or its first "split"
-    )
+    captures: str = ""  # what else of a call is recorded: the first result of its "rope" or "split"
     method: str = "__call__"  # the one that is called with a cache
-    borrows: Callable[[Any], bool] = (
-        _never  # whether a module reads the entries of an earlier layer, not its own
-    )
-    kind: Callable[[Any], Any] = (
-        type  # equal for a borrower and the last layer before it that it borrows from
-    )
+    borrows: Callable[[Any], bool] = _never  # whether a module reads an earlier layer's entries
+    kind: Callable[[Any], Any] = type  # equal for a borrower and the last such layer before it
     again: int = 0  # later passes of a loop in which its own queries read the entries again
-    plain_only: Callable[[list[Any]], str | None] | None = (
-        None  # why entries can't be quantised, or None
-    )
 
     @property
     def asks_to_hide(self) -> bool:
