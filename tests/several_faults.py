@@ -33,11 +33,7 @@ def progress(done: int, total: int) -> None:
 if how == "save":
     saved.save("a.safetensors", model, model.make_cache(), tokens.tolist())
 for _ in generate_step(
-    tokens,
-    model,
-    policy="tova:budget=96,block=96",
-    max_tokens=4,
-    prompt_progress_callback=progress,
+    tokens, model, policy="tova:budget=96,block=96", max_tokens=4, prompt_progress_callback=progress
 ):
     pass
 print("went well")

@@ -12,13 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
-from ..caches.layers import (
-    AttentionLayer,
-    attention_layers,
-    members,
-    quotas_of,
-    token_caches,
-)
+from ..caches.layers import AttentionLayer, attention_layers, members, quotas_of, token_caches
 from ..caches.memories import in_files, memory_quantization
 from ..entries.key_index import index_bytes
 from ..entries.quantization import Quantization, n_bytes, pack

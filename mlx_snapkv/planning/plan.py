@@ -101,11 +101,7 @@ class Planner:
         )
 
     def recommended(
-        self,
-        context: int,
-        usable: int,
-        kv_bits: int | None = None,
-        kv_memory: int | None = None,
+        self, context: int, usable: int, kv_bits: int | None = None, kv_memory: int | None = None
     ) -> tuple[MemoryPlan, Taken]:
         """The plan of what `policy="auto"` takes for one question within `kv_memory`, and why."""
         how = self._quantization(kv_bits)

@@ -14,15 +14,7 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from ..errors import SnapKVError, UnknownOptionError, suggestion
-from .budgets import (
-    Quota,
-    amount,
-    is_amount,
-    is_budget,
-    is_whole,
-    layer_entries,
-    mean_entries,
-)
+from .budgets import Quota, amount, is_amount, is_budget, is_whole, layer_entries, mean_entries
 
 MOST = 2**31 - 1  # of any number, since positions are 32 bits
 LEAD = 8  # tokens before those that are read again, as their context

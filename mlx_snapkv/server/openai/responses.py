@@ -10,15 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, JsonValue
 
-from ...completions.body import (
-    ChatBody,
-    Part,
-    Parts,
-    Positive,
-    Probability,
-    must,
-    require,
-)
+from ...completions.body import ChatBody, Part, Parts, Positive, Probability, must, require
 from ..api_error import ApiError
 from ..chat_messages import (
     OutputConfig,
