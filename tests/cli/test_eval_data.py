@@ -101,7 +101,6 @@ def test_the_harness_runs_with_the_full_cache_and_each_policy(lm, tmp_path, monk
     "args, message",
     (
         (["--tasks", "facts", "--include-path", "nowhere"], "--include-path nowhere is no folder"),
-        (["--tasks", "rolling"], "--tasks rolling judges whole texts"),
         (["--tasks", ","], "--tasks is empty"),
     ),
 )

@@ -12,7 +12,7 @@ from request_helpers import assert_unpatched, plain
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.divergence import Reference, divergence, log_softmax
+from mlx_snapkv.evals.divergence import divergence, log_softmax
 from mlx_snapkv.evals.fidelity import (
     PAGE,
     SETTINGS,
@@ -24,7 +24,6 @@ from mlx_snapkv.evals.fidelity import (
 )
 from mlx_snapkv.evals.loop import Results
 from mlx_snapkv.evals.methods import FULL, KNOWN, LATER, Method
-from mlx_snapkv.evals.reading import read_once
 from mlx_snapkv.evals.texts import Piece, frame_of
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
@@ -204,14 +203,6 @@ def test_the_page_has_a_table_a_setting(records):
     assert page.count("| full cache | 0 |") == 3 and "3 pieces of 2 texts, 72 tokens" in page
     (alone,) = tables(summarise([r for r in records if r["document"] == "b"]))[:1]
     assert "to" not in alone.rows[1][1]  # one text has no interval
-
-
-def test_agreement_ends_with_the_first_token_that_differs(demo_llama, pieces):
-    model, prompt = demo_llama[0], pieces[0].tokens
-    reading = read_once(model, prompt)
-    begun = [*reading.answer(2), 70]
-    more = [token for token, _ in plain(model, mx.array(prompt + begun), 5)]
-    assert Reference(reading, begun + more).n_agreed(reading.full()) == 2
 
 
 def test_tokens_that_cannot_come_count_for_nothing():

@@ -29,12 +29,6 @@ def path(tmp_path):
     return tmp_path / "r.jsonl"
 
 
-def test_records_are_there_again(path):
-    results = Results(SETTING, path)
-    assert results.get(asked("p", 1)) == record(1)
-    assert results.get(asked("p", 2)) is None and results.get(asked("q", 1)) is None
-
-
 @pytest.mark.parametrize("kept", [-1, -40, 7])
 def test_an_unfinished_line_is_dropped(path, kept):
     """The last one; the first one starts the file anew."""

@@ -1,7 +1,6 @@
 """What `inspect_prompt` tells is what was kept, and what the attention itself gave."""
 
 import dataclasses
-import random
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +10,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_snapkv import SnapKVError, inspect_prompt, prefill
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.demo.questions import make_haystack, question_prompt
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
@@ -19,19 +17,14 @@ SMALL = "n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21"
 
 
 @pytest.fixture(scope="module")
-def asked(demo_llama):
+def asked(demo_llama, ask):
     """The tokens of a prompt of 1,000 tokens, and the fact it asks for."""
-    return _asked(demo_llama[1], 5, 1000)
+    return ask(demo_llama[1], 1000, 5)
 
 
-def _asked(tokenizer, seed, n_tokens):
-    document, facts = make_haystack(tokenizer, random.Random(seed), 4, n_tokens)
-    return question_prompt(tokenizer, document, facts[0].question), facts[0]
-
-
-def test_the_fact_asked_for_is_among_the_most_kept_sentences(demo_model):
+def test_the_fact_asked_for_is_among_the_most_kept_sentences(demo_model, ask):
     model, tokenizer = demo_model
-    tokens, fact = _asked(tokenizer, 1, 1500)
+    tokens, fact = ask(tokenizer, 1500, 1)
     budget = len(tokens) // 16
     policies = f"snapkv:budget={budget},{SMALL},lookahead=4", f"streaming_llm:budget={budget}"
     told = [inspect_prompt(model, tokenizer, tokens, 12, policy=policy) for policy in policies]
