@@ -49,10 +49,6 @@ def _digits(pattern: str) -> Callable[[random.Random], str]:
     return lambda rng: "".join(str(rng.randrange(10)) if c == "d" else c for c in pattern)
 
 
-def _phrase(rng: random.Random) -> str:
-    return " ".join(rng.sample(NOUNS, 3))
-
-
 ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
     "access code": _digits("dddddd"),
     "phone number": _digits("ddd-dddd"),
@@ -60,7 +56,7 @@ ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
     "serial number": _digits("ddddddd"),
     "locker number": _digits("dddd"),
     "account number": _digits("dddddddd"),
-    "pass phrase": _phrase,
+    "pass phrase": lambda rng: " ".join(rng.sample(NOUNS, 3)),
 }
 
 

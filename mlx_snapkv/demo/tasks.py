@@ -24,10 +24,6 @@ class Question:
     value: str
 
 
-def _single(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
-    return _about_facts(rng, make_facts(rng, n))
-
-
 def _look_alikes(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
     """One attribute, and subjects that share their adjective or their noun with others."""
     side = int(n**0.5) + 1
@@ -89,7 +85,7 @@ def _links(rng: random.Random, n: int, links: int) -> tuple[Sentences, list[Ques
 
 
 TASKS: dict[str, Callable[[random.Random, int], tuple[Sentences, list[Question]]]] = {
-    "single": _single,
+    "single": lambda rng, n: _about_facts(rng, make_facts(rng, n)),
     "look-alikes": _look_alikes,
     "overwritten": _overwritten,
     "several": _several,
