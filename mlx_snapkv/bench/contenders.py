@@ -23,23 +23,15 @@ VOCABULARY = 100  # token ids that every model has
 
 @dataclass(frozen=True)
 class Contender:
-    """A cache for a prompt's entries.
-
-    Attributes:
-        entries: entries per KV head that a decoding step attends to.
-        policy: what compresses; None is mlx-lm alone.
-        bits, group_size: mlx-lm's quantisation of the full cache.
-        rotates: mlx-lm's `--max-kv-size`.
-        refreshes: all entries stay, and every token chooses so many anew.
-    """
+    """A cache for a prompt's entries."""
 
     name: str
-    entries: int
-    policy: Policy | Stages | None = None
-    bits: int | None = None
+    entries: int  # per KV head, that a decoding step attends to
+    policy: Policy | Stages | None = None  # what compresses; None is mlx-lm alone
+    bits: int | None = None  # of mlx-lm's quantisation of the full cache
     group_size: int = 64
-    rotates: bool = False
-    refreshes: bool = False
+    rotates: bool = False  # mlx-lm's `--max-kv-size`
+    refreshes: bool = False  # all entries stay, and every token chooses so many anew
 
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
         """A layer's cache in the state of decoding after a prompt of `context` tokens.

@@ -25,17 +25,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        contexts: context lengths to decode `steps` tokens at.
-        prompts: lengths of prompts that the full cache and all policies read, `trials` of each.
-        long_prompts: the same of those that only policies read that evict meanwhile.
-    """
-
-    contexts: list[int]
-    prompts: list[int]
-    long_prompts: list[int]
+    contexts: list[int]  # lengths to decode `steps` tokens at
+    prompts: list[int]  # lengths that the full cache and all policies read, `trials` of each
+    long_prompts: list[int]  # the same of those that only policies read that evict meanwhile
     policies: list[Policy | Stages]
     trials: int
     steps: int

@@ -73,21 +73,14 @@ def run(
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer.
-
-    Attributes:
-        tokens: with the one that ends it, if that came.
-        cache: the prompt cache that it was given; with a `memory`, of all entries.
-        times: when decoding began, and when each token came that was decoded.
-        n_before: so many of these are before the compression.
-    """
+    """A greedy answer."""
 
     text: str
-    tokens: list[int]
-    cache: list
+    tokens: list[int]  # with the one that ends it, if that came
+    cache: list  # the prompt cache that it was given; with a `memory`, of all entries
     report: CompressionReport
-    times: list[float]
-    n_before: int
+    times: list[float]  # when decoding began, and when each token came that was decoded
+    n_before: int  # so many of these are before the compression
 
 
 def decode(

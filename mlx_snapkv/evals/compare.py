@@ -34,30 +34,23 @@ LEVELS = 4  # tints, from kept nowhere (0) to kept by all heads
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of a method.
-
-    Attributes:
-        tokens: of the answer, with the one that ends it if that came.
-        entries: per KV head, the most of any layer; `kv_bytes` of all layers.
-        first_token_seconds: from the first token read; methods that choose from one reading share it.
-        tokens_per_second: decoded from what was kept; None if too few were.
-        kl: to the full cache over its answer, the mean in nats a token, as `eval fidelity --setting known` has it.
-        differs: the first token that is not the full cache's: its place, what came before it, the full cache's token
-            and this one, as texts; None if all are the same.
-        reason: why nothing was evicted, if so.
-        kept: by token of the prompt, the share of layers and heads that keep it, `(n,)`; None with a memory.
-    """
+    """What came of a method."""
 
     name: str
     text: str
-    tokens: list[int]
-    entries: int
-    kv_bytes: int
-    first_token_seconds: float
-    tokens_per_second: float | None
+    tokens: list[int]  # of the answer, with the one that ends it if that came
+    entries: int  # per KV head, the most of any layer
+    kv_bytes: int  # of all layers
+    first_token_seconds: (
+        float  # since the first was read; methods that choose from one reading share it
+    )
+    tokens_per_second: float | None  # decoded from what was kept; None if too few were
+    # To the full cache over its answer, the mean in nats a token, as `eval fidelity --setting known` has it.
     kl: float = 0.0
+    # The first token that is not the full cache's: its place, the text before it, the full cache's token, and this one.
     differs: tuple[int, str, str, str] | None = None
-    reason: str | None = None
+    reason: str | None = None  # why nothing was evicted, if so
+    # By token of the prompt, the share of layers and heads that keep it, `(n,)`; None with a memory.
     kept: np.ndarray | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -37,16 +37,13 @@ class Document:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Documents, each of which is made when it is asked about.
-
-    Attributes:
-        setting: what the prompts depend on besides the tokenizer, as a JSON object with the `task`.
-        places: each document's `task`, `length` (a number, or None) and `document`, and more.
-    """
+    """Documents, each of which is made when it is asked about."""
 
     tokenizer: Any
-    setting: dict[str, Any]
-    places: Sequence[Record]
+    setting: dict[
+        str, Any
+    ]  # what prompts depend on besides the tokenizer: a JSON object with the `task`
+    places: Sequence[Record]  # each document's `task`, `length` (or None), `document`, and more
     make: Callable[[Record], Document]
 
 
@@ -57,14 +54,12 @@ def n_shared(prompt: list[int], *others: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Method:
-    """How answers come about: by a policy, or from the full cache (None).
-
-    Attributes:
-        options: of `stream_generate`; if there are any, a `memory` is.
-    """
+    """How answers come about: by a policy, or from the full cache (None)."""
 
     policy: AnyPolicy | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # of `stream_generate`; if any, a `memory` is
 
     @property
     def name(self) -> str:

@@ -48,17 +48,11 @@ class Hidden(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Which documents there are, with one question each.
+    """Which documents there are, with one question each."""
 
-    Attributes:
-        lengths: tokens of the prompts, at most.
-        n_depths: evenly from the start, 0, to the end, 1; a single one is the middle.
-        n_documents: of each length and depth.
-    """
-
-    lengths: Sequence[int]
-    n_depths: int = 5
-    n_documents: int = 1
+    lengths: Sequence[int]  # tokens of the prompts, at most
+    n_depths: int = 5  # evenly from the start, 0, to the end, 1; a single one is the middle
+    n_documents: int = 1  # of each length and depth
     seed: int = 0
 
     def places(self, task: str) -> list[Record]:

@@ -38,7 +38,8 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
     data = {
         "model": model,
         "text": one.text,
-        "sizes": [_units(one.text[start:stop]) for (start, stop, _), _ in runs],
+        # JavaScript counts a text's units of two bytes.
+        "sizes": [len(one.text[a:b].encode("utf-16-le")) // 2 for (a, b, _), _ in runs],
         "several": {group: size for group, (_, size) in enumerate(runs) if size > 1},
         "special": np.unique(group_of[np.isin(one.tokens, list(special))]).tolist(),
         "policies": [_policy(found, group_of) for found in inspections],
@@ -81,11 +82,6 @@ def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
 
 def _text(array: np.ndarray) -> str:
     return b64encode(array.tobytes()).decode()
-
-
-def _units(text: str) -> int:
-    """Length of a text in JavaScript."""
-    return len(text.encode("utf-16-le")) // 2
 
 
 def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> None:

@@ -33,14 +33,7 @@ class Attended:
 
 
 class Recorder:
-    """Records what a request keeps, and what its answer's tokens attend to, at the attention's own calls.
-
-    Attributes:
-        kept: positions `(n_kv_heads, n)` by layer, if anything was dropped.
-        votes: for these, the same shape, if there were any.
-        n_heads: KV heads of each layer; 0 of one that has not been called.
-        report: the compression's, or why there was none.
-    """
+    """Records what a request keeps, and what its answer's tokens attend to, at the attention's own calls."""
 
     def __init__(self, layers: list[AttentionLayer], n_prompt: int, most: int):
         self._n_layers, self._n_prompt, self._size = len(layers), n_prompt, n_prompt + most + 1
@@ -48,10 +41,12 @@ class Recorder:
         self._pending: dict[int, dict[int, mx.array]] = {}
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._n_before: int | None = None
-        self.kept: dict[int, np.ndarray] = {}
-        self.votes: dict[int, np.ndarray] = {}
-        self.n_heads = [0] * len(layers)
-        self.report = CompressionReport(NO_POLICY, n_prompt)
+        self.kept: dict[
+            int, np.ndarray
+        ] = {}  # positions `(n_kv_heads, n)` by layer, if any were dropped
+        self.votes: dict[int, np.ndarray] = {}  # for these, the same shape, if there were any
+        self.n_heads = [0] * len(layers)  # of each layer; 0 of one that has not been called
+        self.report = CompressionReport(NO_POLICY, n_prompt)  # or why there was no compression
 
     def on_kept(self, layer: AttentionLayer, positions: mx.array, votes: mx.array | None) -> None:
         """What a layer keeps: positions `(1, n_kv_heads, n)`, and their votes."""
