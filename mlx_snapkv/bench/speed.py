@@ -71,8 +71,7 @@ def decoding(
     model, context: int, policies: list[Policy | Stages], steps: int
 ) -> list[tuple[Contender, dict[str, Any]]]:
     """The contenders with their median step after a prompt of `context` tokens, and their entries' bytes."""
-    asked = contenders(model, context, policies)
-    held = [(contender, decoding_cache(model, contender, context)) for contender in asked]
+    held = [(c, decoding_cache(model, c, context)) for c in contenders(model, context, policies)]
     held = [(contender, cache) for contender, cache in held if _can_decode(model, cache)]
     seconds = step_in_turn(model, [cache for _, cache in held], steps)
     figures = []

@@ -16,5 +16,7 @@ def test_table_files_and_picture(call, tmp_path):
     assert {"versions", "commit", "machine"} <= set(result)
     found = {(row["context"], row["contender"].partition(":")[0]) for row in result["speed"]}
     assert {(1024, "snapkv"), (3000, "keydiff")} <= found
-    assert "](<result.png>)" in (base.with_suffix(".md").read_text())
+    page = base.with_suffix(".md").read_text()
+    assert page.startswith("# Benchmarks\n\nWritten by `mlx-snapkv bench --model demo")
+    assert "](<result.png>)" in page
     assert base.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -13,14 +13,7 @@ from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals.divergence import divergence, log_softmax
-from mlx_snapkv.evals.fidelity import (
-    SETTINGS,
-    TEXT,
-    run,
-    summarise,
-    tables,
-    without_lookahead,
-)
+from mlx_snapkv.evals.fidelity import SETTINGS, TEXT, run, summarise, tables, without_lookahead
 from mlx_snapkv.evals.loop import Results
 from mlx_snapkv.evals.methods import FULL, KNOWN, LATER, Method
 from mlx_snapkv.evals.texts import Piece, frame_of

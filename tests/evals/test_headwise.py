@@ -9,6 +9,7 @@ from mlx_snapkv import SnapKVError, stream_generate
 from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.evals.answering import decode
 from mlx_snapkv.evals.headwise import (
     AdaKV,
     FastGen,
@@ -132,12 +133,10 @@ def test_names_and_mistakes():
 def answered(model, tokenizer, prompt, heads, n=12):
     """The answer by mask."""
     reading = read_once(model, prompt, [heads.scores])
-    cache, _ = masked(reading, heads, tokenizer, answering=True)
-    stops = tokenizer.eos_token_ids
-    first = reading.answer(held_tokens(model, cache) - len(prompt) + 1, stops)
-    if first[-1] in stops:
-        return first
-    return first + decoded(model, tokenizer, first[-1:], n - len(first), prompt_cache=cache)
+    kept = masked(reading, heads, tokenizer, answering=True)
+    n_fed = held_tokens(model, kept[0]) - len(prompt)
+    begun = reading.answer(n_fed + 1, tokenizer.eos_token_ids)
+    return decode(model, tokenizer, prompt, begun, kept, n).tokens
 
 
 def decoded(model, tokenizer, tokens, n, **options):
