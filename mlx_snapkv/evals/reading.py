@@ -6,8 +6,6 @@ prompt = reading.followed_by(question)                     # document and questi
 cache, report = prompt.compressed(policy, answering=True)  # as generate_step has it once it has compressed
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,30 +43,6 @@ def shares_reading(policy: AnyPolicy | None) -> bool:
     return not chooses.accumulates_attention and chooses.repeats is None
 
 
-def read_once(
-    model: Any,
-    tokens: Sequence[int],
-    policies: Iterable[AnyPolicy | None] = (),
-    suffixes: Iterable[Sequence[int]] = (),
-    **options: Any,
-) -> Reading:
-    """Read a prompt on full caches, and record the queries that each policy needs.
-
-    Args:
-        policies: all that will be asked for.
-        suffixes: token ids that may follow it, which `Reading.followed_by` reads.
-        **options: of mlx-lm's `generate_step`; by default, a chunk is what the device reads fastest.
-
-    Raises:
-        SnapKVError: the model is not supported, or a budget has no room for what is always kept.
-    """
-    sharing = [p for p in dict.fromkeys(policies) if p and shares_reading(p)]
-    n = len(tokens)
-    after = {tuple(more): _recorders(model, n + len(more), sharing) for more in suffixes}
-    caches, own = make_prompt_cache(model), _recorders(model, n, sharing)
-    return Reading(model, tokens, caches, own, after, tokens, **options)
-
-
 class Reading:
     """A prompt on full caches, with the queries recorded that each policy needs; made by `read_once`.
 
@@ -76,9 +50,6 @@ class Reading:
 
     Args:
         caches: they lack the prompt's last tokens, `unread`, which are read; `options` are mlx-lm's.
-
-    Attributes:
-        following: log-probabilities `(vocab_size,)` of the token after the prompt.
     """
 
     def __init__(
@@ -106,6 +77,7 @@ class Reading:
         # Not in a policy's own chunks: what is read must not depend on who asks.
         given = {"prefill_step_size": LARGEST_CHUNK[mx.default_device().type], **options}
         with recording(attention_classes(model)):
+            # Log-probabilities `(vocab_size,)` of the token after the prompt.
             self.following = read(model, mx.array(list(unread)), caches, given)[0]
         for i, layer in enumerate(self._layers):
             shared = layer.cache_in(caches)
@@ -115,7 +87,7 @@ class Reading:
         self._others = {len(tokens): copies_but_entries(caches, self._layers)}
         self._answer = [_best(self.following)]  # greedy: all tokens that were fed, and the next one
 
-    def followed_by(self, suffix: Sequence[int]) -> Reading:
+    def followed_by(self, suffix: Sequence[int]) -> "Reading":
         """The prompt with one of its `suffixes` behind it, read on a copy."""
         tokens, recorders = [*self.tokens, *suffix], self._suffixes[tuple(suffix)]
         return Reading(self.model, tokens, self.full(), recorders, {}, suffix)
@@ -184,6 +156,30 @@ class Reading:
             if fed + 1 in self._n_ahead:
                 n_fed = len(self.tokens) + fed + 1
                 self._others[n_fed] = copies_but_entries(self._caches, self._layers)
+
+
+def read_once(
+    model: Any,
+    tokens: Sequence[int],
+    policies: Iterable[AnyPolicy | None] = (),
+    suffixes: Iterable[Sequence[int]] = (),
+    **options: Any,
+) -> Reading:
+    """Read a prompt on full caches, and record the queries that each policy needs.
+
+    Args:
+        policies: all that will be asked for.
+        suffixes: token ids that may follow it, which `Reading.followed_by` reads.
+        **options: of mlx-lm's `generate_step`; by default, a chunk is what the device reads fastest.
+
+    Raises:
+        SnapKVError: the model is not supported, or a budget has no room for what is always kept.
+    """
+    sharing = [p for p in dict.fromkeys(policies) if p and shares_reading(p)]
+    n = len(tokens)
+    after = {tuple(more): _recorders(model, n + len(more), sharing) for more in suffixes}
+    caches, own = make_prompt_cache(model), _recorders(model, n, sharing)
+    return Reading(model, tokens, caches, own, after, tokens, **options)
 
 
 def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:

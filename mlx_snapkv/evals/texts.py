@@ -26,21 +26,15 @@ class Piece(NamedTuple):
 class Texts:
     """The UTF-8 texts of files, and of all files below folders but hidden ones, in order.
 
-    Args:
-        paths: each text's name is its path, or that below the folder.
+    A text's name is its path, or that below the folder.
 
-    Attributes:
-        digest: of these texts.
-        n_unread: files below folders that are not UTF-8 text.
-
-    Raises:
-        SnapKVError: a path can't be read, a file that was given is not UTF-8 text, or there is no text.
+    Raises: SnapKVError: a path can't be read, a file that was given is not UTF-8 text, or there is no text.
     """
 
     def __init__(self, paths: Sequence[str]):
         self._where = f"{OPTION} {' '.join(paths)}"
         self._texts: dict[str, str] = {}
-        self.n_unread = 0
+        self.n_unread = 0  # files below folders that are not UTF-8 text
         for given in dict.fromkeys(paths):
             path = path_of(given, OPTION)
             below = (f for f in path.rglob("*") if "/." not in f"/{f.relative_to(path).as_posix()}")

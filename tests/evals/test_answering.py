@@ -129,14 +129,9 @@ def test_head_wise_methods_answer_by_mask(demo_tasks):
     assert all(64 < r["entries"] < 700 for r in fastgen)
 
 
-@pytest.mark.parametrize(
-    "policy, words",
-    [
-        ("snapkv:min_ctx=600", "nothing here: the prompt's 512 tokens are below min_ctx"),
-        ("keydiff:budget=0.1%", "budget=0.1% is no entry of this prompt"),
-    ],
-)
-def test_mistakes_show_before_anything_is_measured(policy, words):
-    with pytest.raises(SnapKVError, match=words):
-        require_compression([Method(), method(policy)], [256, 512])
+def test_a_policy_has_to_compress_one_of_the_lengths():
+    with pytest.raises(
+        SnapKVError, match="nothing here: the prompt's 512 tokens are below min_ctx"
+    ):
+        require_compression([Method(), method("snapkv:min_ctx=600")], [256, 512])
     require_compression([method("keydiff:budget=300,min_ctx=400")], [256, 512])
