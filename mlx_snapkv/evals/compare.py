@@ -41,9 +41,8 @@ class Compared:
     tokens: list[int]  # of the answer, with the one that ends it if that came
     entries: int  # per KV head, the most of any layer
     kv_bytes: int  # of all layers
-    first_token_seconds: (
-        float  # since the first was read; methods that choose from one reading share it
-    )
+    # From the first token read; methods that choose from one reading share it.
+    first_token_seconds: float
     tokens_per_second: float | None  # decoded from what was kept; None if too few were
     # To the full cache over its answer, the mean in nats a token, as `eval fidelity --setting known` has it.
     kl: float = 0.0

@@ -40,9 +40,8 @@ class Dataset:
     """Documents, each of which is made when it is asked about."""
 
     tokenizer: Any
-    setting: dict[
-        str, Any
-    ]  # what prompts depend on besides the tokenizer: a JSON object with the `task`
+    # What the prompts depend on besides the tokenizer, as a JSON object with the `task`.
+    setting: dict[str, Any]
     places: Sequence[Record]  # each document's `task`, `length` (or None), `document`, and more
     make: Callable[[Record], Document]
 
@@ -57,9 +56,8 @@ class Method:
     """How answers come about: by a policy, or from the full cache (None)."""
 
     policy: AnyPolicy | None = None
-    options: dict[str, Any] = field(
-        default_factory=dict
-    )  # of `stream_generate`; if any, a `memory` is
+    # Of `stream_generate`; if there are any, a `memory` is.
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -41,10 +41,9 @@ class Recorder:
         self._pending: dict[int, dict[int, mx.array]] = {}
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._n_before: int | None = None
-        self.kept: dict[
-            int, np.ndarray
-        ] = {}  # positions `(n_kv_heads, n)` by layer, if any were dropped
-        self.votes: dict[int, np.ndarray] = {}  # for these, the same shape, if there were any
+        # Positions `(n_kv_heads, n)` by layer, if any were dropped, and the votes for them, if there were any.
+        self.kept: dict[int, np.ndarray] = {}
+        self.votes: dict[int, np.ndarray] = {}
         self.n_heads = [0] * len(layers)  # of each layer; 0 of one that has not been called
         self.report = CompressionReport(NO_POLICY, n_prompt)  # or why there was no compression
 

@@ -6,7 +6,8 @@ from batch_helpers import alone
 from mlx_lm.models.cache import KVCache
 
 from mlx_snapkv import SnapKVCache, SnapKVError, batch_generate, generate
-from mlx_snapkv.batch.generator import CompressedBatchGenerator
+from mlx_snapkv.batch.generator import CompressedBatchGenerator, Reading
+from mlx_snapkv.batch.groups import Groups
 
 mlx_generate = importlib.import_module("mlx_lm.generate")
 POLICY = (
@@ -72,7 +73,8 @@ def test_empty_prompts_and_options_that_cant_be(demo_llama):
         batch_generate(*demo_llama, [[1, 2]], policy=POLICY, snapkv="top_k=5")
 
 
-def test_signatures_are_mlx_lms():
+def test_the_hooks_of_mlx_lm_that_batches_stand_on():
+    """An upgrade of mlx-lm that changes one of these is to fail here, and not in an answer."""
     ours = inspect.signature(batch_generate).parameters
     theirs = inspect.signature(mlx_generate.batch_generate).parameters
     assert list(theirs)[:-1] == list(ours)[: len(theirs) - 1]
@@ -82,3 +84,15 @@ def test_signatures_are_mlx_lms():
         for cls in (CompressedBatchGenerator, mlx_generate.BatchGenerator)
     )
     assert mine == its
+    step = inspect.getsource(mlx_generate.BatchGenerator._next)
+    for used in ("self._prompt_batch.extend(self._make_batch(n))", "self._generation_batch.next()",
+                 "self._prompt_batch.split(split).generate(last_inputs)", "self._prompt_batch.prompt(prompts)",
+                 "self._generation_batch.extend(gen_batch)", "self.prefill_step_size"):  # fmt: skip
+        assert used in step
+    for name in ("extend", "split", "filter", "prompt", "generate", "extract_cache"):
+        assert name in vars(mlx_generate.PromptProcessingBatch) and name in vars(Reading)
+    for name in ("extend", "next", "filter", "extract_cache", "__len__"):
+        assert name in vars(mlx_generate.GenerationBatch) and name in vars(Groups)
+    wanted = "self model uids inputs prompt_cache tokens samplers fallback_sampler logits_processors stop_sequences"
+    found = inspect.signature(mlx_generate.GenerationBatch.__init__).parameters
+    assert list(found) == [*wanted.split(), "max_tokens"]

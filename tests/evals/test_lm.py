@@ -1,5 +1,6 @@
 """lm-evaluation-harness' tasks on the embedded model: mlx-lm's own figures, and what a policy makes of them."""
 
+import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -140,6 +141,7 @@ def test_stop_strings_and_lengths_are_honoured(lm_of, theirs, policy):
     short = answer(max_gen_toks=3)
     assert whole.startswith(short) and short != whole
     assert answer(max_tokens=3, max_gen_toks=9) == short
+    assert mlx_evaluate.batch_generate.__module__ == "mlx_lm.generate"  # theirs again
 
 
 def test_runs_go_on_and_no_methods_answer_depends_on_the_others(folder, lm_of, tmp_path):
@@ -200,3 +202,14 @@ def test_rulers_prompts_are_made_for_the_length_and_by_the_seed(monkeypatch):
     )
     assert first["input"] == again["input"] != other["input"]
     assert set(first["max_length"]) == {700} and max(first["length"]) <= 700
+
+
+def test_the_hooks_of_mlx_lm_that_policies_stand_on(theirs, lm_of):
+    """An upgrade of mlx-lm that changes one of these is to fail here, and not in a figure."""
+    assert set(vars(theirs)) <= set(vars(lm_of()))  # what its __init__ would have set
+    generate = inspect.getsource(mlx_evaluate.MLXLM.generate_until)
+    assert "completions = batch_generate(" in generate and ").texts" in generate
+    choose = inspect.getsource(mlx_evaluate.MLXLM.loglikelihood)
+    assert "logprobs, cache = self._process_prompt(prefix)" in choose
+    parameters = inspect.signature(mlx_evaluate.MLXLM._process_prompt).parameters
+    assert list(parameters) == ["self", "prompt", "step_size"]
