@@ -81,8 +81,8 @@ SUITE = "eval suite --model demo-tasks --setting both".split()
 PARTS: dict[str, tuple[list[str], int]] = {
     "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
-    "code-smollm2": (_fidelity(SMOLLM2, CODE, texts="code"), 4),
-    "code-gemma": (_fidelity(GEMMA, CODE, texts="code"), 4),
+    "code-smollm2": (_fidelity(SMOLLM2, CODE, texts="code"), 1),
+    "code-gemma": (_fidelity(GEMMA, CODE, texts="code"), 1),
     "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
     "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
     "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),
