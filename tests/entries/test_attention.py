@@ -99,28 +99,11 @@ def test_no_float32_copy_of_all_keys_is_made(n_heads, found):
     assert mx.get_peak_memory() - before < 2 * keys.nbytes  # as much as the copy
 
 
-def published_votes(queries, keys, n):
-    """What SnapKV's published code computes in bfloat16: logits, their scaling, weights and sums are rounded to it."""
-    keys = mx.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)
-    T = keys.shape[2]
-    seen = mx.arange(T) <= mx.arange(T - n, T)[:, None]
-    logits = mx.where(seen, ((queries @ keys.mT) * 0.125).astype(mx.float32), -mx.inf)
-    weights = mx.softmax(logits, axis=-1).astype(mx.bfloat16)
-    return mx.unflatten(weights.sum(axis=2), 1, (2, -1)).mean(axis=2)
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_positions_kept_of_bfloat16_keys(native, monkeypatch):
-    """Products of float32 keep what float64 keeps; native ones miss 1%, no more than the published code."""
+@pytest.mark.parametrize("native, most", [(False, 0), (True, 6)])
+def test_positions_kept_of_bfloat16_keys(native, most, monkeypatch):
+    """Products of float32 keep what float64 keeps; native ones miss no more than the published code, rounded so."""
     monkeypatch.setattr(votes, "NATIVE", native)
     entries, k = make_entries(T=3000, n=16, D=64, dtype=mx.bfloat16), 300
     entries.observed = dataclasses.replace(entries.observed, heads=3 * entries.queries)
-    exact = votes_of(entries)
-
-    def differing(scores):
-        pairs = zip(np.array(top_positions(scores, k))[0], np.argsort(-exact[0])[:, :k])
-        return sum(len(set(mine) - set(wanted)) for mine, wanted in pairs)
-
-    published = differing(published_votes(entries.queries, entries.keys, 16))
-    assert 0 < published <= 0.01 * 2 * k
-    assert differing(entries.votes) <= (published if native else 0)
+    kept, wanted = np.array(top_positions(entries.votes, k))[0], np.argsort(-votes_of(entries)[0])
+    assert sum(len(set(a) - set(b)) for a, b in zip(kept, wanted[:, :k])) <= most

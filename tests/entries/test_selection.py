@@ -1,21 +1,13 @@
 import mlx.core as mx
-import numpy as np
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.selection import select_positions
 
 
 def positions(scores, **parts):
     return select_positions(mx.array(scores)[None, None], **parts)[0, 0].tolist()
-
-
-def test_sink_voted_middle_and_window_in_order():
-    # positions:    0  1  2  3  4  5  6  7
-    scores = [9.0, 1, 5, 2, 7, 3, 8, 8]
-    assert positions(scores, n_sink=1, top_k=2, n_window=2) == [0, 2, 4, 6, 7]
 
 
 def test_every_kv_head_and_batch_row_ranks_on_its_own():
@@ -40,11 +32,3 @@ def test_equals_a_plain_sort(scores, n_sink, top_k, n_window):
     kept = positions([float(s) for s in scores], n_sink=n_sink, top_k=top_k, n_window=n_window)
     assert kept == reference.select(scores, n_sink, top_k, n_window)
     assert len(kept) == min(len(scores), n_sink + top_k + n_window)
-
-
-def test_the_chosen_rows_are_taken_of_each_head():
-    rows = mx.arange(2 * 3 * 4 * 2).reshape(2, 3, 4, 2)
-    kept = np.random.default_rng(0).integers(0, 4, (2, 3, 2))
-    taken = Entries(rows, rows).taken(mx.array(kept, mx.uint32)).keys
-    b, h = np.ogrid[:2, :3]
-    assert np.array_equal(taken, np.array(rows)[b[..., None], h[..., None], kept])

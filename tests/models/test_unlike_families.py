@@ -1,9 +1,8 @@
-"""Models whose attention is not told all, or reads entries of others: policies, memories, files, batches."""
+"""Models whose attention is not told all, or reads entries of others: policies, memories, files."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from batch_helpers import Run, alone, prompts_of
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from model_configs import CONFIGS, make_model
@@ -129,16 +128,6 @@ def test_a_file_goes_on_as_if_nothing_had_happened(model, tmp_path):
     wanted = steps(model, TOKENS[:9], n=10, prompt_cache=cache)
     for loaded in (saved.load(own, model).prompt_cache, load_prompt_cache(theirs)):
         assert_same(steps(model, TOKENS[:9], n=10, prompt_cache=loaded), wanted)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4_text"])
-def test_requests_of_a_batch_vote_as_alone(name):
-    model, policy, prompts = make_model(name), "tova:budget=20,block=8", prompts_of(40, 33)
-    run = Run(model, policy)
-    uids = run.insert(prompts, [12, 12])
-    run.finish()
-    for uid, prompt in zip(uids, prompts):
-        assert run.answers[uid] == alone(model, prompt, 12, policy=policy)
 
 
 def test_a_call_that_fails_leaves_nothing_for_the_next(monkeypatch):
