@@ -64,25 +64,22 @@ def test_votes_are_those_of_far_keys_brought_near(view, layer, cache, length):
         assert np.abs(np.array(found) - wanted).max() < 1e-4
 
 
-@pytest.mark.parametrize("length", [LENGTH])
-def test_entries_are_seen_as_queries_vote_for_them(view, layer, cache):
-    """A logit of a far key, turned, is that of the query turned for its page."""
-    places = at([0, 63, 64, 500, 767, 768, 999])
-    near = brought_near(layer, cache.keys[:, :, :T], T - N)
-    wanted = mx.take(near, places[0, 0], axis=2)
-    seen = view.seen_from(places, T - N)
-    assert mx.allclose(seen.keys, wanted, atol=1e-4)
-    assert mx.array_equal(seen.values, mx.take(cache.values, places[0, 0], axis=2))
-
-
 @pytest.mark.parametrize("length", [LENGTH, T])
-def test_far_entries_stand_in_line_where_queries_read_them(view, layer, length):
-    places = at([0, 63, 500, 999])
-    seen, plain = view.lined_up(places, T, 900), view.gather(places)
-    wanted = plain.keys
+def test_far_entries_as_queries_vote_for_them_and_read_them(view, layer, cache, length):
+    """A logit of a far key, turned, is that of the query turned for its page; it is read from its place in line."""
+    places = at([0, 63, 64, 500, 767, 768, 999])
+    seen, line, plain = (
+        view.seen_from(places, T - N),
+        view.lined_up(places, T, 900),
+        view.gather(places),
+    )
+    near = in_line = plain.keys
     if length < T:
-        wanted = layer.turn(wanted, mx.arange(896, 900) - places.astype(mx.int32))
-    assert mx.array_equal(seen.keys, wanted) and mx.array_equal(seen.values, plain.values)
+        near = mx.take(brought_near(layer, cache.keys[:, :, :T], T - N), places[0, 0], axis=2)
+        in_line = layer.turn(in_line, mx.arange(893, 900) - places.astype(mx.int32))
+    assert mx.allclose(seen.keys, near, atol=1e-4) and mx.array_equal(line.keys, in_line)
+    for found in (seen, line, plain):
+        assert mx.array_equal(found.values, mx.take(cache.values, places[0, 0], axis=2))
 
 
 def test_entries_move_when_the_next_tokens_would_be_too_far(layer):

@@ -182,9 +182,6 @@ def flip(path, place):
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_piece_is_checked_when_it_is_first_read_and_only_then(tmp_path, kind):
     store, paths = saved(tmp_path, rows_of(50))
-    copied = copy.deepcopy(store)
-    copied.truncate(20)
-    holding(copied, rows_of(30, seed=1))  # which leaves the files as they are
     place = 40 * Layout.of(rows_of(1)[kind]).token
     flip(paths[kind], place)
     early = mx.broadcast_to(mx.arange(10, dtype=mx.uint32), (*HEADS, 10))
@@ -212,11 +209,3 @@ def test_a_file_of_another_size_is_reported_before_it_is_mapped(tmp_path, change
         store.read(KEYS, 0, 1)
     with pytest.raises(SnapKVError, match=words):
         SavedFile(paths[0], Layout.of(rows_of(1)[0]), 50, np.zeros(99, np.uint32), PIECE)
-
-
-def test_an_opened_file_may_be_removed_but_none_opened_then(tmp_path):
-    store, paths = saved(tmp_path, rows_of(5))
-    paths[1].unlink()
-    assert_holds(store, rows_of(5))  # it is open, and others may have replaced it since
-    with pytest.raises(SnapKVError, match="values can't be read: No such file or directory"):
-        SavedFile(paths[1], Layout.of(rows_of(1)[1]), 5, np.zeros(9, np.uint32), PIECE)

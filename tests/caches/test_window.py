@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from cache_kinds import N_WINDOW, PINNED, SCALE, START, H, feed, rows, window
+from cache_kinds import N_WINDOW, PINNED, SCALE, START, H, block, feed, rows, window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_helpers import in_order
@@ -61,8 +61,9 @@ def test_mask_is_a_string_or_none_where_that_is_exact():
     assert cache.make_mask(2) is not None and cache.make_mask(2) != "causal"
     assert young.make_mask(3) == "causal" and young.make_mask(4) != "causal"
     assert young.make_mask(3, return_array=True).shape == (3, len(PINNED) + N_WINDOW + 3)
-    with pytest.raises(SnapKVError, match="sliding-window"):
-        cache.make_mask(2, window_size=4)
+    for compressed in (cache, block(KeyDiff())):
+        with pytest.raises(SnapKVError, match="sliding-window"):
+            compressed.make_mask(2, window_size=4)
     for name in ("bits", "to_quantized", "__len__", "__bool__"):  # mlx-lm looks for these
         assert not hasattr(cache, name)
 
