@@ -101,13 +101,11 @@ def test_h2o_keeps_what_received_most():
 def test_random_is_a_uniform_sample_that_no_schedule_changes():
     keys = mx.zeros((1, 4, 4000, 2))
     scores = RandomRows().score(Entries(keys, keys))
-    assert len(set(scores[0, 0].tolist())) > 3990
     assert not mx.array_equal(scores[0, 0], scores[0, 1])
     assert not mx.array_equal(scores, RandomRows(seed=1).score(Entries(keys, keys)))
-    best = np.sort(np.argsort(-np.asarray(scores[0, 0]))[:1000])
+    best = np.argsort(-np.asarray(scores[0, 0]))[:1000]
     assert abs(np.mean(best) - 2000) < 100 and abs(np.mean(best < 1000) - 0.25) < 0.05
     # Entries that an eviction left have the scores they had before.
-    some = mx.arange(0, 4000, 3, dtype=mx.uint32)
-    left = Entries(keys[:, :, ::3], keys[:, :, ::3])
-    left.given_positions = mx.broadcast_to(some, (1, 4, some.size))
+    some = mx.broadcast_to(mx.arange(0, 4000, 3, dtype=mx.uint32), (1, 4, 1334))
+    left = Entries(keys[:, :, ::3], keys[:, :, ::3], given_positions=some)
     assert mx.array_equal(RandomRows().score(left), scores[..., ::3])

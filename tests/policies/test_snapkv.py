@@ -121,7 +121,6 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
     "options, message",
     [
         ({"top_k": -1}, "top_k must be a whole number of at least 0, got -1"),
-        ({"top_k": 1.5}, "top_k must be a whole number of at least 0, got 1.5"),
         ({"top_k": True}, "top_k must be a whole number of at least 0, got True"),
         ({"n_sink": None}, "n_sink must be a whole number of at least 0, got None"),
         ({"top_k": 10**12}, "top_k must be at most 2147483647, got 1000000000000"),
@@ -129,10 +128,8 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
         ({"pool": "avg", "pool_kernel": 4}, "pool_kernel must be odd with pool=avg, got 4"),
         ({"pool_kernel": 257}, "pool_kernel must be a whole number of 1 to 255, got 257"),
         ({"pool": "mean"}, "pool must be forward, avg or max, got 'mean'"),
-        ({"heads": "all"}, "heads must be per_head or shared, got 'all'"),
         ({"critical": 1}, "critical must be true or false, got 1"),
         ({"critical": True, "heads": "shared"}, "heads must be per_head with critical, got 'shared'"),
-        ({"lookahead": -1}, "lookahead must be a whole number of 0 to 256, got -1"),
     ],
 )  # fmt: skip
 def test_values_out_of_range(options, message):
