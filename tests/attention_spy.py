@@ -72,39 +72,14 @@ def read_and_spy(model, tokens, policy, monkeypatch):
 
 
 def calls_of(layer, cache, calls):
-    """Those by which the layer's readers came to its recorded queries, one each."""
+    """Those by which the layer's readers came to its recorded queries, one each: bit for bit the same queries.
+
+    Of latents and of capped scores the votes alone tell that, and calls come in order of layers.
+    """
     parts = mx.split(cache.queries, len(layer.readers), axis=1)
-    return [_call_of(layer, cache, part, calls) for part in parts]
-
-
-def _call_of(layer, cache, queries, calls):
-    if layer.cap:  # in order of layers, and the queries are those of these scores
-        call = calls.pop(0)
-        logits = layer.cap * mx.tanh(
-            (queries * layer.attention.scale)
-            @ mx.repeat(cache.held().keys, layer.attention.repeats, axis=1).swapaxes(-1, -2)
-            / layer.cap
-        )
-        found = call["scores"].flatten(1, 2)[:, :, -8:]
-        seen = found > -1e30
-        assert mx.allclose(mx.where(seen, logits, 0), mx.where(seen, found, 0), atol=1e-5)
-        scale = layer.attention.scale
-        return call | {"q": queries, "k": cache.held().keys, "scale": scale, "sinks": None}
-    return next(c for c in calls if is_made_of(layer, cache, queries, c))
-
-
-def is_made_of(layer, cache, queries, call):
-    """Bit for bit: the queries are the call's, or in the case of latents what the call's become, and its mask's."""
-    asked = call["q"][:, :, -8:]
-    if not layer.latent:
-        return mx.array_equal(asked, queries).item()
-    module = layer.attention
-    n, rank = module.qk_nope_head_dim, module.kv_lora_rank
-    positional = queries[..., rank:]
-    if not mx.array_equal(module.embed_q(asked[..., :n]), queries[..., :rank]):
-        return False
-    if asked.shape[3] > n:
-        return mx.array_equal(asked[..., n:], positional)
-    scores = (positional * call["scale"]) @ cache.held().plain()[1].swapaxes(-1, -2)
-    mask = call["mask"][:, :, -8:]
-    return mx.allclose(mx.where(mask > -1e30, scores, mask), mask, rtol=1e-6, atol=1e-7)
+    if layer.latent:
+        return [calls.pop(0) for _ in parts]
+    if layer.cap:
+        own = {"k": cache.held().keys, "scale": layer.attention.scale, "sinks": None}
+        return [calls.pop(0) | own | {"q": part} for part in parts]
+    return [next(c for c in calls if mx.array_equal(c["q"][:, :, -8:], part)) for part in parts]
