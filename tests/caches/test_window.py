@@ -80,7 +80,7 @@ def choosing(reserved=()):
 
 
 class Simulation:
-    """One head: the tokens it holds, in the order in which they will go, and KeyDiff's score in float64."""
+    """One head: the tokens it holds, in the order in which they will go, and KeyDiff's scores."""
 
     def __init__(self, head, reserved):
         self.head, self.reserved = head, list(reserved)
@@ -96,13 +96,11 @@ class Simulation:
     def choose(self):
         held = sorted(self.pinned + self.window)
         recent = held[len(held) - (N_WINDOW - PERIOD) :]
-        keys = np.array(rows(0, held[-1] + 1)[0][0, self.head], np.float64)[held]
-        keys /= np.linalg.norm(keys, axis=1, keepdims=True)
-        anchor = keys.mean(axis=0)
-        likeness = dict(zip(held, keys @ anchor / np.linalg.norm(anchor)))
+        keys = np.array(rows(0, held[-1] + 1)[0][0, self.head])[held]
+        scores = dict(zip(held, reference.keydiff(keys, "mean", "cosine")))
         free = [p for p in held[N_SINK : -len(recent)] if p not in self.reserved]
         n_best = len(PINNED) - N_SINK - len(self.reserved)
-        best = sorted(free, key=likeness.__getitem__)[:n_best]
+        best = sorted(free, key=scores.__getitem__, reverse=True)[:n_best]
         self.pinned = sorted(held[:N_SINK] + best + self.reserved)
         self.window = sorted(set(held) - set(self.pinned) - set(recent)) + recent
         self.since = 0

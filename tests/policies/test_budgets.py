@@ -83,8 +83,7 @@ def test_a_policy_is_what_it_is_called(budget, n_sink, share):
 def test_a_window_that_is_all_of_the_budget_leaves_no_votes():
     with pytest.raises(SnapKVError, match="n_window must be less than all of the budget, got"):
         SnapKV(n_window="100%")
-    policy = SnapKV(budget=100, n_sink=0, n_window="100%")
-    assert policy.top_k == 0 and resolve_policy(policy=str(policy)) == policy
+    assert SnapKV(budget=100, n_sink=0, n_window="100%").top_k == 0
 
 
 @pytest.mark.parametrize("n_window, n", [("25%", 250), (64, 64)])
