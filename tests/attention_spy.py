@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import numpy as np
+import reference
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv.caches.layers import attention_layers
@@ -14,10 +15,7 @@ def softmax_votes(call, n, kv_head_of):
     logits = logits_of(call, n)
     T = logits.shape[-1]
     logits[:, np.arange(T) > np.arange(T - n, T)[:, None]] = -np.inf
-    sinks = -np.inf if call["sinks"] is None else np.array(call["sinks"], np.float64)[:, None, None]
-    every = np.concatenate([logits, np.broadcast_to(sinks, (*logits.shape[:2], 1))], axis=-1)
-    weights = np.exp(every - every.max(axis=-1, keepdims=True))
-    by_head = (weights / weights.sum(axis=-1, keepdims=True))[..., :T].sum(axis=1)
+    by_head = reference.softmax(logits, call["sinks"]).sum(axis=1)
     heads = np.array(kv_head_of)
     return np.stack([by_head[heads == head].mean(axis=0) for head in range(heads.max() + 1)])
 

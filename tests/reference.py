@@ -3,16 +3,21 @@
 import numpy as np
 
 
-def weights(queries, keys, query_positions, scale, sinks=None):
-    """Each query's softmax over what it sees, `(B, n_heads, n, T)`; sinks `(n_heads,)` take a share of it."""
-    queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
-    group, T = queries.shape[1] // keys.shape[1], keys.shape[2]
-    logits = np.einsum("bhid,bhtd->bhit", queries, keys.repeat(group, axis=1)) * scale
-    logits = np.where(np.arange(T) <= np.array(query_positions)[:, None], logits, -np.inf)
+def softmax(logits, sinks=None):
+    """Over the last axis; sinks `(n_heads,)` take a share of it, of logits `(..., n_heads, n, T)`."""
     top = logits.max(axis=-1, keepdims=True)
     raw = np.exp(logits - top)
     sunk = 0 if sinks is None else np.exp(np.asarray(sinks, np.float64)[:, None, None] - top)
     return raw / (raw.sum(axis=-1, keepdims=True) + sunk)
+
+
+def weights(queries, keys, query_positions, scale, sinks=None):
+    """Each query's softmax over what it sees, `(B, n_heads, n, T)`."""
+    queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
+    group, T = queries.shape[1] // keys.shape[1], keys.shape[2]
+    logits = np.einsum("bhid,bhtd->bhit", queries, keys.repeat(group, axis=1)) * scale
+    logits = np.where(np.arange(T) <= np.array(query_positions)[:, None], logits, -np.inf)
+    return softmax(logits, sinks)
 
 
 def of_groups(by_head, n_kv_heads):
@@ -84,9 +89,7 @@ def attention(queries, keys, values, visible, scale):
     out = np.zeros((*queries.shape[:2], values.shape[-1]))
     for head in range(queries.shape[0]):
         logits = queries[head] @ keys[head // group].T * scale
-        logits = np.where(visible, logits, -np.inf)
-        weights = np.exp(logits - logits.max(-1, keepdims=True))
-        out[head] = weights / weights.sum(-1, keepdims=True) @ values[head // group]
+        out[head] = softmax(np.where(visible, logits, -np.inf)) @ values[head // group]
     return out
 
 
@@ -144,8 +147,7 @@ def lagkv(keys, values, n_sink, lag):
             for i in range(lag):
                 scaled = (states[start + i] - least) / (most - least)
                 spread[i] = np.sqrt(((scaled - scaled.mean()) ** 2).sum() / (len(scaled) - 1))
-            weights = np.exp(spread - spread.max())
-            out[block] += weights / weights.sum() / 2
+            out[block] += softmax(spread) / 2
     return out
 
 
@@ -163,11 +165,8 @@ def expected_attention(keys, values, queries, rotations, n_sink, scale):
         mean = turn @ (sum(head) / len(head))
         away = [turn @ q - mean for q in head]
         covariance = sum(np.outer(a, a) for a in away) / len(head)
-        logits = np.array(
-            [scale * k @ mean + scale**2 * (k @ covariance @ k) / 2 for k in keys[n_sink:]]
-        )
-        weights = np.exp(logits - logits.max())
-        total += weights / weights.sum() / len(queries)
+        logits = [scale * k @ mean + scale**2 * (k @ covariance @ k) / 2 for k in keys[n_sink:]]
+        total += softmax(np.array(logits)) / len(queries)
     return total * np.sqrt((values[n_sink:] ** 2).sum(axis=1))
 
 
@@ -183,7 +182,6 @@ def kvzip(queries, keys, n_sink, asked, again, scale):
     for head in queries:
         for own, query in enumerate(head, start=len(keys) - len(head)):
             seen = [*range(first), *asked, *range(again, own + 1)]
-            logits = keys[seen] @ query * scale
-            raw = np.exp(logits - logits.max())
-            out = np.maximum(out, raw[first : first + len(asked)] / raw.sum())
+            weights = softmax(keys[seen] @ query * scale)
+            out = np.maximum(out, weights[first : first + len(asked)])
     return out
