@@ -93,6 +93,18 @@ def attention(queries, keys, values, visible, scale):
     return out
 
 
+def rotated(x, angles, neighbours=False):
+    """`x` `(..., n, D)` with its first pairs, perhaps of neighbours, turned by angles `(n, pairs)`."""
+    n, x = angles.shape[1], x.astype(np.float64)
+    first, second = (slice(n), slice(n, 2 * n))
+    if neighbours:
+        first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+    a, b = x[..., first].copy(), x[..., second].copy()
+    x[..., first] = a * np.cos(angles) - b * np.sin(angles)
+    x[..., second] = a * np.sin(angles) + b * np.cos(angles)
+    return x
+
+
 def keydiff(keys, anchor, similarity):
     """KeyDiff's scores of one head's keys `(T, D)`: minus the similarity to the anchor, one key at a time."""
     keys = np.asarray(keys, np.float64)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import reference
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import ProportionalRoPE, SuScaledRoPE, initialize_rope
@@ -48,18 +49,6 @@ ROPES = {
 STEPS = [0, 1, 7, 300, 5_000, 90_000]
 
 
-def rotated(x, angles, neighbours):
-    """`x` `(n, D)` with its first pairs turned by angles `(n, pairs)`, float64."""
-    n, x = angles.shape[1], x.astype(np.float64)
-    first, second = (slice(n), slice(n, 2 * n))
-    if neighbours:
-        first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
-    a, b = x[:, first].copy(), x[:, second].copy()
-    x[:, first] = a * np.cos(angles) - b * np.sin(angles)
-    x[:, second] = a * np.sin(angles) + b * np.cos(angles)
-    return x
-
-
 @pytest.mark.parametrize("name", ROPES)
 def test_turning_equals_rotation_in_double_precision(name):
     rope, wavelengths, neighbours = ROPES[name]
@@ -68,7 +57,7 @@ def test_turning_equals_rotation_in_double_precision(name):
     found = np.array(turn(rope, keys, mx.array(steps[None])))
     for head in range(2):
         angles = steps[head][:, None] / np.array(wavelengths, np.float64)
-        wanted = rotated(np.array(keys[0, head]), angles, neighbours)
+        wanted = reference.rotated(np.array(keys[0, head]), angles, neighbours)
         assert np.abs(found[0, head] - wanted).max() < 0.03  # of a float32 angle of 90,000
         assert np.abs(found[0, head] - wanted)[steps[head] <= 300].max() < 2e-4
     assert composes(rope, D, 4096) and composes(rope, D, 1 << 20)

@@ -53,11 +53,8 @@ def heads(x, weight):
 
 
 def rotated(x, positions):
-    """LLaMA's RoPE of `(heads, n, D)`: dimension i turns with i + D / 2."""
-    angles = np.asarray(positions)[:, None] * 10000.0 ** (-np.arange(0, D, 2) / D)
-    a, b = x[..., : D // 2], x[..., D // 2 :]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    """LLaMA's RoPE of `(heads, n, D)`."""
+    return reference.rotated(x, np.asarray(positions)[:, None] * 1e4 ** (-np.arange(0, D, 2) / D))
 
 
 def expected_of(attention, x):

@@ -8,17 +8,8 @@ import numpy as np
 import pytest
 import reference
 
-from mlx_snapkv import (
-    TOVA,
-    ExpectedAttention,
-    KeyDiff,
-    KeyNorm,
-    KVzip,
-    LagKV,
-    SnapKV,
-    StreamingLLM,
-    prefill,
-)
+from mlx_snapkv import KVzip, SnapKV, prefill
+from mlx_snapkv.policies import POLICIES
 
 RECORDED = np.load(Path(__file__).parents[1] / "fixtures" / "kvpress.npz")
 CASES = sorted(  # KVzip's are read another way
@@ -31,23 +22,23 @@ T = len(TOKENS)
 def policy_of(case):
     """The policy that keeps what the press does, with the whole prompt as one block."""
     *options, kept = RECORDED[f"{case}/settings"].tolist()
-    policy = case.partition("/")[0]
-    if policy in ("snapkv", "critical"):  # kvpress keeps no sink, and all recent entries observe
+    name = case.partition("/")[0]
+    own = {"budget": kept, "block": T}
+    if name in ("snapkv", "critical"):  # kvpress keeps no sink, and all recent entries observe
         window, kernel = options
-        size = {"budget": kept, "n_sink": 0, "n_window": window, "obs_window": window}
-        more = {"pool": "avg", "lookahead": 0, "critical": policy == "critical"}
-        return SnapKV(pool_kernel=kernel, **size, **more)
-    size = {"budget": kept, "block": T}
-    if policy == "lagkv":
-        crosses = bool(options[1:])
-        return LagKV(lag_size=options[0], cross_scoring=crosses, n_window=0, **size)
-    return {
-        "expected_attention": ExpectedAttention(n_window=0, **size),
-        "keydiff": KeyDiff(n_window=0, **size),
-        "key_norm": KeyNorm(n_window=0, **size),
-        "tova": TOVA(**size),
-        "streaming_llm": StreamingLLM(**size),
-    }[policy]
+        own = {"budget": kept, "n_sink": 0, "n_window": window, "obs_window": window}
+        own |= {
+            "pool_kernel": kernel,
+            "pool": "avg",
+            "lookahead": 0,
+            "critical": name == "critical",
+        }
+        return SnapKV(**own)
+    if name not in ("tova", "streaming_llm"):
+        own["n_window"] = 0
+    if name == "lagkv":
+        own |= {"lag_size": options[0], "cross_scoring": bool(options[1:])}
+    return POLICIES[name](**own)
 
 
 @pytest.mark.parametrize("case", CASES)

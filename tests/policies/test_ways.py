@@ -9,40 +9,33 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
-OWN = {
-    "snapkv": "n_sink=2,obs_window=8,lookahead=0,",
-    "lagkv": "lag_size=8,",
-    "scissorhands": "obs_window=8,",
+TEXTS = {name: f"{name}:n_window=8" for name in POLICIES}
+TEXTS |= {
+    "snapkv": (voted := "snapkv:n_window=8,n_sink=2,obs_window=8,lookahead=0"),
+    "critical": f"{voted},critical=true",
+    "lagkv": "lagkv:n_window=8,lag_size=8",
+    "scissorhands": "scissorhands:n_window=8,obs_window=8",
+    "streaming_llm": "streaming_llm:n_sink=4",
 }
-NAMES = [*POLICIES, "snapkv:critical"]
 SNAPKV = "snapkv:top_k=8,n_sink=4,n_window=16,obs_window=8,lookahead=0"
-KEYDIFF = "keydiff:budget=60,block=16"
-# A policy's text, {} for its budget and schedule, and what else is asked for.
+ONCE, BLOCK = "{},schedule=once,budget=40", "{},schedule=block,block=16,budget=40"
+# What becomes of a policy's text, and what else is asked for.
 WAYS = {
-    "once": ("{once}", {}),
-    "block": ("{block}", {}),
-    "first stage": (f"{{block}} then {SNAPKV}", {}),
-    "pyramid": ("{pyramid}", {}),
-    "a book": (f"{KEYDIFF} then {{once}}", {"memory": "recall:file"}),
+    "once": (ONCE, {}),
+    "block": (BLOCK, {}),
+    "first stage": (f"{BLOCK} then {SNAPKV}", {}),
+    "pyramid": (ONCE.replace("40", "pyramid:40"), {}),
+    "a book": (f"keydiff:budget=60,block=16 then {ONCE}", {"memory": "recall:file"}),
 }
-
-
-def text_of(name, way):
-    name, _, option = name.partition(":")
-    own = OWN.get(name, "") + (f"{option}=true," if option else "")
-    own += "" if name == "streaming_llm" else "n_window=8,"
-    kinds = {"once": "40", "pyramid": "pyramid:40"}
-    texts = {k: f"{name}:{own}schedule=once,budget={v}" for k, v in kinds.items()}
-    return way.format(block=f"{name}:{own}schedule=block,block=16,budget=40", **texts)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_a_request_is_served(name, way, tokens):
     """A hybrid model's, of policies that are asked for alone."""
     pattern, options = WAYS[way]
+    text = pattern.format(TEXTS[name])
     model = make_qwen() if way in ("once", "block") else make_llama()
-    text = text_of(name, pattern)
     if name == "kvzip" and way in ("block", "first stage", "a book"):
         with pytest.raises(SnapKVError, match=r"kvzip (option schedule|reads all)"):
             steps(model, tokens, policy=text, **options)
