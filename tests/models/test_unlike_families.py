@@ -6,6 +6,7 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from model_configs import CONFIGS, make_model
 from request_helpers import assert_same, plain, steps
+from saved_helpers import spec
 
 from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.layers import attention_layers
@@ -20,9 +21,8 @@ OWN_CALLS = ["gemma2", "plamo2"]
 NAMES = ["deepseek_v3", "kimi_linear", *LENDING, *OWN_CALLS]
 TOKENS = mx.array(np.random.default_rng(1).integers(1, 128, 64))
 SNAPKV = "snapkv:top_k=10,n_sink=2,n_window=8,obs_window=8,pool_kernel=3,lookahead=4"
-OPTIONS = {"snapkv": "n_window=8,obs_window=8,n_sink=2,lookahead=4", "lagkv": "n_sink=2,lag_size=8"}
-SPECS = [f"{name}:{OPTIONS.get(name, 'n_sink=2')},budget=20" for name in POLICIES]
-SPECS.append("snapkv:budget=20,n_sink=2,n_window=8,obs_window=8,critical=true")
+SPECS = [spec(name, cls.schedules[0]) for name, cls in POLICIES.items()]
+SPECS.append(f"{spec('snapkv', 'once')},critical=true")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -53,13 +53,13 @@ def test_queries_are_the_same_however_the_tokens_come(model):
 
 
 def test_every_policy_keeps_its_budget_or_is_refused(model):
-    for spec in SPECS:
-        if spec.startswith("expected") and is_type(model, "gemma2"):
+    for policy in SPECS:
+        if policy.startswith("expected") and is_type(model, "gemma2"):
             with pytest.raises(SnapKVError, match="no closed form where logits are capped"):
-                prefill(model, TOKENS, spec)
+                prefill(model, TOKENS, policy)
             continue
-        cache, _ = prefill(model, TOKENS, spec)
-        assert {layer.entries_in(cache).n_entries for layer in layers_of(model, cache)} == {20}
+        cache, _ = prefill(model, TOKENS, policy)
+        assert {layer.entries_in(cache).n_entries for layer in layers_of(model, cache)} == {40}
         assert mx.all(mx.isfinite(model(TOKENS[None, :1], cache=cache)))
 
 

@@ -4,37 +4,30 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import steps
+from saved_helpers import KEYDIFF, spec
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
-TEXTS = {name: f"{name}:n_window=8" for name in POLICIES}
-TEXTS |= {
-    "snapkv": (voted := "snapkv:n_window=8,n_sink=2,obs_window=8,lookahead=0"),
-    "critical": f"{voted},critical=true",
-    "lagkv": "lagkv:n_window=8,lag_size=8",
-    "scissorhands": "scissorhands:n_window=8,obs_window=8",
-    "streaming_llm": "streaming_llm:n_sink=4",
-}
-SNAPKV = "snapkv:top_k=8,n_sink=4,n_window=16,obs_window=8,lookahead=0"
-ONCE, BLOCK = "{},schedule=once,budget=40", "{},schedule=block,block=16,budget=40"
-# What becomes of a policy's text, and what else is asked for.
-WAYS = {
-    "once": (ONCE, {}),
-    "block": (BLOCK, {}),
-    "first stage": (f"{BLOCK} then {SNAPKV}", {}),
-    "pyramid": (ONCE.replace("40", "pyramid:40"), {}),
-    "a book": (f"keydiff:budget=60,block=16 then {ONCE}", {"memory": "recall:file"}),
-}
+WAYS = ["once", "block", "first stage", "pyramid", "a book"]
+LAST = "snapkv:top_k=8,n_sink=4,n_window=16,obs_window=8,lookahead=0"
+
+
+def text_of(name, way):
+    schedule = "block" if way in ("block", "first stage") else "once"
+    text = spec(name.removesuffix(", critical"), schedule)
+    text += ",critical=true" if "critical" in name else ""
+    if way == "pyramid":
+        return text.replace("budget=40", "budget=pyramid:40")
+    return {"first stage": f"{text} then {LAST}", "a book": f"{KEYDIFF} then {text}"}.get(way, text)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", [*POLICIES, "snapkv, critical"])
 def test_a_request_is_served(name, way, tokens):
     """A hybrid model's, of policies that are asked for alone."""
-    pattern, options = WAYS[way]
-    text = pattern.format(TEXTS[name])
+    text, options = text_of(name, way), {"memory": "recall:file"} if way == "a book" else {}
     model = make_qwen() if way in ("once", "block") else make_llama()
     if name == "kvzip" and way in ("block", "first stage", "a book"):
         with pytest.raises(SnapKVError, match=r"kvzip (option schedule|reads all)"):
