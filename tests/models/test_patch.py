@@ -82,20 +82,18 @@ def test_patch_for_snapkv_is_idempotent_and_undone():
         unpatch_snapkv(model)
         assert cls.__call__ is original
     patch_for_snapkv()
-    try:
-        assert all(vars(owner)[name] is not before for owner, name, before in PATCHED)
-    finally:
-        unpatch_snapkv()
+    patched = [vars(owner)[name] is not before for owner, name, before in PATCHED]
+    unpatch_snapkv()
+    assert all(patched)
 
 
-def test_what_someone_else_has_patched_over_ours_stays():
-    cls, original = llama.Attention, llama.Attention.__call__
+def test_what_someone_else_has_patched_over_ours_stays(monkeypatch):
+    cls = llama.Attention
+    monkeypatch.setattr(cls, "__call__", cls.__call__)  # to be restored
     with recording([cls]):
         cls.__call__ = theirs = functools.partialmethod(cls.__call__)
-    try:
-        assert vars(cls)["__call__"] is theirs
-    finally:
-        cls.__call__ = original
+    assert vars(cls)["__call__"] is theirs
+    monkeypatch.undo()
 
 
 def test_a_call_wrapped_by_someone_else_is_still_captured(tokens, monkeypatch):

@@ -94,7 +94,6 @@ GAPS = Queries(mx.zeros((1, N_HEADS, 2, D)), range(4, 6))
     "ask, message",
     [
         (lambda e: e.queries, "queries are missing: pass queries="),
-        (lambda e: e.raw_queries, "queries are missing: pass queries="),
         (lambda e: e.layer.attention, "prefill with mlx_snapkv.prefill"),
         (lambda e: e.statistics.mean, "give the policy a query_statistics"),
         (lambda e: ExpectedAttention().score(e), "prefill with mlx_snapkv"),

@@ -118,7 +118,6 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
     [
         ({"top_k": -1}, "top_k must be a whole number of at least 0, got -1"),
         ({"top_k": True}, "top_k must be a whole number of at least 0, got True"),
-        ({"n_sink": None}, "n_sink must be a whole number of at least 0, got None"),
         ({"top_k": 10**12}, "top_k must be at most 2147483647, got 1000000000000"),
         ({"n_window": 0}, f"{WINDOW_RANGE}, got 0"),
         ({"pool": "avg", "pool_kernel": 4}, "pool_kernel must be odd with pool=avg, got 4"),
@@ -155,7 +154,6 @@ def test_strings_dicts_and_objects_name_the_same_policy():
         ({"snapkv": {1: 2}}, "unknown snapkv option '1'"),
         ({"snapkv": {"topk": 4}}, r"'topk' \(did you mean 'top_k'\?\); known: top_k, n_sink"),
         ({"snapkv": 4}, "must be a policy object, a dict or a string, got int"),
-        ({"policy": 4}, "must be a policy object, a dict or a string, got int"),
         ({"policy": "keydiff then tova then snapkv"}, "at most two policies"),
     ],
 )
