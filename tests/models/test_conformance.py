@@ -14,20 +14,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from model_configs import LAYERS, LLAMA4_ROPE, REFUSED_CONFIGS, config, make_model
-from request_helpers import plain
+from request_helpers import plain, steps
 
-from mlx_snapkv import (
-    TOVA,
-    BlockKVCache,
-    KeyDiff,
-    KVzip,
-    SnapKVCache,
-    generate_step,
-    models,
-    prefill,
-)
+from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, KVzip, SnapKVCache, generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers, members
 from mlx_snapkv.errors import UnsupportedModelError
+from mlx_snapkv.models import REFUSED, SUPPORTED
 from mlx_snapkv.models.table import supported
 from mlx_snapkv.policies import SnapKV
 
@@ -62,7 +54,7 @@ CHANGED = [f"{name}, {change}" for name in ("llama", "gpt_oss") for change in CH
 CHANGED += ["deepseek_v3, 4-bit weights", "qwen3_next, adapters"]
 
 
-@pytest.fixture(scope="module", params=[*models.SUPPORTED, *CHANGED])
+@pytest.fixture(scope="module", params=[*SUPPORTED, *CHANGED])
 def model(request):
     name, _, change = request.param.partition(", ")
     model = make_model(name, LATENT if change and name == "deepseek_v3" else None)
@@ -139,7 +131,7 @@ def test_a_long_turn_equals_its_tokens_one_by_one(model):
 def test_a_request_is_compressed(model):
     reports, cache, layers = [], make_prompt_cache(model), layers_of(model)
     options = {"policy": POLICY, "prompt_cache": cache, "on_report": reports.append}
-    ours = list(generate_step(TOKENS, model, max_tokens=6, **options))
+    ours = steps(model, TOKENS, n=6, **options)
     assert len(ours) == 6 and all(mx.all(mx.isfinite(logprobs)) for _, logprobs in ours)
     assert {layer.cache_in(cache).size() for layer in layers} == {POLICY.budget}
     untouched = set(range(len(cache))) - {layer.index for layer in layers}
@@ -150,10 +142,8 @@ def test_a_request_is_compressed(model):
 
 def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model):
     cache = make_prompt_cache(model)
-    policy = TOVA(budget=12, n_window=2, block=10)
-    for _, logprobs in generate_step(
-        TOKENS, model, policy=policy, max_tokens=15, prompt_cache=cache
-    ):
+    options = {"policy": TOVA(budget=12, n_window=2, block=10), "prompt_cache": cache}
+    for _, logprobs in generate_step(TOKENS, model, max_tokens=15, **options):
         assert mx.all(mx.isfinite(logprobs)) and all(c.size() <= 22 for c in bounded(cache))
     assert len(bounded(cache)) == len(layers_of(model))
 
@@ -183,7 +173,7 @@ def test_a_cache_whose_budget_is_not_reached_equals_mlx_lm(model):
     """The answer could outgrow the budget, so the budget's cache serves the request; it never evicts here."""
     cache = make_prompt_cache(model)
     policy = KeyDiff(budget=50, block=64)
-    ours = list(generate_step(TOKENS, model, policy=policy, max_tokens=5, prompt_cache=cache))
+    ours = steps(model, TOKENS, n=5, policy=policy, prompt_cache=cache)
     assert len(bounded(cache)) == len(layers_of(model))
     for (a, x), (b, y) in zip(ours, plain(model, TOKENS, n=5), strict=True):
         assert a == b and np.allclose(x.astype(mx.float32), y.astype(mx.float32), atol=1e-5)
@@ -197,8 +187,8 @@ def test_every_model_type_of_mlx_lm_is_listed_once():
     folder = Path(mlx_lm.models.__file__).parent
     defines = re.compile(r"^(class|from .*) Model\b", re.M)
     types = {p.stem for p in folder.glob("*.py") if defines.search(p.read_text())}
-    assert not set(models.SUPPORTED) & set(models.REFUSED)
-    assert types == {*models.SUPPORTED, *models.REFUSED}
+    assert not set(SUPPORTED) & set(REFUSED)
+    assert types == {*SUPPORTED, *REFUSED}
     assert ("llama", "iquestcoder, mistral, xverse") in [row[:2] for row in supported()]
 
 
