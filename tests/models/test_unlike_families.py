@@ -18,7 +18,7 @@ from mlx_snapkv.policies import POLICIES
 LATENT = ["deepseek_v3", "mistral4", "kimi_linear", "longcat_flash"]
 LENDING = ["gemma3n", "gemma4_text", "iquestloopcoder"]
 OWN_CALLS = ["gemma2", "plamo2"]
-NAMES = ["deepseek_v3", "kimi_linear", *LENDING, *OWN_CALLS]
+NAMES = ["deepseek_v3", "kimi_linear", "mistral4", *LENDING, *OWN_CALLS]
 TOKENS = mx.array(np.random.default_rng(1).integers(1, 128, 64))
 SNAPKV = "snapkv:top_k=10,n_sink=2,n_window=8,obs_window=8,pool_kernel=3,lookahead=4"
 SPECS = [spec(name, cls.schedules[0]) for name, cls in POLICIES.items()]
