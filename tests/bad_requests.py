@@ -4,7 +4,6 @@ CHAT, TEXT, MESSAGES, RESPONSES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses")
 )
 HELLO = {"messages": [{"role": "user", "content": "The key of"}], "max_tokens": 4}
-TOOL = {"name": "open", "input_schema": {"type": "object"}}
 FUNCTION = {"type": "function", "name": "open", "parameters": {"most": float("inf")}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -26,89 +25,58 @@ def anthropic(words, **fields):
     return MESSAGES, {**HELLO, **fields}, words
 
 
-def block(words, *blocks):
-    return anthropic(words, messages=[{"role": "user", "content": blocks}])
-
-
 def response(words, **fields):
     return RESPONSES, {"input": "The key of", "max_output_tokens": 4, **fields}, words
-
-
-def item(words, *items):
-    return response(words, input=items)
 
 
 # The url, the body, and what is said of it.
 BAD = [
     chat("stop.0 should be a valid string, got 1", stop=[1]),
     text("prompt should be a valid string, got [[1], 'a']", prompt=[[1], "a"]),
-    (TEXT, {"max_tokens": 4}, "prompt is missing"),
     text("prompt must have token ids from 0 to", prompt=[10**9]),
     text("top_k must be below the vocabulary's", top_k=10**6),
     chat("logit_bias must have token ids from 0 to", logit_bias={"99999999": 5}),
     chat("logit_bias.5 should be a finite number", logit_bias={"5": float("inf")}),
     chat("max_tokens should be greater than or equal to 1, got 0", max_tokens=0),
-    chat("max_tokens should be a valid integer, got 'many'", max_tokens="many"),
-    chat("temperature should be", temperature=float("nan")),
     chat("n should be less than or equal to 8", n=1000),
-    chat("logprobs should be a valid boolean", logprobs="yes"),
     (CHAT, {}, "messages is missing"),
     chat("messages must not be empty", messages=[]),
     chat("messages.0 should be a valid object", messages=[5]),
-    chat("messages.0.role is missing", messages=[{"content": "hi"}]),
-    said("messages.0.role should be 'system'", role="wizard", content="hi"),
     said("messages.0.content.0.type should be 'text', got 'image'", content=[IMAGE]),
     said("messages.0.content must not be empty"),
     said("tokenizer failed", content="\ud800"),
-    said("messages.0.content should be a valid list, got 5", content=5),
     said("failed", "assistant", content="hi", tool_calls=[{"function": {"arguments": "{"}}]),
     chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # this model's template
-    chat("tool_choice should be 'auto' or 'none'", tool_choice="required"),
     chat("response_format.type should be 'text'", response_format={"type": "json_schema"}),
     chat("leave the prompt a list of tokens", chat_template_kwargs={"tokenize": False}),
     chat("audio is not supported: drop the field", audio={"voice": "x"}),
     (CHAT, [], "body must be an object, got []"),
     (CHAT, None, ""),
-    block("tag 'image' found using 'type' does not match any of", IMAGE),
-    block("content must not be empty"),
-    block("messages.0.content.0.text should be a valid string", {"type": "text", "text": 5}),
+    anthropic("tag 'image' found", messages=[{"role": "user", "content": [IMAGE]}]),
     anthropic("none can be continued", messages=[{"role": "assistant", "content": "a"}]),
     anthropic("tool_choice should be 'auto' or 'none'", tool_choice={"type": "any"}),
-    anthropic("tools.0.input_schema is missing", tools=[{"name": "open"}]),
-    anthropic("takes no tools", tools=[TOOL]),
     anthropic(
         "output_config.format.type should be 'text'", output_config={"format": {"type": "x"}}
     ),
-    anthropic("system.0.type should be", system=[IMAGE]),
-    anthropic("tokenizer failed", system="\ud800"),
-    anthropic("not UTF-8", model="\ud800"),
     response("input must be text or a list", input=5),
-    response("input must not be empty", input=[]),
-    item("content.0.type should be 'input_text'", {"role": "user", "content": [IMAGE]}),
-    item("input.0 tag 'item_reference' found", {"type": "item_reference", "id": "a"}),
-    item("input.0.call_id is missing", {"type": "function_call", "name": "a"}),
+    response("input.0 tag 'item_reference' found", input=[{"type": "item_reference", "id": "a"}]),
     response("previous_response_id can't be honoured", previous_response_id="resp_1"),
-    response("tools.0.name is missing", tools=[{"type": "function"}]),
     response("tools.0.parameters.most should be a finite number", tools=[FUNCTION]),
     response("text.format.type should be 'text'", text={"format": {"type": "json_object"}}),
     response("not UTF-8", stream=True, metadata={"a": "\ud800"}),
 ]
-RAW = {
-    "no JSON": b"{nope",
-    "empty": b"",
-    "not UTF-8": b'{"messages": "\xff\xfe"}',
-    "nested": DEEP.encode(),
-    "nested in a field": f'{{"messages": {DEEP}}}'.encode(),
-    "nested a thousand deep": ('{"a":' * 1000 + "1" + "}" * 1000).encode(),
-}
+RAW = [
+    b"{nope",
+    b'{"messages": "\xff\xfe"}',
+    DEEP.encode(),
+    f'{{"messages": {DEEP}}}'.encode(),
+    ('{"a":' * 1000 + "1" + "}" * 1000).encode(),
+]
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 BAD_HTTP = [
-    HEAD + b"Content-Length: -1\r\n\r\n",
     HEAD + b"Content-Length: many\r\n\r\n",
-    HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"\x00\x01\x02\x03\r\n\r\n",
-    HEAD + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
     b"BREW /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
 ]

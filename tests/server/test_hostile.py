@@ -50,7 +50,7 @@ def test_good_clients_do_not_notice_bad_requests(served):
         return answers
 
     bad = [(path, json.dumps(body).encode(), words) for path, body, words in BAD]
-    bad += [(path, body, "") for body in RAW.values() for path in (CHAT, TEXT)]
+    bad += [(path, body, "") for body in RAW for path in (CHAT, TEXT)]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(stream, i) for i in range(2)]
         try:

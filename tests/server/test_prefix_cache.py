@@ -6,12 +6,12 @@ import os
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from server_helpers import ask, serving, talk
 
 from mlx_snapkv.server import prefix_cache
 from mlx_snapkv.server.prefix_cache import PrefixCache
-from mlx_snapkv.server.prefix_files import Prefix, PrefixFiles
+from mlx_snapkv.server.prefix_files import Prefix
 
 DOCUMENT = list(range(320))
 
@@ -78,21 +78,6 @@ def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
     assert len(prefixes) == 1 and n == caches[0].offset == 319
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith("1,500 tokens are not kept") and "--prefix-bytes" in told
-
-
-@pytest.mark.parametrize("most_bytes", [1, 1 << 30])
-def test_what_memory_has_not_is_read_from_its_file(demo_llama, tmp_path, caplog, most_bytes):
-    model, _ = demo_llama
-    prefixes, tokens = PrefixCache(most_bytes), list(range(50, 250))
-    prefixes.files = PrefixFiles(tmp_path, 1 << 30, model, {})
-    caches = make_prompt_cache(model)
-    model(mx.array([tokens]), cache=caches)
-    prefixes.files.write(tokens, caches)
-    prompt = [*tokens[:160], 9, 9, 9]
-    found, n = prefixes.fetch(prompt, 1)
-    assert n == 160 and len(prefixes) == (most_bytes > 1) and not caplog.records
-    after = model(mx.array([prompt[n:]]), cache=found)[:, -1]
-    assert mx.allclose(after, model(mx.array([prompt]))[:, -1], atol=1e-4)
 
 
 def test_questions_of_one_document_share_it(document):
