@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT
 
-import httpx
 import pytest
 from server_helpers import served_process
 
@@ -16,10 +15,7 @@ BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 NO_BROWSER = pytest.mark.skipif(
     not (BROWSER and DRIVER), reason="chromium and chromedriver are not installed"
 )
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-background-networking"
 SERVE = (
     "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4 --memory recall "
     "--prefill-step-size 512"
@@ -33,16 +29,6 @@ def serving(*options):
         yield url
         process.send_signal(SIGINT)
         process.wait()
-
-
-def open_requests(url):
-    """How many requests wait or are answered, soon after."""
-    for _ in range(50):
-        text = httpx.get(f"{url}/metrics").text
-        if "mlx_snapkv_open_requests 0.0" in text:
-            return 0
-        time.sleep(0.1)
-    return text
 
 
 @contextlib.contextmanager
@@ -86,24 +72,24 @@ class Page:
 
     def wait(self, is_so):
         until = time.monotonic() + 20
-        while not (found := is_so()):
+        while not is_so():
             assert time.monotonic() < until, self("body").text
             time.sleep(0.02)
-        return found
 
     def press(self, *keys):
         """Keys that go to what has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
-    def allow_clipboard(self):
+    def clipboard(self, call, *arguments):
+        """What `navigator.clipboard` gives for a call."""
         rights = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
         self.driver.execute_cdp_cmd("Browser.grantPermissions", rights)
+        script = f"navigator.clipboard.{call}.then(arguments[arguments.length - 1])"
+        return self.driver.execute_async_script(script, *arguments)
 
     def paste(self, text):
         """A text from the clipboard, by the keyboard."""
-        script = "navigator.clipboard.writeText(arguments[0]).then(arguments[1])"
-        self.allow_clipboard()
-        self.driver.execute_async_script(script, text)
+        self.clipboard("writeText(arguments[0])", text)
         self.press("\ue009", "v", "\ue000")  # Control
 
     def drop(self, path: Path):

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import json
-import re
 import socket
 import threading
 import time
@@ -23,7 +22,6 @@ from mlx_snapkv.server.admission import Limits
 
 
 def assert_refused(response, status=range(400, 500), words=""):
-    """In the API's own form."""
     assert response.status_code in status, response.text[:300]
     error = response.json()["error"]
     is_anthropic = response.url.path.startswith("/v1/messages")
@@ -50,7 +48,7 @@ def test_good_clients_do_not_notice_bad_requests(served):
         return answers
 
     bad = [(path, json.dumps(body).encode(), words) for path, body, words in BAD]
-    bad += [(path, body, "") for body in RAW for path in (CHAT, TEXT)]
+    bad += [(CHAT, body, "") for body in RAW]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(stream, i) for i in range(2)]
         try:
@@ -69,14 +67,12 @@ def test_nested_values_are_refused_or_answered(served, depth):
     """Of tools' schemas, which Python's JSON can be too deep for on the way in or out."""
     deep = '{"a":' * depth + "1" + "}" * depth
     tool = f'{{"type": "function", "name": "b", "parameters": {deep}}}'
-    body = (
-        f'{{"input": "The key of", "max_output_tokens": 2, "tools": [{tool}], "tool_choice": "none"'
-    )
+    body = f'{{"input": "The key of", "max_output_tokens": 2, "tools": [{tool}]'
     for end in ("}", ', "stream": true}'):
-        found = served.client.post("/v1/responses", content=(body + end).encode())
-        assert found.status_code < 500 and (
-            found.status_code != 200 or '"incomplete"' in found.text
-        )
+        content = f'{body}, "tool_choice": "none"{end}'
+        found = served.client.post("/v1/responses", content=content)
+        assert found.status_code < 500
+        assert found.status_code != 200 or '"incomplete"' in found.text
     assert_answers(served)
 
 
@@ -156,10 +152,9 @@ def test_too_many_and_too_long():
         long = {"max_tokens": 9, "messages": [{"role": "user", "content": "word " * 200}]}
         for path in (CHAT, "/v1/messages"):
             response = served.post(path, long)
-            assert_refused(response, [400])
+            assert_refused(response, [400], " tokens > 100 maximum")
             told = response.json()["error"]
-            assert re.match(r"prompt is too long: \d+ tokens > 100 maximum", told["message"])
-            assert told["type"] == "invalid_request_error"
+            assert told["message"].startswith("prompt is too long: ")  # clients look for this
             assert told.get("code", "context_length_exceeded") == "context_length_exceeded"
         slow = {"prompt": "The key of", "max_tokens": 100}
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -200,15 +195,11 @@ def gone(served):
 def test_clients_that_leave(served, n_lines):
     """While a whole answer is made, while a stream waits or reads, and while it answers."""
     body = {"prompt": "The key of " * 400, "max_tokens": 3000, "stream": n_lines is not None}
-    with (
-        contextlib.suppress(httpx.TimeoutException),
-        served.client.stream(
-            "POST", TEXT, json=body, timeout=1 if n_lines is None else 60
-        ) as found,
-    ):
+    timeout = 1 if n_lines is None else 60
+    streaming = served.client.stream("POST", TEXT, json=body, timeout=timeout)
+    with contextlib.suppress(httpx.TimeoutException), streaming as found:
         assert n_lines is not None
-        for _, _ in zip(range(n_lines), found.iter_lines()):
-            pass
+        list(zip(range(n_lines), found.iter_lines()))
     assert gone(served)
     assert_answers(served)
 
@@ -279,7 +270,7 @@ def test_requests_wait_rather_than_take_more_memory():
         assert "max_kv_bytes" in response.text and "context_length_exceeded" in response.text
         held, step, engine = [], served.engine._round, served.engine
 
-        def looked_at():  # in the engine's thread, between two steps
+        def looked_at():
             step()
             held.append(engine.batch.generator.prompt_cache_nbytes + engine.prefixes.nbytes)
 

@@ -6,14 +6,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from page_helpers import NO_BROWSER, Page, browsing, contrast, numbers, open_requests, serving
+from page_helpers import NO_BROWSER, Page, browsing, contrast, numbers, serving
 
 from mlx_snapkv.demo.questions import make_haystack
 
 ESCAPE, ENTER, SHIFT, BACK, TAB = "\ue00c", "\ue007", "\ue008", "\ue000", "\ue004"
-SHIFTS = """window.shifts = [];
-new PerformanceObserver((list) => shifts.push(...list.getEntries().filter((e) => !e.hadRecentInput)))
-    .observe({type: "layout-shift"});"""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +52,6 @@ def test_a_pasted_document_is_asked_about(page, document):
     page.paste(text)
     assert f"{len(text):,} characters" in page("#documents li").text
     assert page("#question").get_attribute("value") == ""
-    page.run(SHIFTS)
     assert page.ask(facts[0].question) == facts[0].value
     figures = page.figures()
     kept, read = (int(n.replace(",", "")) for n in figures["entries"].split(" of "))
@@ -67,8 +63,7 @@ def test_a_pasted_document_is_asked_about(page, document):
     # the second question of the chat goes on from what was read
     assert page.ask(facts[1].question) == facts[1].value
     assert int(page.figures()["cached"].replace(",", "")) > read - 256  # whose queries vote
-    assert len(page.all(".turn")) == 2 and page.run("return chat.messages.length") == 4
-    assert sum(page.run("return shifts.map((e) => e.value)")) < 0.001
+    assert len(page.all(".turn")) == 2
 
 
 @NO_BROWSER
@@ -80,14 +75,13 @@ def test_a_dropped_file_and_an_answer_beside_the_one_from_all_entries(page, docu
     assert page.ask(facts[2].question) == facts[2].value
     assert page(".asked summary").text.startswith("village.txt")
     page(".again").click()
-    page.wait(lambda: [e.text for e in page.all(".state")][1:] == ["The same answer as above"])
+    page.wait(lambda: page.all(".state")[1:] and page(".state").text == "The same answer as above")
     assert [answer.text for answer in page.all(".text")] == [facts[2].value] * 2
-    kept, read = page.all("[data-figure=entries]")[1].text.split(" of ")
+    kept, read = page.figures()["entries"].split(" of ")
     assert kept == read and not page(".again").is_displayed()
     assert page.run("return chat.messages.length") == 2  # the chat goes on from the first one
     page("#new").click()
-    assert page.all(".turn") == [] and page("#empty").is_displayed()
-    assert page.run("return chat.messages.length + documents.length") == 0
+    assert page.all(".turn, #documents li") == [] and page("#empty").is_displayed()
     page.drop(tmp_path / "village.txt")
     page("#documents button").click()
     assert page.all("#documents li") == []
@@ -105,8 +99,8 @@ def test_escape_stops_an_answer(page, url):
     page.press(ESCAPE)
     page.answered()
     assert page(".state").text == "Stopped" and page("#send").is_displayed()
-    assert open_requests(url) == 0
     assert page.run("return document.activeElement.id") == "question"
+    page.wait(lambda: "mlx_snapkv_open_requests 0.0" in httpx.get(f"{url}/metrics").text)
 
 
 @NO_BROWSER
@@ -122,7 +116,7 @@ def test_what_is_stopped_while_it_is_read_can_be_asked_again(page, url, document
     page.wait(lambda: not page.all(".turn"))
     assert page("#question").get_attribute("value") == "What is it about?"
     assert page("#documents li").text.startswith("endless.txt")
-    assert open_requests(url) == 0
+    page.wait(lambda: "mlx_snapkv_open_requests 0.0" in httpx.get(f"{url}/metrics").text)
 
 
 @NO_BROWSER
@@ -134,13 +128,9 @@ def test_a_document_can_do_nothing(page, document):
     page.press(ESCAPE)
     page.answered()
     page(".asked summary").click()
-    page.wait(lambda: page(".asked pre").text.startswith(tags))
-    assert page(".asked p").text.startswith(tags)
+    assert page(".asked pre").text.startswith(tags) and page(".asked p").text.startswith(tags)
     assert page.all("#turns script, #turns img, #turns b") == []
-    failed = "fetch('http://127.0.0.1:1/').then(() => arguments[0](0), () => arguments[0](1))"
-    assert page.driver.execute_async_script(failed) == 1
     assert page.run("return window.done") is None
-    page.driver.get_log("browser")  # which the policy wrote
 
 
 TAKE = """const turn = new Turn("Why?", []);
@@ -195,12 +185,11 @@ def test_answers_are_markdown_and_never_html(page):
     for literal in ("<b>not bold</b>", "snake_case_names", "[none](javascript:alert(1))"):
         assert literal in page.all(".text p")[0].text
     assert page.all(".text script, .text img, .text b") == [] and len(page.all(".text a")) == 1
-    page.allow_clipboard()
+    page.clipboard("readText()")  # which grants it
     page(".code button").click()
     page.wait(lambda: page(".code button").text == "Copied")
-    read = "navigator.clipboard.readText().then(arguments[0])"
     code = MARKDOWN[MARKDOWN.index("if a") : MARKDOWN.index("\n```\n---")]
-    assert page.driver.execute_async_script(read) == code
+    assert page.clipboard("readText()") == code
     assert page.run("return window.done") is None
 
 
@@ -213,34 +202,28 @@ def test_chats_are_kept_until_the_page_is_closed(page, document):
     page("#new").click()
     page.press("Hello", ENTER)  # to which the model never stops
     page.wait(lambda: page(".text").text)
-    options = [option.text for option in page.all("#chats option")]
-    assert options == [facts[0].question, "Hello"]
-    page.all("#chats option")[0].click()  # which ends the answer of the other
+    first, second = page.all("#chats option")
+    assert (first.text, second.text) == (facts[0].question, "Hello")
+    first.click()  # which ends the answer of the other
     page.wait(lambda: not page.run("return running"))
     assert [asked.text for asked in page.all(".asked p")] == [facts[0].question]
     assert page.ask(facts[1].question) == facts[1].value
-    assert page.run("return chats.map((c) => c.messages.length)") == [4, 2]
     page.all("#chats option")[1].click()
     assert page(".asked p").text == "Hello" and page(".state").text == "Stopped"
 
 
 @NO_BROWSER
-def test_reasoning_is_folded_and_other_ends_are_told(page):
+def test_reasoning_is_folded_and_why_nothing_was_compressed_is_told(page, demo_llama):
+    text, facts = make_haystack(demo_llama[1], random.Random(13), 4, 150)
+    page.press(text)
+    assert page.ask(" " + facts[0].question) == facts[0].value
+    assert "min_ctx=256" in page(".state").text
     page.run(TAKE, [{"reasoning": "<i>Let me see.</i>"}, {"content": "Because."}])
     assert page(".text").text == "Because." and page(".thought summary").text == "Reasoning"
     assert not page(".thought div").is_displayed()
     page(".thought summary").click()
     assert page(".thought div").text == "<i>Let me see.</i>"
     assert "as many tokens as it may have" in page(".state").text
-
-
-@NO_BROWSER
-def test_a_short_document_says_why_it_is_not_compressed(page, demo_llama):
-    text, facts = make_haystack(demo_llama[1], random.Random(13), 4, 150)
-    page.press(text)
-    assert page.ask(" " + facts[0].question) == facts[0].value
-    assert "min_ctx=256" in page(".state").text
-    assert re.fullmatch(r"(\d+) of \1", page.figures()["entries"])
 
 
 @NO_BROWSER
