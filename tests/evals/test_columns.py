@@ -20,11 +20,6 @@ ROW = {
 }
 
 
-def places(documents):
-    """Task, length and context of each document."""
-    return [(rows[0].task, rows[0].length, rows[0].context) for rows in documents]
-
-
 def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
@@ -54,7 +49,7 @@ def test_a_folder_of_files(tmp_path):
     write(tmp_path / "2048" / "vt.jsonl", [bare | {"answer": "4711"}])
     write(tmp_path / "passkey" / "test.jsonl", [{**bare, "answers": ["1"], "answer": None}])
     documents, copy = read_columns(str(tmp_path), most=2)
-    assert places(documents) == [
+    assert [(rows[0].task, rows[0].length, rows[0].context) for rows in documents] == [
         ("passkey", None, ROW["context"]),
         ("vt", 2048, ROW["context"]),
         ("niah_single_1", 4096, "Text 0."),
@@ -63,28 +58,22 @@ def test_a_folder_of_files(tmp_path):
     assert documents[0][0].answer == ["1"] and documents[1][0].answer == ["4711"]
     assert documents[1][0].answer_prefix == ""
     chosen, again = read_columns(str(tmp_path), ["vt"])
-    assert [task for task, *_ in places(chosen)] == ["vt"] and again == copy
+    assert [rows[0].task for rows in chosen] == ["vt"] and again == copy
 
 
-@pytest.mark.parametrize("given, told", [((4096, 2048), [2048, 4096]), (range(1, 20), [None] * 19)])
-def test_a_column_of_lengths(tmp_path, given, told):
-    """A few tell rows apart; many are sizes of texts."""
-    rows = [ROW | {"length": n, "context": f"Text {n}."} for n in given]
-    documents, _ = read_columns(write(tmp_path / "a.jsonl", rows))
-    assert [length for _, length, _ in places(documents)] == told
+def test_a_few_lengths_tell_rows_apart_and_many_are_sizes_of_texts(tmp_path):
+    for given, told in ((4096, 2048), [2048, 4096]), (range(1, 20), [None] * 19):
+        rows = [ROW | {"length": n, "context": f"Text {n}."} for n in given]
+        documents, _ = read_columns(write(tmp_path / "a.jsonl", rows))
+        assert [rows[0].length for rows in documents] == told
 
 
 @pytest.mark.parametrize(
     "name, content, words",
     [
         ("d.jsonl", {"context": None}, "context: Field required; every row needs context, quest"),
-        ("d.jsonl", {"context": ""}, "context: String should have at least 1 character"),
-        ("d.jsonl", {"question": 3}, "question: Input should be a valid string"),
-        ("d.jsonl", {"answer": []}, "answer: Value should have at least 1 item"),
         ("d.jsonl", {"answer": [1]}, "answer.0: Input should be a valid string"),
-        ("d.jsonl", {"max_new_tokens": 0}, "max_new_tokens: Input should be greater than 0"),
         ("d.jsonl", b"", "d.jsonl has no rows"),
-        ("d.jsonl", b"\n{1\n", "line 2 is no JSON object in UTF-8"),
         ("d.jsonl", b"\xff\n", "line 1 is no JSON object in UTF-8"),
         ("d.jsonl", b"[" * 100_000, "line 1 is no JSON"),
         ("d.parquet", b"no table", "d.parquet is damaged: it is no parquet file"),
@@ -143,21 +132,17 @@ SCORES = [
     (ALL, ["12", "ab"], " It is AB\x00 and 12.", 1),
     ("a task of one's own", ["12", "ab"], "AB only", 0.5),
     (PART, ["12", "ab"], "AB only", 1),
-    (PART, ["12", "ab"], "neither", 0),
     (ALL, ["onetwo"], "one\ntwo", 1),  # as kvpress, which drops control characters
     (ALL, ["12", "12", "34"], "12,", 2 / 3),  # as often as a reference is one
-    (F1, ["cat dog"], "The cat, a dog!", 1),
+    (F1, ["cat dog"], "The cat, a dog!\n", 1),
     ("hotpotqa-e", ["cat dog"], "cat", 2 / 3),  # precision 1, recall 1/2
     (F1, ["cat dog"], "cat cat", 0.5),  # a word counts as often as it stands in both
     (F1, ["bird", "a cat"], "cat", 1),  # the best of several
-    (F1, ["cat"], "the", 0),
     (F1, ["the"], "a", 0),
-    (F1, ["Paul"], "Paul\nand more", 0.5),
     (FIRST, ["Paul"], "\n Paul\nand more", 1),
     (CHOICE, ["B"], "not A but B", 1),  # the last of its line
     (CHOICE, ["B"], "The answer is B\nand not C", 1),  # the first line that has one
     (CHOICE, ["B"], "I say C, or D", 0),
-    (CHOICE, ["B"], "Bob", 0),
 ]
 
 

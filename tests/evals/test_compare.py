@@ -30,13 +30,19 @@ def compared(demo_llama, ask):
     return prompt, [*zip(methods, compare(model, tokenizer, prompt, methods, N))]
 
 
-def test_every_answer_is_that_of_generate(demo_llama, compared):
+def test_every_answer_is_that_of_generate_and_what_differs_is_told(demo_llama, compared):
     prompt, found = compared
+    full = found[0][1]
     for method, answer in found:
         text = generate(*demo_llama, prompt, max_tokens=N, policy=method.policy, **method.options)
         assert answer.text == text, method.name
         assert method.policy is None or answer.entries < len(prompt)
-        assert (answer.differs is None) == (answer.tokens == found[0][1].tokens)
+        assert (answer.differs is None) == (answer.tokens == full.tokens)
+    other = next(answer for _, answer in found if answer.differs is not None)
+    n, before, theirs, ours = other.differs
+    assert full.tokens[:n] == other.tokens[:n] and theirs != ours
+    assert full.text.startswith(before.lstrip()) or n > 8
+    assert other.kept.shape == (len(prompt),) and 0 < other.kept.mean() < 0.3
 
 
 def test_kl_is_that_of_fidelity(demo_llama, compared):
@@ -51,16 +57,6 @@ def test_kl_is_that_of_fidelity(demo_llama, compared):
     assert found[0][1].kl == 0 and max(answer.kl for _, answer in found) > 0.1
     (refreshed,) = (answer.kl for method, answer in found if method.options)
     assert refreshed == pytest.approx(found[1][1].kl, abs=1e-4)
-
-
-def test_what_differs_is_shown_in_its_place(demo_llama, compared):
-    _, found = compared
-    full = found[0][1]
-    other = next(answer for _, answer in found if answer.differs is not None)
-    n, before, theirs, ours = other.differs
-    assert full.tokens[:n] == other.tokens[:n] and theirs != ours
-    assert full.text.startswith(before.lstrip()) or n > 8
-    assert other.kept.shape == (len(compared[0]),) and 0 < other.kept.mean() < 0.3
 
 
 def test_a_prompt_that_fits_the_budget_is_the_full_caches(demo_llama, ask):

@@ -92,9 +92,8 @@ def test_fastgen():
     assert chosen == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("kind", [None, "causal", "bool", "added"])
+@pytest.mark.parametrize("kind", [None, "causal", "added"])
 def test_hidden_entries_are_not_attended_to(kind):
-    """mlx's own attention under the mask, against a dense float64 one; tokens after the prompt are seen."""
     rng = np.random.default_rng(1)
     H, group, T, D, n = 2, 2, 12, 8, 9
     L = 1 if kind is None else 3
@@ -102,12 +101,11 @@ def test_hidden_entries_are_not_attended_to(kind):
     queries = rng.standard_normal((H * group, L, D)).astype(np.float32)
     visible = rng.random((H, n)) < 0.4
     causal = np.arange(T - L, T)[:, None] >= np.arange(T)
-    given = {None: None, "causal": "causal", "bool": mx.array(causal)}
-    given["added"] = mx.where(mx.array(causal), 0.0, -mx.inf)
+    given = mx.where(mx.array(causal), 0.0, -mx.inf) if kind == "added" else kind
     cache = MaskedKVCache(0, 0, 16)
     cache.visible = mx.array(visible)[None]
     q, k, v = (mx.array(x)[None] for x in (queries, keys, values))
-    mask = cache.hide(q, k, given[kind])
+    mask = cache.hide(q, k, given)
     found = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.5, mask=mask)
     for head in range(H * group):
         own, kv = (slice(i, i + 1) for i in (head, head // group))
@@ -117,8 +115,8 @@ def test_hidden_entries_are_not_attended_to(kind):
 
 
 def test_names_and_mistakes():
-    for text in ("fastgen:recovery=0.8,local=0.1", "adakv:safeguard=0.5 of snapkv:budget=9%"):
-        assert str(headwise(text)) == text
+    text = "adakv:safeguard=0.5 of snapkv:budget=9%"
+    assert str(headwise(text)) == text
     for text, words in {
         "adakv:alpha=1 of snapkv": "unknown adakv option 'alpha'; known: safeguard",
         "adakv:safeguard=2 of snapkv": "safeguard must be 0 to 1, got 2",
@@ -131,7 +129,6 @@ def test_names_and_mistakes():
 
 
 def answered(model, tokenizer, prompt, heads, n=12):
-    """The answer by mask."""
     reading = read_once(model, prompt, [heads.scores])
     kept = masked(reading, heads, tokenizer, answering=True)
     n_fed = held_tokens(model, kept[0]) - len(prompt)

@@ -59,16 +59,12 @@ def test_the_other_needles_are_spread_over_the_document(demo_llama):
     assert [third.count(" of the ") for third in thirds] == [1, 3, 2]
 
 
-@pytest.mark.parametrize("make", [needle, lines])
-def test_every_document_and_seed_is_another(demo_llama, make):
+@pytest.mark.parametrize("make, value", [(needle, "5851658"), (lines, "57409")])
+def test_every_document_and_seed_is_another(demo_llama, make, value):
     grids = [Grid([700, 900], n_depths=2, n_documents=2, seed=seed) for seed in (0, 1)]
     first, second = (questions(demo_llama[1], make, grid) for grid in grids)
     assert len({question.expected for _, question in first + second}) == 16
-
-
-@pytest.mark.parametrize("make, value", [(needle, "5851658"), (lines, "57409")])
-def test_documents_stay_what_they_were(demo_llama, make, value):
-    """Else files of results would go on with other questions."""
+    # and stays what it was, or files of results would go on with other questions
     ((_, question),) = questions(demo_llama[1], make, Grid([700], n_depths=1))
     assert question.expected == value
 
@@ -92,16 +88,13 @@ def test_what_the_prompts_depend_on_is_in_the_setting():
     assert len({str(setting) for setting in [*texts, *wordings]}) == 5
 
 
-def test_hidden_text_goes_to_its_depth():
-    hidden = [(1.0, "z "), (0.0, "x "), (0.6, "y "), (0.0, "w ")]
-    assert joined(["a ", "b ", "c ", "d "], hidden) == "x w a b y c d z"
-
-
 def n_words(text):
     return len(text.split())
 
 
-def test_a_text_is_cut_between_sentences():
+def test_a_text_is_cut_between_sentences_and_hides_others_at_their_depth():
+    hidden = [(1.0, "z "), (0.0, "x "), (0.6, "y "), (0.0, "w ")]
+    assert joined(["a ", "b ", "c ", "d "], hidden) == "x w a b y c d z"
     text = 'One two three. "Four five!" Six\nseven.\n\nA heading\n\nEight nine ten'
     pieces = list(sentences_of(text + "\n\n"))
     assert len(pieces) == 5 and "".join(pieces) == text + "\n\n" and pieces[1] == '"Four five!" '
