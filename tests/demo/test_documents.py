@@ -64,36 +64,11 @@ def test_answers_are_judged_exactly(answer, begins, named):
     assert contains(answer, "1234") is named
 
 
-@pytest.mark.parametrize("name", ["single", "look-alikes"])
-def test_a_value_stands_there_once(name):
+@pytest.mark.parametrize("name", ["single", "look-alikes", "overwritten"])
+def test_the_document_says_what_is_asked_for(name):
+    """Once, or an older value before."""
     document, questions = task(name)
-    assert len(questions) == 24
-    assert all(values(document, question) == [question.value] for question in questions)
-
-
-def test_the_newer_value_comes_later():
-    document, questions = task("overwritten")
     assert len(questions) > 5
     for question in questions:
-        older, newer = values(document, question)
-        assert older != newer == question.value
-
-
-def test_each_of_several_facts_is_in_the_document():
-    document, questions = task("several")
-    for question in questions:
-        clauses = question.value.split(", ")
-        assert question.question.count("of the") == len(clauses) in (2, 3)
-        assert all(f"of {clause}." in document for clause in clauses)
-
-
-@pytest.mark.parametrize("name, links", [("two-links", 2), ("three-links", 3)])
-def test_the_chain_is_the_documents(name, links):
-    document, questions = task(name)
-    follows = dict(re.findall(r"VAR (\w+) is (\w+)\.", document))
-    for question in questions:
-        place, chain = question.question.split()[-1].removesuffix("?"), []
-        while place in follows:
-            chain.append(f"VAR {place} is {follows[place]}")
-            place = follows[place]
-        assert len(chain) == links and question.value == ", ".join(chain)
+        *older, value = values(document, question)
+        assert value == question.value and len(older) == (name == "overwritten")

@@ -66,11 +66,3 @@ def test_compression_keeps_the_answers_that_a_window_loses(demo_model):
 @pytest.mark.parametrize("task", TASKS)
 def test_the_tasks_model_does_its_tasks(demo_tasks, task):
     assert answers(*demo_tasks, 700, 4, task, 56) >= 3
-
-
-def test_votes_before_the_answer_lose_what_the_second_link_needs(demo_tasks):
-    """With a sixteenth of the entries one fact is found, a chain is not."""
-    policy = {"policy": "snapkv:budget=64,n_sink=4,n_window=32,lookahead=0"}
-    assert answers(*demo_tasks, 1024, 4, "single", 56, **policy) == 4
-    assert answers(*demo_tasks, 1024, 4, "three-links", 56, **policy) == 0
-    assert answers(*demo_tasks, 1024, 4, "three-links", 56) == 4

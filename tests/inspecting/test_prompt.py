@@ -1,7 +1,5 @@
 """What `inspect_prompt` tells is what was kept, and what the attention itself gave."""
 
-import dataclasses
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -59,8 +57,7 @@ def test_the_positions_are_those_that_prefill_keeps(demo_llama, asked, policy):
         kept = np.sort(np.array(layer.cache_in(caches).positions[0]), axis=-1)
         assert (rows[:, : kept.shape[1]] == kept).all() and (rows[:, kept.shape[1] :] == -1).all()
     assert found.kept.sum() == (found.positions >= 0).sum()
-    density = found.density(50)
-    assert density.shape == (3, 50) and density.min() >= 0 and density.max() <= 1
+    assert found.density(50).shape == (3, 50) and 0 < found.density(50).max() <= 1
 
 
 def test_the_weights_are_the_attentions_own(demo_qwen, ask):
@@ -123,8 +120,6 @@ def test_a_prompt_below_the_gate_is_kept_whole(demo_qwen, ask):
     assert found.positions.shape == (2, 2, len(tokens)) and found.kept.all()
     assert found.shares == [None, None] and found.sentences == ()
     assert found.attended.n_before == len(found.answer_tokens)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.answer = ""
 
 
 def test_reading_again_is_not_taken_for_the_answer(demo_llama, asked):
@@ -137,10 +132,7 @@ def test_reading_again_is_not_taken_for_the_answer(demo_llama, asked):
     assert (found.attended.own[1:, -1] > 0).all()
 
 
-@pytest.mark.parametrize(
-    "prompt, more, told",
-    [([], {}, "shape"), ([[1, 2]], {}, "shape"), ([1, 2], {"max_tokens": 0}, "max_tokens")],
-)
-def test_what_can_t_be_inspected_is_refused(demo_llama, prompt, more, told):
+@pytest.mark.parametrize("prompt, n, told", [([], 1, "shape"), ([1, 2], 0, "max_tokens")])
+def test_what_can_t_be_inspected_is_refused(demo_llama, prompt, n, told):
     with pytest.raises(SnapKVError, match=told):
-        inspect_prompt(*demo_llama, prompt, policy="streaming_llm:budget=8", **more)
+        inspect_prompt(*demo_llama, prompt, n, policy="streaming_llm:budget=8")
