@@ -14,7 +14,6 @@ from tiny_models import make_llama
 
 from mlx_snapkv.server.prefix_files import PrefixFiles, as_ids, longest
 
-FLAGS = ("--policy", POLICY, "--memory", "recall")
 BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
 ONE, OTHER = list(range(40)), list(range(20, 60))
 
@@ -32,22 +31,24 @@ def known(url, document, *numbers, **fields):
     return cached
 
 
+def modes(folder):
+    return {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--policy", POLICY, "--memory", "recall:file:8bit"),
-        (),
-        ("--model", "demo-qwen3-next", *FLAGS, "--prefix-bytes", "1"),  # whose caches can't be cut
+        ("--memory", "recall:file:8bit", "--prefix-bytes", "1"),
+        ("--model", "demo-qwen3-next", "--memory", "recall"),  # whose caches can't be cut
     ],
 )
 def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, flags):
     folder = tmp_path / "prefixes"
-    flags = (*flags, "--prefix-dir", str(folder))
+    flags = (*flags, "--policy", POLICY, "--prefix-dir", str(folder))
     with served_process(*flags) as (url, process):
         assert known(url, document, 0) == 0
         process.kill()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert modes(tmp_path) == {0o700} and modes(folder) == {0o600}
     with served_process(*flags) as (url, _):
         again = 0 if "demo-qwen3-next" in flags else 1
         assert known(url, document, again) > 1400
@@ -72,7 +73,7 @@ def test_a_book_of_a_killed_server_goes_on_unless_it_is_damaged(document, tmp_pa
         assert known(url, document, 0) == 0
         process.kill()
     (folder,) = tmp_path.glob("*.entries")
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert modes(folder) == {0o600}
     shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
     with served_process(*flags) as (url, _):
         assert known(url, document, 0, 3) > 1400
@@ -101,9 +102,7 @@ def written(files, model, *prompts):
 def n_known(files, tokens):
     """Of these tokens, how many the caches of a file have read."""
     n, file = longest(files.kept, as_ids(tokens))
-    found = file and files.read(file)
-    assert not found or found[0].offset == len(file.ids)
-    return n if found else 0
+    return n if file and files.read(file) else 0
 
 
 def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
@@ -116,8 +115,7 @@ def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
     files = PrefixFiles(tmp_path, 1 << 30, model, {"memory": "drop"})
     assert n_known(files, [*ONE[:30], 1, 1]) == 30 and len(caplog.records) == 2
     for others, setting in ((model, "recall"), (make_llama(seed=1), "drop")):
-        assert n_known(PrefixFiles(tmp_path, 1 << 30, others, {"memory": setting}), ONE) == 0
-    assert "another prompt's" not in caplog.text  # they are not even opened
+        assert PrefixFiles(tmp_path, 1 << 30, others, {"memory": setting}).kept == []
     good.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
     assert n_known(files, ONE) == 0 and "checksum does not fit" in caplog.records[-1].getMessage()
     good.write_bytes(data)
@@ -133,15 +131,15 @@ def test_what_a_killed_server_had_not_finished_goes_but_not_what_another_one_wri
     """Or it would stay for good, beside what --prefix-dir-bytes counts."""
     name = "0" * 32
     left = [f".{name}.4711.safetensors", f"{name}-0123456789ab.entries/0.keys"]
-    others = [f".{name}.4712.safetensors", "mine-0123456789ab.entries/0.keys", "notes.entries/0"]
+    others = ["notes.entries/0", f".{name}.4712.safetensors", "mine-0123456789ab.entries/0.keys"]
     left, others = ([tmp_path / each for each in names] for names in (left, others))
     for path in (*left, *others):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"the beginning")
-    for path in (*left, left[1].parent, others[2], others[2].parent):
+    for path in (*left, left[1].parent, others[0], others[0].parent):
         os.utime(path, (1e9, 1e9))
     PrefixFiles(tmp_path, 1 << 30, model, {})
-    assert not any(path.exists() for path in (*left, left[1].parent))
+    assert not left[0].exists() and not left[1].parent.exists()
     assert all(path.exists() for path in others)
 
 
