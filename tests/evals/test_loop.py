@@ -2,11 +2,10 @@
 
 import json
 
-import mlx.core as mx
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.loop import WAITING, Results, run
+from mlx_snapkv.evals.loop import Results
 
 SETTING = {"task": "needle", "seed": 0}
 
@@ -59,28 +58,3 @@ def test_another_file_is_refused_by_name_and_left_alone(tmp_path, content, words
     with pytest.raises(SnapKVError, match=words):
         Results(SETTING, path)
     assert path.read_text() == content
-
-
-def test_arrays_are_computed_while_the_next_document_is_read(tmp_path):
-    """What is missing is measured; a record is written when others follow it, and its numbers are computed."""
-    path = tmp_path / "r.jsonl"
-    events = []
-
-    def documents(n):
-        def measure(missing):
-            for place in missing:
-                events.append((place["question"], path.read_text().count("\n") - 1))
-                yield place | {"score": mx.array(1.0) + place["question"]}
-
-        for i in range(0, n, 2):
-            yield [asked("p", i), asked("p", i + 1)], measure
-
-    run(documents(2), Results(SETTING, path))
-    assert events == [(0, 0), (1, 0)]
-    events.clear()
-    told = []
-    records = run(documents(2 * WAITING), Results(SETTING, path), told.append)
-    assert [record["score"] for record in records] == list(range(1, 2 * WAITING + 1))
-    assert told == [False] + [True] * (WAITING - 1)
-    waiting = WAITING if mx.default_device().type == mx.cpu else 0
-    assert events == [(i, max(2, i - waiting)) for i in range(2, 2 * WAITING)]

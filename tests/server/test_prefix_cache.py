@@ -4,14 +4,11 @@ import gc
 import os
 
 import mlx.core as mx
-import numpy as np
-import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from server_helpers import ask, serving, talk
 
 from mlx_snapkv.server import prefix_cache
 from mlx_snapkv.server.prefix_cache import PrefixCache
-from mlx_snapkv.server.prefix_files import Prefix
 
 DOCUMENT = list(range(320))
 
@@ -20,16 +17,6 @@ def of(n, kind=KVCache):
     cache = kind(16) if kind is RotatingKVCache else kind()
     cache.update_and_fetch(*mx.zeros((2, 1, 1, n, 8)))
     return [cache]
-
-
-@pytest.mark.parametrize(
-    ("n_common", "n", "enough"),
-    [(150, 160, True), (5, 5, True), (149, 160, False), (4, 5, False), (0, 16, False)],
-)
-def test_a_tail_is_a_sixteenth_at_most(n_common, n, enough):
-    for tail in ([], [500, 501]):
-        longer = Prefix(np.array([*range(n_common), *tail]), True)
-        assert longer.covers(Prefix(np.arange(n), True)) == enough
 
 
 def kept(prefixes):
