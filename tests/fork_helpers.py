@@ -19,7 +19,7 @@ import threading
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
-from subprocess import PIPE, CompletedProcess, TimeoutExpired
+from subprocess import TimeoutExpired
 from unittest import mock
 
 CAN_FORK = sys.platform == "linux"
@@ -30,14 +30,9 @@ mlx_snapkv.evals.answering""".split()
 
 @dataclass
 class Program:
-    """What a forked process runs, as multiprocessing's server unpickles and calls it.
+    """What a forked process runs, as multiprocessing's server unpickles and calls it."""
 
-    Attributes:
-        arguments: `-m` or `-c`, a module or a program, and arguments.
-        leads_session: if standard input is a terminal, it is the session's.
-    """
-
-    arguments: list[str]
+    arguments: list[str]  # `-m` or `-c`, a module or a program, and its own
     cwd: str
     env: dict[bytes, bytes]
     leads_session: bool
@@ -127,36 +122,25 @@ class ForkedPopen(subprocess.Popen):
         self._close_pipe_fds(*ends)
 
     def _internal_poll(self, *more, **_):
-        return self.returncode if self._ended_within(0) else None
+        return self._ended_within(0)
 
     def _wait(self, timeout):
-        if not self._ended_within(AT_MOST if timeout is None else timeout):
+        if self._ended_within(AT_MOST if timeout is None else timeout) is None:
             raise TimeoutExpired(self.args, timeout)
         return self.returncode
 
     def _ended_within(self, timeout):
+        """The exit code, None if it has not ended."""
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
             self.returncode = forkserver.read_signed(self._status)
             os.close(self._status)
-        return self.returncode is not None
+        return self.returncode
 
 
-def forked_run(command, *, input=None, capture_output=False, check=False, **options):
+def forked_run(command, **options):
     """As `subprocess.run`."""
-    if input is not None:
-        options["stdin"] = PIPE
-    if capture_output:
-        options["stdout"] = options["stderr"] = PIPE
-    with ForkedPopen(command, **options) as process:
-        try:
-            out, err = process.communicate(input, timeout=AT_MOST)
-        except TimeoutExpired:
-            process.kill()
-            raise
-    done = CompletedProcess(command, process.returncode, out, err)
-    if check:
-        done.check_returncode()
-    return done
+    with mock.patch.object(subprocess, "Popen", ForkedPopen):
+        return subprocess.run(command, timeout=AT_MOST, **options)
 
 
 run, Popen = (forked_run, ForkedPopen) if CAN_FORK else (subprocess.run, subprocess.Popen)

@@ -5,11 +5,11 @@ import itertools
 import sys
 import threading
 from dataclasses import dataclass
+from subprocess import PIPE
 from typing import Any
 
 import fork_helpers
 import httpx
-from fork_helpers import PIPE
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.completions.request import Defaults

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import fork_helpers
@@ -31,16 +30,18 @@ def started(
         return [(rank.process.returncode, rank.said) for rank in ranks]
 
 
-@dataclass
 class Rank:
     """A process, and the file of all that it prints."""
 
-    process: fork_helpers.Popen
-    file: Path
+    def __init__(self, file: Path, command: list[str], **options):
+        self._file = file
+        with file.open("wb") as said:
+            options |= {"stdout": said, "stderr": said, "start_new_session": True}
+            self.process = fork_helpers.Popen(command, **options)
 
     @property
     def said(self) -> str:
-        return self.file.read_text(errors="replace")
+        return self._file.read_text(errors="replace")
 
 
 @contextlib.contextmanager
@@ -54,17 +55,9 @@ def running(folder: Path, *command: str, lines: str = "") -> Iterator[list[Rank]
     same = os.environ | {"MLX_HOSTFILE": str(hosts), "PYTHONPATH": path}
     ranks = []
     for rank in range(2):
-        file = folder / f"said-{rank}.txt"
-        with file.open("wb") as said, open(os.devnull if rank else typed) as stdin:
-            process = fork_helpers.Popen(
-                [sys.executable, "-m", *command],
-                env=same | {"MLX_RANK": str(rank)},
-                stdin=stdin,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
-        ranks.append(Rank(process, file))
+        env, file = same | {"MLX_RANK": str(rank)}, folder / f"said-{rank}.txt"
+        with open(os.devnull if rank else typed) as stdin:
+            ranks.append(Rank(file, [sys.executable, "-m", *command], env=env, stdin=stdin))
     try:
         yield ranks
     finally:

@@ -72,3 +72,10 @@ def test_the_document_says_what_is_asked_for(name):
     for question in questions:
         *older, value = values(document, question)
         assert value == question.value and len(older) == (name == "overwritten")
+
+
+@pytest.mark.parametrize("name", ["several", "two-links", "three-links"])
+def test_every_part_of_an_answer_stands_in_the_document(name):
+    document, questions = task(name)
+    for part in ", ".join(question.value for question in questions).split(", "):
+        assert f"{part}." in document
