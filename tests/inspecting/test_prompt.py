@@ -61,12 +61,16 @@ def test_the_positions_are_those_that_prefill_keeps(demo_llama, asked, policy):
 
 
 def test_the_weights_are_the_attentions_own(demo_qwen, ask):
-    """Of the prompt's last token, over all entries, by NumPy from the queries that the attention used."""
+    """Of the prompt's last token, by NumPy from the queries that the attention used, below the gate."""
     model, tokenizer = demo_qwen
     tokens, _ = ask(tokenizer, 300, 7)
-    found = inspect_prompt(model, tokenizer, tokens, 4)
-    assert found.report.reason is not None and found.sentences == ()
+    found = inspect_prompt(model, tokenizer, tokens, 4, policy="snapkv:top_k=10,min_ctx=1000")
+    assert "min_ctx" in found.report.reason
     n = len(tokens)
+    assert found.layers == (1, 3) and found.layers_without == (0, 2) and found.heads == (2, 2)
+    assert found.positions.shape == (2, 2, n) and found.kept.all()
+    assert found.shares == [None, None] and found.sentences == ()
+    assert found.attended.n_before == len(found.answer_tokens)
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:
@@ -109,17 +113,6 @@ def test_the_answer_looked_at_what_it_says(demo_llama, asked):
     # after the compression, nothing that no head keeps
     late = looked.positions[looked.n_before :, -1]
     assert found.kept.any(axis=(0, 1))[late[late >= 0]].all()
-
-
-def test_a_prompt_below_the_gate_is_kept_whole(demo_qwen, ask):
-    model, tokenizer = demo_qwen
-    tokens, _ = ask(tokenizer, 200, 3)
-    found = inspect_prompt(model, tokenizer, tokens, 4, policy="snapkv:top_k=10,min_ctx=1000")
-    assert "min_ctx" in found.report.reason
-    assert found.layers == (1, 3) and found.layers_without == (0, 2) and found.heads == (2, 2)
-    assert found.positions.shape == (2, 2, len(tokens)) and found.kept.all()
-    assert found.shares == [None, None] and found.sentences == ()
-    assert found.attended.n_before == len(found.answer_tokens)
 
 
 def test_reading_again_is_not_taken_for_the_answer(demo_llama, asked):

@@ -130,24 +130,3 @@ def test_an_answer_is_no_longer_than_the_model_was_trained_to(served):
         assert response.status_code == 200 and next(response.iter_lines())
         (request,) = served.engine.batch.running.values()
         assert request.asked.max_tokens == 16384
-
-
-@pytest.mark.parametrize("policy", [POLICY, None])
-def test_without_a_memory(policy, document):
-    text, facts = document
-    with serving(policy=policy, memory="drop") as served:
-        client = connect(served)
-        messages = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
-        assert chat(client, "", messages=messages).choices[0].message.content == facts[0].value
-        # exactly its own continuation goes on from it, compressed or not
-        messages += [{"role": "assistant", "content": facts[0].value}]
-        messages += [{"role": "user", "content": facts[1].question}]
-        in_full = chat(client, "", messages=messages, extra_body={"full_cache": True})
-        assert (in_full.usage.prompt_tokens_details.cached_tokens == 0) == (policy is not None)
-        second = chat(client, "", messages=messages)
-        assert second.usage.prompt_tokens_details.cached_tokens > 1400
-        # and a prompt that only begins alike never gets compressed entries
-        other = chat(client, f"{text}\n\n{facts[2].question}")
-        assert other.choices[0].message.content == facts[2].value
-        n_known = other.usage.prompt_tokens_details.cached_tokens
-        assert (n_known == 0) == (policy is not None)
