@@ -12,6 +12,7 @@ from mlx_snapkv.evals.answering import decode
 from mlx_snapkv.evals.headwise import (
     AdaKV,
     FastGen,
+    MaskedKVCache,
     best_of_all_heads,
     headwise,
     kinds_of,
@@ -88,6 +89,19 @@ def test_fastgen():
                 chosen.add(policy)
                 assert np.array_equal(own, columns)
     assert chosen == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("kind", [None, "causal", "added"])
+def test_hidden_entries_are_masked(kind):
+    """For the query heads of their KV head; tokens after the prompt are seen."""
+    visible = np.random.default_rng(1).random((2, 9)) < 0.4
+    cache = MaskedKVCache(0, 0, 16)
+    cache.visible = mx.array(visible)[None]
+    causal = np.tri(3, 12, k=9, dtype=bool)
+    given = mx.where(mx.array(causal), 0.0, -mx.inf) if kind == "added" else kind
+    found = np.array(cache.hide(mx.zeros((1, 4, 3, 8)), mx.zeros((1, 2, 12, 8)), given)[0])
+    seen = np.concatenate([visible, np.ones((2, 3), bool)], axis=1).repeat(2, axis=0)[:, None]
+    assert ((found == 0 if kind == "added" else found) == (seen & causal if kind else seen)).all()
 
 
 def test_names_and_mistakes():
