@@ -14,15 +14,10 @@ TEMPLATE = """{{ bos_token }}{% for t in tools or [] %}[{{ t.function.name }}] {
 {%- endfor %}<|assistant|>{% if enable_thinking == false %}<think></think>{% endif %}"""
 
 
-class Obeying:
+def obeying(tokens):
     """A logits processor that leaves one token possible at every step."""
-
-    def __init__(self, tokens):
-        self._tokens = iter(tokens)
-
-    def __call__(self, tokens, logits):
-        allowed = mx.arange(logits.shape[-1]) == next(self._tokens)
-        return mx.where(allowed, logits, -mx.inf)
+    left = iter(tokens)
+    return lambda _, logits: mx.where(mx.arange(logits.shape[-1]) == next(left), logits, -mx.inf)
 
 
 def _adapt(model, tokenizer):
@@ -62,7 +57,7 @@ def _make_obey(engine, say):
         text = say(tokenizer.decode(tokens))
         if text is not None:
             tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-            logits_processors = [[*logits_processors[0], Obeying(tokens)]]
+            logits_processors = [[*logits_processors[0], obeying(tokens)]]
         options = {"all_tokens": all_tokens, "logits_processors": logits_processors, **kwargs}
         return insert(prompts, *args, **options)
 

@@ -4,7 +4,7 @@ import pytest
 
 from mlx_snapkv import generate
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt, token_counter
+from mlx_snapkv.demo.questions import is_right, question_prompt, token_counter
 from mlx_snapkv.demo.tasks import TASKS, make_task
 
 SIZE = {"n_sink": 4, "n_window": 32, "obs_window": 32, "pool": "avg", "pool_kernel": 21}
@@ -28,29 +28,13 @@ def test_the_chat_template_reads_back_its_own_answers(demo_llama):
     )
 
 
-def answers(model, tokenizer, n_tokens, n_questions, task=None, max_tokens=14, **policy):
-    """How many questions about facts, or of a task, are answered, each at the end of a document of its own."""
-    right = 0
-    for seed in range(n_questions):
-        if task is None:
-            document, asked = make_haystack(tokenizer, random.Random(900 + seed), 4, n_tokens - 40)
-        else:
-            count = token_counter(tokenizer)
-            document, asked = make_task(task, random.Random(seed), n_tokens - 60, count)
-        prompt = question_prompt(tokenizer, document, asked[0].question)
-        said = generate(model, tokenizer, prompt, max_tokens=max_tokens, **policy)
-        right += is_right(asked[0], said)
-    return right
-
-
-def test_compression_keeps_the_answers_that_a_window_loses(demo_model):
-    """1/16 of the rows at 1,024 tokens; `make eval` measures longer prompts."""
-    voted, recent = ({"top_k": 28, "lookahead": 4}, {"top_k": 0, "n_window": 60, "lookahead": 0})
-    assert answers(*demo_model, 1024, 5) == 5
-    assert answers(*demo_model, 1024, 5, snapkv=SIZE | voted) >= 4
-    assert answers(*demo_model, 1024, 5, snapkv=SIZE | recent) <= 1
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_the_tasks_model_does_its_tasks(demo_tasks, task):
-    assert answers(*demo_tasks, 700, 4, task, 56) >= 3
+    """Three of four, each at the end of a document of its own."""
+    model, tokenizer = demo_tasks
+    right = 0
+    for seed in range(4):
+        document, asked = make_task(task, random.Random(seed), 640, token_counter(tokenizer))
+        prompt = question_prompt(tokenizer, document, asked[0].question)
+        right += is_right(asked[0], generate(model, tokenizer, prompt, max_tokens=56))
+    assert right >= 3

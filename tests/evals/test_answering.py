@@ -94,9 +94,7 @@ def test_an_uncompressed_prompt_never_counts_as_the_methods(demo_llama):
     (known,) = tables([full, random, nothing])
     assert [row[2] for row in known.rows] == ["100.0", "0.0", "not compressed"]
     assert f"Not compressed: 2 of 2 prompts of {methods[2].name} (the prompt's 10" in known.remark
-    own = [r for r in records if r["method"] == methods[2].name]
-    lengths, depths, grid = accuracies(own)
-    assert (lengths, depths) == ([1024], [0.0, 1.0])
+    *_, grid = accuracies([r for r in records if r["method"] == methods[2].name])
     assert all(share != share for row in grid for share in row)  # NaN
 
 

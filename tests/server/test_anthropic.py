@@ -7,7 +7,6 @@ import pytest
 from server_helpers import connected, serving
 
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.server.anthropic.messages import Messages
 
 TOOL = {
     "name": "open",
@@ -142,8 +141,6 @@ def test_reasoning_and_tools(obeying):
         {"role": "user", "content": results},
     ]
     assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
-    given = {"messages": [messages[0], messages[2]], "max_tokens": 1}
-    assert [m.role for m in Messages(**given).chat().messages] == ["user", "tool", "tool"]
 
 
 def test_tools_and_reasoning_reach_the_template(agent, obeying):
@@ -156,11 +153,6 @@ def test_tools_and_reasoning_reach_the_template(agent, obeying):
         "<think></think>": {"thinking": {"type": "disabled"}},
     }.items():
         assert n_prompt(obeying, **body) == n_plain + len(encode(text, add_special_tokens=False))
-    # a system message in the middle is the user's
-    system = {"role": "system", "content": "There are two helpers."}
-    as_one = [{"role": "user", "content": f"The key of\n\n{system['content']}"}]
-    n, n_as_one = (n_prompt(obeying, messages=m) for m in ([*HELLO, system], as_one))
-    assert n == n_as_one
 
 
 def test_refusals_are_the_clients_own_exceptions(client):
