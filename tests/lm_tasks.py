@@ -6,33 +6,28 @@ from pathlib import Path
 
 from mlx_snapkv.demo.questions import make_haystack
 
-FACTS = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-doc_to_text: "{{{{text}}}}"
-"""
-GENERATE = """
-output_type: generate_until
-doc_to_target: "{{value}}"
-generation_kwargs: {max_gen_toks: 12, until: UNTIL, do_sample: false}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}]
-"""
-CHOOSE = """
-output_type: multiple_choice
-doc_to_choice: "{{choices}}"
-doc_to_target: 0
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
-ROLL = "output_type: loglikelihood_rolling\ndoc_to_target: ''\nmetric_list: [{metric: word_perplexity}]"
-
-
 N = 5  # documents of each
+CHOOSE = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": 0}
+
+
+def generate(*until):
+    options = {"max_gen_toks": 12, "until": until, "do_sample": False}
+    task = {"output_type": "generate_until", "doc_to_target": "{{value}}"}
+    return task | {"generation_kwargs": options}
+
+
+# By name, the task and its metric.
+TASKS = {
+    "facts": (generate("."), "exact_match"),
+    "whole_facts": (generate(), "exact_match"),
+    "choices": (CHOOSE, "acc"),
+    "rolling": ({"output_type": "loglikelihood_rolling", "doc_to_target": ""}, "word_perplexity"),
+    "gone": (CHOOSE, "acc"),
+}
 
 
 def write_tasks(folder: Path, tokenizer) -> Path:
-    """yaml files of tasks over local data: facts in documents of 500 tokens, generated and chosen; the folder."""
+    """Files of tasks over local data: facts in documents of 500 tokens, generated and chosen; the folder."""
     rows = []
     for seed in range(N):
         text, facts = make_haystack(tokenizer, random.Random(seed), 4, 500)
@@ -40,15 +35,10 @@ def write_tasks(folder: Path, tokenizer) -> Path:
         rows.append({"text": f"{text}\n\n{question}", "value": choices[0], "choices": choices})
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    kinds = {
-        "facts": GENERATE.replace("UNTIL", "['.']"),
-        "whole_facts": GENERATE.replace("UNTIL", "[]"),
-        "choices": CHOOSE,
-        "rolling": ROLL,
-        "gone": CHOOSE,
-    }
-    for name, rest in kinds.items():
+    for name, (task, metric) in TASKS.items():
         path = folder / "gone.jsonl" if name == "gone" else data
-        text = FACTS.format(name=name, data=path) + rest
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+        where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}}
+        task = {"task": name, "test_split": "test", "doc_to_text": "{{text}}", **where, **task}
+        task["metric_list"] = [{"metric": metric, "aggregation": "mean", "higher_is_better": True}]
+        (folder / f"{name}.yaml").write_text(json.dumps(task), encoding="utf-8")
     return folder

@@ -6,7 +6,6 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGINT
 
 import pytest
 from server_helpers import served_process
@@ -16,30 +15,22 @@ NO_BROWSER = pytest.mark.skipif(
     not (BROWSER and DRIVER), reason="chromium and chromedriver are not installed"
 )
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-background-networking"
-SERVE = (
-    "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4 --memory recall "
-    "--prefill-step-size 512"
-)
+SERVE = "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4 --memory recall"
 
 
-@contextlib.contextmanager
 def serving(*options):
-    """The address of `mlx-snapkv serve` with these options, while the block runs; it is ended as by Ctrl-C."""
-    with served_process(*SERVE.split(), *options) as (url, process):
-        yield url
-        process.send_signal(SIGINT)
-        process.wait()
+    """`mlx-snapkv serve` with these options, as `served_process`."""
+    return served_process(*SERVE.split(), "--prefill-step-size", "512", *options)
 
 
 @contextlib.contextmanager
-def browsing(folder):
-    """A browser with a new profile in a folder."""
+def browsing():
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
-    for flag in (*FLAGS.split(), f"--user-data-dir={folder}", "--window-size=1100,760"):
+    for flag in FLAGS.split():
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, Service(DRIVER))

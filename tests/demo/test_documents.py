@@ -55,7 +55,6 @@ def test_prompts_of_a_haystack_share_all_but_the_question(demo_llama):
         ("1234\nmore", True, True),
         ("It is 1234.", False, True),
         ("12345", False, False),
-        ("123", False, False),
         ("", False, False),
     ],
 )

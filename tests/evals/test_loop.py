@@ -10,13 +10,13 @@ from mlx_snapkv.evals.loop import Results
 SETTING = {"task": "needle", "seed": 0}
 
 
-def asked(method, question):
+def asked(question):
     place = {"setting": "known", "task": "needle", "length": 256, "document": 0}
-    return {"method": method, **place, "question": question}
+    return {"method": "p", **place, "question": question}
 
 
 def record(question):
-    return asked("p", question) | {"score": 1.0}
+    return asked(question) | {"score": 1.0}
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_an_unfinished_line_is_dropped(path, kept):
     path.write_bytes(whole[:kept])
     results = Results(SETTING, path)
     for n in (0, 1) if kept > 0 else (1,):
-        assert results.get(asked("p", n)) is None
+        assert results.get(asked(n)) is None
         results.add(record(n))
     assert path.read_bytes() == whole
 

@@ -52,16 +52,13 @@ def test_what_was_not_compressed_has_no_figure():
     )
 
 
-def test_the_difference_is_the_mean_of_pairs():
+def test_the_difference_is_the_mean_of_pairs_and_of_tasks():
     right, full = [1, 0, 1, 0, 0, 1], [1, 1, 1, 1, 0, 0]
     found = difference(right, full, [0, 0, 1, 1, 2, 2])
     assert found["mean"] == pytest.approx(-1 / 6) and (found["better"], found["worse"]) == (1, 2)
     assert found["low"] <= found["mean"] <= found["high"]
     assert set(difference(full, full, range(6)).values()) == {0}
-
-
-def test_tasks_weigh_the_same():
-    """Three questions of one task and one of another: the mean of 1 and 0; their documents are drawn apart."""
+    # three questions of one task and one of another, whose documents are drawn apart, weigh the same
     found = difference([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 2, 0], ["a", "a", "a", "b"])
     assert interval(found, "+.1f", 100) == "+50.0 (+50.0 to +50.0)"
 

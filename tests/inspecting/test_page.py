@@ -21,8 +21,8 @@ RIGHT, END, TAB, ENTER = "\ue014", "\ue010", "\ue004", "\ue007"
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    with browsing(tmp_path_factory.mktemp("profile")) as found:
+def driver():
+    with browsing() as found:
         yield found
 
 

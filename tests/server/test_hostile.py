@@ -34,6 +34,17 @@ def assert_answers(served):
     assert served.post(CHAT, HELLO).json()["choices"][0]["message"]["content"]
 
 
+def wait_until(is_so):
+    until = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def no_request(served):
+    return served.metric("mlx_snapkv_open_requests") + len(served.engine.batch.running) == 0
+
+
 def test_good_clients_do_not_notice_bad_requests(served):
     hello = {"prompt": "The key of", "max_tokens": 100}
     wanted = served.post(TEXT, hello).json()["choices"][0]["text"]
@@ -134,10 +145,7 @@ def test_clients_that_leave_before_their_body_has_come_are_no_failure(served, ca
     with connection(served) as sending:
         sending.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
         time.sleep(0.2)
-    left, until = f'path="{CHAT}",status="499"', time.monotonic() + 10
-    while left not in served.client.get("/metrics").text:
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: f'path="{CHAT}",status="499"' in served.client.get("/metrics").text)
     assert_answers(served)
     assert "failed" not in caplog.text
 
@@ -176,16 +184,6 @@ def test_a_stream_that_waits_for_room_is_told_so(monkeypatch):
                 assert "data: [DONE]" in list(waiting)
 
 
-def gone(served):
-    """Wait until no request is open."""
-    for _ in range(100):
-        n_open = served.metric("mlx_snapkv_open_requests") + len(served.engine.batch.running)
-        if n_open == 0:
-            return True
-        time.sleep(0.1)
-    return False
-
-
 @pytest.mark.parametrize("n_lines", [None, 0, 5])
 def test_clients_that_leave(served, n_lines):
     """While a whole answer is made, while a stream waits or reads, and while it answers."""
@@ -195,7 +193,7 @@ def test_clients_that_leave(served, n_lines):
     with contextlib.suppress(httpx.TimeoutException), streaming as found:
         assert n_lines is not None
         list(zip(range(n_lines), found.iter_lines()))
-    assert gone(served)
+    wait_until(lambda: no_request(served))
     assert_answers(served)
 
 
@@ -203,10 +201,9 @@ def test_a_request_that_takes_too_long_and_one_under_way_when_the_server_stops()
     endless = {"prompt": "The key of", "max_tokens": 100_000, "logit_bias": {"1": -100}}
     with serving(timeout=2) as served, concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert_refused(served.post(TEXT, endless), [408])
-        assert gone(served)
+        wait_until(lambda: no_request(served))
         answer = pool.submit(served.post, TEXT, endless)
-        while not served.engine.batch.running:
-            time.sleep(0.01)
+        wait_until(lambda: served.engine.batch.running)
         served.engine.stop()
         assert_refused(answer.result(5), [503])
 
@@ -216,16 +213,14 @@ def test_a_chunk_that_is_read_when_the_server_stops_is_left(monkeypatch):
 
     def evaluate(arrays):
         evaluated.append(arrays)
-        while served.engine.is_alive:
-            time.sleep(0.01)
+        wait_until(lambda: not served.engine.is_alive)
         mx.eval(arrays)
 
     monkeypatch.setattr(loop_model, "mx", SimpleNamespace(eval=evaluate))
     monkeypatch.setattr(loop_model, "TELL_EVERY", 0)
     with serving() as served, concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, TEXT, {"prompt": "The key of" * 50})
-        while not evaluated:
-            time.sleep(0.01)
+        wait_until(lambda: evaluated)
         served.engine.stop()
         assert_refused(answer.result(5), [503])
     assert len(evaluated) == 1
@@ -254,7 +249,7 @@ def test_a_model_that_fails_ends_its_requests_and_serving_goes_on(caplog):
         body = {"prompt": [20, 21, 22], "max_tokens": 50, "logit_bias": {"9": 1000}}
         assert served.post(TEXT, body).status_code == 500
         assert_answers(served)
-        assert gone(served)
+        wait_until(lambda: no_request(served))
 
 
 def test_requests_wait_rather_than_take_more_memory():

@@ -4,10 +4,6 @@ import pytest
 from server_helpers import load_named, serving
 
 
-def shorter(model, tokenizer):
-    model.args.max_position_embeddings = 600
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -16,7 +12,10 @@ def shorter(model, tokenizer):
     ],
 )
 def test_what_is_too_long_is_told_and_answered(caplog, options, words):
-    with serving(load_named("demo", shorter), **options) as server:
+    def shorten(model, tokenizer):
+        model.args.max_position_embeddings = 600
+
+    with serving(load_named("demo", shorten), **options) as server:
         for n in (5, 700):
             body = {"prompt": [5 + i % 60 for i in range(n)], "max_tokens": 1}
             assert server.post("/v1/completions", body).status_code == 200

@@ -15,13 +15,13 @@ ESCAPE, ENTER, SHIFT, BACK, TAB = "\ue00c", "\ue007", "\ue008", "\ue000", "\ue00
 
 @pytest.fixture(scope="module")
 def url():
-    with serving() as found:
+    with serving() as (found, _):
         yield found
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    with browsing(tmp_path_factory.mktemp("profile")) as found:
+def driver():
+    with browsing() as found:
         yield found
 
 
@@ -258,7 +258,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(page):
 @NO_BROWSER
 def test_a_key_is_asked_for_where_one_is_needed(driver, document):
     text, facts = document
-    with serving("--api-key", "open-sesame", "--max-context", "4000") as url:
+    with serving("--api-key", "open-sesame", "--max-context", "4000") as (url, _):
         page = Page(driver, url)
         page.open()
         assert page("#key").is_displayed() and page("#key").accessible_name == "API key"

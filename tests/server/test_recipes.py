@@ -19,7 +19,7 @@ WRITTEN = "http://127.0.0.1:8080"
 @pytest.fixture(scope="module")
 def recipes():
     """recipes(language): its blocks in the page, with the address of a server that runs."""
-    with serving() as url:
+    with serving() as (url, _):
         text = PAGE.read_text(encoding="utf-8").replace(WRITTEN, url)
         yield lambda language: re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
