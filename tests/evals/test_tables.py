@@ -1,6 +1,5 @@
 """Paired differences, their intervals, and the tables of lm-evaluation-harness' records made by hand."""
 
-import numpy as np
 import pytest
 
 from mlx_snapkv.evals.methods import FULL
@@ -58,18 +57,9 @@ def test_the_difference_is_the_mean_of_pairs_and_of_tasks():
     assert found["mean"] == pytest.approx(-1 / 6) and (found["better"], found["worse"]) == (1, 2)
     assert found["low"] <= found["mean"] <= found["high"]
     assert set(difference(full, full, range(6)).values()) == {0}
+    # whole documents are drawn: of three, all are the worse one in 1 of 27 samples, more than 2.5%
+    found = difference([0, 0, 1, 1, 1, 1], [1] * 6, [0, 0, 1, 1, 2, 2])
+    assert (found["low"], found["high"]) == (-1, 0)
     # three questions of one task and one of another, whose documents are drawn apart, weigh the same
     found = difference([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 2, 0], ["a", "a", "a", "b"])
     assert interval(found, "+.1f", 100) == "+50.0 (+50.0 to +50.0)"
-
-
-def test_the_interval_covers_the_truth():
-    """Of 200 samples of 40 documents, the 95% interval holds the true difference about as often."""
-    rng = np.random.default_rng(0)
-    inside = 0
-    for _ in range(200):
-        full = rng.random(80) < 0.9
-        right = full & (rng.random(80) < 0.8)
-        found = difference(right, full, np.repeat(np.arange(40), 2))
-        inside += found["low"] <= -0.18 <= found["high"]
-    assert 170 <= inside <= 199

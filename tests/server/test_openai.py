@@ -101,11 +101,7 @@ def test_a_short_prompt_goes_on_from_quantised_entries():
             for n in (80, 20)
         )
     assert long == short == "482913" and n_known > 50
-    a_token = kept["mlx_snapkv"]["kv_bytes_before"] // kept["usage"]["prompt_tokens"]
-    held = pytest.approx(a_token * plain["usage"]["total_tokens"], rel=0.03)
-    plain = plain["mlx_snapkv"]
-    assert kept["mlx_snapkv"]["entries"] and not plain["entries"]
-    assert plain["kv_bytes_before"] == plain["kv_bytes_after"] == held
+    assert kept["mlx_snapkv"]["entries"] and not plain["mlx_snapkv"]["entries"]
 
 
 @pytest.mark.parametrize("memory", ["recall:file:8bit", "drop"])

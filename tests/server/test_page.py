@@ -91,7 +91,7 @@ def test_a_dropped_file_and_an_answer_beside_the_one_from_all_entries(page, docu
 
 
 @NO_BROWSER
-def test_escape_stops_an_answer(page, url):
+def test_answers_are_stopped_by_key_and_button(page, url, document, tmp_path):
     page.press("Hello", SHIFT, ENTER, BACK, "you", ENTER)  # to which the model never stops
     page.wait(lambda: len(page(".text").text) > 100)
     assert page(".asked p").text == "Hello\nyou"
@@ -100,20 +100,15 @@ def test_escape_stops_an_answer(page, url):
     page.answered()
     assert page(".state").text == "Stopped" and page("#send").is_displayed()
     assert page.run("return document.activeElement.id") == "question"
-    page.wait(lambda: "mlx_snapkv_open_requests 0.0" in httpx.get(f"{url}/metrics").text)
-
-
-@NO_BROWSER
-def test_what_is_stopped_while_it_is_read_can_be_asked_again(page, url, document, tmp_path):
+    # what is stopped while it is read can be asked again
     endless = tmp_path / "endless.txt"
     endless.write_text(document[0] * 8)
     page.drop(endless)
     page.press("What is it about?", ENTER)
     page.wait(lambda: page(".state").text.startswith("Reading"))
-    bar = page("progress")
-    assert bar.is_displayed() and int(bar.get_attribute("max")) > 11000
+    assert page("progress").is_displayed()
     page("#stop").click()
-    page.wait(lambda: not page.all(".turn"))
+    page.wait(lambda: len(page.all(".turn")) == 1)
     assert page("#question").get_attribute("value") == "What is it about?"
     assert page("#documents li").text.startswith("endless.txt")
     page.wait(lambda: "mlx_snapkv_open_requests 0.0" in httpx.get(f"{url}/metrics").text)
