@@ -1,22 +1,15 @@
-"""The server's log says which prompts are too long for this machine, or for the model."""
+"""The server's log says which prompts are too long for the model."""
 
-import pytest
 from server_helpers import load_named, serving
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "700 tokens are more than the 600 that this model was trained to"),
-        ({"policy": "keydiff:budget=256,block=64"}, None),  # which brings them nearer
-    ],
-)
-def test_what_is_too_long_is_told_and_answered(caplog, options, words):
+def test_what_is_too_long_is_told_and_answered(caplog):
     def shorten(model, tokenizer):
         model.args.max_position_embeddings = 600
 
-    with serving(load_named("demo", shorten), **options) as server:
+    with serving(load_named("demo", shorten)) as server:
         for n in (5, 700):
             body = {"prompt": [5 + i % 60 for i in range(n)], "max_tokens": 1}
             assert server.post("/v1/completions", body).status_code == 200
-    assert [message.startswith(words) for message in caplog.messages] == ([True] if words else [])
+    (told,) = caplog.messages
+    assert told.startswith("700 tokens are more than the 600 that this model was trained to")

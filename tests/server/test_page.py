@@ -39,11 +39,10 @@ def test_the_page_needs_nothing_but_its_server(url):
     response = httpx.get(url)
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert not re.search(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)\w", response.text)
-    rules = dict(
-        rule.split(" ", 1) for rule in response.headers["content-security-policy"].split("; ")
-    )
-    assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
-    assert rules["script-src"].startswith("'sha256-") and rules["style-src"].startswith("'sha256-")
+    policy = response.headers["content-security-policy"].split("; ")
+    assert {"default-src 'none'", "connect-src 'self'"} <= set(policy)
+    hashed = "script-src 'sha256-", "style-src 'sha256-"
+    assert sum(rule.startswith(hashed) for rule in policy) == 2
 
 
 @NO_BROWSER
