@@ -114,12 +114,12 @@ def test_choices_are_judged_over_the_compressed_context(folder, lm_of, demo_llam
         cache, report = prefill(model, tokens[:-1], SNAPKV)
         assert report.entries == (len(tokens) - 1) // 4
         rest = tokenizer.encode(context + choice, add_special_tokens=False)[len(tokens) :]
-        total, best, before = 0.0, True, tokens[-1]
-        for token in rest:
-            logits = model(mx.array([[before]]), cache=cache)[0, -1].astype(mx.float32)
-            total += (logits - mx.logsumexp(logits))[token].item()
-            best, before = best and mx.argmax(logits).item() == token, token
-        assert logprob == pytest.approx(total, abs=1e-3) and greedy == best
+        fed = [tokens[-1], *rest[:-1]]
+        logits = mx.concatenate([model(mx.array([[token]]), cache=cache)[0] for token in fed])
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        total = sum(logprobs[i, token].item() for i, token in enumerate(rest))
+        assert logprob == pytest.approx(total, abs=1e-3)
+        assert greedy == (mx.argmax(logits, axis=-1).tolist() == rest)
     full = [logprob for logprob, _ in theirs.loglikelihood(requests)]
     assert not np.allclose(full, [logprob for logprob, _ in found], atol=1e-2)
 

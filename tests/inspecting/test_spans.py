@@ -1,5 +1,7 @@
 """Tokens and the text that they are."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -33,23 +35,20 @@ def test_bytes_that_are_no_character_end_somewhere(demo_llama):
     assert whole.count("\ufffd") == 10
 
 
-def _ranked(text, tokens, kept):
+def _ranked(tokens, kept):
     """Sentences of a text whose words are tokens, of which one head keeps some by choice."""
-    spans, at = [], 0
-    for token in tokens:
-        spans.append((at, at + len(token)))
-        at += len(token)
-    assert "".join(tokens) == text
+    ends = list(itertools.accumulate(map(len, tokens)))
+    spans = list(zip([0, *ends], ends))
     row = np.array([t in kept for t in tokens], float)
     ones = np.ones(len(tokens))
     special = np.array([t.startswith("<") for t in tokens])
-    return ranked(text, spans, special, np.stack([row, ones, row, ones, row]), False)
+    return ranked("".join(tokens), spans, special, np.stack([row, ones, row, ones, row]), False)
 
 
 def test_templates_are_no_sentences():
     tokens = "<s>|user|\n|One |two. |Three| four|?|<e>|\n|<s>|assistant|\n".split("|")
     kept = {"user", "two. ", "Three", " four", "<s>", "assistant"}
-    found = _ranked("".join(tokens), tokens, kept)
+    found = _ranked(tokens, kept)
     assert [(s.text, s.start, s.stop) for s in found] == [("Three four?", 5, 8), ("One two.", 3, 5)]
 
 
@@ -64,7 +63,7 @@ def test_templates_are_no_sentences():
     ],
 )
 def test_lists_tables_and_headings_are_taken_apart(tokens, wanted):
-    found = _ranked("".join(tokens), tokens, set(tokens))
+    found = _ranked(tokens, set(tokens))
     assert sorted(s.text for s in found) == sorted(wanted)
 
 

@@ -8,11 +8,7 @@ from server_helpers import connected, serving
 
 from mlx_snapkv.demo.questions import make_haystack
 
-TOOL = {
-    "name": "open",
-    "description": "Opens a door.",
-    "input_schema": {"type": "object", "properties": {"door": {"type": "string"}}},
-}
+TOOL = {"name": "open", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
 HELLO = [{"role": "user", "content": "The key of"}]
 
@@ -129,9 +125,8 @@ def test_reasoning_and_tools(obeying):
         thought, text, *calls = message.content
         assert (thought.type, thought.thinking) == ("thinking", "It is shut.")
         assert (text.type, text.text) == ("text", "\n\nI open it.\n")
-        assert [(c.type, c.name, c.input) for c in calls] == [
-            ("tool_use", "open", {"door": "green"})
-        ] * 2
+        assert [(c.type, c.name) for c in calls] == [("tool_use", "open")] * 2
+        assert [c.input for c in calls] == [{"door": "green"}] * 2
         assert calls[0].id != calls[1].id and message.stop_reason == "tool_use"
     results = [{"type": "tool_result", "tool_use_id": call.id} for call in calls]
     results[1]["content"] = [{"type": "text", "text": t} for t in ("SAY: It is", "open.")]

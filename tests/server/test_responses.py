@@ -6,8 +6,7 @@ import openai
 import pytest
 from server_helpers import connected
 
-PARAMETERS = {"type": "object", "properties": {"door": {"type": "string"}}}
-TOOL = {"type": "function", "name": "open", "parameters": PARAMETERS, "strict": False}
+TOOL = {"type": "function", "name": "open", "parameters": {"type": "object"}, "strict": False}
 CALL = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
 
 
