@@ -1,8 +1,7 @@
 """`subprocess.run` and `subprocess.Popen` for Python command lines that need the package, without importing it again.
 
-Each is a process of its own, forked by multiprocessing's fork server, which has imported the package and done nothing
-else: MLX starts its threads with the first computation, and a fork must not copy a process with threads. Only Linux
-can: on a Mac the frameworks under MLX don't survive a fork, so there these are subprocess' own.
+Each is forked by multiprocessing's fork server, which has imported the package and computed nothing: a fork must not
+copy MLX's threads. On a Mac the frameworks under MLX don't survive a fork, so there these are subprocess' own.
 """
 
 import atexit

@@ -17,17 +17,6 @@ def test_together_they_stay_below_8_mb_and_each_has_a_card():
         assert "reedy accuracy\n" in (folder / "README.md").read_text()
 
 
-def test_the_chat_template_reads_back_its_own_answers(demo_llama):
-    _, tokenizer = demo_llama
-    turns = "system Be brief.", "user What is the code?", "assistant 1234", "user And now?"
-    messages = [dict(zip(("role", "content"), turn.split(" ", 1))) for turn in turns]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text == (
-        "<|bos|><|system|>Be brief.<|user|>What is the code?<|assistant|> 1234<|end|>"
-        "<|user|>And now?<|assistant|>"
-    )
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_the_tasks_model_does_its_tasks(demo_tasks, task):
     """Three of four, each at the end of a document of its own."""

@@ -161,6 +161,5 @@ def test_refusals_are_the_clients_own_exceptions(client):
         with pytest.raises(anthropic.BadRequestError, match="top_k must be below"):
             ask(client, HELLO, extra_body={"top_k": 10**6})
         locked.engine.stop()
-        for refused in (lambda: ask(client, HELLO), lambda: n_prompt(client)):
-            with pytest.raises(anthropic.InternalServerError, match="overloaded_error"):
-                refused()
+        with pytest.raises(anthropic.InternalServerError, match="overloaded_error"):
+            n_prompt(client)

@@ -2,7 +2,6 @@
 
 import random
 import re
-from pathlib import Path
 
 import httpx
 import pytest
@@ -226,7 +225,6 @@ def test_it_fits_and_can_be_read(page, document, width, dark):
     page.size(width, 700, dark)
     page.paste(document[0])
     page.ask(document[1][0].question)
-    page.drop(Path(__file__))
     page.press("x" * 300)
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
     assert page("#send").rect["x"] + page("#send").rect["width"] <= width

@@ -39,10 +39,10 @@ def test_python(recipes, demo_llama, tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_curl(recipes):
     chat, others = (block for block in recipes("bash") if block.startswith("curl"))
-    lines = bash(chat).splitlines()
-    *_, last = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
-    texts = re.findall(r'"delta": {"content": "([^"]*)"}', "\n".join(lines))
-    assert "".join(texts).strip() == "481516" and last["usage"]["completion_tokens"] > 1
+    events = re.findall("^data: ({.*)", bash(chat), re.M)
+    *chunks, last = map(json.loads, events)
+    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert said.strip() == "481516" and last["usage"]["completion_tokens"] > 1
     told = bash(others)
     assert told.startswith('{"status":"ok"}') and "mlx_snapkv_open_requests 0" in told
 

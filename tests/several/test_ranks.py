@@ -13,7 +13,6 @@ from several_cases import ANSWERS, POLICIES, REFUSED, run
 from several_helpers import LIMIT, ROOT, free_ports, started
 
 KINDS = {"tensor": "demo", "pipeline": "demo-qwen3-next"}
-STARTING = 15  # seconds that processes get to start and to load the model on a busy machine
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -56,7 +55,7 @@ def test_two_keep_and_answer_what_one_does(found, name):
 def test_a_rank_that_fails_ends_both_with_its_sentence(tmp_path, how, other, own):
     begun = time.monotonic()
     (code, said), (its_code, its) = started(tmp_path, "several_faults", how, limit=60)
-    assert time.monotonic() - begun < STARTING + 20
+    assert time.monotonic() - begun < 35  # they also start and load the model
     assert code != 0 and its_code != 0
     assert other in said and own in its and "went well" not in said + its
 
