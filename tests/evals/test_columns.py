@@ -56,7 +56,6 @@ def test_a_folder_of_files(tmp_path):
         ("niah_single_1", 4096, "Text 1."),
     ]
     assert documents[0][0].answer == ["1"] and documents[1][0].answer == ["4711"]
-    assert documents[1][0].answer_prefix == ""
     chosen, again = read_columns(str(tmp_path), ["vt"])
     assert [rows[0].task for rows in chosen] == ["vt"] and again == copy
 

@@ -49,8 +49,8 @@ def assert_same_entries(model, cache, other, atol=1e-5):
         ours, theirs = (layer.entries_in(caches) for caches in (cache, other))
         a, b = ours.held(), theirs.held()
         assert ours.offset == theirs.offset and mx.array_equal(a.positions, b.positions)
-        for kept, wanted in ((a.keys, b.keys), (a.values, b.values)):
-            assert mx.allclose(kept, wanted, atol=atol, rtol=atol)
+        assert mx.allclose(a.keys, b.keys, atol=atol, rtol=atol)
+        assert mx.allclose(a.values, b.values, atol=atol, rtol=atol)
 
 
 def log_softmax(logits):

@@ -3,7 +3,7 @@
 import openai
 import pytest
 from batch_file_helpers import COLD, FACT
-from server_helpers import POLICY, ask, connected, serving, talk
+from server_helpers import POLICY, ask, connected, load_named, serving, talk
 
 from mlx_snapkv import generate
 
@@ -126,3 +126,15 @@ def test_an_answer_is_no_longer_than_the_model_was_trained_to(served):
         assert response.status_code == 200 and next(response.iter_lines())
         (request,) = served.engine.batch.running.values()
         assert request.asked.max_tokens == 16384
+
+
+def test_what_is_too_long_for_the_model_is_told_in_the_log_and_answered(caplog):
+    def shorten(model, tokenizer):
+        model.args.max_position_embeddings = 600
+
+    with serving(load_named("demo", shorten)) as served:
+        for n in (5, 700):
+            body = {"prompt": [5 + i % 60 for i in range(n)], "max_tokens": 1}
+            assert served.post("/v1/completions", body).status_code == 200
+    (told,) = caplog.messages
+    assert told.startswith("700 tokens are more than the 600 that this model was trained to")

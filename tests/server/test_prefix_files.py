@@ -9,12 +9,11 @@ import httpx
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from server_helpers import POLICY, ask, served_process, talk
+from server_helpers import BOOK, POLICY, ask, served_process, talk
 from tiny_models import make_llama
 
 from mlx_snapkv.server.prefix_files import PrefixFiles, as_ids, longest
 
-BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
 ONE, OTHER = list(range(40)), list(range(20, 60))
 
 

@@ -4,12 +4,11 @@ import concurrent.futures
 
 import pytest
 from disk_helpers import full_disk
-from server_helpers import POLICY, ask, load_named, serving, talk
+from server_helpers import BOOK, POLICY, ask, load_named, serving, talk
 
 from mlx_snapkv import Conversation
 
 SMALL = POLICY.replace("25%", "96").replace("32,min", "40,min").replace("ahead=4", "ahead=0")
-BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
 WAYS = [
     (POLICY, "recall", {}),
     (SMALL, "recall:8bit", {"verify": "all"}),

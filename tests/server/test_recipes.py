@@ -13,14 +13,13 @@ from page_helpers import serving
 from mlx_snapkv.demo.questions import make_haystack
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
-WRITTEN = "http://127.0.0.1:8080"
 
 
 @pytest.fixture(scope="module")
 def recipes():
     """recipes(language): its blocks in the page, with the address of a server that runs."""
     with serving() as (url, _):
-        text = PAGE.read_text(encoding="utf-8").replace(WRITTEN, url)
+        text = PAGE.read_text(encoding="utf-8").replace("http://127.0.0.1:8080", url)
         yield lambda language: re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 

@@ -29,7 +29,6 @@ def served(folder, *options):
 
 
 def ended(ranks):
-    """The exit codes, if all end in time."""
     return [rank.process.wait(ENDING) for rank in ranks]
 
 
