@@ -5,7 +5,6 @@ import re
 import shutil
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from server_helpers import served_process
@@ -83,7 +82,7 @@ class Page:
         self.clipboard("writeText(arguments[0])", text)
         self.press("\ue009", "v", "\ue000")  # Control
 
-    def drop(self, path: Path):
+    def drop(self, path):
         data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
             event = {"type": kind, "x": 300, "y": 300, "data": data}

@@ -47,18 +47,16 @@ def kept(model, tokens: mx.array, policy: str) -> dict:
     layers = attention_layers(model, cache)
     positions = {str(x.number): x.entries_in(cache).held().positions[0].tolist() for x in layers}
     steps = mlx_generate_step(tokens[-1:], model, max_tokens=N_ANSWER, prompt_cache=cache)
-    return {"kept": positions, "kv_bytes": report.kv_bytes_after, "said": said(steps)}
-
-
-def said(steps) -> list[int]:
-    return [int(token) for token, _ in steps]
+    said = [int(token) for token, _ in steps]
+    return {"kept": positions, "kv_bytes": report.kv_bytes_after, "said": said}
 
 
 def run(model, tokenizer, refused=()) -> dict:
     tokens = prompt_of(tokenizer)
     found: dict = {name: kept(model, tokens, policy) for name, policy in POLICIES.items()}
     for name in (name for name in ANSWERS if name not in refused):
-        found[name] = said(generate_step(tokens, model, max_tokens=N_ANSWER, **ANSWERS[name]))
+        steps = generate_step(tokens, model, max_tokens=N_ANSWER, **ANSWERS[name])
+        found[name] = [int(token) for token, _ in steps]
     return found
 
 

@@ -16,9 +16,7 @@ LIMIT = 120  # seconds
 ROOT = Path(__file__).parents[1]
 
 
-def started(
-    folder: Path, *command: str, limit: float = LIMIT, lines: str = ""
-) -> list[tuple[int, str]]:
+def started(folder: Path, *command: str, limit=LIMIT, lines="") -> list[tuple[int, str]]:
     """Run `python -m command` as the ranks of a ring, as mlx.launch does: by rank, the exit code and what it printed.
 
     `lines` are rank 0's standard input. Whoever is left after `limit` seconds is killed, which is an error.

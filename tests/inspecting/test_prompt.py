@@ -16,7 +16,6 @@ SMALL = "n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21"
 
 @pytest.fixture(scope="module")
 def asked(demo_llama, ask):
-    """The tokens of a prompt of 1,000 tokens, and the fact it asks for."""
     return ask(demo_llama[1], 1000, 5)
 
 

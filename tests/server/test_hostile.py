@@ -206,8 +206,6 @@ def test_a_chunk_that_is_read_when_the_server_stops_is_left(monkeypatch):
 
 
 def test_a_model_that_fails_ends_its_requests_and_serving_goes_on(caplog):
-    """Here it fails at token 9."""
-
     def change(model, tokenizer):
         class Broken(type(model.model)):
             def __call__(self, inputs, *args, **kwargs):

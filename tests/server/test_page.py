@@ -225,6 +225,7 @@ def test_it_fits_and_can_be_read(page, document, width, dark):
     page.size(width, 700, dark)
     page.paste(document[0])
     page.ask(document[1][0].question)
+    page.drop(__file__)
     page.press("x" * 300)
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
     assert page("#send").rect["x"] + page("#send").rect["width"] <= width
