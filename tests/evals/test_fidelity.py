@@ -40,7 +40,6 @@ NAMES = [*METHODS]
 
 @pytest.fixture(scope="module")
 def pieces(demo_llama):
-    """Two pieces of one text and one of another."""
     tokenizer, found = demo_llama[1], []
     for name, number in (("a", 1), ("a", 2), ("b", 1)):
         text, _ = make_haystack(tokenizer, random.Random(name), 3, 420)

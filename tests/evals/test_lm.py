@@ -62,7 +62,6 @@ def request(*args):
 
 
 def evaluated(lm, folder, *names):
-    """The answers and the figures of tasks, by name."""
     found = simple_evaluate(
         model=lm,
         tasks=list(load_tasks(names, str(folder)).values()),

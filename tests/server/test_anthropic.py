@@ -7,6 +7,7 @@ import pytest
 from server_helpers import connected, serving
 
 from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.server.anthropic.messages import Messages
 
 TOOL = {"name": "open", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
@@ -91,7 +92,6 @@ def test_stop_sequences_and_sampling(client):
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
     assert text_of(stopped) == whole[: whole.index(word)]
     assert ask(client, HELLO, max_tokens=2).stop_reason == "max_tokens"
-    # the client has no arguments for these
     sampling = {"temperature": 1.0, "top_p": 0.99, "top_k": 500}
     texts = {text_of(ask(client, HELLO, max_tokens=12, extra_body=sampling)) for _ in range(6)}
     assert len(texts) > 1
@@ -136,6 +136,9 @@ def test_reasoning_and_tools(obeying):
         {"role": "user", "content": results},
     ]
     assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
+    given = [messages[0], messages[2], {"role": "system", "content": "There are two helpers."}]
+    roles = [m.role for m in Messages(messages=given, max_tokens=1).chat().messages]
+    assert roles == ["user", "tool", "tool", "user"]  # many templates know only a first system
 
 
 def test_tools_and_reasoning_reach_the_template(agent, obeying):

@@ -142,7 +142,6 @@ def test_what_a_killed_server_had_not_finished_goes_but_not_what_another_one_wri
 
 
 def test_the_oldest_make_room_of_other_settings_too(model, tmp_path):
-    """Or a folder would grow with every policy that was tried; what nobody here wrote stays."""
     somebodys = tmp_path / "notes.safetensors"
     somebodys.write_bytes(b"x" * 100_000)
     written(PrefixFiles(tmp_path, 1, model, {"memory": "drop"}), model, ONE)
