@@ -34,15 +34,6 @@ def test_nan_attention_is_one_sentence_and_leaves_the_cache_alone(tokens, top_k)
     assert all(c.empty() for c in cache)
 
 
-def test_a_reader_who_stops_early_finds_the_cache_compressed(tiny_model, tokens):
-    cache, reports = make_prompt_cache(tiny_model), []
-    options = {"prompt_cache": cache, "on_report": reports.append}
-    answer = generate_step(tokens, tiny_model, snapkv=SMALL | {"lookahead": 8}, **options)
-    next(answer), next(answer)
-    answer.close()
-    assert sum(isinstance(c, BlockKVCache) for c in cache) == 2 and reports[0].compressed
-
-
 def test_one_cache_list_serves_one_request(tokens):
     """Rows that someone else put there after the call are not thrown away."""
     model = make_llama()
