@@ -5,9 +5,8 @@ import itertools
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_snapkv import BlockKVCache, SnapKVCache, generate_step, prefill
+from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
@@ -82,24 +81,3 @@ def test_a_chunk_in_which_every_layer_evicts(tiny_model, tokens, policy, n, evic
     with recording(attention_classes(tiny_model)):
         traced(tiny_model, tokens[None, :n], cache)
     assert evictions == layers
-
-
-@pytest.mark.parametrize("policy", POLICIES[::3])
-def test_a_prompt_is_computed_once_a_chunk(tiny_model, tokens, policy, monkeypatch):
-    """By mlx-lm's loop, between two calls of the model."""
-    events = []
-    call, evaluate = type(tiny_model).__call__, mx.eval
-
-    def watched(self, inputs, *args, **kwargs):
-        events.append(inputs.shape[1])
-        return call(self, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(type(tiny_model), "__call__", watched)
-    monkeypatch.setattr(mx, "eval", lambda *args: events.append("eval") or evaluate(*args))
-    cache = make_prompt_cache(tiny_model)
-    step = {"prefill_step_size": 16, "max_tokens": 1}
-    answer = generate_step(tokens, tiny_model, policy=policy, prompt_cache=cache, **step)
-    next(answer)
-    chunks = [i for i, event in enumerate(events) if event not in ("eval", 1)]
-    assert len(chunks) >= 12
-    assert all(events[i + 1] == "eval" and events[i + 2] != "eval" for i in chunks)
