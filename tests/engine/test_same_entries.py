@@ -8,8 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import filled_cache
 
-import mlx_snapkv
-from mlx_snapkv import Conversation, compress_prompt_cache, generate_step, prefill
+from mlx_snapkv import Conversation, compress_prompt_cache, generate_step, prefill, stream_generate
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine import compress
 
@@ -81,26 +80,6 @@ def haystack(demo_llama):
     return make_haystack(demo_llama[1], random.Random(3), 3, 200)
 
 
-def conversed(demo_model, haystack, policy, memory, turns, kept):
-    """What the last of so many turns keeps, and the tokens that it was about."""
-    document, facts = haystack
-    talk = Conversation(*demo_model, policy=policy, memory=memory, refresh="turn", max_tokens=8)
-    talk.attach(document)
-    for fact in facts[: turns - 1]:
-        list(talk.send(fact.question))
-    known = list(talk.read)
-    read = []
-    original = talk._unread
-
-    def unread(messages):
-        read.extend(original(messages))
-        return list(read)
-
-    talk._unread = unread
-    found = kept(lambda: list(talk.send(facts[turns - 1].question)))
-    return found, mx.array(known + read)
-
-
 @pytest.mark.parametrize(
     "policy, memory, turns",
     [*((policy, "drop", 1) for policy in (MANY, *BLOCK)), (SNAPKV, "recall", 2), (SNAPKV, "recall:file", 3),
@@ -110,8 +89,13 @@ def test_a_turn_keeps_what_a_request_for_the_whole_chat_does(
     kept, demo_model, haystack, policy, memory, turns
 ):
     """Messages are longer than the observation window: only a turn's own queries vote."""
-    found, read = conversed(demo_model, haystack, policy, memory, turns, kept)
+    document, facts = haystack
+    talk = Conversation(*demo_model, policy=policy, memory=memory, refresh="turn", max_tokens=8)
+    talk.attach(document)
+    for fact in facts[:turns]:
+        found = kept(lambda fact=fact: list(talk.send(fact.question)))
+    read = mx.array(talk.read[: talk.report.prompt_tokens])
     # Like a conversation's, a request's answer may end before the cut.
     options = {"prompt_cache": make_prompt_cache(demo_model[0]), "max_tokens": 8, "policy": policy}
-    wanted = kept(lambda: list(mlx_snapkv.stream_generate(*demo_model, read, **options)))
+    wanted = kept(lambda: list(stream_generate(*demo_model, read, **options)))
     assert_same_entries(found, wanted, atol=1e-4)
