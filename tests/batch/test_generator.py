@@ -5,7 +5,6 @@ import pytest
 from batch_helpers import Run, alone, prompts_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mlx_lm.generate import BatchGenerator
 from request_helpers import assert_unpatched, plain
 from tiny_models import make_llama
 
@@ -96,22 +95,6 @@ def test_later_turns_go_on_from_compressed_caches(tiny_model, policy):
     assert "already holds tokens" in run.reports[uid].reason
     assert other[0] in run.answers
     assert own[-1].offset == len(first)  # the caller's is as it was
-
-
-def test_the_caches_really_are_small(tiny_model):
-    prompts = prompts_of(*[400] * 6)
-    run = Run(tiny_model, SMALL)
-    run.insert(prompts, 100)
-    full = BatchGenerator(tiny_model)
-    full.insert(prompts, [100] * 6)
-    for _ in range(60):
-        run.step()
-        full.next()
-    caches = [c for c in run.generator._generation_batch.prompt_cache if hasattr(c, "members")]
-    assert {len(c.members) for c in caches} == {6}
-    theirs = sum(c.nbytes for c in full._generation_batch.prompt_cache if hasattr(c, "keys"))
-    assert sum(c.nbytes for c in caches) * 6 < theirs
-    assert run.generator.prompt_cache_nbytes < full.prompt_cache_nbytes
 
 
 @pytest.mark.parametrize("memory", ["drop", "recall"])

@@ -1,7 +1,6 @@
 """The benchmark's measurements on small models: what they count, not how fast anything is."""
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from model_configs import make_model
 
@@ -43,17 +42,12 @@ def test_only_full_attention_layers_are_filled(name):
         cache, plain = decoding_cache(model, contender, 1024), make_prompt_cache(model)
         layers = attention_layers(model, plain)
         for layer in layers:
-            filled = layer.cache_in(cache)
             kind = type(layer.cache_in(plain))
             if contender.policy:
                 kind = RefreshedKVCache if contender.refreshes else SnapKVCache
             elif contender.bits or contender.rotates:
                 kind = QuantizedKVCache if contender.bits else RotatingKVCache
-            assert type(filled) is kind
-            rows = 1024 if contender.rotates else contender.entries
-            keys = filled.keys[0] if contender.bits else filled.keys
-            n = filled.n_entries if contender.refreshes else keys.shape[2]
-            assert rows <= n < rows + 512
+            assert type(layer.cache_in(cache)) is kind
         others = set(range(len(plain))) - {layer.index for layer in layers}
         assert all(type(cache[i]) is type(plain[i]) for i in others)
 
@@ -104,14 +98,3 @@ def test_the_table(speed):
     assert rows["1,024", "--kv-bits 4"][3] == f"{1 / step[3]:.1f}, {step[0] / step[3]:.2f}x"
     assert rows["2,048", "full cache"][5:] == ["", ""]
     assert rows["3,000", str(BLOCKS)][3] == "" and "x" not in rows["3,000", str(BLOCKS)][5]
-
-
-def test_the_picture_can_be_read(speed):
-    machine = {"processor": "p", "cores": 1, "device": "cpu"}
-    figure = tables.figure({"model": "m", "machine": machine, "speed": speed})
-    FigureCanvasAgg(figure).draw()
-    assert "Model: m" in figure.get_suptitle()
-    for axes, unit in zip(figure.axes, ("", "B")):
-        assert [t.get_text() for t in axes.get_xticklabels()] == ["1,024", "2,048"]
-        assert all(t.get_text().endswith(unit) for t in axes.get_yticklabels())
-        assert len(axes.lines) == len(figure.legends[0].get_texts()) == 7

@@ -99,13 +99,6 @@ def test_tools_are_called(thinking):
     assert choice["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(("choice", "begin"), [("auto", "open x"), ("none", "x")])
-def test_tools_reach_the_template(thinking, choice, begin):
-    body = parse(CHAT, MESSAGES | {"tools": [TOOL], "tool_choice": choice})
-    prompt = completion_request(body, thinking, Defaults()).prompt
-    assert thinking.decode(prompt).startswith(begin)
-
-
 MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 
 
@@ -114,7 +107,6 @@ MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
     [
         (CHAT, MESSAGES | {"n": 2}, "n is not supported in a file of requests"),
         (CHAT, MESSAGES | {"logprobs": True}, "logprobs is not supported"),
-        ("/v1/images", MESSAGES, "url must be /v1/chat/completions or /v1/completions"),
         (COMPLETIONS, {"prompt": "\ud800"}, "the tokenizer failed"),
     ],
 )
