@@ -18,8 +18,9 @@ KEYDIFF = "keydiff:budget=40,block=16"
 SNAPKV = "snapkv:n_sink=2,n_window=16,obs_window=8,budget=40,lookahead=4"
 
 
-def spec(name, schedule):
-    return f"{name}:{OPTIONS.get(name, 'n_sink=2')},budget=40,block=16,schedule={schedule}"
+def spec(name, schedule, budget=40, block=16):
+    options = OPTIONS.get(name, "n_sink=2")
+    return f"{name}:{options},budget={budget},block={block},schedule={schedule}"
 
 
 def read(model, tokens, policy):

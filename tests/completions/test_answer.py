@@ -32,10 +32,11 @@ def thinking():
     )
 
 
-def said(tokenizer, text, ends="stop", **body):
+def said(tokenizer, text, ends="stop", url=CHAT, **body):
     """The choice that comes of an answer, and how many of its tokens were needed for it."""
-    body = {"messages": [{"role": "user", "content": "open the door"}], **body}
-    answer = Completion(completion_request(parse(CHAT, body), tokenizer, Defaults()), tokenizer)
+    asked = {"messages": [{"role": "user", "content": "open the door"}]}
+    body = parse(url, body | (asked if url == CHAT else {"prompt": "Look: "}))
+    answer = Completion(completion_request(body, tokenizer, Defaults()), tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     tokens += [tokenizer.eos_token_id] if ends == "stop" else []
     for i, token in enumerate(tokens):
@@ -76,13 +77,7 @@ def test_thoughts_are_apart(thinking):
 
 def test_a_text_that_is_continued_stays_as_it_is(thinking):
     text = "<think>Is it green?</think>It is.<tool_call>open</tool_call>"
-    body = parse(COMPLETIONS, {"prompt": "Look: "})
-    answer = Completion(completion_request(body, thinking, Defaults()), thinking)
-    *tokens, last = thinking.encode(text, add_special_tokens=False)
-    for token in tokens:
-        answer.add(token, None)
-    answer.add(last, "length")
-    assert answer_body(answer, "m", {})["choices"][0]["text"] == text
+    assert said(thinking, text, "length", COMPLETIONS)[0]["text"] == text
 
 
 def test_tools_are_called(thinking):

@@ -6,31 +6,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, plain, steps
+from saved_helpers import spec
 from tiny_models import make_llama
 
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
 from mlx_snapkv.policies import POLICIES
 
-SMALL = {
-    "snapkv": "n_sink=2,n_window=16,obs_window=8,lookahead=0",
-    "streaming_llm": "n_sink=2",
-    "lagkv": "n_sink=2,lag_size=8",
-    "scissorhands": "obs_window=8",
-}  # where a policy's defaults would not do
-
-
-def spec(name, schedule="block", budget=40, block=16):
-    size = [f"schedule={schedule}", f"budget={budget}", f"block={block}"]
-    shape = "on_full=slide" if name == "snapkv" and schedule == "once" else ""
-    return f"{name}:" + ",".join(filter(None, [SMALL.get(name, ""), shape, *size]))
-
-
 BLOCK = [name for name, cls in POLICIES.items() if "block" in cls.schedules]
-
-
-@pytest.fixture(params=BLOCK)
-def name(request):
-    return request.param
 
 
 def compressed(prompt_cache):
@@ -61,7 +43,8 @@ def test_no_prompt_chunk_block_or_answer_breaks_the_budget(
         sizes.extend(x.shape[2] for x in (self.keys, self.values, *out))
         return out
 
-    cache, policy = make_prompt_cache(LLAMA), spec(name, budget=budget, block=block)
+    cache = make_prompt_cache(LLAMA)
+    policy = spec(name, "block", budget, block).replace("lookahead=2", "lookahead=0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockKVCache, "update_and_fetch", watched)
         options = {"policy": policy, "prompt_cache": cache, "prefill_step_size": step}
@@ -74,22 +57,25 @@ def test_no_prompt_chunk_block_or_answer_breaks_the_budget(
         assert all(p.tolist() == sorted(set(p.tolist())) for c in cache for p in c.positions[0])
 
 
+@pytest.mark.parametrize("name", BLOCK)
 @pytest.mark.parametrize("budget", [190, 40, 19])
 def test_one_block_equals_once(tiny_model, tokens, name, budget):
     block, _ = prefill(tiny_model, tokens, spec(name, "block", budget, block=200))
-    once, _ = prefill(tiny_model, tokens, spec(name, "once", budget, block=200))
+    slides = ",on_full=slide" if name == "snapkv" else ""
+    once, _ = prefill(tiny_model, tokens, spec(name, "once", budget, block=200) + slides)
     for a, b in zip(compressed(block), compressed(once), strict=True):
         assert isinstance(a, BlockKVCache) and isinstance(b, SnapKVCache)
         assert mx.array_equal(a.positions, b.positions)
         assert mx.array_equal(a.keys_and_values()[0], b.keys)
 
 
+@pytest.mark.parametrize("name", BLOCK)
 def test_a_budget_that_holds_everything_equals_mlx_lm_bit_for_bit(tiny_model, tokens, name):
     expected = plain(tiny_model, tokens, n=12, prefill_step_size=16)
     for budget in (212, 205):  # the second one fits the prompt but not the answer
         cache, reports = make_prompt_cache(tiny_model), []
         options = {"prompt_cache": cache, "prefill_step_size": 16, "on_report": reports.append}
-        items = steps(tiny_model, tokens, policy=spec(name, budget=budget), **options)
+        items = steps(tiny_model, tokens, policy=spec(name, "block", budget), **options)
         assert_same(items, expected)
         assert "fit the budget" in reports[0].reason
         assert bool(compressed(cache)) == (budget == 205)

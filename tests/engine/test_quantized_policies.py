@@ -1,5 +1,6 @@
 """Quantised entries with every kind of cache, and a model's dtype, which is its caches'."""
 
+import functools
 import sys
 
 import mlx.core as mx
@@ -12,6 +13,9 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import BlockKVCache
 from mlx_snapkv.entries.quantization import Quantised, pack, unpack
 
+HYBRID = functools.partial(
+    make_qwen, num_experts=0
+)  # MLX computes experts in float32 only on a CPU
 CASES = [*SPECS[::3], f"{SNAPKV},on_full=slide", f"{SNAPKV},on_full=keydiff"]
 
 
@@ -52,13 +56,8 @@ def test_the_plain_run_with_rounded_entries_within_its_bound(tokens, policy, bit
     assert mx.abs(near - exact).max() < 0.01
 
 
-def make_hybrid(**changes):
-    """A Qwen3-Next without experts: MLX computes those in float32 only on a CPU."""
-    return make_qwen(num_experts=0, **changes)
-
-
 @pytest.mark.parametrize("policy", [SNAPKV, KEYDIFF, "kvzip:budget=40"])
-@pytest.mark.parametrize("make, bits", [(make_llama, None), (make_hybrid, None), (make_llama, 8)])
+@pytest.mark.parametrize("make, bits", [(make_llama, None), (HYBRID, None), (make_llama, 8)])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_entries_and_scales_have_the_models_dtype(make, tokens, dtype, policy, bits):
     model = make(head_dim=32)

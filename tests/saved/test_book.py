@@ -51,19 +51,6 @@ def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make, memory):
     assert_same(asked(model, saved.load(path, model).prompt_cache, in_file), wanted)
 
 
-def test_a_book_is_continued_saved_and_continued(path, tokens):
-    model = make_llama()
-    caches = save(path, model, tokens)
-    loaded = saved.load(path, model).prompt_cache
-    asked(model, caches), asked(model, loaded)
-    n = caches[0].offset
-    saved.save(path, model, loaded, [0] * n, BOOK)
-    again = saved.load(path, model).prompt_cache
-    assert again[0].store.n_entries == again[0].offset == n > len(tokens)
-    assert_same(asked(model, again), asked(model, caches))
-    assert len(beside(path)) == 1
-
-
 def test_a_memory_or_policy_that_does_not_fit_a_book_is_refused(path, tokens):
     model = make_llama(head_dim=32)
     save(path, model, tokens, "recall:file:8bit")
