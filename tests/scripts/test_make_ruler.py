@@ -27,47 +27,36 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def essays(tmp_path):
-    folder = tmp_path / "essays"
-    folder.mkdir()
-    for name, word in (("a", "grey"), ("b", "blue")):
-        text = f"The {word} sea is wide. Is it deep?\nIt is!\n\n" * 400
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    return folder
+    text = "The grey sea is wide. Is it deep?\nIt is!\n\n" * 400
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    return tmp_path
 
 
-@pytest.mark.parametrize("task", ("niah_single_2", "niah_multivalue", "vt", "cwe", "fwe"))
-def test_a_row_is_rulers_prompt_in_three_parts(task, tokenizer, essays):
+@pytest.mark.parametrize(
+    "task, n_answers", [("niah_single_2", 1), ("vt", 5), ("cwe", 10), ("fwe", 3)]
+)
+def test_a_row_is_rulers_prompt_in_three_parts(task, n_answers, tokenizer, essays):
     rows = make_ruler.make_rows(task, tokenizer, LENGTH, 3, essays=essays)
-    assert len(rows) == 3 and len({row["context"] for row in rows}) == 3
+    assert len({row["context"] for row in rows}) == 3
     columns = "context question answer_prefix answer max_new_tokens task length"
     for row in rows:
         assert set(row) == set(columns.split())
         assert row["context"].endswith("\n") and "\n" not in row["question"] + row["answer_prefix"]
         assert row["question"].rstrip()[-1] in "?." and row["question"].endswith(" ")
+        assert len(row["answer"]) == n_answers
         assert all(answer in row["context"] for answer in row["answer"])
         assert (row["task"], row["length"]) == (task, LENGTH)
         beginning = "The special magic" if task.startswith("niah") else "Answer:"
         assert row["answer_prefix"].startswith(beginning)
-    n_answers = {"niah_single_2": 1, "niah_multivalue": 4, "vt": 5, "cwe": 10, "fwe": 3}[task]
-    assert all(len(row["answer"]) == n_answers for row in rows)
-
-
-def test_the_haystack_is_that_of_the_essays_and_needles_stand_between_its_sentences(
-    tokenizer, essays
-):
-    (row,) = make_ruler.make_rows("niah_single_2", tokenizer, LENGTH, 1, essays=essays)
-    (value,) = row["answer"]
-    before, _, after = row["context"].partition(f"is: {value}.")
-    assert "The grey sea is wide." in before + after
-    haystack = before.split("afterwards.\n")[1].partition("One of the special")[0].strip()
-    assert not haystack or haystack[-1] in ".?!"
-
-
-def test_words_that_appear_most_often_have_a_solved_example_in_front(tokenizer):
-    (row,) = make_ruler.make_rows("cwe", tokenizer, LENGTH, 1)
-    example, lists = row["context"].split("are:1. ", 1)
-    assert "Question: What are the 10 most common words" in example
-    assert all(lists.count(f" {answer}") >= 6 for answer in row["answer"])
+    if task == "niah_single_2":  # the needle stands between sentences of the essays
+        before, _, after = row["context"].partition(f"is: {row['answer'][0]}.")
+        assert "The grey sea is wide." in before + after
+        haystack = before.split("afterwards.\n")[1].partition("One of the special")[0].strip()
+        assert not haystack or haystack[-1] in ".?!"
+    if task == "cwe":  # a solved example is in front
+        example, lists = row["context"].split("are:1. ", 1)
+        assert "Question: What are the 10 most common words" in example
+        assert all(lists.count(f" {answer}") >= 6 for answer in row["answer"])
 
 
 def test_the_same_seed_makes_the_same_rows_and_fewer_are_the_first_of_more(tokenizer):
