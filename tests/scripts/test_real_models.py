@@ -1,4 +1,4 @@
-"""The real language models: their text is likely to them, they know Paris, their tokens are the text again."""
+"""The real language models: their text is likely to them, their tokens are the text again."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,13 +17,6 @@ def test_the_perplexity_of_an_essay(name, most):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_capital_of_france(name):
-    model, tokenizer = real_model(name)
-    tokens = tokenizer.encode("The capital of Germany is Berlin. The capital of France is")
-    assert tokenizer.decode([model(mx.array([tokens]))[0, -1].argmax().item()]) == " Paris"
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_the_text_again(name):
     _, tokenizer = real_model(name)
     text = TEXT + tokenizer.eos_token
@@ -34,19 +27,3 @@ def test_tokens_are_the_text_again(name):
         detokenizer.add_token(token)
     detokenizer.finalize()
     assert detokenizer.text == TEXT
-
-
-def test_gemma_begins_with_bos():
-    _, tokenizer = real_model("gemma-3-270m")
-    assert tokenizer.encode("Hello world") == [2, 9259, 1902]
-
-
-def test_smollm2_has_its_chat_template():
-    _, tokenizer = real_model("smollm2-135m-instruct")
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True
-    )
-    assert tokenizer.decode(prompt).endswith(
-        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert prompt[0] == tokenizer.bos_token_id == 1
