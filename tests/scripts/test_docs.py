@@ -46,8 +46,10 @@ def test_every_table_has_its_place():
     assert sorted(name for names in found for name in names) == sorted(tables.TABLES)
 
 
-def test_the_readme_is_short():
+def test_the_readme_is_short_and_its_commands_are_found():
     assert len(README.splitlines()) <= 160
+    shown = [words[0] for words in _shown(README)]
+    assert shown == "demo generate compare chat chat cache-prompt generate".split()
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
@@ -59,13 +61,9 @@ def test_every_relative_link_leads_somewhere(page):
         file = page.parent / path if path else page
         assert file.exists(), target
         if place:
-            assert place in _places(file), target
-
-
-def _places(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            places = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert place in places, target  # as GitHub names them
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
@@ -88,14 +86,6 @@ def _shown(text: str) -> list[list[str]]:
     found = [line.partition("mlx-snapkv ")[2] for line in lines if "mlx-snapkv " in line]
     split = [shlex.split(line.partition(" < ")[0], comments=True) for line in found]
     return [[w for w in words if w not in PLACEHOLDERS] for words in split]
-
-
-def test_commands_are_found_in_the_docs():
-    """Else the test of them would be one of nothing."""
-    shown = _shown(README)
-    assert [words[0] for words in shown] == (
-        "demo generate compare chat chat cache-prompt generate".split()
-    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -146,9 +136,6 @@ def test_a_pages_python_runs_one_after_the_other(readme_run, monkeypatch, capsys
     assert capsys.readouterr().out.splitlines()[-1].strip() == printed
 
 
-ANSWERING = ("generate", "chat", "serve", "batch", "cache-prompt")
-
-
 def setting_of(words):
     """What a command says of policy and memory."""
     said = dict(itertools.pairwise(words))
@@ -156,7 +143,8 @@ def setting_of(words):
     return policy, said.get("--memory", "drop")
 
 
-CHOSEN = {setting_of(_shown(f"```\n{choice.command}\n```")[0]) for choice in CHOICES}
+CHOSEN = {setting_of(shlex.split(choice.command)) for choice in CHOICES}
+ANSWERING = ("generate", "chat", "serve", "batch", "cache-prompt")
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
@@ -167,13 +155,10 @@ def test_every_page_gives_the_settings_of_the_table(page):
             assert setting_of(words) in CHOSEN, words
 
 
-def test_the_table_is_what_auto_takes():
-    assert {tuple(setting) for setting in (SNAPKV, RECALLED, BOOK)} < CHOSEN
+def test_auto_takes_what_the_tables_say():
     assert SETTINGS[QUESTION][0] == SNAPKV and SETTINGS[CONVERSATION][:2] == (RECALLED, BOOK)
-
-
-def test_the_readmes_table_has_the_same():
     for setting in (SNAPKV, RECALLED, BOOK):
+        assert tuple(setting) in CHOSEN
         policy = setting.policy.removeprefix("snapkv:")
         given = f"--snapkv {policy}" if "keydiff" not in policy else f'--policy "{setting.policy}"'
         memory = "" if setting.memory == "drop" else f" --memory {setting.memory}"
