@@ -14,7 +14,6 @@ BITS = {"kv_bits": 8, "kv_group_size": 32}
 WAYS = [
     (None, "drop", BITS | {"quantized_kv_start": 0}),
     (SMALL, "drop", BITS),
-    (SMALL, "recall:8bit", {}),
     (SMALL + ",min_ctx=500", "recall:file:4bit", {}),  # compressed later, or never
     ("h2o:budget=64,block=32", "drop", {}),
     ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", "drop", BITS),
@@ -31,9 +30,7 @@ def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, me
     for fact in haystack[1][1:]:
         assert ask(loaded, fact.question) == ask(conversation, fact.question)
     assert loaded.messages == conversation.messages
-    if policy and policy.startswith(
-        SMALL
-    ):  # it goes on from a turn, too, that ended before its cut
+    if SMALL in str(policy):  # it goes on from a turn, too, that ended before its cut
         answer = conversation.send(haystack[1][1].question)
         next(answer), next(answer)
         answer.close()
@@ -63,8 +60,6 @@ def test_a_policy_given_is_for_a_conversation_without_one(demo_llama, haystack, 
     conversation = begun(demo_llama, haystack, 1, system="Be brief.")
     conversation.attach("another text")
     conversation.save(path)
-    with pytest.raises(SnapKVError, match="memory must be"):
-        Conversation.load(path, *demo_llama, memory="some")
     loaded = Conversation.load(path, *demo_llama, policy=SMALL, memory="recall", max_tokens=12)
     for name in ("messages", "said", "attached", "pending_tokens", "read", "system", "n_unknown"):
         assert getattr(loaded, name) == getattr(conversation, name)
@@ -95,25 +90,19 @@ def read_by_mlx_lm(tmp_path_factory, loaded_llama, haystack):
     return path
 
 
-@pytest.mark.parametrize("memory", ["drop", "recall"])
-def test_every_turn_chooses_among_mlx_lms_entries(
-    loaded_llama, read_by_mlx_lm, haystack, memory, path
+@pytest.mark.parametrize("policy, memory", [(SMALL, "drop"), (SMALL, "recall"), (None, "drop")])
+def test_every_turn_goes_on_from_mlx_lms_entries(
+    loaded_llama, read_by_mlx_lm, haystack, policy, memory, path
 ):
-    ways = {"policy": SMALL, "memory": memory, "max_tokens": 12}
+    ways = {"policy": policy, "memory": memory, "max_tokens": 12}
     chat = Conversation.load(read_by_mlx_lm, *loaded_llama, **ways)
     right = all_right(chat, haystack[1][:2])
-    assert chat.report.compressed and chat.report.entries == 64
-    assert right[0] and (memory == "drop" or right[1])
+    assert chat.report.entries == (64 if policy else 0)
+    assert right[0] and (right[1] or (policy, memory) == (SMALL, "drop"))
     chat.save(path)
     loaded = Conversation.load(path, *loaded_llama, max_tokens=12)
     assert loaded.memory == memory and loaded.n_unknown == chat.n_unknown > 300
     assert ask(loaded, haystack[1][2].question) == ask(chat, haystack[1][2].question)
-
-
-def test_without_a_policy_it_goes_on_in_full(loaded_llama, read_by_mlx_lm, haystack):
-    chat = Conversation.load(read_by_mlx_lm, *loaded_llama, max_tokens=12)
-    assert chat.n_unknown == len(chat.read) > 300
-    assert all(is_answered(chat, fact) for fact in haystack[1])
 
 
 def test_a_rotating_cache_has_no_entries_to_choose_among(loaded_llama, path):
