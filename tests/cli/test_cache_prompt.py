@@ -3,12 +3,10 @@ import re
 import sys
 from datetime import datetime
 
-import mlx.core as mx
 import pytest
 from mlx_lm import cache_prompt
-from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import save_prompt_cache
 from model_folders import demo_with
-from request_helpers import plain
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.cli.loading import load_model
@@ -62,16 +60,15 @@ def test_a_saved_full_cache_answers_as_an_uninterrupted_prompt(call, book, cache
     assert tokens > 580 and tokens + saved["prompt_tokens"] == whole["prompt_tokens"]
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-qwen3-next"])
-def test_a_prompt_is_compressed_and_quantised_when_saved_or_when_loaded(cache, ask, book, model):
-    policy = [*HALF[:1], f"{HALF[1]},schedule={'block' if model == 'demo' else 'once'}"]
+def test_a_prompt_is_compressed_and_quantised_when_saved_or_when_loaded(cache, ask, book):
+    model = "demo-qwen3-next"
     bits = ["--kv-bits", "8", "--kv-group-size", "32"]
     full, said = cache("full.safetensors", model=model)
     plain, quantised = [], []
     for options, found in (([], plain), (bits, quantised)):
-        small, told = cache("small.safetensors", *policy, *options, model=model)
+        small, told = cache("small.safetensors", *HALF, *options, model=model)
         assert "300 entries kept" in told
-        for file, more in ((small, []), (full, policy + options)):
+        for file, more in ((small, []), (full, HALF + options)):
             code, answer, err = ask(file, *more, model=model)
             assert (code, answer.strip()) == (0, book[2])
             assert "saved ones (keydiff:" in err and "now 3" in err
@@ -149,11 +146,9 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         ([], ["--policy", "keydiff then snapkv"], "holds no queries for snapkv to vote with: save the prompt with"),
         ([], [*HALF, "--kv-bits", "8", "--kv-group-size", "128"], "one of [32, 64]"),
         ([], ["--system-prompt", "x"], "--system-prompt can't be combined"),
-        ([], ["--ignore-chat-template"], "--ignore-chat-template is settled"),
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),
         (HALF, ["--policy", "keydiff"], "is compressed already, the rest is gone: drop the policy"),
         (HALF, ["--kv-bits", "4"], "is compressed already, its entries stay so"),
-        (HALF, ["--memory", "recall"], "is compressed already, the rest is gone: drop --memory"),
         ([*HALF, "--memory", "recall:file"], HALF, f"has its own policy, {HALF[1]}: drop yours"),
         ([*HALF, "--memory", "recall:file"], ["--memory", "recall:4bit"], "give --memory recall:file or recall"),
     ],
@@ -167,19 +162,17 @@ def test_what_a_saved_prompt_can_not_be_asked_with(cache, refused, saved, option
 def test_files_of_others(refused, demo_llama, tmp_path):
     """A conversation is for chat; mlx-lm notes the model's name alone; others are no prompts."""
     model, tokenizer = demo_llama
-    talk = Conversation(model, tokenizer, max_tokens=1)
-    list(talk.send("hello"))
-    talk.save(tmp_path / "talk.safetensors")
-    cache = make_prompt_cache(model)
-    plain(model, mx.array(tokenizer.encode("It was cold.")), n=0, prompt_cache=cache)
-    save_prompt_cache(str(tmp_path / "theirs.safetensors"), cache, {"model": "somebody/else"})
-    (tmp_path / "foreign.safetensors").write_bytes(b"hello")
-    for name, message in (
-        ("talk.safetensors", "go on with a chat's file in mlx-snapkv chat, by /load"),
-        ("theirs.safetensors", "was made with --model somebody/else, not with demo"),
-        ("foreign.safetensors", "is not a saved prompt cache"),
-        ("no/book.safetensors", "can't be read: No such file or directory"),
-        ("book.txt", "must end in .safetensors"),
+    talk, theirs, notes = (tmp_path / f"{name}.safetensors" for name in ("talk", "theirs", "notes"))
+    chat = Conversation(model, tokenizer, max_tokens=1)
+    list(chat.send("hello"))
+    chat.save(talk)
+    save_prompt_cache(str(theirs), chat.prompt_cache, {"model": "somebody/else"})
+    notes.write_bytes(b"hello")
+    for file, message in (
+        (talk, "go on with a chat's file in mlx-snapkv chat, by /load"),
+        (theirs, "was made with --model somebody/else, not with demo"),
+        (notes, "is not a saved prompt cache"),
+        (tmp_path / "book.txt", "must end in .safetensors"),
     ):
-        asked = ["--prompt-cache-file", str(tmp_path / name), "--prompt", "Who?"]
+        asked = ["--prompt-cache-file", str(file), "--prompt", "Who?"]
         assert message in refused("generate", "--model", "demo", *asked)
