@@ -59,12 +59,9 @@ def test_a_variable_alone_names_the_model(run):
     assert run("", "config", XDG_CONFIG_HOME="/dev/null")[0] == 0
 
 
-def test_auto_is_for_the_commands_that_choose(run):
+def test_what_several_commands_name_is_taken_where_it_can_be(run):
     code, out, _ = run("policy = 'auto'\n", "config")
     assert code == 0 and out.endswith(": generate, chat, batch, serve, plan\n")
-
-
-def test_none_is_no_policy_where_several_may_be_named(run):
     asked = ["compare", "--model", "demo", "--prompt", LEAD, "-m", "2", "--json", "-q"]
     code, out, _ = run("policy = 'keydiff'\n", *asked, MLX_SNAPKV_POLICY="none")
     assert code == 0 and [way["name"] for way in json.loads(out)["ways"]][1] != "keydiff"
@@ -100,7 +97,6 @@ def test_config_tells_what_applies_and_where_it_is_from(run):
     "text, words",
     [
         ('modle = "demo"', "FILE: no option is modle (did you mean 'model'?)"),
-        ("[chat]\nbook = true", "FILE, [chat]: no option is book"),
         ("model = [1]", "FILE, model must be what --model takes, got [1]"),
         ("temp = 101", "FILE, temp must be from 0 to 100, got 101"),
         ('[generate]\nmax_tokens = "many"', "FILE, [generate], max-tokens: "),
