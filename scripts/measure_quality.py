@@ -26,11 +26,10 @@ RULER = REAL / "ruler"  # by scripts/make_ruler.py, a folder a model
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")  # that the full cache does
 
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
-BUDGETS = ("25%", "12.5%", "6.25%")
+BUDGETS = ("25%", "12.5%", "6.25%", "512", "256")
 EVERY_BUDGET = ("snapkv:budget={}", "streaming_llm:budget={},schedule=once")
 ONE_BUDGET = (  # beside those at 1/8
     f"snapkv:budget=12.5%,{PAPER}",
-    "snapkv:budget=12.5%,critical=true",
     "snapkv:budget=12.5%,n_window=50%",
     "keydiff:budget=12.5%,n_window=10%,schedule=once",
     "keydiff:budget=12.5%,schedule=once",

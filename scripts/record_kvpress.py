@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from kvpress import (
-    CriticalKVPress,
     ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
@@ -36,17 +35,11 @@ OUT = ROOT / "tests" / "fixtures" / "kvpress.npz"
 TEXT = ROOT / "tests" / "fixtures" / "kvpress_prompt.txt"
 
 
-def critical_snapkv(compression_ratio, **options):
-    return CriticalKVPress(SnapKVPress(compression_ratio, **options))
-
-
 # policy/case: press, its options, entries kept
 CASES = {
     "snapkv/window32_kernel5": (SnapKVPress, {"window_size": 32, "kernel_size": 5}, 96),
     "snapkv/window16_kernel13": (SnapKVPress, {"window_size": 16, "kernel_size": 13}, 64),
     "snapkv/window8_kernel1": (SnapKVPress, {"window_size": 8, "kernel_size": 1}, 40),
-    "critical/window32_kernel5": (critical_snapkv, {"window_size": 32, "kernel_size": 5}, 96),
-    "critical/window8_kernel21": (critical_snapkv, {"window_size": 8, "kernel_size": 21}, 40),
     "expected_attention/24": (ExpectedAttentionPress, {}, 24),
     "expected_attention/200": (ExpectedAttentionPress, {}, 200),
     "lagkv/128": (LagKVPress, {"lag_size": 128}, 400),

@@ -40,9 +40,8 @@ of `llama` and `qwen3_next` there are the embedded models.
 
 - **Latent entries (MLA).** A layer stores one latent for all heads, and the positional part of one key. To a policy \
 the key is both, concatenated, which a query multiplies after the head's `embed_q` and RoPE; the value is the latent. \
-Every policy is then defined as usual. Statistics of queries (`expected_attention`) and projected values (`critical`) \
-are exact too, but large: per layer, `n_heads` times the square of a key's size, and `n_heads` times the latent's size \
-times the hidden size.
+Every policy is then defined as usual. Statistics of queries (`expected_attention`) are exact too, but large: per \
+layer, `n_heads` times the square of a key's size.
 - **Layers that read others' entries.** Their queries vote together with those of the layer that owns the entries; \
 every reading head has the same weight.
 - **Capped logits** (gemma2). Votes come from the capped logits; `expected_attention` is refused.

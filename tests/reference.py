@@ -125,27 +125,6 @@ def keydiff(keys, anchor, similarity):
     return np.array([-alike(k, center) for k in keys])
 
 
-def critical(weights, values, output, readers, n_certain):
-    """CriticalKV's order of one KV head's entries, best first, and their scores in the second stage.
-
-    Args:
-        weights: `(T,)` mean attention; values: `(T, D)`.
-        output: `(hidden, n_heads * D)`, the output projection's weights.
-        readers: the query heads that read this KV head.
-    """
-    D = values.shape[1]
-    size = np.zeros(len(values))
-    for head in readers:
-        part = np.asarray(output, np.float64)[:, head * D : (head + 1) * D]
-        for t, value in enumerate(np.asarray(values, np.float64)):
-            size[t] += np.abs(part @ value).sum() / len(readers)
-    order = np.argsort(-weights, kind="stable")
-    certain = list(order[: max(0, n_certain)])
-    others = [t for t in range(len(values)) if t not in set(certain)]
-    second = (weights + 1e-4) * size
-    return certain + sorted(others, key=lambda t: -second[t]), second
-
-
 def lagkv(keys, values, n_sink, lag):
     """LagKV's softmax scores of one head, `(blocks - 1, lag)`, an entry at a time."""
     n_blocks = (len(keys) - n_sink) // lag

@@ -59,7 +59,7 @@ class AttentionLayer:
 
     @property
     def cap(self) -> float | None:
-        return self.family.cap_of(self.attention)
+        return getattr(self.attention, self.family.cap) if self.family.cap else None
 
     @property
     def readers(self) -> tuple[Any, ...]:
@@ -104,17 +104,6 @@ class AttentionLayer:
         grouped = (self.family.grouped(x, n_kv_heads) for x in parts)
         groups = [mx.unflatten(x, 1, (n_kv_heads, -1)) for x in grouped]
         return mx.concatenate(groups, axis=2).flatten(1, 2)
-
-    def output_weights(self, kv_head: int, n_heads: int, values: mx.array) -> mx.array:
-        """`(group, head_dim, hidden_size)`: what the output projection makes of a KV head's values.
-
-        Args:
-            n_heads: query heads, those of all `readers`; one matrix for each of the `group` that read this KV head.
-            values: `(B, n_kv_heads, T, head_dim)`.
-        """
-        wanted = kv_head, values.shape[1], n_heads // len(self.readers), values
-        made = [self.family.output_weights(reader, *wanted) for reader in self.readers]
-        return mx.concatenate(made)
 
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
         return self  # a copied cache serves the same model

@@ -7,12 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import UnsupportedModelError
-from ..several.shard import of_heads_here
 from .rope import composes
-
-# The attention modules' names for the output projection.
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_resid")
 
 
 def _never(attention: Any) -> bool:
@@ -71,9 +66,6 @@ class AttentionFamily:
     def sinks_of(self, attention) -> mx.array | None:
         return getattr(attention, self.sinks) if self.sinks else None
 
-    def cap_of(self, attention) -> float | None:
-        return getattr(attention, self.cap) if self.cap else None
-
     def rope_of(self, attention) -> Any | None:
         """An attention module's RoPE, called as `rope(x, offset)`, or None."""
         if self.rope is None or (self.rotates and not getattr(attention, self.rotates)):
@@ -102,41 +94,3 @@ class AttentionFamily:
         if not self.tiled:
             return queries
         return mx.unflatten(queries, 1, (-1, n_kv_heads)).swapaxes(1, 2).flatten(1, 2)
-
-    def readers(self, kv_head: int, n_kv_heads: int, n_heads: int) -> range:
-        """The query heads that read a KV head."""
-        if self.tiled:
-            return range(kv_head, n_heads, n_kv_heads)
-        group = n_heads // n_kv_heads
-        return range(kv_head * group, (kv_head + 1) * group)
-
-    def output_of(self, attention) -> Any:
-        """An attention module's output projection; UnsupportedModelError if it has none of a known name."""
-        for name in OUTPUTS:
-            if (output := getattr(attention, name, None)) is not None:
-                return output
-        raise UnsupportedModelError(
-            f"{type(attention).__name__} of {self.module!r} has no output projection of a known name "
-            f"({', '.join(OUTPUTS)}), which this policy needs"
-        )
-
-    def output_weights(
-        self, attention, kv_head: int, n_kv_heads: int, n_heads: int, like: mx.array
-    ) -> mx.array:
-        """The output projection's weights `(group, head_dim, hidden_size)`, for each query head that reads a KV head.
-
-        The module is called on unit vectors like these values, so that quantised and adapted weights count too; its
-        bias, and the norm or gate that a few families apply before it, do not.
-        """
-        readers = self.readers(kv_head, n_kv_heads, n_heads)
-        units = mx.eye(like.shape[3], dtype=like.dtype)
-        by_head = [units] * n_heads
-        if self.latent:  # each head makes values of its own of a latent
-            by_head = list(attention.unembed_out(units[None, None])[0])
-        D, output = by_head[0].shape[1], of_heads_here(self.output_of(attention))
-
-        def written(values: mx.array, head: int) -> mx.array:
-            return output(mx.pad(values, [(0, 0), (head * D, (n_heads - 1 - head) * D)]))
-
-        nothing = written(mx.zeros((1, D), like.dtype), 0)
-        return mx.stack([written(by_head[head], head) - nothing for head in readers])

@@ -7,17 +7,11 @@ import mlx.core as mx
 
 from ..entries.attention import shared_logits
 from ..entries.entries import Entries
-from ..entries.selection import top_positions
-from .base import Policy, choice, count, entry_count, flag
+from .base import Policy, choice, count, entry_count
 from .budgets import Quota, amount, mean_entries
 
 ON_FULL = ("grow", "slide", "keydiff")
 LATEST = (32, 64)  # queries, which "forward" compares with those before them
-
-# CriticalKV's second stage.
-EPSILON = 1e-4  # added to the weights
-CERTAIN = 1e30  # factor that puts the first stage's weights above all of the second's
-WRITTEN_BYTES = 8 << 20  # of float32 that a block of values is projected to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +33,6 @@ class SnapKV(Policy):
             before the value and reads on from there. What all queries attend to, such as line breaks, has no contrast.
         heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared"
             keeps one set for all heads, by the highest logit over heads and queries.
-        critical: choose the second half of the budget by the votes times the size of what the attention's output
-            projection makes of an entry's value (CriticalKV: Feng et al. 2025, arXiv:2502.03805).
         lookahead: answer tokens decoded on all entries before the compression, whose queries vote too; none with
             memory=recall after a policy that reads in blocks.
         min_ctx: prompts with fewer tokens are left alone.
@@ -71,7 +63,6 @@ class SnapKV(Policy):
     prefill_chunk: int | None = count(None, least=1)  # type: ignore[misc]
     pool: str = choice("forward", "avg", "max")
     heads: str = choice("per_head", "shared")
-    critical: bool = flag(False)
     lookahead: int = count(32, most=256)  # type: ignore[misc]
     on_full: str = choice(*ON_FULL)  # type: ignore[misc]
     schedule: str = "once"
@@ -80,8 +71,6 @@ class SnapKV(Policy):
         self._check_options()
         odd = self.pool == "forward" or self.pool_kernel % 2 == 1
         self._require("pool_kernel", odd, f"odd with pool={self.pool}")
-        if self.critical:
-            self._require("heads", self.heads == "per_head", "per_head with critical")
         if self.on_full == "slide":
             self._require("schedule", self.schedule == "once", "once with on_full=slide")
         # `budget` and `top_k` say the same, unless `budget` depends on the prompt.
@@ -137,9 +126,6 @@ class SnapKV(Policy):
             return votes
         pooled = [pool_votes(each[..., middle], self.pool, self.pool_kernel) for each in to_pool]
         ranked = reduce(mx.maximum, [votes[..., middle], *pooled] if forward else pooled)
-        if self.critical:
-            mean = ranked if forward else ranked / entries.queries.shape[2]
-            ranked = two_stages(mean, entries, self.n_sink, budget // 2 - self.n_sink - n_window)
         parts = [votes[..., : middle.start], ranked, votes[..., middle.stop :]]
         return mx.concatenate(parts, axis=-1)
 
@@ -176,40 +162,3 @@ def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
     padded = mx.pad(votes, widths, constant_values=-mx.inf if pool == "max" else 0.0)
     shifted = [padded[..., i : i + T] for i in range(kernel)]
     return reduce(mx.maximum, shifted) if pool == "max" else reduce(mx.add, shifted) / kernel
-
-
-def two_stages(weights: mx.array, entries: Entries, start: int, n_certain: int) -> mx.array:
-    """CriticalKV's scores `(B, n_kv_heads, n)` of the entries `[start, start + n)`, by their mean attention `weights`.
-
-    Those with the `n_certain` highest weights come first, in their order. The others are ranked by weight times the
-    size of the projected value.
-    """
-    n = weights.shape[-1]
-    scores = (weights + EPSILON) * projected_norms(entries, start, start + n)
-    n_certain = min(n_certain, n)
-    if n_certain <= 0:
-        return scores
-    best = top_positions(weights, n_certain)
-    first = (mx.take_along_axis(weights, best, axis=-1) + EPSILON) * CERTAIN
-    return mx.put_along_axis(scores, best, first, axis=-1)
-
-
-def projected_norms(entries: Entries, start: int, stop: int) -> mx.array:
-    """L1 norms of the values of the entries `[start, stop)` after the output projection, the mean of a GQA group's."""
-    one, n_heads = entries.read_values(start, start + 1), entries.queries.shape[1]
-    # By KV head: `(head_dim, group, hidden_size)`.
-    output = entries.layer.output_weights
-    weights = [output(head, n_heads, one).swapaxes(0, 1) for head in range(one.shape[1])]
-
-    def norms(begin: int, end: int, after: list[mx.array]) -> mx.array:
-        values = entries.read_values(begin, end, after)
-        sums: list[mx.array] = []
-        for head, weight in enumerate(weights):
-            part = mx.depends(values[:, head].astype(mx.float32), sums[-1:])
-            projected = part @ weight.astype(mx.float32).flatten(1)
-            sums.append(mx.abs(projected).sum(axis=-1) / weight.shape[1])
-        return mx.stack(sums, axis=1)
-
-    _, group, hidden_size = weights[0].shape
-    size = max(64, WRITTEN_BYTES // (4 * one.shape[0] * group * hidden_size))
-    return entries.by_block(norms, range(start, stop, size))

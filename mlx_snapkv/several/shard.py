@@ -2,11 +2,9 @@
 
 import itertools
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
 from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 
 from ..errors import SnapKVError
@@ -103,14 +101,3 @@ def _split(model: Any) -> tuple[str | None, int]:
         return PIPELINE, size
     size = max(map(_n_summed, model.layers[:LOOKED_AT]))
     return (TENSOR if size > 1 else None), size
-
-
-def of_heads_here(output: Any) -> Callable[[mx.array], mx.array]:
-    """An output projection of this rank's heads only: without the other ranks' summands and the bias."""
-    if isinstance(output, ShardedToAllLinear):
-        return lambda x: x @ output["weight"].T
-    if isinstance(output, QuantizedShardedToAllLinear):
-        how: Any = {"group_size": output.group_size, "bits": output.bits, "mode": output.mode}
-        parts = output["weight"], output["scales"], output.get("biases")
-        return lambda x: mx.quantized_matmul(x, *parts, transpose=True, **how)
-    return output

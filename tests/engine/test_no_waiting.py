@@ -19,7 +19,7 @@ POLICIES = [
     f"lagkv:{BLOCK},lag_size=8",
     f"expected_attention:{BLOCK}",
     f"scissorhands:{BLOCK}",
-    f"{SNAPKV},schedule=block,block=16,critical=true",
+    f"{SNAPKV},schedule=block,block=16",
     f"{SNAPKV},on_full=keydiff",
     f"h2o:{BLOCK} then {SNAPKV},on_full=keydiff",
 ]

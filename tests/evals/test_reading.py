@@ -24,7 +24,7 @@ SHARING = [
     f"{BASE},lookahead=0",
     f"{BASE},lookahead=20,on_full=grow",
     f"{MANY},on_full=keydiff",
-    f"{PYRAMID},on_full=keydiff,critical=true",
+    f"{PYRAMID},on_full=keydiff",
     "streaming_llm:budget=48,schedule=once",
     "expected_attention:budget=48,n_sink=16,schedule=once",
 ]

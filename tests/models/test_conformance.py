@@ -82,24 +82,6 @@ def test_queries_and_votes_are_the_attentions_own(model, monkeypatch):
         for call in own:
             assert scale == pytest.approx(call["scale"])
             assert (layer.family.sinks_of(layer.attention) is None) == (call["sinks"] is None)
-        takes_a_part_for_each_query_head(layer, own, rows)
-
-
-def takes_a_part_for_each_query_head(layer, own, rows):
-    """The output projection, for CriticalKV: for the values of the KV head that `readers` says a head reads."""
-    n_heads, H = own[0]["q"].shape[1], rows.keys.shape[1]
-    read, output = heads_read(layer, own[0], rows.keys), layer.family.output_of(layer.attention)
-    for head in range(H):
-        readers, values = layer.family.readers(head, H, n_heads), rows.values[0, head]
-        assert all(read[j] == head for j in readers) and len(readers) == n_heads // H
-        made = layer.output_weights(head, n_heads * len(own), rows.values)
-        assert made.shape[0] == len(own) * len(readers)
-        for j, weights in zip(readers, made):
-            part = layer.attention.unembed_out(values[None, None])[0, j] if layer.latent else values
-            D = part.shape[1]
-            part = mx.pad(part, [(0, 0), (j * D, (n_heads - 1 - j) * D)])
-            wanted = output(part) - output(mx.zeros_like(part))
-            assert np.allclose(values @ weights, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_decoding_with_everything_kept_equals_mlx_lm(model):

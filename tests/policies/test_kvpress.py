@@ -24,16 +24,10 @@ def policy_of(case):
     *options, kept = RECORDED[f"{case}/settings"].tolist()
     name = case.partition("/")[0]
     own = {"budget": kept, "block": T}
-    if name in ("snapkv", "critical"):  # kvpress keeps no sink, and all recent entries observe
+    if name == "snapkv":  # kvpress keeps no sink, and all recent entries observe
         window, kernel = options
         own = {"budget": kept, "n_sink": 0, "n_window": window, "obs_window": window}
-        own |= {
-            "pool_kernel": kernel,
-            "pool": "avg",
-            "lookahead": 0,
-            "critical": name == "critical",
-        }
-        return SnapKV(**own)
+        return SnapKV(**own, pool_kernel=kernel, pool="avg", lookahead=0)
     if name not in ("tova", "streaming_llm"):
         own["n_window"] = 0
     if name == "lagkv":

@@ -1,21 +1,17 @@
-"""SnapKV and CriticalKV: votes, pooling, the second stage, options; how requests name a policy."""
+"""SnapKV: votes, pooling, options; how requests name a policy."""
 
 import dataclasses
 
-import mlx.core as mx
 import numpy as np
 import pytest
 import reference
 from entry_helpers import asked, make_entries, votes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import make_llama
 
-from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, Stages, prefill
-from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv import SnapKV, SnapKVError
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.policies import resolve_policy, snapkv
+from mlx_snapkv.policies import resolve_policy
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])
@@ -59,54 +55,6 @@ def test_what_is_kept_anyway_is_the_windows_share_of_the_budget():
         assert raw[-n_window:].all() and not raw[-n_window - 3 : -n_window].any()
 
 
-# CriticalKV
-
-SINK, WINDOW, BUDGET = 3, 8, 40
-OPTIONS = {"n_sink": SINK, "n_window": WINDOW, "obs_window": 6, "lookahead": 0, "pool_kernel": 3}
-CRITICAL = SnapKV(budget=BUDGET, critical=True, **OPTIONS)
-
-
-def layer_of(model):
-    return attention_layers(model, make_prompt_cache(model))[1]
-
-
-@pytest.mark.parametrize(
-    "pool, budget, n_bytes", [("avg", 40, 1), ("avg", 12, 8 << 20), ("forward", 40, 1)]
-)
-def test_the_second_half_is_ranked_by_what_it_writes(pool, budget, n_bytes, monkeypatch):
-    monkeypatch.setattr(snapkv, "WRITTEN_BYTES", n_bytes)  # 1: blocks of 64 entries
-    layer = layer_of(make_llama(hidden_size=48))
-    entries = make_entries(T=90, n=6, layer=layer, B=2, D=12)
-    entries.budget = budget
-    policy = dataclasses.replace(CRITICAL, pool=pool)
-    scores = np.asarray(policy.score(entries))[..., SINK:-WINDOW]
-    raw, n_certain = votes_of(entries)[..., SINK:-WINDOW] / 6, budget // 2 - SINK - WINDOW
-    for b, head in np.ndindex(2, 2):
-        weights = reference.pool(raw[b, head], pool, 3)
-        if pool == "forward":
-            weights = np.maximum(weights, raw[b, head])
-        values = entries.values[b, head, SINK:-WINDOW]
-        output, readers = layer.attention.o_proj.weight, (2 * head, 2 * head + 1)
-        order, second = reference.critical(weights, values, output, readers, n_certain)
-        assert np.argsort(-scores[b, head]).tolist() == order
-        later = order[max(0, n_certain) :]
-        assert np.allclose(scores[b, head, later], second[later], rtol=1e-4)
-
-
-def test_the_second_stage_needs_a_layer():
-    with pytest.raises(SnapKVError, match=r"prefill with mlx_snapkv\.prefill"):
-        CRITICAL.score(make_entries(T=90, n=6))
-
-
-def test_the_last_stage_chooses_by_its_own_budget(tokens):
-    """Of what an earlier stage left, as many are certain as of the whole prompt."""
-    model, everything = make_llama(), KeyDiff(budget=len(tokens) + 16, block=16)
-    alone, after = (
-        prefill(model, tokens, policy)[0] for policy in (CRITICAL, Stages(everything, CRITICAL))
-    )
-    assert all(mx.array_equal(x.positions, y.positions) for x, y in zip(alone, after))
-
-
 # Options
 
 
@@ -123,8 +71,6 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
         ({"pool": "avg", "pool_kernel": 4}, "pool_kernel must be odd with pool=avg, got 4"),
         ({"pool_kernel": 257}, "pool_kernel must be a whole number of 1 to 255, got 257"),
         ({"pool": "mean"}, "pool must be forward, avg or max, got 'mean'"),
-        ({"critical": 1}, "critical must be true or false, got 1"),
-        ({"critical": True, "heads": "shared"}, "heads must be per_head with critical, got 'shared'"),
     ],
 )  # fmt: skip
 def test_values_out_of_range(options, message):
