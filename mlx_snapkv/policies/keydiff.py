@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from .base import Policy, choice, count, entry_count
-from .snapkv import pool_votes
+from .base import Policy, choice, entry_count
 
 TINY = 1e-12  # added to squared norms, so that a key of zeros has a direction of zeros
 
@@ -20,8 +19,6 @@ class KeyDiff(Policy):
             coordinate), or "pairwise": the mean similarity to every key (equation 7), computed in blocks.
         similarity: "cosine"; "dot" and "euclidean" compare the keys as they are, with the mean or median
             of the keys as they are (section 4.3).
-        pool_kernel: odd width of the average over the scores of neighbours among the entries held, as SnapKV's votes
-            are pooled; 1 is none, as in the paper. Entries near a distinct one are kept with it.
 
     Differs from the paper in that half of the budget is a recent window by default: distinct keys alone cost two real
     models up to twice as much of their predictions (docs/quality.md).
@@ -34,27 +31,17 @@ class KeyDiff(Policy):
     n_window: int | str = entry_count("50%")
     anchor: str = choice("mean", "median", "pairwise")
     similarity: str = choice("cosine", "dot", "euclidean")
-    pool_kernel: int = count(1, least=1, most=255)
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._require("pool_kernel", self.pool_kernel % 2 == 1, "odd")
 
     def score(self, entries: Entries) -> mx.array:
         """Minus the similarity, `(B, n_kv_heads, T)` float32; linear in T but for anchor="pairwise"."""
         if self.anchor == "pairwise":
-            scores = entries.of_keys(lambda part: self._mean_similarity(part, entries))
+            return -entries.of_keys(lambda part: self._mean_similarity(part, entries))
+        if self.anchor == "median":
+            anchor = self._median(entries.keys)
         else:
-            if self.anchor == "median":
-                anchor = self._median(entries.keys)
-            else:
-                sums = entries.of_keys(lambda part: self._scaled(part).sum(axis=2, keepdims=True))
-                anchor = sums.sum(axis=2, keepdims=True) / len(entries)
-            scores = entries.of_keys(lambda part: self._similarity(part, anchor)[..., 0])
-        if self.pool_kernel == 1:
-            return -scores
-        most = scores.max(axis=-1, keepdims=True)  # what lies outside counts as much as the lowest
-        return pool_votes(most - scores, "avg", self.pool_kernel) - most
+            sums = entries.of_keys(lambda part: self._scaled(part).sum(axis=2, keepdims=True))
+            anchor = sums.sum(axis=2, keepdims=True) / len(entries)
+        return -entries.of_keys(lambda part: self._similarity(part, anchor)[..., 0])
 
     def _median(self, keys: mx.array) -> mx.array:
         """A head at a time, since a median sorts a copy."""
