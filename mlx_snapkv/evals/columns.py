@@ -8,10 +8,9 @@ import importlib
 import itertools
 import json
 import re
-import string
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,15 +29,17 @@ SPLIT = re.compile(r"(train|test|validation|data)\b")
 PAGE = Page(
     "Questions of a data set",
     "Scores are those of the tasks: for RULER's the share of the references that stand in the output, for qa whether "
-    "one does; F1 of words for LongBench's, InfiniteBench's and LooGLE's English questions, the letter chosen where "
-    f"there are choices. All other tasks are scored as RULER's, which is not their own score. {SCORES}",
+    "one does; LongBench's own, by lm-evaluation-harness; F1 of words for InfiniteBench's and LooGLE's English "
+    "questions, the letter chosen where there are choices. All other tasks are scored as RULER's, which is not their "
+    f"own score. {SCORES}",
 )
 
 Text = Annotated[str, Field(min_length=1)]
 
 
 class Row(BaseModel, strict=True, frozen=True):
-    """A question about a context; `answer_prefix` is what the answer begins with, `length` what tables call it."""
+    """A question about a context; `answer_prefix` is what the answer begins with, `length` what tables call it, and
+    `all_classes` what LongBench's classifications choose from."""
 
     context: Text
     question: str
@@ -49,6 +50,7 @@ class Row(BaseModel, strict=True, frozen=True):
     ]
     max_new_tokens: PositiveInt
     answer_prefix: str = ""
+    all_classes: list[str] | None = None
     task: str
     length: int | None
 
@@ -60,7 +62,8 @@ def read_columns(
 
     They are a list a document, by length and task: at most the first `most` of each, of these tasks or of all.
 
-    Raises: SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
+    Raises: SnapKVError: there is no such file, it can't be read or lacks a column, it has no such task, or one whose
+    score is not installed.
     """
     place = path_of(name, "--data")
     endings = "*.jsonl", "*.parquet"
@@ -81,6 +84,8 @@ def read_columns(
             own = row if separate else row.model_copy(update={"length": None})
             groups[own.length or 0, row.task][row.context].append(own)
     chosen = [own for _, texts in sorted(groups.items()) for own in [*texts.values()][:most]]
+    for first, *_ in chosen:
+        score_of(first)
     return chosen, digest_of(json.dumps([(path.name, path.stat().st_size) for path in paths]))
 
 
@@ -158,8 +163,7 @@ def columns(
         for row in rows:
             text = row.question + after + row.answer_prefix
             prompt = head + tokenizer.encode(text, add_special_tokens=False)
-            score = partial(metric_of(row.task), row.answer)
-            questions.append(Question(prompt, row.answer, score, row.max_new_tokens))
+            questions.append(Question(prompt, row.answer, score_of(row), row.max_new_tokens))
         return Document(questions, len(head))
 
     setting = {"task": "data", "data": digest, "chat_template": template}
@@ -179,7 +183,7 @@ def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -
 
 
 # Scores, 0 to 1, of an output given its references. RULER's two are those of its own evaluation, as kvpress computes
-# them; F1 and the choice of a letter are LongBench's and InfiniteBench's. Every other task has the first of them.
+# them; the choice of a letter is InfiniteBench's.
 def string_match_all(references: Sequence[str], output: str) -> float:
     """The share of the references that stand in the output, whatever their case (RULER's niah, vt, cwe and fwe)."""
     text = re.sub(r"[\x00-\x1f]", "", output.strip()).lower()
@@ -191,41 +195,51 @@ def string_match_part(references: Sequence[str], output: str) -> float:
     return float(string_match_all(references, output) > 0)
 
 
-def f1(references: Sequence[str], output: str) -> float:
-    """F1 of the words, without case, punctuation and articles; of several references the best."""
-    found = _words(output)
-
-    def of(wanted: Counter[str]) -> float:  # 2PR / (P + R); a word counts as often as it is there
-        return 2 * (wanted & found).total() / ((wanted.total() + found.total()) or 1)
-
-    return max(of(_words(reference)) for reference in references)
-
-
-def first_line_f1(references: Sequence[str], output: str) -> float:
-    """F1 of the first line that is not empty."""
-    return f1(references, output.lstrip().partition("\n")[0])
-
-
 def choice(references: Sequence[str], output: str) -> float:
     """Whether the reference is the output's letter: the last of A to D that stands alone, of its first such line."""
     found = re.search(r"\b[A-D]\b(?!.*\b[A-D]\b)", output)
     return float(found is not None and found.group() in references)
 
 
-def _words(text: str) -> Counter[str]:
-    bare = "".join(c for c in text.lower() if c not in string.punctuation)
-    return Counter(re.sub(r"\b(a|an|the)\b", " ", bare).split())
-
-
-_F1 = "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique longbook_qa_eng shortdep_qa longdep_qa"
-METRICS: dict[str, Callable[[Sequence[str], str], float]] = {
+METRICS = {
     **dict.fromkeys(("qa_1", "qa_2", "longdialogue_qa_eng"), string_match_part),
     **dict.fromkeys(("longbook_choice_eng", "code_debug"), choice),
-    **dict.fromkeys(_F1.split(), f1),
-    "triviaqa": first_line_f1,
 }
+LONGBENCH = set(
+    """narrativeqa qasper multifieldqa_en multifieldqa_zh hotpotqa 2wikimqa musique dureader gov_report qmsum multi_news
+    vcsum trec triviaqa samsum lsht passage_count passage_retrieval_en passage_retrieval_zh lcc repobench-p""".split()
+)
+F1_OF_WORDS = {"longbook_qa_eng", "shortdep_qa", "longdep_qa"}  # as LongBench's English questions
 
 
-def metric_of(task: str) -> Callable[[Sequence[str], str], float]:
-    """The score of a task; of LongBench-E's tasks (`-e`, `_e`) that of LongBench's."""
-    return METRICS.get(re.sub(r"[-_]e$", "", task), string_match_all)
+def score_of(row: Row) -> Callable[[str], float]:
+    """A row's score of an output; of LongBench-E's tasks (`-e`, `_e`) that of LongBench's.
+
+    Raises: SnapKVError: it is one of LongBench's, and lm-evaluation-harness is not installed.
+    """
+    task = re.sub(r"[-_]e$", "", row.task)
+    if task in LONGBENCH | F1_OF_WORDS:
+        about = {"answers": row.answer, "all_classes": row.all_classes}
+        return partial(longbench("qasper" if task in F1_OF_WORDS else task), about)
+    return partial(METRICS.get(task, string_match_all), row.answer)
+
+
+@cache
+def longbench(task: str) -> Callable[[dict[str, Any], str], float]:
+    """The score of a task of LongBench's, as lm-evaluation-harness has it."""
+    try:
+        from lm_eval import tasks
+        from lm_eval.tasks._yaml_loader import load_yaml
+
+        found = load_yaml(Path(tasks.__file__).with_name("longbench") / f"{task}.yaml")
+    except ImportError as error:
+        raise SnapKVError(
+            f"the score of {task} is lm-evaluation-harness': pip install 'mlx-snapkv[lm]' ({error})"
+        ) from error
+    of_first_line = "\n" in found["generation_kwargs"]["until"]
+
+    def score(about: dict[str, Any], output: str) -> float:
+        text = output.lstrip().partition("\n")[0] if of_first_line else output
+        return float(found["process_results"](about, [text])["score"])
+
+    return score

@@ -8,7 +8,14 @@ import pytest
 from pyarrow import parquet
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.columns import columns, metric_of, read_columns, require_room
+from mlx_snapkv.evals.columns import (
+    Row,
+    columns,
+    longbench,
+    read_columns,
+    require_room,
+    score_of,
+)
 
 ROW = {
     "context": "The code is 4711. The sky is blue.\n",
@@ -38,7 +45,7 @@ def test_rows_of_one_context_are_one_document(tmp_path, name):
     documents, _ = read_columns(data)
     assert [rows[0].context for rows in documents] == [ROW["context"], "Nothing."]
     assert [row.question for row in documents[0]] == [ROW["question"], "What is blue?"]
-    assert documents[0][0].model_dump() == ROW | {"length": None}
+    assert documents[0][0].model_dump() == ROW | {"length": None, "all_classes": None}
 
 
 def test_a_folder_of_files(tmp_path):
@@ -142,9 +149,27 @@ SCORES = [
     (CHOICE, ["B"], "not A but B", 1),  # the last of its line
     (CHOICE, ["B"], "The answer is B\nand not C", 1),  # the first line that has one
     (CHOICE, ["B"], "I say C, or D", 0),
+    (
+        "trec",
+        ["Person"],
+        "\nPerson or Place",
+        0.5,
+    ),  # LongBench's: of two classes named, one is right
+    ("trec", ["Person"], "Person\nPlace", 1),
+    ("passage_count", ["3"], "3 of 4", 0.5),
+    ("gov_report", ["the cat sat"], "the cat", 0.8),  # rouge-l: precision 1, recall 2/3
 ]
 
 
 @pytest.mark.parametrize("task, references, output, wanted", SCORES)
 def test_scores_by_hand(task, references, output, wanted):
-    assert metric_of(task)(references, output) == pytest.approx(wanted)
+    row = ROW | {"task": task, "answer": references, "all_classes": ["Person", "Place"]}
+    assert score_of(Row(**row, length=None))(output) == pytest.approx(wanted)
+
+
+def test_longbenchs_scores_are_lm_evaluation_harness(tmp_path, monkeypatch):
+    longbench.cache_clear()
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    data = write(tmp_path / "d.jsonl", [ROW | {"task": "qmsum"}])
+    with pytest.raises(SnapKVError, match=r"score of qmsum .* pip install 'mlx-snapkv\[lm\]'"):
+        read_columns(data)
