@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 UNTOLD = 1 << 17  # tokens to plan at most for a model whose trained length is not known
-SAME = "-"
 
 
 def mac_bytes(text: Any) -> int:
@@ -161,28 +160,20 @@ class Plans:
         return words if plan.kv_bits is None else f"{words} --kv-bits {plan.kv_bits}"
 
     def _table(self, choices: list[Choice]) -> Table:
-        from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-
         found = [plan for choice in choices for plan in choice.found]
-        sizes = [] if self.kv_bits is not None else list(found[0].kv_in_bits)
-        bits = [n for n in sizes if any(plan.kv_in_bits.get(n) != plan.kv for plan in found)]
         usable, memory = self.machine.usable, format_bytes(self.machine.memory)
         remark = "The most in use while reading and answering, weights included. "
         remark += f"{format_bytes(usable)} of {memory} may be used."
-        if any(plan.kv_in_bits.get(n) == plan.kv for plan in found for n in bits):
-            remark += f" {SAME}: full caches of up to {DEFAULT_QUANTIZED_KV_START:,} tokens are not quantised."
-        columns = ["KV cache", *(f"{n} bits" for n in bits), "reading", "answering", "fits"]
         weights = f"Weights {format_bytes(found[0].weights)}"
-        table = Table(weights, remark, ["context", "policy", *columns])
+        columns = ["context", "policy", "KV cache", "reading", "answering", "fits"]
+        table = Table(weights, remark, columns)
         for choice in choices:
             for i, plan in enumerate(choice.found):
-                in_bits = [plan.kv_in_bits.get(n, plan.kv) for n in bits]
-                small = [SAME if size == plan.kv else format_bytes(size) for size in in_bits]
-                most = [format_bytes(plan.reading), format_bytes(plan.answering)]
+                sizes = map(format_bytes, (plan.kv, plan.reading, plan.answering))
                 fits = "yes" if plan.peak <= usable else "no"
                 fits = "recommended" if plan == choice.best else fits
                 context = "" if i else tokens_text(plan.context)
-                table.add(context, _way(plan), format_bytes(plan.kv), *small, *most, fits)
+                table.add(context, _way(plan), *sizes, fits)
         return table
 
 

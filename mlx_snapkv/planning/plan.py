@@ -1,8 +1,7 @@
 """What a model's prompts will take, by length and policy, and the policy that would fit."""
 
-import contextlib
 import functools
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
@@ -21,7 +20,6 @@ from ..policies.budgets import UNLIMITED
 from .shapes import layer_shapes, tables
 
 MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
-SHOWN_BITS = (8, 4)  # of entries, that a plan tells the KV memory for
 
 # Times a layer's keys and values. A growing full cache holds the old ones until they are copied, while the next
 # layer's copy has begun. An evicting cache holds float32 keys to score, and the entries kept.
@@ -41,8 +39,6 @@ class MemoryPlan:
     reading: int  # the most in use at once until then, the weights included
     answering: int  # and from then on
     reason: str | None = None  # why the policy leaves the prompt as it is, if it does
-    # `kv`, if it were quantised to so many
-    kv_in_bits: dict[int, int] = field(default_factory=dict)
     beyond: str | None = None  # a sentence, if the model was trained to read fewer tokens
 
     @property
@@ -83,10 +79,6 @@ class Planner:
         reason = None if chosen is None else gate(chosen, context, None, self._max_tokens)
         used = None if reason else chosen
         footprint = self._footprint(used, how)
-        in_bits = {}
-        for bits in SHOWN_BITS:
-            with contextlib.suppress(SnapKVError, ValueError):
-                in_bits[bits] = self._kv(context, used, self._quantization(bits))
         return MemoryPlan(
             context,
             None if chosen is None else policy if isinstance(policy, str) else str(chosen),
@@ -96,7 +88,6 @@ class Planner:
             self._weights + self._reading(footprint, context),
             self._weights + self._answering(footprint, context),
             reason,
-            in_bits,
             CompressionConfig(used).warning(self._model, context),
         )
 
@@ -120,9 +111,7 @@ class Planner:
     def _made(self, policy: Policy | Stages | None, how: Quantization | None) -> Footprint:
         name = policy and policy.stages[1].repeats and policy.stages[1].name
         if name:
-            raise SnapKVError(
-                f"{name} reads a prompt twice, which is not counted: plan another policy"
-            )
+            raise SnapKVError(f"{name} reads a prompt twice, which is not counted: plan another")
         return Footprint(self._sizes, policy, how, self._step_size)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:
