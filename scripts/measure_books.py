@@ -54,7 +54,7 @@ def measure(model, case: Case) -> Row:
         disk = file_bytes(cache) / held_tokens(model, cache)
         questions = [random_prompt(QUESTION) for _ in range(ASKED)]
         asked = [ask(model, question, cache, ANSWER, **options) for question in questions]
-    row = {
+    return {
         "context": length,
         "contender": name,
         "entries": entries,
@@ -66,10 +66,6 @@ def measure(model, case: Case) -> Row:
         "gathered": max(report.entries for _, report in asked),
         "question_seconds": statistics.median(seconds for seconds, _ in asked),
     }
-    if books := [report.book for _, report in asked if report.book]:
-        for part in ("vote_seconds", "gather_seconds", "read_again_seconds"):
-            row[part] = statistics.median(getattr(book, part) for book in books)
-    return row
 
 
 def main() -> None:

@@ -36,19 +36,13 @@ class Book:
     file_bytes: int
     read_again: int  # tokens that were read a second time, over what was gathered for them
     index_made_again: bool = False  # that of the entries read before
-    vote_seconds: float = 0.0
-    gather_seconds: float = 0.0
-    read_again_seconds: float = 0.0
 
     def __str__(self) -> str:
         where = "on disk" if self.file_bytes else "in memory"
         again = ", their index was missing and made again" if self.index_made_again else ""
-        return (
-            f"{self.resident} resident ({format_bytes(self.resident_bytes)}), "
-            f"all {self.stored} {where} ({format_bytes(self.file_bytes or self.stored_bytes)}){again}, "
-            f"votes {self.vote_seconds:.2f} s, gathering {self.gather_seconds:.2f} s, "
-            f"{self.read_again} tokens read again {self.read_again_seconds:.2f} s"
-        )
+        resident = f"{self.resident} resident ({format_bytes(self.resident_bytes)})"
+        stored = f"all {self.stored} {where} ({format_bytes(self.file_bytes or self.stored_bytes)})"
+        return f"{resident}, {stored}{again}, {self.read_again} tokens read again"
 
 
 @dataclass

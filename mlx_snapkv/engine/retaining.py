@@ -8,7 +8,6 @@ the next turn.
 """
 
 import dataclasses
-import time
 
 import mlx.core as mx
 
@@ -176,24 +175,18 @@ class OutOfCoreReader(RetainingReader):
             read_again=self._n_again,
             index_made_again=self._lacked_index,
         )
-        started = time.perf_counter()
         if self._length is not None:
             self._shared = self._most_attended()
-        choices = super().choose()
-        self.report.book.vote_seconds = time.perf_counter() - started
-        return choices
+        return super().choose()
 
     def keep(self, choices: list[Choice]) -> None:
         """Gather what was chosen, or let tokens choose, and read the last tokens over it."""
-        book, started = self.report.book, time.perf_counter()
-        assert book is not None
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
             layer.put(self._small, self._gathered(layer, choice, uniform))
         if self.refreshes:
             for layer, quota in zip(self.layers, self.decode_quotas):
                 layer.put(self._small, self._choosing(layer, quota))
-        gathered = time.perf_counter()
         tokens = mx.concatenate(self._again, axis=1)
         # Where tokens choose, the last one does so alone: the answer's first follows from it.
         for part in [tokens[:, :-1], tokens[:, -1:]] if self.refreshes else [tokens]:
@@ -208,8 +201,6 @@ class OutOfCoreReader(RetainingReader):
                 layer.cache_in(full).trim(self._n_again)
             self._logits = self._logits_after(tokens, full)
         self._again = []
-        book.gather_seconds = gathered - started
-        book.read_again_seconds = time.perf_counter() - gathered
 
     def _most_attended(self) -> mx.array | None:
         """Positions of the pages that get the largest share of any head's attention by the prompt's last queries.
