@@ -12,7 +12,7 @@ from ..errors import SnapKVError
 from ..paths import path_of, refusing
 from . import cache_options, options
 from .command import option
-from .reading import Reading, noticing
+from .reading import Reading
 
 if TYPE_CHECKING:
     from ..batch.files import AnswersFile, RequestsFile
@@ -54,14 +54,14 @@ def batch(
     from ..completions.request import Defaults
 
     reading = Reading(files.quiet)
-    ways = compression.keywords()
-    ways |= compression.take(model.model, None, "batch", reading.say)
-    chosen = ways["policy"]
+    keywords = compression.keywords()
+    keywords |= compression.take(model.model, None, "batch", reading.say)
+    chosen = keywords["policy"]
     if cache.kv_bits is not None and chosen is None:
         raise SnapKVError("--kv-bits in a batch is for compressed entries: add --policy or drop it")
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
     if compression.memory != "drop":
-        about |= {name: ways[name] for name in ("memory", "verify", "refresh")}
+        about |= {name: keywords[name] for name in ("memory", "verify", "refresh")}
     if files.requests == "-" and sys.stdin is None:
         raise SnapKVError("standard input is closed: give a file of requests")
     with refusing(files.requests):
@@ -72,9 +72,9 @@ def batch(
         answers = AnswersFile(path, {"model": model.model, **about})
         loaded, tokenizer = model.load()
         sampling.generation(tokenizer)  # which finds mistakes
-        asked = answers, ways | vars(cache), model.model, about, Defaults(**vars(sampling))
+        asked = answers, keywords | vars(cache), model.model, about, Defaults(**vars(sampling))
         run = Run(loaded, tokenizer, *asked, files.concurrency, files.max_kv_bytes, seed=files.seed)
-        _answer(run, lines, reading, files.quiet)
+        _answer(run, lines, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
     for said, n in run.progress.warnings.items():
@@ -83,11 +83,10 @@ def batch(
         raise Exit(1)
 
 
-def _answer(run: Run, file: RequestsFile, reading: Reading, quiet: bool) -> None:
+def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
     from .progress import StepBars
 
-    stopping = noticing(lambda: reading.say("stopping after this chunk"))
-    with run.answers, StepBars(run.answers.path, quiet) as bar, stopping:
+    with run.answers, StepBars(run.answers.path, quiet) as bar:
         bar.start("answering", file.n_lines)
 
         def update(done: Progress) -> None:

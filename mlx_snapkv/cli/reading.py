@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -25,7 +23,6 @@ Result = TypeVar("Result")
 TOKENISING = "tokenising the text"
 PATIENCE = 0.5  # seconds in which nothing is shown
 LISTEN = 0.1  # seconds until Ctrl-C is noticed
-HESITATE = 0.2  # seconds in which Ctrl-C usually stops what is computed
 LONG = 2048  # tokens; shorter prompts are read in no time with any BLAS
 OPENBLAS = "libopenblas0-pthread"  # Debian's package
 
@@ -99,35 +96,8 @@ class Reading:
                     _hint_slow_blas(self.console)
             bar.update(done, total)
 
-        with bar, noticing(lambda: self.say("stopping after this chunk")):
+        with bar:
             yield update
-
-
-@contextmanager
-def noticing(tell: Callable[[], None]) -> Iterator[None]:
-    """For the block, `tell` that Ctrl-C was noticed if MLX computes on and keeps Python from acting on it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    ended = threading.Event()
-
-    def wait_for_signal() -> None:
-        if ours.recv(1) == bytes([signal.SIGINT]) and not ended.wait(HESITATE):
-            tell()
-
-    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=wait_for_signal, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        signal.set_wakeup_fd(before)
-        theirs.close()
-        thread.join()
-        ours.close()
 
 
 @functools.cache

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from command_lines import MODULE, PLAIN
 
-from mlx_snapkv.cli.reading import noticing
-
 OPENBLAS = "*/openblas-pthread/libopenblas.so.0"
 STOPPED = 130, "", "\nmlx-snapkv: stopped\n"
 
@@ -96,17 +94,3 @@ def test_ctrl_c_in_an_answer_closes_it_with_the_figures():
     *_, closing, empty, last = err.splitlines()
     assert closing.startswith("stopped: 28 prompt tokens, full cache (no policy") and empty == ""
     assert "generation" in closing and last == "mlx-snapkv: stopped"
-
-
-@pytest.mark.parametrize("seconds, words", [(0.6, ["heard"]), (0, [])])
-def test_ctrl_c_is_answered_while_mlx_computes_unless_it_ends_at_once(seconds, words):
-    said, pressed = [], []
-    # as if busy: no exception
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
-    try:
-        with noticing(lambda: said.append("heard")):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(seconds)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert said == words and pressed and signal.set_wakeup_fd(-1) == -1
