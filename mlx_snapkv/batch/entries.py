@@ -48,8 +48,7 @@ class Batched(OnQueries, _BaseCache):
         counts = [member.n_after_next for member in self.members]
         if len(set(counts)) == 1:
             return None
-        seen = mx.arange(max(counts)) < mx.array(counts)[:, None]
-        return seen[:, None, None, :]
+        return (mx.arange(max(counts)) < mx.array(counts)[:, None])[:, None, None, :]
 
     def extend(self, other: Any) -> None:
         """Take in the requests of another one, which is given up."""

@@ -43,12 +43,8 @@ class Conversation:
         model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
         policy: a policy object or string; without one the full cache is kept. "auto" takes a policy, and a memory,
             that suit the model and this machine, as docs/choose.md has it.
-        memory: "drop": a turn evicts entries for good, and later turns vote over what is left and their own. "recall":
-            all entries stay in memory, and every turn votes over all of them; only decoding uses the small cache.
-            "recall:8bit", "recall:4bit": the same, quantised between turns. "recall:file", "recall:file:8bit",
-            "recall:file:4bit": in temporary files. A policy that evicts while it reads (`keydiff`, alone or before
-            another) then reads within its budget, and every turn votes over all entries that were ever stored.
-        verify, refresh, far: as of `generate_step`.
+        memory, verify, refresh, far: as of `generate_step`. With "drop" later turns vote over the entries that are left
+            and their own; with the others over all that were ever read.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer. With a policy, `kv_bits` and
             `kv_group_size` apply to compressed entries; a turn that is not compressed stays plain until one is.
@@ -62,8 +58,7 @@ class Conversation:
         attached: documents that will be read with the next message.
         said: the parts of every message of the user's: its documents, then what was typed.
 
-    Raises:
-        SnapKVError: an option is out of range, the model can't be compressed, or has no chat template.
+    Raises: SnapKVError: an option is out of range, the model can't be compressed, or has no chat template.
     """
 
     def __init__(
@@ -157,8 +152,7 @@ class Conversation:
         If the caller stops early, the conversation keeps the part of the answer that was generated. If reading the
         message fails or is interrupted, the conversation is as it was before.
 
-        Raises:
-            SnapKVError: the message is empty, or the chat template refuses it.
+        Raises: SnapKVError: the message is empty, or the chat template refuses it.
         """
         if not text.strip():
             raise SnapKVError("the message is empty: give some text")
@@ -174,8 +168,7 @@ class Conversation:
         turns and those of a file, a cache with all entries keeps those of the remaining messages. Any other cache is
         emptied, and the next message reads the conversation again.
 
-        Raises:
-            SnapKVError: nothing has been said yet, or a file of mlx-lm's does not have its text.
+        Raises: SnapKVError: nothing has been said yet, or a file of mlx-lm's does not have its text.
         """
         if not self.said:
             raise SnapKVError("nothing has been said yet, so there is nothing to take back")
@@ -234,8 +227,7 @@ class Conversation:
                 conversation that was saved with a policy keeps its own.
             **generation: options of the answers, which are not saved.
 
-        Raises:
-            SnapKVError: the file is damaged, another model's, or can't be used with that policy.
+        Raises: SnapKVError: the file is damaged, another model's, or can't be used with that policy.
         """
         options, state = load(path, model, policy, memory)
         conversation = cls(model, tokenizer, **options, **generation)

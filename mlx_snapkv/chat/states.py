@@ -64,8 +64,8 @@ def load(
     if found.tokens is None:
         n = n_tokens(found.prompt_cache)
         state |= {"n_unknown": n, "read": [0] * n}
-    ways = {"policy": policy, "memory": memory, "system": system}
-    return ways, state | ways
+    options = {"policy": policy, "memory": memory, "system": system}
+    return options, state | options
 
 
 def _ways(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str) -> tuple:

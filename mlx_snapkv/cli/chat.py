@@ -28,26 +28,25 @@ def chat(
       mlx-snapkv chat --model MODEL --policy auto < questions.txt
     """
     from ..chat.conversation import Conversation
-    from ..several.ranks import here
     from .chat_commands import CommandCompleter, run_command
     from .chat_session import Lines, Session
     from .reading import Reading
 
-    ways = compression.keywords()
-    ways |= cache.generation(ways["policy"])
+    keywords = compression.keywords()
+    keywords |= cache.generation(keywords["policy"])
     lines = Lines(sys.stdin, CommandCompleter())
     loaded, tokenizer = model.load()
     cache.require(loaded)
     options.seed_sampling(seed)
     reading = Reading(quiet)
-    ways |= compression.take(loaded, None, "conversation", reading.say)
-    ways |= sampling.generation(tokenizer)
-    conversation = Conversation(loaded, tokenizer, system=system_prompt, **ways)
+    keywords |= compression.take(loaded, None, "conversation", reading.say)
+    keywords |= sampling.generation(tokenizer)
+    conversation = Conversation(loaded, tokenizer, system=system_prompt, **keywords)
     session = Session(model.model, conversation, sampling, lines, reading, context)
     interactive = lines.interactive
     if interactive:
         how = "Paste several lines, or end each with a backslash. /help lists commands."
-        reading.say(f"{session.model}, {session.ways}\n{how}")
+        reading.say(f"{session.model}, {session.settings}\n{how}")
     for line in map(str.strip, lines):
         try:
             if line.startswith("/"):
@@ -59,7 +58,7 @@ def chat(
                 raise
             session.say(in_flags(str(error)))
         except KeyboardInterrupt:
-            if not interactive or here().size > 1:
+            if not interactive or session.ranks.size > 1:
                 raise
             session.say(f"stopped; the conversation goes on{session.waiting}")
         except StopIteration:

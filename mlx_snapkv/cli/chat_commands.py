@@ -19,7 +19,6 @@ from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..paths import path_of, put, refusing, require_place
 from ..policies import POLICIES, resolve_policy
 from ..saved import require_writable
-from ..several.ranks import here
 from .cache_options import CompressionOptions
 from .chat_session import Session
 from .loading import ALONE_ONLY
@@ -81,7 +80,7 @@ class CommandCompleter(Completer):
 @_command(FILE)
 def _file(session: Session, path: str) -> None:
     """put a document in front of the next message"""
-    text = here().from_first(partial(read_file, "/file", path))
+    text = session.ranks.from_first(partial(read_file, "/file", path))
     tokens = session.attach(text)
     session.names[text] = Path(path).name
     session.say(f"{session.names[text]}: {tokens:,} tokens, to be read with your next message")
@@ -214,20 +213,20 @@ def _load(session: Session, path: str) -> None:
     if not session.may_replace():
         return
     now = session.conversation
-    ways: Any = {**session.wanted, "refresh": now.refresh, "far": now.far}
-    loaded = Conversation.load(path, now.model, now.tokenizer, **ways, **now.generation)
+    options: Any = {**session.wanted, "refresh": now.refresh, "far": now.far}
+    loaded = Conversation.load(path, now.model, now.tokenizer, **options, **now.generation)
     if loaded.memory != "drop":
         loaded.verify_answers(now.verify)
     session.replace(loaded)
     own = {"policy": loaded.policy, "memory": loaded.memory}
     whose = "" if own == session.wanted else ", as it was saved"
-    session.say(f"{len(loaded.read):,} tokens loaded, {session.ways}{whose}")
+    session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{whose}")
 
 
 @_command(FILE)
 def _export(session: Session, name: str) -> None:
     """write the conversation as Markdown"""
-    if here().size > 1:
+    if session.ranks.size > 1:
         raise SnapKVError(f"/export does not run on several Macs: {ALONE_ONLY}")
     path = path_of(name, "/export")
     with refusing(f"/export {path}"):

@@ -18,13 +18,13 @@ from typer import Context
 from ..chat.conversation import Conversation
 from ..engine.footprint import BookCost, book_cost
 from ..errors import SnapKVError
-from ..several.ranks import here
+from ..several.ranks import Ranks, here
 from .options import SamplingOptions
 from .progress import stderr_console
 from .prompts import require_text
 from .reading import Reading
 
-WAYS = "policy", "memory", "verify", "far"
+SETTINGS = "policy", "memory", "verify", "far"
 
 
 class Lines:
@@ -104,6 +104,7 @@ class Session:
     names: dict[str, str] = field(default_factory=dict)  # of attached documents, by their text
     exported: set[Path] = field(default_factory=set)  # files that hold this chat already
     speed: str = ""  # of the last turn, in words
+    ranks: Ranks = field(default_factory=here)
 
     def __post_init__(self) -> None:
         # Of a new conversation, whatever a loaded one has brought with it.
@@ -121,7 +122,7 @@ class Session:
         # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
         n_tokens = self.reading.wait_for(partial(now.count, text))
         now.attached.append(text)
-        asked = {name: getattr(now, name) for name in WAYS}
+        asked = {name: getattr(now, name) for name in SETTINGS}
         self.reading.warn(now.model, n_tokens, len(now.read), **asked, **now.generation)
         return n_tokens
 
@@ -142,10 +143,10 @@ class Session:
             self._warned = now.policy
 
     @property
-    def ways(self) -> str:
+    def settings(self) -> str:
         now = self.conversation
-        ways = {name: getattr(now, name) for name in WAYS} | {"policy": now.policy or "none"}
-        return ", ".join(f"{name} {value}" for name, value in ways.items() if value)
+        found = {name: getattr(now, name) for name in SETTINGS} | {"policy": now.policy or "none"}
+        return ", ".join(f"{name} {value}" for name, value in found.items() if value)
 
     @property
     def waiting(self) -> str:
@@ -194,7 +195,7 @@ class Session:
         """The conversation, with the names of its documents in place of their text."""
         titles = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
         said = iter(self.conversation.said)
-        parts = [f"# Chat with {self.model}", self.ways]
+        parts = [f"# Chat with {self.model}", self.settings]
         for message in self.conversation.messages:
             role, content = message["role"], message["content"]
             parts.append(f"## {titles[role]}")

@@ -52,11 +52,11 @@ def compare(
     from ..evals.compare import compare as compared
     from ..evals.compare import page
 
-    path, ways = require_page(shown.output, ".html"), retention.retention()
-    methods_of(shown.policy, **ways)  # which finds mistakes
+    path, retained = require_page(shown.output, ".html"), retention.retention()
+    methods_of(shown.policy, **retained)  # which finds mistakes
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
-    methods = methods_of(shown.policy or worth_comparing(len(tokens)), **ways)
+    methods = methods_of(shown.policy or worth_comparing(len(tokens)), **retained)
     answers: list[Compared] = []
     begun: set[str] = set()
 
@@ -73,8 +73,8 @@ def compare(
             print("" if shown.as_json else "\n\n", end="", flush=True)
     table = _table(answers, len(tokens))
     if shown.as_json:
-        told = {"model": model.model, "prompt_tokens": len(tokens)}
-        print(json.dumps(told | {"ways": [a.to_dict() for a in answers]}, ensure_ascii=False))
+        about = {"model": model.model, "prompt_tokens": len(tokens)}
+        print(json.dumps(about | {"methods": [a.to_dict() for a in answers]}, ensure_ascii=False))
     else:
         print_table(table)
         print("".join(map(_difference, answers)), end="")

@@ -56,16 +56,16 @@ def demo(
     n = len(question_prompt(tokenizer, document, facts[0].question))
     # The answers are short: with a lookahead the full cache would give them.
     snapkv: Any = {"policy": SnapKV(budget=n // SHARE, obs_window=32, lookahead=0)}
-    ways = {FULL: {}, SMALL: snapkv, RECALL: snapkv | {"memory": "recall"}}
+    caches = {FULL: {}, SMALL: snapkv, RECALL: snapkv | {"memory": "recall"}}
     console.print(
         f"A document of about {n:,} tokens hides {len(facts)} facts, asked for one after the other in three chats: "
         f"with all entries, with 1/{SHARE} of them, and with 1/{SHARE} that every token chooses anew among all."
     )
     columns = [
-        _column(loaded, tokenizer, document, facts, way)
-        for way in track(ways.values(), "asking", console=stderr_console(), transient=True)
+        _column(loaded, tokenizer, document, facts, options)
+        for options in track(caches.values(), "asking", console=stderr_console(), transient=True)
     ]
-    table = Table("question", "hidden", *ways)
+    table = Table("question", "hidden", *caches)
     names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
     names += [("right", ""), ("entries that a token reads", ""), ("KV memory between turns", "")]
     for i, (name, *cells) in enumerate(zip(names, *columns), start=1):
@@ -95,7 +95,7 @@ def _save(document: str, name: str) -> None:
 
 
 def _column(
-    model: Any, tokenizer: Any, document: str, facts: list[Fact], way: dict[str, Any]
+    model: Any, tokenizer: Any, document: str, facts: list[Fact], options: dict[str, Any]
 ) -> list[str]:
     """The answers of a chat about the document, in rich's markup, then its figures."""
     from rich.markup import escape
@@ -103,7 +103,7 @@ def _column(
     from ..caches.layers import kv_bytes
     from ..chat.conversation import Conversation
 
-    chat = Conversation(model, tokenizer, max_tokens=32, **way)
+    chat = Conversation(model, tokenizer, max_tokens=32, **options)
     chat.attach(document)
     cells, n_right = [], 0
     for fact in facts:

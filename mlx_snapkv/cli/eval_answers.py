@@ -139,8 +139,8 @@ def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ResultO
     """
     from ..evals import tasks
 
-    ways = retention.retention()
-    methods = methods_of(options.policy, options.length, **ways, by_mask=options.by_mask)
+    kept = retention.retention()
+    methods = methods_of(options.policy, options.length, **kept, by_mask=options.by_mask)
     files = result.files()
     model, tokenizer = options.load()
     named = list(dict.fromkeys(options.task or TASKS))

@@ -109,8 +109,7 @@ def policies(
         print("Figures: docs/choose.md. Put your own for MODEL, TEXT and QUESTION.")
         return
     for cls in POLICIES.values():
-        paper = f" ({cls.paper})" if cls.paper else ""
-        print(f"{cls.name}: {cls.summary}{paper}")
+        print(f"{cls.name}: {cls.summary}{f' ({cls.paper})' if cls.paper else ''}")
         print(f"    {', '.join(f'{name}={value}' for name, value in defaults(cls).items())}")
 
 

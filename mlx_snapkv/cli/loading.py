@@ -54,8 +54,7 @@ def load_model(
     Args:
         pipeline: each is to have some of the layers, not a slice of all; None is a command for one process.
 
-    Raises:
-        SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
+    Raises: SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
     from mlx_lm import load
 
@@ -89,8 +88,7 @@ def load_model(
 def _joined(pipeline: bool | None) -> int:
     """How many processes were started together. Those but rank 0 print nothing from here on.
 
-    Raises:
-        SnapKVError: the command is for one Mac, or the ranks were given different options.
+    Raises: SnapKVError: the command is for one Mac, or the ranks were given different options.
     """
     from ..several.ranks import here
 

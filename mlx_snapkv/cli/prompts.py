@@ -29,8 +29,8 @@ class TextOptions:
     def read(self) -> str:
         """The file's text, then the prompt's; SnapKVError if there is none, or it can't be read."""
         if self.prompt is None and self.prompt_file is None:
-            ways = "--prompt TEXT, --prompt - or --prompt-file FILE"
-            raise SnapKVError(f"nothing to read: give {ways}")
+            sources = "--prompt TEXT, --prompt - or --prompt-file FILE"
+            raise SnapKVError(f"nothing to read: give {sources}")
         if self.prompt == "-" and self.prompt_file == "-":
             raise SnapKVError("--prompt and --prompt-file can't both read standard input")
         parts = []

@@ -40,8 +40,7 @@ LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is
 class ResultFiles:
     """The files of a result: a name and an ending each, in a folder that is made if it is not there.
 
-    Raises:
-        SnapKVError: one can't be written, or is there and not by this package.
+    Raises: SnapKVError: one can't be written, or is there and not by this package.
     """
 
     def __init__(self, name: str, endings: Sequence[str]):
@@ -193,8 +192,7 @@ def methods_of(
 ) -> list[Method]:
     """The full cache, each policy with the memory and the verification, and what is measured by mask.
 
-    Raises:
-        SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
+    Raises: SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
     """
     from ..engine.config import CompressionConfig
     from ..evals.headwise import headwise

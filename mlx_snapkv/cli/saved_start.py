@@ -26,8 +26,7 @@ class SavedStart:
         policy, memory: of the answer. Without a memory the policy compresses a saved full cache at once.
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
-    Raises:
-        SnapKVError: the file is not for this model, or its entries can't be compressed so.
+    Raises: SnapKVError: the file is not for this model, or its entries can't be compressed so.
     """
 
     def __init__(

@@ -77,8 +77,8 @@ class PrefixOptions:
         if self.prefix_dir is None:
             return None
         folder = path_of(self.prefix_dir, "--prefix-dir")
-        told = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
-        return PrefixFiles(folder, self.prefix_dir_bytes, found.model, told)
+        about = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
+        return PrefixFiles(folder, self.prefix_dir_bytes, found.model, about)
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ def serve(
     require_alone(prefix_dir=prefixes.prefix_dir)
     ranks = here()
     settings = None if ranks.rank else http.settings()
-    ways = compression.keywords()
-    ways |= compression.take(model.model, None, "conversation", Reading().say)
-    room = n_bytes(PREFIX_FILES if in_files(ways["memory"]) else PREFIXES)
+    keywords = compression.keywords()
+    keywords |= compression.take(model.model, None, "conversation", Reading().say)
+    room = n_bytes(PREFIX_FILES if in_files(keywords["memory"]) else PREFIXES)
     # Of several ranks, rank 0 says what is given up for room.
     n_prefix_bytes = sys.maxsize if ranks.rank else prefixes.prefix_bytes or room
 
@@ -132,14 +132,14 @@ def serve(
         return Loaded(loaded, tokenizer, (model.model, *(http.alias or ())))
 
     bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else None
-    told = ways | {"kv_bits": bits}
-    setting = {name: str(told[name]) for name in ("policy", "memory", "far", "kv_bits")}
+    about = keywords | {"kv_bits": bits}
+    setting = {name: str(about[name]) for name in ("policy", "memory", "far", "kv_bits")}
     listen()  # here, since the model is loaded in another thread, which may not
     kept = PrefixCache(n_prefix_bytes, ranks.first)
     most = Limits(limits.concurrency, limits.queue, limits.max_context, limits.max_kv_bytes)
     usual = Defaults(**vars(sampling))
     open_files = partial(prefixes.files, setting)
-    given = load, ways | vars(cache), kept, most, usual, Metrics(), open_files, ranks
+    given = load, keywords | vars(cache), kept, most, usual, Metrics(), open_files, ranks
     _run(settings, model.model, *given)
 
 

@@ -165,8 +165,7 @@ Checked = TypeVar("Checked", bound=BaseModel)
 def parse(url: Any, body: Any) -> Body:
     """What a line of a file has as JSON for a url of `BODIES`, checked; it can ask for one answer.
 
-    Raises:
-        SnapKVError: it can't be answered as asked; the sentence names the field.
+    Raises: SnapKVError: it can't be answered as asked; the sentence names the field.
     """
     if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {_shown(url)}")

@@ -68,8 +68,7 @@ def completion_request(
 ) -> CompletionRequest:
     """What a body asks of this tokenizer's model, `longest` tokens at most; `seed`, of 64 bits, if it gives none.
 
-    Raises:
-        SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+    Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
     """
     tools, state = None, "normal"
     if isinstance(body, ChatBody):
@@ -106,8 +105,7 @@ def chat_tokens(
 ) -> list[int]:
     """The body's messages in the chat template, or some that are only a context, which is changed.
 
-    Raises:
-        SnapKVError: the template refuses, or there is none.
+    Raises: SnapKVError: the template refuses, or there is none.
     """
     tools, messages = _tools(body), body.template_messages() if context is None else context
     if not tokenizer.has_chat_template:

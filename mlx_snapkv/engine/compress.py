@@ -48,8 +48,7 @@ def compress_prompt_cache(
             policies that vote, of which the last `obs_window` do; not needed for caches that recorded them.
         quantization: how the entries kept are quantised, if at all.
 
-    Returns:
-        The report; its `reason` says why if nothing was dropped.
+    Returns: The report; its `reason` says why if nothing was dropped.
 
     Raises:
         SnapKVError: the cache is compressed already, queries are missing, or scores are NaN; the cache is as it was.
@@ -59,9 +58,7 @@ def compress_prompt_cache(
         raise SnapKVError("compress_prompt_cache needs a policy, such as SnapKV(top_k=4096)")
     layers = attention_layers(model, prompt_cache)
     if is_compressed([layer.cache_in(prompt_cache) for layer in layers]):
-        raise SnapKVError(
-            "this prompt cache is compressed already: give one that holds all entries"
-        )
+        raise SnapKVError("this prompt cache is compressed already: give one with all entries")
     if queries is not None and len(queries) != len(prompt_cache):
         raise SnapKVError(
             f"queries must have one entry for each of {len(prompt_cache)} layers, got {len(queries)}"
@@ -75,8 +72,7 @@ def compress_prompt_cache(
     if all(n <= quota.entries for quota in decode_policy.quotas(n, layers[0].n_layers)):
         report.reason = fits_reason(n, decode_policy)
         return report
-    plan = PromptPlan(n, n, n)
-    wanted = decode_policy, plan, report, quantization, queries
+    wanted = decode_policy, PromptPlan(n, n, n), report, quantization, queries
     return Compression(layers, prompt_cache, *wanted).compress()
 
 

@@ -31,8 +31,7 @@ class CompressionConfig:
         turns: caches that hold tokens already are compressed again, as those of a conversation are, unless the policy
             reads a prompt again as a whole.
 
-    Raises:
-        SnapKVError: an option is invalid or conflicts with another.
+    Raises: SnapKVError: an option is invalid or conflicts with another.
     """
 
     policy: Policy | Stages | None = None

@@ -88,8 +88,7 @@ class EntrySizes:
 class Footprint:
     """What requests' caches take: full ones without a policy, else compressed ones, quantised so.
 
-    Raises:
-        UnsupportedModelError: there is a policy, and the model's entries can't be compressed.
+    Raises: UnsupportedModelError: there is a policy, and the model's entries can't be compressed.
     """
 
     sizes: EntrySizes

@@ -51,11 +51,9 @@ def generate_step(
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
         stream, **kwargs: mlx-lm's, untouched.
 
-    Yields:
-        Tokens and their log-probabilities `(vocab_size,)`, as mlx-lm does.
+    Yields: Tokens and their log-probabilities `(vocab_size,)`, as mlx-lm does.
 
-    Raises:
-        SnapKVError: at the call, for options or models that can't be served.
+    Raises: SnapKVError: at the call, for options or models that can't be served.
     """
     if isinstance(stream, int):
         raise SnapKVError(
@@ -95,9 +93,7 @@ def stream_generate(
     asked = model, n, max_tokens, snapkv, policy, on_report
     config, on_report, options = asked_for(*asked, kwargs)
     if draft_model is not None and config.retains:
-        raise SnapKVError(
-            f"a draft model can't be combined with memory={config.memory}: drop one of them"
-        )
+        raise SnapKVError(f"a draft model can't be combined with memory={config.memory}: drop one")
     given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:

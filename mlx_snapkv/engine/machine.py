@@ -20,8 +20,8 @@ class Machine(NamedTuple):
 def this_machine() -> Machine:
     """The machine that this runs on: what Metal recommends at most for its GPU, or all of its memory without one."""
     if mx.metal.is_available():
-        told = mx.device_info()
-        return Machine(int(told["memory_size"]), int(told["max_recommended_working_set_size"]))
+        info = mx.device_info()
+        return Machine(int(info["memory_size"]), int(info["max_recommended_working_set_size"]))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if _LIMIT.exists() and (limit := _LIMIT.read_text().strip()).isdecimal():
         memory = min(memory, int(limit))
@@ -33,8 +33,8 @@ def free_memory() -> int:
     usable = this_machine().usable
     if not _MEMINFO.exists():
         return usable
-    told = re.search(r"MemAvailable: +(\d+) kB", _MEMINFO.read_text())
-    return min(usable, int(told[1]) * 1024 + mx.get_active_memory()) if told else usable
+    found = re.search(r"MemAvailable: +(\d+) kB", _MEMINFO.read_text())
+    return min(usable, int(found[1]) * 1024 + mx.get_active_memory()) if found else usable
 
 
 def mac(memory: int) -> Machine:

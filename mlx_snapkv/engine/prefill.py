@@ -55,8 +55,7 @@ def prefill(
         kv_bits, kv_group_size: of the entries kept, if they are to be quantised.
         memory, far: as of `generate_step`.
 
-    Returns:
-        The prompt cache and the report, whose `reason` is set if the cache was not compressed.
+    Returns: The prompt cache and the report, whose `reason` is set if the cache was not compressed.
 
     Raises:
         SnapKVError: `tokens` is empty, the policy can't be read, the model can't be served so, or its attention gave

@@ -106,6 +106,5 @@ def chunk_size(policy: Policy | Stages, limit: int | None, plan: PromptPlan, n_n
     if n_new - 1 <= size or not 0 < n_before < n_new or not prefill_policy.observes:
         return size
     if size % MULTIPLE == 0 and size >= 8 * MULTIPLE:
-        fitting = range(size, size // 2 - 1, -MULTIPLE)
-        return min(fitting, key=lambda n: n_before % n)
+        return min(range(size, size // 2 - 1, -MULTIPLE), key=lambda n: n_before % n)
     return n_before // -(-n_before // size)

@@ -121,9 +121,7 @@ class Request(Compression, ABC):
 
     def _require_unchanged(self) -> None:
         if any(layer.entries_in(self.prompt_cache).offset != self.n_held for layer in self.layers):
-            raise SnapKVError(
-                "another request has filled this prompt cache meanwhile: give each its own"
-            )
+            raise SnapKVError("another request has filled this prompt cache: give each its own")
 
     def prompt_is_read(self) -> None:
         """Stop the prefill's clock, if it was started; the first call counts."""
@@ -133,8 +131,7 @@ class Request(Compression, ABC):
     def compress(self) -> CompressionReport:
         """Compress `caches`, once, and let the answer begin; what was done.
 
-        Raises:
-            SnapKVError: the scores are NaN, or there is no room for the entries that stay.
+        Raises: SnapKVError: the scores are NaN, or there is no room for the entries that stay.
         """
         if not self.is_compressed:
             self.prompt_is_read()

@@ -56,8 +56,7 @@ def make_request(
         prompt_cache: None is a new one.
         owned: the cache was made for this memory; any other is copied into one that is.
 
-    Raises:
-        SnapKVError: as `Request` does, or the prompt is empty.
+    Raises: SnapKVError: as `Request` does, or the prompt is empty.
     """
     policy = config.policy
     reason = reason_for_nothing(model, config, n_new, prompt_cache, max_tokens)

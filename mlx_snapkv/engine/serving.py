@@ -57,8 +57,7 @@ def served(
         request = Uncompressed(model, given or [], report)
     else:
         config = dataclasses.replace(config, quantization=quantization)
-        wanted = model, config, n_prompt, given
-        request = make_request(*wanted, max_tokens=max_tokens, owned=turns)
+        request = make_request(model, config, n_prompt, given, max_tokens=max_tokens, owned=turns)
     if isinstance(request, Uncompressed):
         report_to(request.report)
         return _continued(start, request, options)
@@ -143,8 +142,8 @@ def _compressed(
             on_report(request.compress())
         raise
     if item is None and not keep:
-        why = "the answer ended before its prompt was compressed"
-        on_report(CompressionReport(request.report.policy, request.plan.n_prompt, why))
+        request.report.reason = "the answer ended before its prompt was compressed"
+        on_report(request.report)
         return
     started = time.perf_counter()
     report = request.compress()

@@ -128,8 +128,7 @@ def shared_logits(keys: Keys, observed: Queries) -> mx.array:
     for span in _spans(observed, T, _block(queries, BLOCK_BYTES)):
         logits = _logits(keys, observed, queries, span, scores[-1:])
         scores.append(logits.max(axis=(1, 2)))
-    shared = mx.concatenate(scores, axis=-1) / LOG2_E
-    return mx.broadcast_to(shared[:, None], (B, H, T))
+    return mx.broadcast_to(mx.concatenate(scores, axis=-1)[:, None] / LOG2_E, (B, H, T))
 
 
 def _weights(keys: Keys, observed: Queries, block: int) -> tuple[mx.array, mx.array]:

@@ -177,9 +177,7 @@ class Entries:
         """`(B, n_heads, n, head_dim)` float32: the observed queries as they were before the layer's RoPE."""
         start = self.voters.start
         if start is None and self.given_positions is not None:
-            raise SnapKVError(
-                "the positions of a layer's queries are missing: give Queries their start"
-            )
+            raise SnapKVError("a layer's queries have no positions: give Queries their start")
         start = self.voters.places.start if start is None else start
         return self.layer.undo_rope(self.queries, start)
 

@@ -121,8 +121,7 @@ class KeyIndex:
         In nats below it, so that 0 is the best: the maximum over queries, and over a GQA group. It orders entries
         nearly as the softmax does, and takes no exponentials. The queries see all of the keys.
 
-        Returns:
-            `(B, n_kv_heads, n)` float32.
+        Returns: `(B, n_kv_heads, n)` float32.
         """
         B, H, _, n_components = self._of_queries.shape
         parts = list(self._parts(observed, n))

@@ -162,8 +162,7 @@ class Recorder(OnQueries):
     def record(self, captured: Captured) -> None:
         """Record a call's queries; nothing before those of all the layer's readers have come, whose heads are joined.
 
-        Raises:
-            SnapKVError: it is not known how many layers read the entries.
+        Raises: SnapKVError: it is not known how many layers read the entries.
         """
         n_readers = 1 if self.layer is None else len(self.layer.readers)
         if n_readers == 1 and captured.borrowed:

@@ -65,8 +65,7 @@ def top_of_groups(scores: mx.array, k: int) -> mx.array:
     dealt = mx.pad(-scores, padding, constant_values=mx.inf)
     dealt = mx.unflatten(dealt, -1, (size, n_groups)).swapaxes(-1, -2)
     best = mx.argpartition(dealt, each - 1, axis=-1)[..., :each].astype(mx.uint32)
-    places = best * n_groups + mx.arange(n_groups, dtype=mx.uint32)[:, None]
-    return places.flatten(-2)
+    return (best * n_groups + mx.arange(n_groups, dtype=mx.uint32)[:, None]).flatten(-2)
 
 
 def n_of_groups(T: int, k: int) -> int:

@@ -180,7 +180,7 @@ def _beside(full: Compared, answer: Compared, kept: str) -> str:
         for each, marked in zip((full, answer), _marked(full.text, answer.text))
     )
     about = f"<h2>{escape(answer.name)}</h2><p>{escape(answer.reason or '')}</p>"
-    return f'{about}<div class="ways">{theirs}{ours}</div>{kept}'
+    return f'{about}<div class="beside">{theirs}{ours}</div>{kept}'
 
 
 def _marked(full: str, text: str) -> tuple[str, str]:

@@ -212,7 +212,7 @@ def tables(summary: Summary) -> list[Table]:
 def _table(summary: Summary, setting: str) -> Table:
     heading, about = JUDGED[setting]
     one = summary[0]
-    counts = f"{one['pieces']} pieces of {one['texts']} texts, {one['tokens']:,} tokens."
+    counts = f"Pieces: {one['pieces']}; texts: {one['texts']}; tokens judged: {one['tokens']:,}."
     first = next((s for s in summary if s["method"] != FULL), None)
 
     def kl(s: Record, key: str = "kl", form: str = ".3f") -> str:

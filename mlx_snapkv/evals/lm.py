@@ -120,8 +120,7 @@ def load_tasks(
         metadata: for tasks that make their own prompts at random, by `seed`: RULER's `tokenizer` and
             `max_seq_lengths`.
 
-    Raises:
-        SnapKVError: there is no such task, its data can't be had, or it asks for what `PolicyLM` can't do.
+    Raises: SnapKVError: there is no such task, its data can't be had, or it asks for what `PolicyLM` can't do.
     """
     manager = TaskManager(include_path=include_path, metadata=dict(metadata or {}))
     tasks: dict[str, Any] = {}

@@ -93,7 +93,7 @@ def run(
     pending: deque[Record] = deque()
     most = WAITING if _on_cpu() else 0
 
-    def settle(n: int = 0) -> None:
+    def flush(n: int = 0) -> None:
         while len(pending) > n:
             results.add(pending.popleft())
 
@@ -104,9 +104,9 @@ def run(
             arrays = [x for x in record.values() if isinstance(x, mx.array)]
             mx.async_eval(arrays)
             pending.append(record)
-            settle(most if arrays else 0)
+            flush(most if arrays else 0)
         on_document(bool(missing))
-    settle()
+    flush()
     return [results.get(place) for place in wanted]  # type: ignore[misc]  # all were added
 
 

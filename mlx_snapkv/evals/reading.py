@@ -118,8 +118,7 @@ class Reading:
             answering: what `generate_step` decodes from once it has compressed, which has been fed the full cache's
                 answer's first tokens: as many as the policy looks ahead, and at least one.
 
-        Raises:
-            SnapKVError: the prompt was not read for this policy, or its scores are NaN.
+        Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
         n_prompt = len(self.tokens)
         reason = gate(policy, n_prompt, None) if policy else NO_POLICY_REASON
@@ -128,8 +127,7 @@ class Reading:
         if not shares_reading(policy) and not answering:
             return prefill(self.model, self.tokens, policy)
         request = self.request(policy, answering)
-        report = request.compress()
-        return request.prompt_cache, report
+        return request.prompt_cache, request.compress()
 
     def request(self, policy: AnyPolicy, answering: bool) -> Request:
         """One whose caches hold what `compressed` compresses, and who votes on it."""
@@ -172,8 +170,7 @@ def read_once(
         suffixes: token ids that may follow it, which `Reading.followed_by` reads.
         **options: of mlx-lm's `generate_step`; by default, a chunk is what the device reads fastest.
 
-    Raises:
-        SnapKVError: the model is not supported, or a budget has no room for what is always kept.
+    Raises: SnapKVError: the model is not supported, or a budget has no room for what is always kept.
     """
     sharing = [p for p in dict.fromkeys(policies) if p and shares_reading(p)]
     n = len(tokens)

@@ -43,8 +43,7 @@ def difference(
     Args:
         groups, tasks: the document and the task of each question.
 
-    Returns:
-        The `mean`, `low` and `high` of its 95% interval, and how many questions are `better` and `worse`.
+    Returns: The `mean`, `low` and `high` of its 95% interval, and how many questions are `better` and `worse`.
     """
     changes = np.subtract(scores, reference, dtype=float)
     places = np.array([repr(group) for group in groups])
@@ -59,8 +58,6 @@ def difference(
 
 def _drawn(changes: np.ndarray, groups: np.ndarray, rng: Any) -> tuple[float, np.ndarray]:
     """The mean of one task's changes, and those of its drawings."""
-    if not changes.any():
-        return 0.0, np.zeros(RESAMPLES)
     _, places = np.unique(groups, return_inverse=True)
     sums, counts = np.bincount(places, changes), np.bincount(places)
     drawn = rng.integers(0, len(sums), (RESAMPLES, len(sums)))

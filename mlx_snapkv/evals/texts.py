@@ -41,9 +41,7 @@ class Texts:
             for file in sorted(filter(Path.is_file, below)) if path.is_dir() else [path]:
                 text = _read(file)
                 if text is None and file == path:
-                    raise SnapKVError(
-                        f"{OPTION} {given} is not UTF-8 text: convert it to text first"
-                    )
+                    raise SnapKVError(f"{OPTION} {given} is not UTF-8 text: convert it first")
                 self.n_unread += text is None
                 if text:
                     self._texts[given if file == path else str(file.relative_to(path))] = text

@@ -136,8 +136,7 @@ def inspect_prompt(
         snapkv, policy: as of `stream_generate`; without either, or below the policy's `min_ctx`, nothing is dropped.
         **options: `prefill_step_size` and `prompt_progress_callback`, as of `prefill`.
 
-    Raises:
-        SnapKVError: the prompt or the answer is empty, the policy can't be read, or the model is not supported.
+    Raises: SnapKVError: the prompt or the answer is empty, the policy can't be read, or the model is not supported.
     """
     chosen = resolve_policy(snapkv, policy)
     if not isinstance(tokenizer, TokenizerWrapper):

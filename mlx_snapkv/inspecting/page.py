@@ -59,7 +59,7 @@ def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
     n_kept = (found.positions >= 0).sum(axis=2).max(axis=1).tolist()
     return {
         "policy": found.policy,
-        "told": str(found.report),
+        "report": str(found.report),
         "dropped": found.report.compressed,
         "heads": list(found.heads),
         "layers": list(zip(found.layers, n_kept, found.shares, strict=True)),

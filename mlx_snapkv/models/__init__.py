@@ -26,8 +26,7 @@ def attention_classes(model) -> list[type]:
 def attentions(model) -> list[Found]:
     """The layers that own a cache, in order.
 
-    Raises:
-        UnsupportedModelError: the model type is not one that can be compressed.
+    Raises: UnsupportedModelError: the model type is not one that can be compressed.
     """
     name = type_of(model)
     if name not in SUPPORTED:

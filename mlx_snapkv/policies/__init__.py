@@ -29,8 +29,6 @@ for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     importlib.import_module(f"{__name__}.{_name}")
 
 THEN = " then "
-# Their heads keep different numbers of entries: to store them, every head would be padded to the longest.
-BY_MASK = ("adakv", "fastgen")
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,7 @@ def resolve_policy(
         snapkv: a `SnapKV`, a dict of its options, `"top_k=4096,n_sink=128"`, or True for the defaults.
         policy: a policy object, or a string such as `"keydiff:budget=8192"`, or two of them joined by " then ".
 
-    Raises:
-        SnapKVError: both are given, or one can't be read.
+    Raises: SnapKVError: both are given, or one can't be read.
     """
     if snapkv is not None and snapkv is not False:
         if policy is not None:
@@ -109,20 +106,12 @@ def resolve_policy(
         raise SnapKVError(f"a policy must be a policy object, a dict or a string, got {kind}")
     stages = [_from_name(*part.split(":", 1)) for part in policy.split(THEN)]
     if len(stages) > 2:
-        raise SnapKVError(
-            f"at most two policies can follow each other, got {len(stages)} in {policy!r}"
-        )
+        raise SnapKVError(f"at most two policies make a pair, got {len(stages)} in {policy!r}")
     return stages[0] if len(stages) == 1 else Stages(*stages)
 
 
 def _from_name(name: str, options: str = "") -> Policy:
     name = name.strip()
-    by_mask = name.partition(" ")[0]
-    if by_mask in BY_MASK:
-        raise SnapKVError(
-            f"{by_mask} can't be used to answer: its heads keep different numbers of entries, which saves nothing when "
-            "they are stored together; measure it instead: mlx-snapkv eval suite --by-mask"
-        )
     if name == "auto":
         raise SnapKVError(
             "policy auto is for what answers: generate, chat, batch and serve; here, name one (mlx-snapkv policies)"

@@ -27,7 +27,5 @@ class H2O(Policy):
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32 attention received; SnapKVError if it was not recorded."""
         if entries.received is None:
-            raise SnapKVError(
-                "h2o needs the attention of all queries: prefill with mlx_snapkv.prefill"
-            )
+            raise SnapKVError("h2o needs the attention of all queries: use mlx_snapkv.prefill")
         return entries.received

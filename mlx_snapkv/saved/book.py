@@ -140,5 +140,4 @@ def _files(
     """A layer's files of keys and of values, how these lie in them, and the entries that share a checksum."""
     ones = (pack(x[:, :, :1], quantization) for x in (cache.keys, cache.values))
     paths = (folder / f"{number:03d}.{kind}" for kind in ("keys", "values"))
-    layouts = map(Layout.of, ones)
-    return [(path, x, max(1, PIECE // x.token)) for path, x in zip(paths, layouts)]
+    return [(path, x, max(1, PIECE // x.token)) for path, x in zip(paths, map(Layout.of, ones))]

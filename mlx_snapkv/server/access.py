@@ -26,8 +26,7 @@ OPEN = ("/health", "/")  # a browser or a watchdog needs no key for these
 class Settings:
     """How the server was started: where, for which web pages (CORS), with how many seconds for a request.
 
-    Raises:
-        SnapKVError: the address is not local and there is no key, or no browser sends such an origin.
+    Raises: SnapKVError: the address is not local and there is no key, or no browser sends such an origin.
     """
 
     host: str = "127.0.0.1"
@@ -128,8 +127,7 @@ def _require_key(headers: Headers, key: str) -> None:
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not secrets.compare_digest(given.encode(), key.encode()):
         why = "the API key is missing or wrong: send it as 'Authorization: Bearer' or 'x-api-key'"
-        bearer = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, why, code="invalid_api_key", headers=bearer)
+        raise ApiError(401, why, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _limited(receive: Receive, limit: int) -> Receive:

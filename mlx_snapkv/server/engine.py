@@ -232,14 +232,14 @@ class Engine:
     def _fail_all(self, error: Exception) -> None:
         """A step failed: end its requests, and continue with a new batch; ranks have diverged, and end."""
         log.error("a step failed", exc_info=error)
-        told = error
+        shown = error
         if self._ranks.size > 1:
             self.failure, self._ended = error, True
-            told = ApiError(500, f"the server ends: {sentence(error)}")
+            shown = ApiError(500, f"the server ends: {sentence(error)}")
             if self.server is not None:
                 self.server.should_exit = True
         for request in self.batch.running.values():
-            request.put(as_api_error(told))
+            request.put(as_api_error(shown))
         if not self._ended:
             self.batch.generator.close()
             self.batch = self._new_batch()

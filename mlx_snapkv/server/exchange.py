@@ -28,8 +28,7 @@ async def respond(
 ) -> Response:
     """The response to a client's body, from which each answer has its own in `chats`.
 
-    Raises:
-        ApiError: as long as nothing has been sent.
+    Raises: ApiError: as long as nothing has been sent.
     """
     state = request.app.state
     for chat in chats:

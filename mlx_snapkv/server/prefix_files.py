@@ -74,8 +74,7 @@ class PrefixFiles:
         most_bytes: for all files in it, those of other settings and servers included.
         setting: what files that are used must agree in besides the model: tokenizer, policy, memory.
 
-    Raises:
-        SnapKVError: the folder can't be created or read.
+    Raises: SnapKVError: the folder can't be created or read.
     """
 
     def __init__(self, folder: Path, most_bytes: int, model: Any, setting: dict[str, str]):

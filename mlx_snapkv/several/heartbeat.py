@@ -122,7 +122,6 @@ class Heartbeat:
 
 def connected(ranks: Any) -> dict[int, socket.socket]:
     """This rank's connections; none if some rank can't reach rank 0, which warns then. All ranks must call it."""
-
     token = ranks.first(secrets.token_hex(16))
     try:
         listener = ranks.agreed(lambda: None if ranks.rank else socket.create_server(("", 0)))

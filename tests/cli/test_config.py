@@ -64,7 +64,7 @@ def test_what_several_commands_name_is_taken_where_it_can_be(run):
     assert code == 0 and out.endswith(": generate, chat, batch, serve, plan\n")
     asked = ["compare", "--model", "demo", "--prompt", LEAD, "-m", "2", "--json", "-q"]
     code, out, _ = run("policy = 'keydiff'\n", *asked, MLX_SNAPKV_POLICY="none")
-    assert code == 0 and [way["name"] for way in json.loads(out)["ways"]][1] != "keydiff"
+    assert code == 0 and [x["name"] for x in json.loads(out)["methods"]][1] != "keydiff"
 
 
 def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):

@@ -116,7 +116,7 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, tex
     code, out, _ = call(*args, "--documents", "2", "--policy", "random:budget=25%,schedule=once")
     after = (tmp_path / "r.jsonl").read_bytes()
     assert code == 0 and after.startswith(before) and "replaced" in out
-    assert "2 pieces of 2 texts, 32 tokens." in out
+    assert "Pieces: 2; texts: 2; tokens judged: 32." in out
     full = next(line.split() for line in out.splitlines() if "100.0%" in line)
     assert "0" in full and "151" in full
     assert re.search(r"0\.\d{3} \(0\.\d{3} to 0\.\d{3}\)", out)

@@ -91,7 +91,7 @@ def test_rounding_leaves_no_negative_divergence():
 def test_three_policies_that_suit_the_length(ask):
     code, out, err = ask("compare", "--json", "-q")
     found = json.loads(out)
-    full, *others = found["ways"]
+    full, *others = found["methods"]
     assert (code, err, full["name"], len(others)) == (0, "", "full cache", 3)
     for way in others:
         assert way["reason"] is None and way["entries"] <= found["prompt_tokens"] / 4

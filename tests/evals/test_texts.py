@@ -66,7 +66,7 @@ def test_files_are_read_once_and_named_as_given_or_below_their_folder(folder):
     "name, words",
     [
         ("nowhere", "--text .*nowhere: No such file"),
-        ("picture.png", "is not UTF-8 text: convert it to text first"),
+        ("picture.png", "is not UTF-8 text: convert it first"),
         ("zero", "is not UTF-8 text"),
         ("empty.txt", "--text .*empty.txt: there is no UTF-8 text"),
         ("marked.txt", "no text has the 12 tokens .* a lower --length"),

@@ -69,8 +69,7 @@ class Document(Part):
 
     @property
     def text(self) -> str:
-        title = f"{self.title}\n" if self.title else ""
-        return title + self.source.data + BREAK
+        return (f"{self.title}\n" if self.title else "") + self.source.data + BREAK
 
 
 class Thinking(Part):

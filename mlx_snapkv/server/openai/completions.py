@@ -84,8 +84,7 @@ class CompletionFormatter(ResponseFormatter):
             case Said():
                 yield self._chunk(index, self._part(index, event))
             case Finished():
-                last = self._part(index, Said())
-                yield self._chunk(index, last, event.answer.finish_reason)
+                yield self._chunk(index, self._part(index, Said()), event.answer.finish_reason)
 
     def end(self) -> Iterator[str]:
         if self._with_usage:
