@@ -8,6 +8,7 @@ import importlib
 import itertools
 import json
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -231,7 +232,9 @@ def longbench(task: str) -> Callable[[dict[str, Any], str], float]:
         from lm_eval import tasks
         from lm_eval.tasks._yaml_loader import load_yaml
 
-        found = load_yaml(Path(tasks.__file__).with_name("longbench") / f"{task}.yaml")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a slow fuzzywuzzy
+            found = load_yaml(Path(tasks.__file__).with_name("longbench") / f"{task}.yaml")
     except ImportError as error:
         raise SnapKVError(
             f"the score of {task} is lm-evaluation-harness': pip install 'mlx-snapkv[lm]' ({error})"
