@@ -1,15 +1,17 @@
 """What a policy may ask a layer for, and Expected Attention, against float64 NumPy made of a model's weights."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 import reference
 from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import steps
 from tiny_models import make_llama
 
 from mlx_snapkv import ExpectedAttention, SnapKVError
+from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.engine.config import CompressionConfig
@@ -22,6 +24,17 @@ from mlx_snapkv.policies import Policy, expected_attention
 
 T, N, FIRST = 60, 5, 4  # tokens, queries that vote, first positions that no statistics count
 N_HEADS, H, D, GROUP = 4, 2, 8, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking(ExpectedAttention):
+    """It asks for everything."""
+
+    obs_window = N
+
+    def score(self, entries):
+        assert entries.layer.attention.o_proj.weight.size
+        return super().score(entries) + entries.raw_queries.sum() + entries.attention.sum()
 
 
 def read(model, statistics_from=None, chunks=(17, 1, 42)):
@@ -87,6 +100,16 @@ def test_tokens_fed_again_are_counted_once():
     assert mx.array_equal(caches[0].statistics.mean, before).item()
 
 
+def test_what_nobody_asks_for_is_not_computed(monkeypatch):
+    calls, watched = [], lambda *args: calls.append(args) or args[1]
+    monkeypatch.setattr(layers.AttentionLayer, "undo_rope", watched)
+    (entries, _), _, caches = read(make_llama())
+    entries.votes, entries.queries, entries.positions  # noqa: B018
+    assert not calls and caches[0].statistics is None and not caches[0]._sums
+    assert not {"attention", "raw_queries"} & set(vars(entries))
+    assert entries.raw_queries is entries.queries and len(calls) == 1
+
+
 GAPS = Queries(mx.zeros((1, N_HEADS, 2, D)), range(4, 6))
 
 
@@ -109,6 +132,18 @@ def test_what_is_missing_is_one_sentence(ask, message):
 def test_a_name_is_given_once():
     with pytest.raises(SnapKVError, match="can't be called 'tova': TOVA is"):
         type("Other", (Policy,), {"name": "tova"})
+
+
+@pytest.mark.parametrize("schedule", ["once", "block"])
+def test_a_whole_request_is_served_by_such_a_policy(tokens, schedule):
+    """Read in chunks, with evictions while it is read and while it answers: all it asks for is there."""
+    model, reports = make_llama(), []
+    policy = Asking(budget=20, schedule=schedule, block=8, n_window=6)
+    cache = make_prompt_cache(model)
+    options = {"prompt_cache": cache, "on_report": reports.append, "prefill_step_size": 16}
+    assert len(steps(model, tokens[:T], 20, policy=policy, **options)) == 20
+    assert reports[0].compressed and reports[0].entries == 20
+    assert all(c.size() <= 28 for c in cache)
 
 
 @pytest.mark.parametrize("n_sink, n_bytes", [(0, 8 << 20), (9, 8 << 20), (4, 1)])
