@@ -167,6 +167,16 @@ def test_runs_go_on_and_no_methods_answer_depends_on_the_others(folder, lm_of, t
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1 + 6
 
 
+def test_a_failing_prompt_ends_the_run_and_mlx_lm_is_as_it_was(lm_of, monkeypatch):
+    def failing(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(harness, "batch_generate", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        lm_of().generate_until([request("Why?", {"until": []})])
+    assert mlx_evaluate.batch_generate.__module__ == "mlx_lm.generate"
+
+
 @pytest.mark.parametrize(
     "name, message",
     (
