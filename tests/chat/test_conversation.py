@@ -1,11 +1,13 @@
 import contextlib
 import gc
 import os
+import re
 
 import mlx.core as mx
 import pytest
 from chat_helpers import RECALLS, SMALL, all_right, ask, begun, is_answered
 from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.utils import load_tokenizer
 from model_configs import make_model
 from request_helpers import is_quantised
 
@@ -14,6 +16,7 @@ from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes, members
 from mlx_snapkv.caches.memories import make_caches, saved_forms
+from mlx_snapkv.demo import MODELS
 from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.errors import UnsupportedModelError
 
@@ -122,6 +125,18 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(
     assert ask(conversation, facts[0].question)
     whole = demo_model[1].apply_chat_template(conversation.messages, add_generation_prompt=False)
     assert len(whole) - 2 <= len(conversation.read + conversation.pending_tokens) <= len(whole) + 1
+
+
+def test_answers_that_the_template_changes_later_are_read_as_they_were_given(demo_llama, haystack):
+    model, tokenizer = demo_llama[0], load_tokenizer(MODELS["demo"])
+    changed = "{{ ' Then: ' + message['content'] | trim + '<|end|>' }}"
+    tokenizer.chat_template = re.sub(r"\{\{ ' ' \+.*?\}\}", changed, tokenizer.chat_template)
+    conversation = begun((model, tokenizer), haystack, policy=SMALL, memory="recall")
+    answer = ask(conversation, haystack[1][0].question)
+    known = conversation.read + conversation.pending_tokens
+    assert conversation.pending_tokens and known[-len(answer) :] == answer
+    ask(conversation, haystack[1][1].question)
+    assert conversation.read[: len(known)] == known
 
 
 @pytest.mark.parametrize(
