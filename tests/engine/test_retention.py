@@ -8,6 +8,7 @@ from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, generate_step, prefill
+from mlx_snapkv.caches.layers import layer_caches
 from mlx_snapkv.engine import self_speculation
 from mlx_snapkv.engine.prefill import mlx_generate, read
 
@@ -92,6 +93,20 @@ def test_the_full_caches_own_answer(tokens, policy, lookahead):
         assert mx.allclose(a, b, atol=1e-4)
     verified = reports[0].verified
     assert 0 < verified.accepted <= verified.drafted and verified.tokens >= 119 - lookahead
+
+
+def test_rejected_drafts_are_rolled_back_from_small_and_full_caches(tokens, monkeypatch):
+    """Else later drafts would follow tokens that nobody said."""
+    close, apart = self_speculation.SelfSpeculation.close, []
+
+    def closing(self):
+        close(self)
+        full, small = (layer_caches(caches)[0].offset for caches in (self._full, self._small))
+        apart.append(full - small - len(self._unread))
+
+    monkeypatch.setattr(self_speculation.SelfSpeculation, "close", closing)
+    steps(make_llama(seed=3), tokens, 60, **ALL)
+    assert len(apart) > 5 and not any(apart)
 
 
 def test_samples_and_processors_see_the_full_caches_logits(tokens):
