@@ -26,7 +26,7 @@ RULER = REAL / "ruler"  # by scripts/make_ruler.py, a folder a model
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")  # that the full cache does
 
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
-BUDGETS = ("25%", "12.5%", "6.25%", "512", "256")
+BUDGETS = ("25%", "12.5%", "6.25%")
 EVERY_BUDGET = ("snapkv:budget={}", "streaming_llm:budget={},schedule=once")
 ONE_BUDGET = (  # beside those at 1/8
     f"snapkv:budget=12.5%,{PAPER}",
@@ -73,6 +73,7 @@ def _ruler(model: Path, length: int, ways: Iterable[str] = _each("--policy", ASK
 
 
 COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
+ENTRIES = [form.format(budget) for budget in ("512", "256") for form in EVERY_BUDGET]
 CODE = [form.format("12.5%") for form in EVERY_BUDGET] + [f"snapkv:budget=12.5%,{PAPER}"]
 SETTINGS = _each("--setting", ("text", "known", "later"))
 SUITE = "eval suite --model demo-tasks --setting both".split()
@@ -80,6 +81,7 @@ SUITE = "eval suite --model demo-tasks --setting both".split()
 PARTS: dict[str, tuple[list[str], int]] = {
     "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
+    "entries-smollm2": (_fidelity(SMOLLM2, ENTRIES, *SETTINGS), 5),
     "code-smollm2": (_fidelity(SMOLLM2, CODE, texts="code"), 1),
     "code-gemma": (_fidelity(GEMMA, CODE, texts="code"), 1),
     "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
