@@ -93,22 +93,16 @@ def test_it_says_how_long_it_will_take(capsys, monkeypatch):
     ]
 
 
-SNAPKV = "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=8,lookahead=4"
-STREAMING = "streaming_llm:budget=25%,schedule=once"
-
-
 def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, text_file, tmp_path):
-    """Of two texts of two pieces each, beside one that is too short, and a picture."""
+    """Of two texts of two pieces each, and a picture."""
     base, folder = tmp_path / "r", tmp_path / "texts"
     folder.mkdir()
     for name in "ab":
         text_file(folder / f"{name}.txt", 380, name)
-    (folder / "short.txt").write_text("It was cold.")
     (folder / "picture.png").write_bytes(b"\x89PNG\xff\0")
-    settings = [word for s in ("text", "known", "later") for word in ("--setting", s)]
     args = ["eval", "fidelity", "--text", str(folder), "--length", "150", "--continuation", "16"]
-    args += ["--policy", SNAPKV, "--policy", STREAMING, *settings, "--output", str(base)]
-    args += ["--question", "Who?", "--question", "Where?"]
+    args += ["--policy", "streaming_llm:budget=25%,schedule=once", "--output", str(base)]
+    args += "--setting text --setting later --question Who? --question Where?".split()
     code, out, err = call(*args, "--documents", "1")
     assert code == 0 and "The text goes on" in out and "Files left out: 1 not UTF-8 text." in err
     assert re.search(r"documents 1/1, \d+ s", err)
@@ -121,9 +115,9 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, tex
     assert "0" in full and "151" in full
     assert re.search(r"0\.\d{3} \(0\.\d{3} to 0\.\d{3}\)", out)
     result = json.loads((tmp_path / "r.json").read_text())
-    assert len(result["records"]) == 2 * 3 * 4 == len(after.splitlines()) - 1
-    asked = [r["question"] for r in result["records"] if r["setting"] != "text"]
-    assert list(dict.fromkeys(asked)) == ["Who?", "Where?"]  # of a piece each
-    assert (tmp_path / "r.md").read_text().count("\n## ") == 3
+    assert len(result["records"]) == 2 * 2 * 3 == len(after.splitlines()) - 1
+    asked = [r["question"] for r in result["records"] if r["setting"] == "later"]
+    assert asked == ["Who?"] * 3 + ["Where?"] * 3  # of a piece each
+    assert (tmp_path / "r.md").read_text().count("\n## ") == 2
     (folder / "picture.png").rename(folder / "now.txt").write_text("It is text now.")
     assert "of another run, with texts" in refused(*args)
