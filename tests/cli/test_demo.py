@@ -1,8 +1,6 @@
 import re
 import shlex
 
-import pytest
-
 SMALL = ["demo", "--tokens", "1024", "--questions"]
 
 
@@ -25,14 +23,3 @@ def test_the_demo_shows_what_is_kept_what_is_gone_and_the_speed(call, monkeypatc
     code, out, err = call(*SMALL, "2", *save)
     assert (code, out) == (2, "") and "a story.txt: is there already" in err
     assert (tmp_path / "a story.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
-def test_its_colours_are_the_terminals_own(terminal, term):
-    said = terminal(*SMALL, "1", TERM=term, COLUMNS="120", COLORTERM="truecolor").leave("")
-    codes = set(re.findall(r"\x1b\[([\d;]*)m", said))
-    assert "1/16, recall" in said
-    if term == "dumb":
-        assert "\x1b" not in said
-    else:  # green among them, and no colour of a fixed shade
-        assert "32" in codes and codes <= {"0", "1", "2", "3", "31", "32", "39"}

@@ -1,10 +1,5 @@
 import json
 import re
-import subprocess
-
-import fork_helpers
-from command_lines import MODULE
-from interrupt_helpers import interrupt, wait_for
 
 from mlx_snapkv.cli.progress import StepBars
 
@@ -45,17 +40,6 @@ def test_lines_compare_pooling_by_default(call):
     widths = [s["method"].partition("pool_kernel=")[2].split(",")[0] for s in result["summary"]]
     assert widths == ["", "1", "7", "21", ""]
     assert all(s["reason"] is None for s in result["summary"][1:])
-
-
-def test_an_interrupt_says_how_to_go_on(tmp_path):
-    base = tmp_path / "r"
-    options = [*SMALL, "--questions", "999", "--output", str(base)]
-    command = [*MODULE, "eval", "needle", *options]
-    process = fork_helpers.Popen(command, stderr=subprocess.PIPE, text=True)
-    file = base.with_name("r.jsonl")
-    wait_for(process, file, 3)
-    interrupt(process, file)
-    assert all(json.loads(line) for line in file.read_text().splitlines())
 
 
 def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):

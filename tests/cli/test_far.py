@@ -5,10 +5,8 @@ THEN = "keydiff:budget=96,block=128,n_sink=4 then snapkv:top_k=60,n_sink=4,n_win
 BEYOND = f"more than the {LENGTH} that this model was trained to read: answers may be wrong"
 
 
-def test_entries_are_pulled_together_where_a_policy_evicts_while_it_reads(
-    call, text_file, tmp_path
-):
-    """Others are told what to do."""
+def test_entries_are_pulled_together_where_a_policy_evicts(call, text_file, tmp_path):
+    """While it reads; others are told what to do."""
     model = ["--model", str(demo_with(tmp_path / "model", max_position_embeddings=LENGTH))]
     book, (fact, *_) = text_file(tmp_path / "book.txt", 3 * LENGTH, seed=2)
     ways = ["--policy", THEN, "--memory", "recall", "-m", "12"]
@@ -20,15 +18,8 @@ def test_entries_are_pulled_together_where_a_policy_evicts_while_it_reads(
     lines = f"/file {book}\n{fact.question}\n/stats\n".encode()
     code, out, err = call("chat", *model, *ways, "--far", "pull", stdin=lines)
     assert code == 0 and fact.value in out and pulled in err
-    saved = [
-        "--prompt-file",
-        str(book),
-        "-o",
-        str(tmp_path / "x.safetensors"),
-        "--policy",
-        THEN[:36],
-    ]
-    assert pulled in call("cache-prompt", *model, *saved)[2]
+    saved = ["--prompt-file", str(book), "-o", str(tmp_path / "x.safetensors")]
+    assert pulled in call("cache-prompt", *model, *saved, "--policy", THEN[:36])[2]
     helps = "; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
     left = [*asked, "-m", "1", "--snapkv", "top_k=60"]
     assert f"{BEYOND}{helps}" in call(*left)[2]

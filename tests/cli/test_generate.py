@@ -97,7 +97,6 @@ def test_the_share_of_drafted_tokens_is_told(call):
 @pytest.mark.parametrize(
     "memory, closing",
     [
-        ("recall", r" read by every token, KV memory [^|]*, all \d+ kept \(--memory recall\) "),
         ("recall:file:8bit --refresh turn", r" entries kept, [^|]*, all \d+ kept [^|]*:8bit\) "),
         ("recall --verify all", r", \d+% of the tokens drafted, [\d.]+ times as fast as the full cache "),
     ],
