@@ -1,9 +1,10 @@
+import signal
 import subprocess
+import time
 
 import fork_helpers
 from batch_file_helpers import SNAPKV, chat, read, said, write
 from command_lines import MODULE
-from interrupt_helpers import interrupt, wait_for
 
 DEMO = ["--model", "demo"]
 
@@ -24,6 +25,13 @@ MANY = [chat(f"{n}", 3 * n % 40, max_tokens=8, temperature=n % 2, seed=n) for n 
 def started(file, output, *options):
     args = ["batch", str(file), "-o", str(output), *DEMO, "--policy", SNAPKV, *options]
     return fork_helpers.Popen([*MODULE, *args], stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(process, output, n):
+    """Wait for the first `n` lines."""
+    while not (output.exists() and output.read_bytes().count(b"\n") >= n):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):
@@ -54,7 +62,10 @@ def test_two_runs_do_not_write_one_file_and_ctrl_c_says_how_to_go_on(batch, tmp_
     process = started(file, output, "--concurrency", "2")
     wait_for(process, output, 1)
     code, _, err = batch(None, "--policy", SNAPKV)
-    interrupt(process, output)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in said
+    assert f"What was answered is in {output}; the same command goes on from there." in said
     assert code == 2 and f"{output} is being written by another run" in err
     assert 1 <= len(read(output)) < len(MANY)
 
