@@ -67,9 +67,9 @@ def _fidelity(model: Path, policies: Iterable[str], *more: str, texts: str = "es
     return [*words, "--length", "1400", *_each("--policy", policies), *more]
 
 
-def _ruler(model: Path, length: int, ways: Iterable[str] = _each("--policy", ASKED)) -> list[str]:
+def _ruler(model: Path, length: int, asked: Iterable[str] = _each("--policy", ASKED)) -> list[str]:
     words = ["eval", "data", "--model", str(model), "--data", str(RULER / model.name / str(length))]
-    return [*words, *_each("--task", TASKS), "--setting", "known", *ways]
+    return [*words, *_each("--task", TASKS), "--setting", "known", *asked]
 
 
 COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]

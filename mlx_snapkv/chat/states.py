@@ -44,7 +44,7 @@ def load(
     notes = {} if found.tokens is None else found.notes  # mlx-lm's are about other things
     if found.tokens is not None and not {"messages", "text"} & set(notes):
         raise SnapKVError(f"{path} holds a prompt, but no conversation and no text to ask about")
-    policy, memory = _ways(path, found, notes, policy, memory)
+    policy, memory = _resumed(path, found, notes, policy, memory)
     require_memory(memory)
     policy = resolve_policy(policy=policy)
     caches = list(found.prompt_cache)
@@ -68,7 +68,7 @@ def load(
     return options, state | options
 
 
-def _ways(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str) -> tuple:
+def _resumed(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str) -> tuple:
     """The policy and memory to continue with, given what was asked for. Raises: SnapKVError: the caches can't."""
     book = book_memory(found.prompt_cache)
     if found.policy != NO_POLICY:

@@ -119,8 +119,8 @@ class _Answer:
 
         show = not self.output.as_json
         n_before = 0 if self.start is None else self.start.n_tokens
-        ways = self.keywords["policy"], self.keywords["memory"]
-        cost = partial(book_cost, model, *ways, n_before=n_before) if show else None
+        kept = self.keywords["policy"], self.keywords["memory"]
+        cost = partial(book_cost, model, *kept, n_before=n_before) if show else None
         options = {"on_report": self.reports.append, **self.keywords}
         try:
             with reading.bar(cost) as update:

@@ -115,7 +115,7 @@ class Plans:
         best, taken = planner.recommended(n, usable, self.kv_bits, self.kv_memory)
         if not taken.fits:
             return Choice(n, found)
-        would = f"{_way(first)} would take {format_bytes(first.peak)}"
+        would = f"{_policy_text(first)} would take {format_bytes(first.peak)}"
         over = f"{would}, and {format_bytes(usable)} may be used"
         found += [] if best in found else [best]
         return Choice(n, found, best, taken.why if asked is None else over)
@@ -146,8 +146,8 @@ class Plans:
             print(f"Nothing fits {tokens_text(choices[-1].context)} tokens into {room}.")
         fit = [(choice.best, choice.why) for choice in choices if choice.best is not None]
         for best, why in fit[-1:]:
-            way = f"{_way(best)}, because {why}.\n  {self._command(best)}"
-            print(f"For {tokens_text(best.context)} tokens, recommended: {way}")
+            what = f"{_policy_text(best)}, because {why}.\n  {self._command(best)}"
+            print(f"For {tokens_text(best.context)} tokens, recommended: {what}")
             if best.reason is not None:
                 print(f"Nothing is compressed: {best.reason}.")
             if best.beyond is not None:
@@ -173,10 +173,10 @@ class Plans:
                 fits = "yes" if plan.peak <= usable else "no"
                 fits = "recommended" if plan == choice.best else fits
                 context = "" if i else tokens_text(plan.context)
-                table.add(context, _way(plan), *sizes, fits)
+                table.add(context, _policy_text(plan), *sizes, fits)
         return table
 
 
-def _way(plan: MemoryPlan) -> str:
+def _policy_text(plan: MemoryPlan) -> str:
     policy = plan.policy or "full cache"
     return policy if plan.kv_bits is None else f"{policy}, {plan.kv_bits} bits"

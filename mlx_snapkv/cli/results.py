@@ -59,7 +59,7 @@ class ResultFiles:
         lines: dict[str, str] = {"wrote": "", "replaced": ""}
         for path in written:
             lines["replaced" if path in self._replaced else "wrote"] += f" {path}"
-        return "\n".join(way + paths for way, paths in lines.items() if paths)
+        return "\n".join(verb + paths for verb, paths in lines.items() if paths)
 
 
 def require_page(name: str | None, *endings: str) -> Path | None:
