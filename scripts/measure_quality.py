@@ -23,7 +23,11 @@ from mlx_snapkv.cli.results import write_result
 REAL = Path("real-models")
 SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
 RULER = REAL / "ruler"  # by scripts/make_ruler.py, a folder a model
-TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")  # that the full cache does
+TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")
+OTHER_TASKS = (  # by the full cache alone: what it can't do shows nothing
+    *("niah_single_1", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("vt", "cwe"),
+)
 
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
 BUDGETS = ("25%", "12.5%", "6.25%")
@@ -67,9 +71,14 @@ def _fidelity(model: Path, policies: Iterable[str], *more: str, texts: str = "es
     return [*words, "--length", "1400", *_each("--policy", policies), *more]
 
 
-def _ruler(model: Path, length: int, asked: Iterable[str] = _each("--policy", ASKED)) -> list[str]:
+def _ruler(
+    model: Path,
+    length: int,
+    asked: Iterable[str] = _each("--policy", ASKED),
+    tasks: Iterable[str] = TASKS,
+) -> list[str]:
     words = ["eval", "data", "--model", str(model), "--data", str(RULER / model.name / str(length))]
-    return [*words, *_each("--task", TASKS), "--setting", "known", *asked]
+    return [*words, *_each("--task", tasks), "--setting", "known", *asked]
 
 
 COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
@@ -90,6 +99,8 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),
     "ruler-gemma-2048": (_ruler(GEMMA, 2048), 2),
     "ruler-gemma-4096": (_ruler(GEMMA, 4096), 2),
+    "others-smollm2-2048": (_ruler(SMOLLM2, 2048, (), OTHER_TASKS), 12),
+    "others-gemma-2048": (_ruler(GEMMA, 2048, (), OTHER_TASKS), 12),
     "suite": ([*SUITE, *_each("--policy", EMBEDDED)], 10),
 }
 

@@ -11,7 +11,7 @@ WAYS = {"SnapKV": SNAPKV, "StreamingLLM": "streaming_llm:budget=12.5%,schedule=o
 
 
 def results() -> list[str]:
-    rows = [*_quality(), *_answers(), *_speed(), *_facts()]
+    rows = [*_quality(), *_ruler(), *_answers(), *_speed(), *_facts()]
     return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
 
 
@@ -20,7 +20,7 @@ def _row(what: str, full: str, compressed: str, page: str, command: str) -> tupl
 
 
 def _quality() -> list[tuple[str, ...]]:
-    """KL of text and known answers, and RULER's scores, of the models measured."""
+    """KL of text and known answers, of the models measured."""
     rows = []
     for part in load("quality")["parts"]:
         (kind, *_), own = part["part"].split("-"), part["summary"]
@@ -37,16 +37,30 @@ def _quality() -> list[tuple[str, ...]]:
             about = f"(`{model}`, {first['pieces']} pieces of {of}, {part['length']:,} tokens)"
             named = f"KL to the full cache with 1/8 of the entries, {judged}, nats a token {about}"
             rows.append(_row(named, "0", told, "quality", "make eval"))
-        if kind == "ruler":
-            score = {s["method"]: f"{100 * s['score']:.0f}" for s in own}
-            told, how = score[own[-1]["method"]], ", each token reading 1/16"
-            if SNAPKV in score:
-                told = f"SnapKV {score[SNAPKV]}, {score[SNAPKV + ',lookahead=0']} without lookahead"
-                how = " with 1/8"
-            about = f"(`{model}`, {first['asked']} questions, {first['length']:,} tokens)"
-            named = f"RULER's score{how} of the entries {about}"
-            rows.append(_row(named, score[FULL], told, "quality", "make eval"))
     return rows
+
+
+def _ruler() -> list[tuple[str, ...]]:
+    """RULER's scores, a row a model and a way, a figure a length."""
+    parts = [part for part in load("quality")["parts"] if part["part"].startswith("ruler")]
+    same: dict[tuple[str, str], list[dict[str, dict]]] = {}
+    for part in parts:
+        own = {s["method"]: s for s in part["summary"]}
+        same.setdefault((part["model"].rpartition("/")[2], list(own)[-1]), []).append(own)
+    rows = []
+    for (model, last), owns in same.items():
+        told, how = _scores(owns, last), ", each token reading 1/16"
+        if SNAPKV in owns[0]:
+            without = _scores(owns, f"{SNAPKV},lookahead=0")
+            told, how = f"SnapKV {_scores(owns, SNAPKV)}; without lookahead {without}", " with 1/8"
+        sizes = ", ".join(f"{o[FULL]['asked']} of {o[FULL]['length']:,} tokens" for o in owns)
+        named = f"RULER's score{how} of the entries (`{model}`; questions: {sizes})"
+        rows.append(_row(named, _scores(owns, FULL), told, "quality", "make eval"))
+    return rows
+
+
+def _scores(owns: list[dict[str, dict]], method: str) -> str:
+    return ", ".join(f"{100 * own[method]['score']:.0f}" for own in owns)
 
 
 def _answers() -> list[tuple[str, ...]]:
