@@ -82,7 +82,7 @@ def generate(
         asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
         reading.warn(loaded, len(tokens), **asked)
     else:
-        chosen = keywords["policy"], compression.memory, cache.quantization
+        chosen = keywords["policy"], compression.memory, compression.verify, cache.quantization
         start = SavedStart(file, model.model, loaded, *chosen)
         keywords |= start.options
         if compression.is_auto:

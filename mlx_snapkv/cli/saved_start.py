@@ -23,7 +23,7 @@ class SavedStart:
 
     Args:
         file, name: the names that the user gave to it and the model.
-        policy, memory: of the answer. Without a memory the policy compresses a saved full cache at once.
+        policy, memory, verify: of the answer. Without a memory the policy compresses a saved full cache at once.
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
     Raises: SnapKVError: the file is not for this model, or its entries can't be compressed so.
@@ -36,6 +36,7 @@ class SavedStart:
         model,
         policy: Policy | Stages | None,
         memory: str,
+        verify: str | None,
         quantization: Quantization | None,
     ):
         self._file, self._saved = file, saved.load(file, model)
@@ -52,6 +53,7 @@ class SavedStart:
         if quantization and (compressed or any(c.quantization for c in layer_caches(caches))):
             how = "compressed" if compressed else "quantised"
             raise SnapKVError(f"{file} is {how} already, its entries stay so: drop --kv-bits")
+        given = {"--memory": memory != "drop", "the policy": policy, "--verify": verify}
         self.n_tokens = n_tokens(caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if own != "drop" and policy_then != NO_POLICY and "messages" not in notes:
@@ -59,8 +61,8 @@ class SavedStart:
                 raise SnapKVError(f"{file} has its own policy, {policy_then}: drop yours")
             policy = resolve_policy(policy=policy_then)
             memory = own if memory == "drop" else memory
-        elif compressed and (memory != "drop" or policy is not None):
-            what = "--memory" if memory != "drop" else "the policy"
+        elif compressed and any(given.values()):
+            what = " and ".join(option for option, value in given.items() if value)
             raise SnapKVError(f"{file} is compressed already, the rest is gone: drop {what}")
         elif memory == "drop":
             if policy is not None:

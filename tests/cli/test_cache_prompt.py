@@ -148,6 +148,7 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         ([], ["--system-prompt", "x"], "--system-prompt can't be combined"),
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),
         (HALF, ["--policy", "keydiff"], "is compressed already, the rest is gone: drop the policy"),
+        (HALF, ["--memory", "recall", "--verify", "all"], "the rest is gone: drop --memory and --verify"),
         (HALF, ["--kv-bits", "4"], "is compressed already, its entries stay so"),
         ([*HALF, "--memory", "recall:file"], HALF, f"has its own policy, {HALF[1]}: drop yours"),
         ([*HALF, "--memory", "recall:file"], ["--memory", "recall:4bit"], "give --memory recall:file or recall"),
