@@ -24,10 +24,8 @@ REAL = Path("real-models")
 SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
 RULER = REAL / "ruler"  # by scripts/make_ruler.py, a folder a model
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")
-OTHER_TASKS = (  # by the full cache alone: what it can't do shows nothing
-    *("niah_single_1", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-    *("vt", "cwe"),
-)
+TOO_HARD = ("niah_multikey_2", "niah_multikey_3", "vt", "cwe")  # asked of the full cache alone
+LOOKED_UP = ("niah_single_2", "niah_multiquery", "fwe")
 
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
 BUDGETS = ("25%", "12.5%", "6.25%")
@@ -49,7 +47,12 @@ ASKED = (
     f"snapkv:budget=12.5%,{PAPER}",
     "streaming_llm:budget=25%,schedule=once",
 )
-EVERY_TOKEN = ["--memory", "recall", "--policy", "snapkv:budget=6.25%,lookahead=0"]
+KEPT_FOR_LATER = ("h2o", "expected_attention", "keydiff", "lagkv", "streaming_llm")
+LATER = (
+    *("snapkv:budget=25%", "kvzip:budget=25%"),
+    *(f"{name}:budget=25%,schedule=once" for name in KEPT_FOR_LATER),
+)
+EVERY_TOKEN = ("snapkv:budget=6.25%,lookahead=0",)
 ON_FULL = (  # the answer outgrows the recent window
     "snapkv:budget=12.5%",
     "snapkv:budget=12.5%,on_full=slide",
@@ -74,11 +77,12 @@ def _fidelity(model: Path, policies: Iterable[str], *more: str, texts: str = "es
 def _ruler(
     model: Path,
     length: int,
-    asked: Iterable[str] = _each("--policy", ASKED),
+    policies: Iterable[str] = ASKED,
     tasks: Iterable[str] = TASKS,
+    setting: str = "known",
 ) -> list[str]:
     words = ["eval", "data", "--model", str(model), "--data", str(RULER / model.name / str(length))]
-    return [*words, *_each("--task", tasks), "--setting", "known", *asked]
+    return [*words, *_each("--task", tasks), "--setting", setting, *_each("--policy", policies)]
 
 
 COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
@@ -96,11 +100,13 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
     "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
     "ruler-smollm2-4096": (_ruler(SMOLLM2, 4096), 2),
-    "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),
+    "ruler-smollm2-2048-recall": ([*_ruler(SMOLLM2, 2048, EVERY_TOKEN), "--memory", "recall"], 2),
     "ruler-gemma-2048": (_ruler(GEMMA, 2048), 2),
     "ruler-gemma-4096": (_ruler(GEMMA, 4096), 2),
-    "others-smollm2-2048": (_ruler(SMOLLM2, 2048, (), OTHER_TASKS), 12),
-    "others-gemma-2048": (_ruler(GEMMA, 2048, (), OTHER_TASKS), 12),
+    "later-smollm2-2048": (_ruler(SMOLLM2, 2048, LATER, LOOKED_UP, "later"), 8),
+    "later-gemma-2048": (_ruler(GEMMA, 2048, LATER, LOOKED_UP, "later"), 8),
+    "hard-smollm2-2048": (_ruler(SMOLLM2, 2048, (), TOO_HARD), 12),
+    "hard-gemma-2048": (_ruler(GEMMA, 2048, (), TOO_HARD), 12),
     "suite": ([*SUITE, *_each("--policy", EMBEDDED)], 10),
 }
 

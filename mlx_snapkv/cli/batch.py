@@ -45,7 +45,7 @@ def batch(
     the exit code is 1.
 
     \b
-      mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --policy keydiff:budget=25%,min_ctx=1024
+      mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --snapkv top_k=1024
       cat requests.jsonl | mlx-snapkv batch - -o answers.jsonl --model demo \\
           --snapkv top_k=1024 --concurrency 16 --max-kv-bytes 4GB
     """

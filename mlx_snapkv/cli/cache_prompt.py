@@ -28,8 +28,9 @@ def cache_prompt(
     is read within the policy's budget, and every entry is saved, in a folder beside the file.
 
     \b
-      mlx-snapkv cache-prompt --model demo --prompt-file book.txt --policy keydiff:budget=25% -o book.safetensors
-      mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
+      mlx-snapkv cache-prompt --model demo --prompt-file book.txt -o book.safetensors
+      mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?" \\
+          --snapkv top_k=4096 --memory recall
       mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors --memory recall:file \\
           --policy "keydiff:budget=4096 then snapkv:top_k=1024"
     """

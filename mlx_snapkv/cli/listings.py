@@ -55,9 +55,9 @@ It is read within a budget, every entry goes to a file, and every token of an an
 mlx-snapkv chat --model MODEL --memory recall:file --policy "keydiff:budget=4096 then snapkv:top_k=1024"
 recall.md#books benchmarks.md#books
 
-a document saved small, for questions that nobody knows yet
-The attention of all its queries counts. What is evicted is gone: keep all entries if there is room.
-mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors --policy h2o:budget=25%,schedule=once
+a document saved once, for questions that nobody knows yet
+All entries are saved, since any may be asked for. Ask with --snapkv top_k=4096 --memory recall: tokens choose what they read.
+mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors
 quality.md
 
 the least memory, while reading and after
