@@ -24,8 +24,11 @@ REAL = Path("real-models")
 SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
 RULER = REAL / "ruler"  # by scripts/make_ruler.py, a folder a model
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")
-TOO_HARD = ("niah_multikey_2", "niah_multikey_3", "vt", "cwe")  # asked of the full cache alone
-LOOKED_UP = ("niah_single_2", "niah_multiquery", "fwe")
+OTHERS = (  # asked of the full cache alone
+    *("niah_single_1", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("vt", "cwe"),
+)
+FEWER = ("niah_single_2", "fwe")  # for what reads every question anew
 
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
 BUDGETS = ("25%", "12.5%", "6.25%")
@@ -33,8 +36,8 @@ EVERY_BUDGET = ("snapkv:budget={}", "streaming_llm:budget={},schedule=once")
 ONE_BUDGET = (  # beside those at 1/8
     f"snapkv:budget=12.5%,{PAPER}",
     "snapkv:budget=12.5%,n_window=50%",
-    "keydiff:budget=12.5%,n_window=10%,schedule=once",
-    "keydiff:budget=12.5%,schedule=once",
+    "keydiff:budget=12.5%,n_sink=0,n_window=10%,schedule=once",
+    "keydiff:budget=12.5%,n_sink=0,schedule=once",
     "expected_attention:budget=12.5%,schedule=once",
     "lagkv:budget=12.5%,schedule=once",
 )
@@ -53,6 +56,11 @@ LATER = (
     *(f"{name}:budget=25%,schedule=once" for name in KEPT_FOR_LATER),
 )
 EVERY_TOKEN = ("snapkv:budget=6.25%,lookahead=0",)
+BLOCKS = (
+    "snapkv:budget=25%,schedule=block",
+    *(f"{name}:budget=25%" for name in KEPT_FOR_LATER),
+)
+SINKS = ("keydiff:budget=12.5%,schedule=once", "keydiff:budget=12.5%,n_sink=0,schedule=once")
 ON_FULL = (  # the answer outgrows the recent window
     "snapkv:budget=12.5%",
     "snapkv:budget=12.5%,on_full=slide",
@@ -61,7 +69,7 @@ ON_FULL = (  # the answer outgrows the recent window
 EMBEDDED = (
     "snapkv:budget=12.5%",
     "snapkv:budget=6.25%",
-    "keydiff:budget=25%,n_window=10%,schedule=once",
+    "keydiff:budget=25%,n_sink=0,n_window=10%,schedule=once",
 )
 
 
@@ -82,7 +90,9 @@ def _ruler(
     setting: str = "known",
 ) -> list[str]:
     words = ["eval", "data", "--model", str(model), "--data", str(RULER / model.name / str(length))]
-    return [*words, *_each("--task", tasks), "--setting", setting, *_each("--policy", policies)]
+    memory = ["--memory", "recall"] if policies is EVERY_TOKEN else []
+    asked = [*_each("--task", tasks), "--setting", setting, *memory]
+    return [*words, *asked, *_each("--policy", policies)]
 
 
 COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
@@ -100,13 +110,21 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
     "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
     "ruler-smollm2-4096": (_ruler(SMOLLM2, 4096), 2),
-    "ruler-smollm2-2048-recall": ([*_ruler(SMOLLM2, 2048, EVERY_TOKEN), "--memory", "recall"], 2),
+    "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),
     "ruler-gemma-2048": (_ruler(GEMMA, 2048), 2),
     "ruler-gemma-4096": (_ruler(GEMMA, 4096), 2),
-    "later-smollm2-2048": (_ruler(SMOLLM2, 2048, LATER, LOOKED_UP, "later"), 8),
-    "later-gemma-2048": (_ruler(GEMMA, 2048, LATER, LOOKED_UP, "later"), 8),
-    "hard-smollm2-2048": (_ruler(SMOLLM2, 2048, (), TOO_HARD), 12),
-    "hard-gemma-2048": (_ruler(GEMMA, 2048, (), TOO_HARD), 12),
+    "later-smollm2-2048": (_ruler(SMOLLM2, 2048, LATER, FEWER, "later"), 12),
+    "later-gemma-2048": (_ruler(GEMMA, 2048, LATER, FEWER, "later"), 12),
+    "later-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN, FEWER, "later"), 12),
+    "later-gemma-2048-recall": (_ruler(GEMMA, 2048, EVERY_TOKEN, FEWER, "later"), 12),
+    "sinks-smollm2": (_fidelity(SMOLLM2, SINKS), 4),
+    "sinks-gemma": (_fidelity(GEMMA, SINKS), 4),
+    "blocks-fidelity-smollm2": (_fidelity(SMOLLM2, BLOCKS), 12),
+    "blocks-fidelity-gemma": (_fidelity(GEMMA, BLOCKS), 12),
+    "blocks-smollm2-2048": (_ruler(SMOLLM2, 2048, BLOCKS, FEWER[:1]), 12),
+    "blocks-gemma-2048": (_ruler(GEMMA, 2048, BLOCKS, FEWER[:1]), 12),
+    "others-smollm2-2048": (_ruler(SMOLLM2, 2048, (), OTHERS), 12),
+    "others-gemma-2048": (_ruler(GEMMA, 2048, (), OTHERS), 12),
     "suite": ([*SUITE, *_each("--policy", EMBEDDED)], 10),
 }
 

@@ -94,8 +94,7 @@ def generate(
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
     hint = "" if compression.is_auto else " (no policy; --policy auto takes one where it helps)"
-    answer = _Answer(model.model, keywords, start, output, hint)
-    answer.print(loaded, tokenizer, tokens, reading)
+    _Answer(model.model, keywords, start, output, hint).print(loaded, tokenizer, tokens, reading)
 
 
 @dataclass

@@ -56,7 +56,7 @@ mlx-snapkv chat --model MODEL --memory recall:file --policy "keydiff:budget=4096
 recall.md#books benchmarks.md#books
 
 a document saved once, for questions that nobody knows yet
-All entries are saved, since any may be asked for. Ask with --snapkv top_k=4096 --memory recall: tokens choose what they read.
+All entries are saved, since any may be asked for. Ask with --snapkv top_k=4096 --memory recall.
 mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors
 quality.md
 

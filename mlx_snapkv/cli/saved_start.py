@@ -61,8 +61,7 @@ class SavedStart:
                 raise SnapKVError(f"{file} has its own policy, {policy_then}: drop yours")
             policy = resolve_policy(policy=policy_then)
             memory = own if memory == "drop" else memory
-        elif compressed and any(given.values()):
-            what = " and ".join(option for option, value in given.items() if value)
+        elif compressed and (what := " and ".join(name for name, x in given.items() if x)):
             raise SnapKVError(f"{file} is compressed already, the rest is gone: drop {what}")
         elif memory == "drop":
             if policy is not None:

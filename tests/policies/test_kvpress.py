@@ -30,6 +30,8 @@ def policy_of(case):
         return SnapKV(**own, pool_kernel=kernel, pool="avg", lookahead=0)
     if name not in ("tova", "streaming_llm"):
         own["n_window"] = 0
+    if name == "keydiff":
+        own["n_sink"] = 0
     if name == "lagkv":
         own |= {"lag_size": options[0], "cross_scoring": bool(options[1:])}
     return POLICIES[name](**own)
