@@ -33,6 +33,8 @@ WHAT = {
     "later": ", question later",
     "blocks": ", read in blocks",
     "others": ", by the full cache alone",
+    "sinks": ", KeyDiff's sinks",
+    "entries": ", 512 and 256 entries",
 }
 SETTINGS = {
     "text": "the text goes on",
