@@ -26,8 +26,8 @@ HOW = """## How it was measured
 - Intervals are 95%, paired by text or question, and bootstrapped over documents.
 - SmolLM2-135M-Instruct and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A large model may
   differ: measure yours with the same commands.
-- The embedded `demo-tasks` was trained to look facts up. It tells bugs, not quality: its KeyDiff finds what no policy finds
-  for real models.
+- The embedded `demo-tasks` was trained to look facts up. It tells bugs, not quality: its KeyDiff finds what no policy
+  finds for real models.
 """
 WHAT = {
     "later": ", question later",
