@@ -28,6 +28,9 @@ OTHERS = (  # asked of the full cache alone
     *("niah_single_1", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("vt", "cwe"),
 )
+# Of those, what it can do.
+MORE = ("niah_single_1", "niah_single_3", "niah_multikey_1")
+MORE_GEMMA = (*MORE, "niah_multikey_2")
 FEWER = ("niah_single_2", "fwe")  # for what reads every question anew
 
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
@@ -50,6 +53,7 @@ ASKED = (
     f"snapkv:budget=12.5%,{PAPER}",
     "streaming_llm:budget=25%,schedule=once",
 )
+ASKED_MORE = (*ASKED[:3], ASKED[4], ASKED[6])
 KEPT_FOR_LATER = ("h2o", "expected_attention", "keydiff", "lagkv", "streaming_llm")
 LATER = (
     *("snapkv:budget=25%", "kvzip:budget=25%"),
@@ -113,6 +117,8 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),
     "ruler-gemma-2048": (_ruler(GEMMA, 2048), 2),
     "ruler-gemma-4096": (_ruler(GEMMA, 4096), 2),
+    "more-smollm2-2048": (_ruler(SMOLLM2, 2048, ASKED_MORE, MORE), 2),
+    "more-gemma-2048": (_ruler(GEMMA, 2048, ASKED_MORE, MORE_GEMMA), 2),
     "later-smollm2-2048": (_ruler(SMOLLM2, 2048, LATER, FEWER, "later"), 12),
     "later-gemma-2048": (_ruler(GEMMA, 2048, LATER, FEWER, "later"), 12),
     "later-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN, FEWER, "later"), 12),

@@ -162,18 +162,18 @@ class Answers:
         """Methods' answers to the `i`th question, which stands in the prompt that they compress."""
         prompt: Reading | None = None
         for method in methods:
-            if method.policy is None:
-                yield self._of_full_cache(i)
-            elif not method.shares_reading:
+            if not method.shares_reading:
                 yield self._answer(method, i, (make_prompt_cache(self._model), None))
-            else:
-                prompt = prompt or self._reading.followed_by(self._suffixes[i])
-                most, stops = self._questions[i].max_tokens, self._tokenizer.eos_token_ids
-                full = prompt.answer(most, stops)
-                kept = self._compressed(prompt, method, answering=True)
-                # What the full cache's answer and a small cache's have in common is found in one pass over it.
-                n = Reference(prompt, full).n_agreed(copy.deepcopy(kept[0]))
-                yield self._answer(method, i, kept, full[:n])
+                continue
+            prompt = prompt or self._reading.followed_by(self._suffixes[i])
+            full = prompt.answer(self._questions[i].max_tokens, self._tokenizer.eos_token_ids)
+            kept = self._compressed(prompt, method, answering=True)
+            if method.policy is None:
+                yield self._full.setdefault(i, self._answer(method, i, kept, full))
+                continue
+            # What the full cache's answer and a small cache's have in common is found in one pass over it.
+            n = Reference(prompt, full).n_agreed(copy.deepcopy(kept[0]))
+            yield self._answer(method, i, kept, full[:n])
 
     def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Record]:
         """A method's answers to questions that come when the document has been compressed."""
