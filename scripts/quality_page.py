@@ -16,13 +16,16 @@ HOW = """## How it was measured
   KL is the divergence of the predictions with the compressed cache from those with the full cache, in nats a token;
   *same* is the share of tokens whose likeliest token is the same. *text*: the 64 tokens after the piece, compressed
   without lookahead. *known*: the full cache's own answer to a question at the prompt's end; tokens decoded before the
-  compression (`lookahead`) count as 0. *later*: the piece is compressed before the question comes.
+  compression (`lookahead`) count as 0; *left* is the share of the others. *later*: the piece is compressed before the
+  question comes.
 - **RULER's** tasks are made by lm-evaluation-harness (`scripts/make_ruler.py`) and have its score: the share of the
   references that stand in the output. A task that the full cache can't do shows nothing, whatever its row says.
   SnapKV's default decodes an answer's first 32 tokens on all entries, and RULER's references mostly stand in those;
-  `lookahead=0`, the published setting and StreamingLLM do not. With `memory recall` each token chooses its entries.
+  `lookahead=0`, the published setting and StreamingLLM do not, and that holds for the embedded tasks, too. With
+  `memory recall` each token chooses its entries.
 - *Question later*: the document is compressed before the question comes. *Read in blocks*: each policy evicts while it
-  reads, before it has read the question at the end. *By the full cache alone*: RULER's other tasks, asked of no policy.
+  reads, before it has read the question at the end. *By the full cache alone*: eight questions of each other task of
+  RULER. *More tasks*: those of them that it can do.
 - Intervals are 95%, paired by text or question, and bootstrapped over documents.
 - SmolLM2-135M-Instruct and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A large model may
   differ: measure yours with the same commands.
@@ -30,6 +33,7 @@ HOW = """## How it was measured
   finds for real models.
 """
 WHAT = {
+    "more": ", more tasks",
     "later": ", question later",
     "blocks": ", read in blocks",
     "others": ", by the full cache alone",
@@ -82,15 +86,21 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
     settings = [s for s in SETTINGS if any(setting == s for _, setting in cells)]
     one = part["summary"][0]
     header = ["policy", "entries", "KV memory"]
-    header += [f"{SETTINGS[s]}: {what}" for s in settings for what in ("KL", "same")]
+    columns = [(s, x) for s in settings for x in ("KL", "same", *["left"] * (s == "known"))]
+    header += [f"{SETTINGS[s]}: {x}" for s, x in columns]
     rows = []
     for method in dict.fromkeys(method for method, _ in cells):
-        own = [cells[method, setting] for setting in settings]
-        figures = [x for s in own for x in (interval(s["kl"], ".3f"), f"{s['same']:.3f}")]
-        size = str(own[0]["entries"] or "all"), format_bytes(own[0]["kv_bytes"])
-        rows.append([f"`{method}`", *size, *figures])
+        first = cells[method, settings[0]]
+        size = str(first["entries"] or "all"), format_bytes(first["kv_bytes"])
+        rows.append([f"`{method}`", *size, *(_figure(cells[method, s], x) for s, x in columns)])
     about = f"{one['pieces']} pieces of {one['texts']} files."
     return [about, "", *table(header, rows)]
+
+
+def _figure(own: dict[str, Any], what: str) -> str:
+    if what == "left":
+        return f"{own['judged'] / own['tokens']:.2f}"
+    return interval(own["kl"], ".3f") if what == "KL" else f"{own['same']:.3f}"
 
 
 def _scores(part: dict[str, Any]) -> list[str]:

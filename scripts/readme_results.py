@@ -26,7 +26,7 @@ def _quality() -> list[tuple[str, ...]]:
         (kind, *_), own = part["part"].split("-"), part["summary"]
         model, first = part["model"].rpartition("/")[2], own[0]
         if kind in ("fidelity", "code"):
-            kl = {(s["method"], s["setting"]): f"{s['kl']['mean']:.3f}" for s in own}
+            kl = {(s["method"], s["setting"]): f"{s['kl']['mean']:.3f}{_after(s)}" for s in own}
             settings = [s for s in ("text", "known") if (SNAPKV, s) in kl]
             told = "; ".join(
                 f"{x} {' and '.join(kl[y, s] for s in settings)}" for x, y in WAYS.items()
@@ -38,6 +38,14 @@ def _quality() -> list[tuple[str, ...]]:
             named = f"KL to the full cache with 1/8 of the entries, {judged}, nats a token {about}"
             rows.append(_row(named, "0", told, "quality", "make eval"))
     return rows
+
+
+def _after(own: dict) -> str:
+    """KL of an answer's tokens after those decoded on all entries, if that are many: the others count as 0."""
+    if own["judged"] > 0.9 * own["tokens"]:
+        return ""
+    each = own["kl"]["mean"] * own["tokens"] / own["judged"]
+    return f" ({each:.3f} a token after the lookahead)"
 
 
 def _ruler() -> list[tuple[str, ...]]:

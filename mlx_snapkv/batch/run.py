@@ -12,12 +12,11 @@ from ..completions.answer import Completion, answer_body
 from ..completions.request import CompletionRequest, Defaults, completion_request
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
+from ..engine.serving import ENDED_EARLY
 from ..errors import SnapKVError, brief
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
 from .memory import Memory
-
-ENDED_EARLY = "the answer ended before its prompt was compressed"
 
 
 @dataclass

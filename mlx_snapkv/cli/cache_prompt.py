@@ -53,7 +53,7 @@ def cache_prompt(
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = reading.wait_for(opening)
     keywords = {"policy": chosen, **retention.retention(), **vars(cache)}
-    reading.warn(loaded, len(tokens), **keywords)
+    reading.warn(loaded, len(tokens), was_chosen=chosen is None, **keywords)
     where = f"saved in {path}{', in place of the one that was there' if path.exists() else ''}"
     cost = partial(book_cost, loaded, chosen, memory, saved_in=path.resolve().parent)
     with reading.bar(cost) as bar:

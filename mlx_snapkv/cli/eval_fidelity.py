@@ -39,9 +39,9 @@ class FidelityOptions:
 def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     """Compare a model's predictions after a compressed prompt with those after the full one, on your own texts.
 
-    It needs no questions with known answers. A piece is read once, whatever the number of policies.
+    It needs no questions with known answers. A piece is read once for all policies that choose when it has been read.
 
-    mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy streaming_llm:budget=25%
+    mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy kvzip:budget=25%
     """
     from ..evals import fidelity as measuring
     from ..evals.texts import Texts

@@ -31,7 +31,7 @@ The question's own tokens vote for the entries that the answer needs.
 quality.md
 
 a chat, several questions about one text
-All entries stay in memory, and every token of an answer chooses which it reads.
+All entries stay in memory, a tenth more than the full cache takes, and every token of an answer chooses which it reads.
 mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
 recall.md#what-conversations-find
 
@@ -46,7 +46,7 @@ mlx-snapkv batch requests.jsonl -o answers.jsonl --model MODEL --snapkv top_k=40
 batches.md#what-it-gains
 
 an answer that must equal the full cache's
-Tokens are drafted from few entries, and checked on all.
+Tokens are drafted from few entries, and checked on all. Not for models with linear or sliding-window layers.
 {ASK} --snapkv top_k=4096 --memory recall --verify all
 recall.md#what-an-answer-reads
 
@@ -61,9 +61,9 @@ mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors
 quality.md
 
 the least memory, while reading and after
-Read within a budget, chosen by the question, and kept in 4 bits. What is evicted is gone.
+KeyDiff evicts before it knows the question, and loses half of the needles at 1/4. The question chooses from the rest.
 {ASK} --kv-bits 4 --policy "keydiff:budget=8192 then snapkv:top_k=2048"
-choose.md#fewer-bits-as-well benchmarks.md#decoding-and-reading
+quality.md benchmarks.md#decoding-and-reading
 """
 CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES.strip().split("\n\n")]
 

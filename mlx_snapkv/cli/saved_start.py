@@ -119,7 +119,7 @@ class SavedStart:
             if stage.observes:
                 raise SnapKVError(
                     f"a saved full cache holds no queries for {stage.name} to vote with: "
-                    "save the prompt with the policy, or take one that needs none, such as keydiff"
+                    "add --memory recall, and every token of the answer chooses among its entries"
                 )
         if self.n_tokens < policy.min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"

@@ -24,6 +24,7 @@ ReportCallback = Callable[[CompressionReport], None]
 
 ENOUGH = 8  # tokens that tell how fast a cache is
 MAX_TOKENS = 256  # mlx-lm's own default
+ENDED_EARLY = "the answer ended before its prompt was compressed"
 
 
 def served(
@@ -141,8 +142,8 @@ def _compressed(
         if keep:
             on_report(request.compress())
         raise
-    if item is None and not keep:
-        request.report.reason = "the answer ended before its prompt was compressed"
+    if item is None and not (keep or request.config.reads_in_blocks):  # whose entries are gone already
+        request.report.reason = ENDED_EARLY
         on_report(request.report)
         return
     started = time.perf_counter()

@@ -105,10 +105,10 @@ def compare(
             if not method.options:
                 more["on_report"] = lambda report: held.append(copy.deepcopy(cache))  # noqa: B023
             found = answered(method.name, [], (cache, None), **more)
-        if held:
+        if held and (method.shares_reading or not policy.stages[1].lookahead):
             logprobs = reference.predictions(held[0])
-        else:  # what the answer's tokens choose, whether or not they are verified
-            more |= {"verify": None, "prompt_progress_callback": None}
+        else:  # what all of the answer's tokens are decoded from, whether or not they are verified
+            more |= {"verify": None, "prompt_progress_callback": None, "on_report": None}
             logprobs = reference.generated(**more)
         yield replace(
             found,

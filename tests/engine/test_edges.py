@@ -110,6 +110,17 @@ def test_an_answer_that_ends_before_the_cut_costs_no_selection(tiny_model, token
     assert not report.compressed and "ended before" in report.reason
 
 
+def test_an_answer_that_ends_before_the_cut_of_what_was_read_in_blocks_is_no_full_caches(
+    tiny_model, tokens
+):
+    reports = []
+    policy = f"keydiff:budget=20,block=8 then {AHEAD}"
+    options = {"max_tokens": 4, "policy": policy, "on_report": reports.append}
+    assert len(list(generate_step(tokens, tiny_model, **options))) == 4
+    (report,) = reports
+    assert report.compressed and report.entries < 20
+
+
 @pytest.mark.parametrize("n_read", [0, 1, 9])
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("policy", [AHEAD, "keydiff:budget=20,block=8"])

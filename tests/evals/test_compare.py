@@ -13,7 +13,7 @@ POLICIES = [
     "snapkv:budget=60,n_window=16,lookahead=0",
     "streaming_llm:budget=60,schedule=once",
     "keydiff:budget=60,block=64",
-    "keydiff:budget=256 then snapkv:budget=60,lookahead=4",
+    "keydiff:budget=80,block=64 then snapkv:budget=60,lookahead=4",
     "h2o:budget=60,schedule=once",
 ]
 N = 12
