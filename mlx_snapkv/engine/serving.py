@@ -142,7 +142,7 @@ def _compressed(
         if keep:
             on_report(request.compress())
         raise
-    if item is None and not (keep or request.config.reads_in_blocks):  # whose entries are gone already
+    if item is None and not keep and not request.config.reads_in_blocks:  # which evicts before
         request.report.reason = ENDED_EARLY
         on_report(request.report)
         return
