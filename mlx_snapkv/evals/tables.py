@@ -21,7 +21,7 @@ SCORES = (
     "difference to the full cache is paired, with a 95% interval bootstrapped over documents. Question known: it "
     "stands in the prompt that is compressed. Question later: the document is compressed first. Entries: kept per KV "
     "head, the most of any layer; a block policy holds up to a block more. KV memory: all that is held in memory once "
-    "the prompt is compressed, read from the arrays, or of a full cache when the answer is done."
+    "the prompt is compressed, read from the arrays; a full cache's may have the answer's, too."
 )
 MASKED = (
     "By mask: all entries are held, and every head sees what it would keep, entries in the mean; what the answer adds "
