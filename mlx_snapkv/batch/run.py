@@ -11,8 +11,7 @@ from typing import Any
 from ..completions.answer import Completion, answer_body
 from ..completions.request import CompletionRequest, Defaults, completion_request
 from ..engine.footprint import Need
-from ..engine.report import CompressionReport
-from ..engine.serving import ENDED_EARLY
+from ..engine.report import ENDED_EARLY, CompressionReport
 from ..errors import SnapKVError, brief
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..engine.report import NO_POLICY, CompressionReport
+from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from . import cache_options, options
 from .command import option
 from .loading import require_alone
@@ -173,7 +173,7 @@ class _Answer:
             cache = "full cache" if most is None else f"mlx-lm's rotating cache of {most} entries"
             return cache + self.hint
         if not report.compressed:
-            return f"full cache: {report.reason}"
+            return f"{'' if report.reason == ENDED_IN_BLOCKS else 'full cache: '}{report.reason}"
         all_of_them = f", all {report.prompt_tokens} kept (--memory {memory})"
         beside = "" if memory == "drop" or report.book is not None else all_of_them
         return f"{report.entries_text}, {report.memory_text}{beside}{report.recall_text}"

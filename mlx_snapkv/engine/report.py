@@ -5,6 +5,8 @@ from typing import Any
 
 SLOWER = 0.9  # times as fast as the full cache, from which on nothing is won
 NO_POLICY = "none"
+ENDED_EARLY = "the answer ended before its prompt was compressed"
+ENDED_IN_BLOCKS = "the answer ended before the policy chose from what reading in blocks had left"
 
 
 @dataclass

@@ -16,7 +16,7 @@ from ..errors import SnapKVError
 from .compress import KeptCallback
 from .config import CompressionConfig
 from .loop_model import evicts, pacing, rewinding
-from .report import CompressionReport
+from .report import ENDED_EARLY, ENDED_IN_BLOCKS, CompressionReport
 from .request import Request, Uncompressed, make_request
 from .rewind import Rewind
 
@@ -24,7 +24,6 @@ ReportCallback = Callable[[CompressionReport], None]
 
 ENOUGH = 8  # tokens that tell how fast a cache is
 MAX_TOKENS = 256  # mlx-lm's own default
-ENDED_EARLY = "the answer ended before its prompt was compressed"
 
 
 def served(
@@ -142,8 +141,8 @@ def _compressed(
         if keep:
             on_report(request.compress())
         raise
-    if item is None and not keep and not request.config.reads_in_blocks:  # which evicts before
-        request.report.reason = ENDED_EARLY
+    if item is None and not keep:
+        request.report.reason = ENDED_IN_BLOCKS if request.config.reads_in_blocks else ENDED_EARLY
         on_report(request.report)
         return
     started = time.perf_counter()

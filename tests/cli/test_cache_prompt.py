@@ -143,7 +143,7 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
 @pytest.mark.parametrize(
     "saved, options, message",
     [
-        ([], ["--policy", "keydiff then snapkv"], "holds no queries for snapkv to vote with: save the prompt with"),
+        ([], ["--policy", "keydiff then snapkv"], "holds no queries for snapkv to vote with: add --memory recall"),
         ([], [*HALF, "--kv-bits", "8", "--kv-group-size", "128"], "one of [32, 64]"),
         ([], ["--system-prompt", "x"], "--system-prompt can't be combined"),
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),

@@ -118,7 +118,7 @@ def test_an_answer_that_ends_before_the_cut_of_what_was_read_in_blocks_is_no_ful
     options = {"max_tokens": 4, "policy": policy, "on_report": reports.append}
     assert len(list(generate_step(tokens, tiny_model, **options))) == 4
     (report,) = reports
-    assert report.compressed and report.entries < 20
+    assert "reading in blocks had left" in report.reason
 
 
 @pytest.mark.parametrize("n_read", [0, 1, 9])
