@@ -28,8 +28,7 @@ OTHERS = (  # asked of the full cache alone
     *("niah_single_1", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("vt", "cwe"),
 )
-# Of those, what it can do.
-MORE = ("niah_single_1", "niah_single_3", "niah_multikey_1")
+MORE = ("niah_single_1", "niah_single_3", "niah_multikey_1")  # of those, what it can do
 MORE_GEMMA = (*MORE, "niah_multikey_2")
 FEWER = ("niah_single_2", "fwe")  # for what reads every question anew
 
@@ -53,7 +52,13 @@ ASKED = (
     f"snapkv:budget=12.5%,{PAPER}",
     "streaming_llm:budget=25%,schedule=once",
 )
-ASKED_MORE = (*ASKED[:3], ASKED[4], ASKED[6])
+ASKED_MORE = (
+    "snapkv:budget=25%",
+    "snapkv:budget=12.5%",
+    "snapkv:budget=6.25%",
+    "snapkv:budget=12.5%,lookahead=0",
+    "streaming_llm:budget=25%,schedule=once",
+)
 KEPT_FOR_LATER = ("h2o", "expected_attention", "keydiff", "lagkv", "streaming_llm")
 LATER = (
     *("snapkv:budget=25%", "kvzip:budget=25%"),

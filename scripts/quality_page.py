@@ -24,8 +24,8 @@ HOW = """## How it was measured
   `lookahead=0`, the published setting and StreamingLLM do not, and that holds for the embedded tasks, too. With
   `memory recall` each token chooses its entries.
 - *Question later*: the document is compressed before the question comes. *Read in blocks*: each policy evicts while it
-  reads, before it has read the question at the end. *By the full cache alone*: eight questions of each other task of
-  RULER. *More tasks*: those of them that it can do.
+  reads, before it has read the question at the end. *By the full cache alone*: RULER's other tasks, asked of no policy.
+  *More tasks*: those of them that it can do, asked of policies.
 - Intervals are 95%, paired by text or question, and bootstrapped over documents.
 - SmolLM2-135M-Instruct and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A large model may
   differ: measure yours with the same commands.
@@ -92,15 +92,14 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
     for method in dict.fromkeys(method for method, _ in cells):
         first = cells[method, settings[0]]
         size = str(first["entries"] or "all"), format_bytes(first["kv_bytes"])
-        rows.append([f"`{method}`", *size, *(_figure(cells[method, s], x) for s, x in columns)])
+        rows.append([f"`{method}`", *size, *(_figures(cells[method, s])[x] for s, x in columns)])
     about = f"{one['pieces']} pieces of {one['texts']} files."
     return [about, "", *table(header, rows)]
 
 
-def _figure(own: dict[str, Any], what: str) -> str:
-    if what == "left":
-        return f"{own['judged'] / own['tokens']:.2f}"
-    return interval(own["kl"], ".3f") if what == "KL" else f"{own['same']:.3f}"
+def _figures(own: dict[str, Any]) -> dict[str, str]:
+    left = own["judged"] / own["tokens"]
+    return {"KL": interval(own["kl"], ".3f"), "same": f"{own['same']:.3f}", "left": f"{left:.2f}"}
 
 
 def _scores(part: dict[str, Any]) -> list[str]:

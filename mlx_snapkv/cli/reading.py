@@ -69,7 +69,7 @@ class Reading:
 
         Args:
             n_before: tokens read before; `options` are those of `LongPrompts`.
-            was_chosen: it has been said already that the full cache suits the prompt.
+            was_chosen: the full cache is taken on purpose, and needs no advice.
         """
         from ..planning.long_prompts import LongPrompts
 

@@ -169,11 +169,11 @@ class Answers:
             full = prompt.answer(self._questions[i].max_tokens, self._tokenizer.eos_token_ids)
             kept = self._compressed(prompt, method, answering=True)
             if method.policy is None:
-                yield self._full.setdefault(i, self._answer(method, i, kept, full))
-                continue
-            # What the full cache's answer and a small cache's have in common is found in one pass over it.
-            n = Reference(prompt, full).n_agreed(copy.deepcopy(kept[0]))
-            yield self._answer(method, i, kept, full[:n])
+                self._full[i] = self._answer(method, i, kept, full)
+                yield self._full[i]
+            else:  # what its answer and a small cache's have in common is found in one pass over it
+                n = Reference(prompt, full).n_agreed(copy.deepcopy(kept[0]))
+                yield self._answer(method, i, kept, full[:n])
 
     def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Record]:
         """A method's answers to questions that come when the document has been compressed."""
