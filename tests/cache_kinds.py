@@ -31,7 +31,8 @@ def rows(start, n):
 def window(policy=None, quantization=None, n_window=N_WINDOW, pinned=PINNED, always=(0, 1), **more):
     """A compressed prompt of `START` tokens."""
     keys, values, queries = rows(0, START)
-    kept = mx.array([*pinned, *range(START - min(n_window, N_WINDOW), START)])
+    recent = N_WINDOW if n_window is None else min(n_window, N_WINDOW)
+    kept = mx.array([*pinned, *range(START - recent, START)])
     keys, values = keys[:, :, kept], values[:, :, kept]
     keys, values = pack(keys, quantization), pack(values, quantization)
     if policy is not None:
@@ -61,6 +62,8 @@ def offloaded(store):
 
 EVICTING = {
     "window": window,
+    "window that grows": lambda: window(n_window=None),
+    "window that grows, of 8 bits": lambda: window(n_window=None, quantization=HOW),
     "window that is not full": lambda: window(n_window=11),
     "window that chooses, of 8 bits": lambda: window(KeyDiff(), HOW),
     "window that chooses, not full": lambda: window(KeyDiff(), n_window=11),

@@ -29,15 +29,16 @@ def decode_cache(
     """A layer's cache for what follows the prompt."""
     block = policy.answer_block(quota.n_window)
     more: dict[str, Any] = {"uniform": uniform, "quantization": kept.quantization}
-    if reads_again or not policy.keeps_shape:
-        most = Quota(UNLIMITED, 0, 0) if reads_again or policy.grows else quota
+    if reads_again or policy.schedule == "block":
+        most = Quota(UNLIMITED, 0, 0) if reads_again else quota
         newest = 1 if reads_again else None
         cache = BlockKVCache(policy, most, block, layer=layer, newest=newest, **more)
         cache.offset = offset
         cache.hold(kept)
         return cache
-    n_pin = max(0, len(kept) - quota.n_window)
-    if policy.on_full != "slide":
+    n_window = None if policy.grows else quota.n_window
+    n_pin = len(kept) - min(len(kept), n_window or 0)
+    if policy.on_full == "keydiff":
         reserved = _reserved(scores[..., :n_pin], quota.n_sink)
         more |= {"policy": KeyDiff(), "block": block, "reserved": reserved}
     if kept.given_rotations is not None:
@@ -47,7 +48,7 @@ def decode_cache(
         kept.stored_values,
         mx.contiguous(kept.positions[..., :n_pin]),
         offset=offset,
-        n_window=quota.n_window,
+        n_window=n_window,
         **more,
     )
     window.layer = layer

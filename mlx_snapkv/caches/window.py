@@ -1,4 +1,4 @@
-"""The decoding cache of a compressed prompt: a fixed shape."""
+"""The decoding cache of a compressed prompt: pinned entries, and those of the newest tokens."""
 
 import math
 from typing import Any
@@ -7,10 +7,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, grown, join, n_rows, rows, write
+from ..entries.quantization import Quantization, Stored, each, grown, join, n_rows, rows, with_room, write
 from ..errors import SnapKVError
 from ..policies import Policy
-from ..policies.budgets import Quota
+from ..policies.budgets import UNLIMITED, Quota
 from .compaction import looked_up
 from .evicting import EvictingCache
 
@@ -18,11 +18,14 @@ SLACK = 16  # rows behind the window, once several tokens have come at a time
 
 
 class SnapKVCache(EvictingCache):
-    """A KV cache of fixed shape: pinned entries and a recent window that slides.
+    """A KV cache of pinned entries and a recent window, which grows with the answer or slides over it.
 
         [0 : n_pin)            pinned: sink and voted middle
-        [n_pin : n_keep)       recent window; a decoded token overwrites the oldest row (a ring)
+        [n_pin : n_keep)       recent window; once it is full, a decoded token overwrites the oldest row (a ring)
         [n_keep : )            pending: tokens that came several at a time
+
+    A window without a limit is never full: every decoded token is written behind the last, and an update costs what one
+    of mlx-lm's `KVCache` does. One that slides has a constant shape from the first decoded token to the last.
 
     Keys keep the rotation of their original position; `offset` is the logical position of the next token. An update of
     `L > 1` tokens equals `L` updates of one: `make_mask` hides from each token what would be overwritten by then.
@@ -48,7 +51,7 @@ class SnapKVCache(EvictingCache):
         positions: mx.array,  # uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned entries
         *,
         offset: int,  # position of the next token; the window's entries are the `n` tokens before it
-        n_window: int,  # entries the window may hold, at least 1
+        n_window: int | None,  # entries the window may hold, at least 1; None is any number, as the answer grows
         uniform: bool = True,  # all layers hold equally many entries: mlx-lm makes one mask for all; see `hide`
         quantization: Quantization | None = None,  # of the entries given, and of those to come
         # Its scores, by the keys alone, say what is overwritten; None is the oldest.
@@ -59,6 +62,7 @@ class SnapKVCache(EvictingCache):
         # Positions `(B, n_kv_heads, n)`, and the others that those entries' keys are turned to, if there are any.
         rotated: tuple[mx.array, mx.array] | None = None,
     ):
+        n_window = UNLIMITED if n_window is None else n_window
         n_pin, n = positions.shape[-1], n_rows(keys)
         if n_window < 1 or not n_pin <= n == n_rows(values) <= min(offset, n_pin + n_window):
             raise SnapKVError(
@@ -88,13 +92,21 @@ class SnapKVCache(EvictingCache):
         else:
             row = self._n
             self._n += L
-            most = max(self._n, self.n_keep + SLACK) if self._n > self.n_keep else self.n_keep
-            lacking = most - n_rows(self.keys)
-            if lacking > 0:
-                self.keys, self.values = grown((self.keys, self.values), lacking)
-            self._tail = join(self._tail, (keys, values)) if self._tail else (keys, values)
+            self._make_room()
+            if not self.grows:
+                self._tail = join(self._tail, (keys, values)) if self._tail else (keys, values)
             self._count(L)
         write((self.keys, self.values), row, (keys, values))
+
+    def _make_room(self) -> None:
+        """Have rows for all entries: a window that slides has all of its own at once."""
+        n, held = self._n, n_rows(self.keys)
+        if self.grows:
+            most = held if n <= held else with_room(n)
+        else:
+            most = self.n_keep if n <= self.n_keep else max(n, self.n_keep + SLACK)
+        if most > held:
+            self.keys, self.values = grown((self.keys, self.values), most - held)
 
     def place(self) -> int:
         if self._n < self.n_keep:
@@ -109,7 +121,12 @@ class SnapKVCache(EvictingCache):
     def _count(self, L: int) -> None:
         self.offset += L
         self._since += L
-        self._newest = self._newest + L if self._mark is not None else L
+        self._newest = self._newest + L if self.grows or self._mark is not None else L
+
+    @property
+    def grows(self) -> bool:
+        """Whether the window has no limit: nothing is ever overwritten."""
+        return self.n_window >= UNLIMITED
 
     @property
     def n_keep(self) -> int:
