@@ -193,7 +193,7 @@ class Compression:
         n_prompt, compaction = self.plan.n_prompt, getattr(before, "compaction", None)
         if compaction is not None:
             kept, compaction = compaction.nearer(kept, n_prompt, closed=policy.closes_gaps)
-        small = decode_cache(layer, kept, choice.scores, n_prompt, policy, choice.quota, uniform)
+        small = decode_cache(layer, kept, n_prompt, policy, choice.quota, uniform)
         small.compaction = compaction
         del entries, kept
         voters = before if policy.observes_answer else None
@@ -207,10 +207,9 @@ class Compression:
 
 @dataclass
 class Choice:
-    """What is to be kept of a layer: places, scores and votes `(B, n_kv_heads, n)`, and the share of the attention."""
+    """What is to be kept of a layer: places and votes `(B, n_kv_heads, n)`, and the share of the attention."""
 
     kept: mx.array
-    scores: mx.array
     votes: mx.array | None
     quota: Quota
     share: float | None
@@ -243,10 +242,9 @@ def choose(scored: Scored, quota: Quota) -> Choice:
         voted = mx.take_along_axis(votes, kept, axis=-1)
         received, every = scored.heads.sum(mx.stack([voted.sum(), votes.sum()]))
         share = received / every
-    of_kept = mx.take_along_axis(scores, kept, axis=-1)
     nan = scored.heads.max(mx.any(mx.isnan(scores)).astype(mx.int32))
-    mx.eval(kept, of_kept, voted, share, nan)
+    mx.eval(kept, voted, share, nan)
     kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
     if nan.item() or (kept_share is not None and math.isnan(kept_share)):
         raise nan_scores()
-    return Choice(kept, of_kept, voted, quota, kept_share)
+    return Choice(kept, voted, quota, kept_share)

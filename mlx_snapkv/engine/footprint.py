@@ -15,7 +15,7 @@ from ..caches.adapter import has_all_entries
 from ..caches.layers import AttentionLayer, attention_layers, members, quotas_of, token_caches
 from ..caches.memories import in_files, memory_quantization
 from ..entries.key_index import index_bytes
-from ..entries.quantization import Quantization, n_bytes, pack
+from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
 from ..policies import Policy, Stages
 from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
@@ -111,8 +111,7 @@ class Footprint:
             return Need(0, n_prompt * size, whole * size + rest)
         _, last = policy.stages
         chosen = self.kept(n_prompt)
-        quotas = quotas_of(sizes.layers, last.quotas, n_prompt)
-        grown = [_grown(n, last, max_tokens, q.n_window) for n, q in zip(chosen, quotas)]
+        grown = [_grown(n, last, max_tokens) for n in chosen]
         kept, held = total_bytes(self.row_bytes, chosen), total_bytes(self.row_bytes, grown)
         reading = max(0, self.bytes_read(n_prompt) + kept - held)
         fixed = last.keeps_shape and not sizes.plain
@@ -153,11 +152,10 @@ def window_of(cache: Any) -> int | None:
     return cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
 
 
-def _grown(n: int, policy: Policy, max_tokens: int, n_window: int) -> int:
+def _grown(n: int, policy: Policy, max_tokens: int) -> int:
     if policy.keeps_shape:
         return n
-    more = max_tokens if policy.grows else min(max_tokens, policy.answer_block(n_window))
-    return (n + more) * 3 // 2  # they are made half as many again
+    return with_room(n + (max_tokens if policy.grows else min(max_tokens, policy.block)))
 
 
 class Disk(NamedTuple):

@@ -248,8 +248,9 @@ class OutOfCoreReader(RetainingReader):
         """A cache of what was chosen, but for the tokens to be read again."""
         at = self.plan.n_prompt - self._n_again
         kept = self.full_view(layer).gather(choice.kept[..., : -self._n_again], at)
-        wanted = at, self.decode_policy, choice.quota, uniform
-        cache = decode_cache(layer, kept, choice.scores, *wanted, reads_again=True)
+        cache = decode_cache(
+            layer, kept, at, self.decode_policy, choice.quota, uniform, reads_again=True
+        )
         mx.eval(cache.state)
         return cache
 
@@ -262,8 +263,8 @@ class OutOfCoreReader(RetainingReader):
     def _answering(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> object:
         read = layer.cache_in(self._small)
         kept = read.held().packed(self.quantization)
-        wanted = self.plan.n_prompt, self.decode_policy, choice.quota, uniform
-        small = decode_cache(layer, kept, choice.scores, *wanted)
+        n_prompt, policy = self.plan.n_prompt, self.decode_policy
+        small = decode_cache(layer, kept, n_prompt, policy, choice.quota, uniform)
         small.inherit(read)
         small.inherit_statistics(layer.cache_in(self.prompt_cache))
         mx.eval(small.state)

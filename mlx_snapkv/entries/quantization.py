@@ -83,7 +83,9 @@ def n_bytes(stored: Stored) -> int:
 
 def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
     """A function of every array that entries are stored in, and of their counterparts in `others`."""
-    if isinstance(stored, mx.array):  # a decoded token waits for this: tree_map would take twice as long
+    if isinstance(
+        stored, mx.array
+    ):  # a decoded token waits for this: tree_map would take twice as long
         return function(stored, *others)
     return tuple(each(function, *parts) for parts in zip(stored, *others))
 

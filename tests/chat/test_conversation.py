@@ -197,7 +197,7 @@ def test_a_turn_that_is_not_compressed_stays_full_and_plain_until_one_is(
     assert any(map(is_quantised, conversation.prompt_cache)) == (memory == "drop")
 
 
-@pytest.mark.parametrize("policy", [SMALL, SMALL.replace("keydiff", "grow"), TWO])
+@pytest.mark.parametrize("policy", [SMALL, SMALL.replace("slide", "grow"), TWO])
 def test_dropping_turns_hold_quantised_entries_and_quantise_none_twice(
     demo_model, haystack, policy
 ):
