@@ -137,7 +137,7 @@ def servers() -> list[str]:
             | {"first": statistics.median(row["first_seconds"]), "last": row["first_seconds"][-1]}
             | {"later": statistics.median(row["follow_up_seconds"])}
             | {"together": f"{speed:.1f}, {gain:.2f}x" if speed else "never"}
-            | {"known": row["cached_tokens"] / row["follow_up_tokens"]}
+            | {"cached": row["cached_tokens"] / row["follow_up_tokens"]}
         )
     columns = {
         "clients": "{clients}",
@@ -145,7 +145,7 @@ def servers() -> list[str]:
         "first token": "{first:.1f} / {last:.1f} s",
         "of follow-ups": "{later:seconds}",
         "tokens/s while all answer": "{together}",
-        "known": "{known:.1%}",
+        "cached": "{cached:.1%}",
         "process": "{process_bytes:bytes}",
         "right": "{right}/{questions}",
     }
@@ -246,7 +246,7 @@ def agents() -> list[str]:
         "agent": "{package} {version}",
         "API": "`{api}`",
         "answers, runs tools": "{works}",
-        "known of the second turn's prompt": "{second_turn[1]:,} of {second_turn[0]:,}",
+        "cached of the second turn's prompt": "{second_turn[1]:,} of {second_turn[0]:,}",
         "longest prompt read": "{longest:,}",
         "refused": "{refused}",
         "last prompt": "{after:,}",
