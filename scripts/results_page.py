@@ -70,11 +70,11 @@ class Result:
 
 
 def written_by(result: dict[str, Any]) -> str:
-    """The sentence that a page begins with."""
+    """The sentence with which a page or table begins."""
     where = [f"commit {result['commit']}", result["machine"]]
     where += [f"{name} {number}" for name, number in result.get("versions", {}).items()]
     made = f"`{result['command']}` on {result['date']}"
-    return f"Written by {made}, never typed ({', '.join(where)})."
+    return f"Measured by {made} ({', '.join(where)})."
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
