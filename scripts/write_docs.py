@@ -47,6 +47,11 @@ every reading head has the same weight.
 - **Capped logits** (gemma2). Votes come from the capped logits; `expected_attention` is refused.
 - **Quantised entries** (`kv_bits`, `memory=recall:8bit`) are refused where mlx-lm's forward pass reads plain entries: \
 for latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing layers.
+- **`rope_parameters`.** transformers 5 writes RoPE's base and scaling into `config.json` under this one name. \
+Most of mlx-lm's families read `rope_theta`, `rope_scaling` and `partial_rotary_factor` instead, and take a \
+default where these are missing: the answers are nonsense. Every command gives them the values by the names that \
+they read, and says so in a line. What a family has no name for is refused. Families that read `rope_parameters` \
+themselves are left alone. Several Macs need mlx-lm's names in `config.json`.
 
 ## Refused
 
