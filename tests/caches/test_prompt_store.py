@@ -37,7 +37,9 @@ def read(model, tokens, kind):
     said = tokens.tolist()
     if kind == "recall in files":
         cache = make_prompt_cache(model)
-        said += [t for t, _ in steps(model, tokens, 1, policy=policy, memory=memory, prompt_cache=cache)]
+        said += [
+            t for t, _ in steps(model, tokens, 1, policy=policy, memory=memory, prompt_cache=cache)
+        ]
     else:
         bits = {"kv_bits": 8, "kv_group_size": 32} if kind == "quantised" else {}
         cache, _ = prefill(model, tokens, policy, memory=memory, **bits)
