@@ -18,16 +18,19 @@ from mlx_lm.utils import _get_classes
 from ..errors import SnapKVError
 from .table import SUPPORTED
 
-KEY = "rope_parameters"
+KEY, PARTIAL = "rope_parameters", "partial_rotary_factor"
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Of a value, the names that mlx-lm's families have for it.
 NAMES = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
-    "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct", "rotary_dim"),
+    PARTIAL: (PARTIAL, "rotary_pct", "rotary_dim"),
     "original_max_position_embeddings": ("original_max_position_embeddings",),
     "local rope_theta": ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta"),
 }
-TAIL = "qk_rope_head_dim"  # says the same as a partial_rotary_factor
+TAIL = "qk_rope_head_dim"  # says the same as that factor
+# Families that have it in another place (attn_config), and the parts of dimensions that others always turn.
+ELSEWHERE = ("dbrx",)
+FIXED = {"recurrent_gemma": 0.5}
 # Families whose sliding-window layers use the same base, without the scaling of the others.
 PLAIN_SLIDING = ("olmo3",)
 
@@ -72,7 +75,7 @@ def taken_over(config: Any) -> TakenOver:
         return TakenOver()
     families = SUPPORTED.get(name, ())
     has_rope = not families or any(family.rope is not None for family in families)
-    if KEY in _fields(args_class) or not has_rope:
+    if KEY in _fields(args_class) or not has_rope or name in ELSEWHERE:
         return TakenOver()
     changes = _plain(name, text, _fields(args_class))
     values = {key: value for key, value in changes.items() if value is not None}
@@ -112,7 +115,7 @@ def _plain(name: str, config: Mapping[str, Any], fields: Mapping[str, Any]) -> d
         elif known is not None:
             changes[known] = value
         elif key == "rope_theta" or (
-            key == "partial_rotary_factor" and value != 1 and TAIL not in fields
+            key == PARTIAL and TAIL not in fields and value != FIXED.get(name, 1)
         ):
             raise _refused(name, f"no {key}")
         if key.startswith("original"):
@@ -138,7 +141,7 @@ def _by_layer_type(name: str, values: Any, fields: Mapping[str, Any]) -> dict[st
     first, local = next(iter(kinds.values())), kinds.get(SLIDING, {})
     own = any(x in fields for x in NAMES["local rope_theta"])
     if set(kinds) == {FULL, SLIDING} and (own or name in PLAIN_SLIDING):
-        full, same = kinds[FULL], ["partial_rotary_factor"] + ["rope_theta"] * (not own)
+        full, same = kinds[FULL], [PARTIAL] + ["rope_theta"] * (not own)
         plain = local.get("rope_type", "default") == "default"
         if plain and all(full.get(key) == local.get(key) for key in same):
             return full | ({"local rope_theta": local.get("rope_theta")} if own else {})

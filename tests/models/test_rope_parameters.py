@@ -12,14 +12,14 @@ from mlx_snapkv.models.rope_parameters import taken_over
 BASE, OTHER = {"rope_theta": 12_345.0, "rope_type": "default"}, {"rope_theta": 500.0}
 LINEAR = {"rope_theta": 12_345.0, "rope_type": "linear", "factor": 4.0}
 SCALING = {"type": "linear", "rope_type": "linear", "factor": 4.0}
-# Of mlx-lm's families: those that read `rope_parameters` themselves, those without RoPE, without a field for its base,
-# and without one for its scaling.
+# Of mlx-lm's families: those that read `rope_parameters` themselves, or another place, and those without RoPE; those
+# without a field for its base, and without one for its scaling.
 ALONE = set(
     """exaone_moe gemma4 gemma4_text granitemoehybrid laguna lfm2 lfm2-vl lfm2_moe mellum ministral3 mistral3 mistral4
     muse_glimmer olmo_hybrid prism_hadamard_qwen35 qwen3 qwen3_5 qwen3_5_moe qwen3_vl spark2_5
-    gpt2 gpt_bigcode jamba kimi_k3 kimi_linear nemotron_h""".split()
+    dbrx gpt2 gpt_bigcode jamba kimi_k3 kimi_linear nemotron_h""".split()
 )
-BASELESS = set("dbrx gptj openelm phixtral plamo2 qwen".split())
+BASELESS = set("gptj openelm phixtral plamo2 qwen".split())
 UNSCALED = set(
     """Klear baichuan_m1 cohere cohere2 ernie4_5 ernie4_5_moe gemma gemma2 glm glm4 gpt_neox helium lille-130m
     llama4_text mimo_v2_flash minimax nanochat phi plamo plamo3 stablelm starcoder2 talkie""".split()
@@ -98,7 +98,10 @@ def test_a_part_of_the_dimensions(name, field, value):
 def test_a_part_that_a_family_cannot_be_given_is_refused():
     with pytest.raises(SnapKVError, match=r"'glm' .* has no partial_rotary_factor"):
         taken_over(changed("glm", rope_parameters=BASE | {"partial_rotary_factor": 0.5}))
-    taken_over(changed("glm", rope_parameters=BASE | {"partial_rotary_factor": 1.0}))
+    for name, factor in (("glm", 1.0), ("recurrent_gemma", 0.5)):
+        rope = BASE | {"partial_rotary_factor": factor}
+        found = taken_over({"model_type": name, "rope_parameters": rope})
+        assert found.values == {"rope_theta": 12_345.0}
 
 
 @pytest.mark.parametrize(
