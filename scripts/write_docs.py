@@ -47,6 +47,11 @@ entries. All reading heads have the same weight.
 - **Capped logits** (gemma2). Votes are computed from the capped logits; `expected_attention` is refused.
 - **Quantised entries** (`kv_bits`, `memory=recall:8bit`) are refused if mlx-lm's forward pass reads plain entries: \
 with latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing layers.
+- **`rope_parameters`.** transformers 5 writes RoPE's base and scaling into `config.json` under this one name. Most of \
+mlx-lm's families read `rope_theta`, `rope_scaling` and `partial_rotary_factor` instead, and without them fall back on \
+defaults that make answers nonsense. Every command passes the values on under the names that the family reads, and \
+says so in one line. A model is refused if its family has no name for one of them. Families that read \
+`rope_parameters` themselves are left alone. Several Macs need mlx-lm's own names in `config.json`.
 
 ## Refused
 

@@ -10,13 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_config, load_model
 
 from ..caches.layers import members
 from ..engine.footprint import EntrySizes, window_of
 from ..errors import UnsupportedModelError
 from ..models import attentions
 from ..models.family import AttentionFamily
+from ..models.rope_parameters import taken_over
 from ..policies.budgets import UNLIMITED
 
 METAL = mx.metal.is_available()
@@ -176,7 +177,8 @@ def _first(module: Any, names: list[str]) -> int:
 
 def without_weights(folder: str | Path) -> nn.Module:
     """The model of a folder as mlx-lm loads it, with blank weights: only the shapes are meaningful."""
-    model, _ = load_model(Path(folder), lazy=True)
+    changes = taken_over(load_config(Path(folder))).changes
+    model, _ = load_model(Path(folder), lazy=True, model_config=changes)
     blank = tree_map(lambda x: mx.broadcast_to(mx.zeros((), x.dtype), x.shape), model.parameters())
     model.update(blank)
     return model
