@@ -168,15 +168,13 @@ class _Answer:
         if not self.reports:
             return "all entries kept so far"
         report = self.reports[0]
-        most, memory = self.keywords["max_kv_size"], self.keywords["memory"]
+        most = self.keywords["max_kv_size"]
         if report.policy == NO_POLICY:
             cache = "full cache" if most is None else f"mlx-lm's rotating cache of {most} entries"
             return cache + self.hint
         if not report.compressed:
             return f"{'' if report.reason == ENDED_IN_BLOCKS else 'full cache: '}{report.reason}"
-        all_of_them = f", all {report.prompt_tokens} kept (--memory {memory})"
-        beside = "" if memory == "drop" or report.book is not None else all_of_them
-        return f"{report.entries_text}, {report.memory_text}{beside}{report.recall_text}"
+        return f"{report.entries_text}, {report.memory_text}{report.recall_text}"
 
     def _to_dict(self) -> dict[str, Any]:
         report = self.reports[0] if self._continued is None else self._continued.report

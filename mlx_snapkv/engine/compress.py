@@ -108,7 +108,7 @@ class Compression:
         mx.clear_cache()
         self.is_compressed = True
         self.begin_answer()
-        report.kv_bytes_after = kv_bytes(self.caches)
+        report.kv_bytes_after = kv_bytes(self.caches) + report.kv_bytes_staying
         report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.caches))
         if self.decode_policy.schedule == "block":
             report.block = self.decode_policy.block

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.compaction import Compaction
-from ..caches.layers import attention_layers, head_sizes, members
+from ..caches.layers import AttentionLayer, attention_layers, head_sizes, members
 from ..caches.memories import in_files, require_memory
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
@@ -85,6 +85,14 @@ class CompressionConfig:
     def reads_on(self) -> bool:
         """Whether an answer goes on reading entries that its prompt did not choose."""
         return self.retains and (self.verify is not None or self.refresh == "token")
+
+    def refreshes(self, layers: list[AttentionLayer]) -> bool:
+        """Whether the answer's tokens choose anew: not among entries that are quantised for the answer, or that the
+        model's attention itself reads from its cache."""
+        if self.verify is not None:
+            return True
+        reads_itself = any(layer.family.method != "__call__" for layer in layers)
+        return self.reads_on and self.quantization is None and not reads_itself
 
     def require(self, model) -> None:
         """Raises: SnapKVError: there is nothing to verify, or this can't be done on this model."""
