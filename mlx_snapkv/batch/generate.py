@@ -8,11 +8,11 @@ from typing import Any
 from mlx_lm.generate import BatchResponse as MlxBatchResponse
 from mlx_lm.generate import batch_generate as mlx_batch_generate
 
-from ..engine.auto import AUTO, BATCH, auto
 from ..engine.generate import figures
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import NO_POLICY_REASON
 from ..errors import SnapKVError
+from ..planning.auto import AUTO, BATCH, auto
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .generator import CompressedBatchGenerator
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from ..caches.full_view import FEW
 from ..caches.memories import in_files, memory_quantization
-from ..engine.config import CompressionConfig
-from ..engine.footprint import EntrySizes, Footprint, Need
-from ..engine.prompt_plan import PREFILL_STEP_SIZE, gate
-from ..engine.report import format_bytes
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
+from ..planning.config import CompressionConfig
+from ..planning.footprint import EntrySizes, Footprint, Need
+from ..planning.prompt_plan import PREFILL_STEP_SIZE, gate
+from ..planning.units import format_bytes
 
 
 class NeverFits(SnapKVError):

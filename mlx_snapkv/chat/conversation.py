@@ -13,14 +13,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
 from ..caches.memories import make_caches, saved_forms
-from ..engine.auto import AUTO, CONVERSATION, FEW, auto
-from ..engine.config import CompressionConfig
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, suggestion
+from ..planning.auto import AUTO, CONVERSATION, FEW, auto
+from ..planning.config import CompressionConfig
 from ..policies import Policy, Stages, resolve_policy
 from ..several.shard import shard_of
 from .prompts import Rendering, common_prefix, mlx_lm_suffix

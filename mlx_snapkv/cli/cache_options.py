@@ -150,7 +150,7 @@ class MemoryOptions:
     )
 
     def __post_init__(self):
-        from ..engine.config import CompressionConfig
+        from ..planning.config import CompressionConfig
 
         CompressionConfig(**self.retention())  # which finds mistakes
         if self.store_dir is None:
@@ -162,7 +162,7 @@ class MemoryOptions:
 
     def retention(self) -> dict[str, Any]:
         """The same as keywords of `stream_generate`, `Conversation` and batches."""
-        from ..engine.config import RETENTION
+        from ..planning.config import RETENTION
 
         return {name: x for name, x in vars(self).items() if name in RETENTION}
 
@@ -192,7 +192,7 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         self, model: Any, n_prompt: int | None, task: str, say: Callable[[str], None]
     ) -> dict[str, Any]:
         """What --policy auto changes of them, said in one line; a model's name will do."""
-        from ..engine.auto import FEW, auto
+        from ..planning.auto import FEW, auto
         from .loading import load_without_weights, require_alone
 
         if not self.is_auto:

@@ -12,11 +12,11 @@ from prompt_toolkit.document import Document
 
 from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
-from ..engine.auto import AUTO, CONVERSATION
-from ..engine.config import VERIFY
-from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..paths import path_of, put, refusing, require_place
+from ..planning.auto import AUTO, CONVERSATION
+from ..planning.config import VERIFY
+from ..planning.units import format_bytes
 from ..policies import POLICIES, resolve_policy
 from ..saved import require_writable
 from .cache_options import CompressionOptions

@@ -113,8 +113,8 @@ class _Answer:
 
     def print(self, model: Any, tokenizer: Any, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
-        from ..engine.footprint import book_cost
         from ..engine.generate import stream_generate
+        from ..planning.footprint import book_cost
 
         show = not self.output.as_json
         n_before = 0 if self.start is None else self.start.n_tokens

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine.report import format_bytes
+from ..planning.units import format_bytes
 from ..reporting.table import Table
 from .cache_options import AutoPolicyOptions, CacheOptions
 from .command import option
@@ -15,7 +15,7 @@ from .options import AsJson, MaxTokens, Model, n_bytes, n_tokens, tokens_text
 from .results import print_table
 
 if TYPE_CHECKING:
-    from ..engine.machine import Machine
+    from ..planning.machine import Machine
     from ..planning.plan import MemoryPlan, Planner
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
@@ -53,8 +53,8 @@ def plan(
       mlx-snapkv plan --model MODEL --context 128k --memory 16GB
       mlx-snapkv plan --model MODEL --context 1M --policy keydiff:budget=4096 --kv-bits 8
     """
-    from ..engine.machine import mac, this_machine
     from ..models.rope import trained_length
+    from ..planning.machine import mac, this_machine
     from ..planning.plan import Planner
     from .loading import load_without_weights
 
@@ -100,7 +100,7 @@ class Plans:
 
     def choose(self, n: int) -> Choice:
         """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""
-        from ..engine.auto import QUESTION, SETTINGS
+        from ..planning.auto import QUESTION, SETTINGS
 
         planner, asked, usable = self.planner, self.asked, self.machine.usable
         shown = [setting.policy for setting in SETTINGS[QUESTION][: 2 * planner.can_compress]]

@@ -23,10 +23,10 @@ from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
 from ..entries.selection import nan_scores
 from ..errors import SnapKVError
+from ..planning.prompt_plan import PromptPlan, fits_reason
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota
 from ..several.ranks import Ranks
-from .prompt_plan import PromptPlan, fits_reason
 from .report import CompressionReport
 
 # Receives what is kept of a layer: the positions `(B, n_kv_heads, n)`, in order, and their votes, if there were any.

@@ -9,8 +9,8 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import SnapKVError
+from ..planning.auto import asked_for
 from ..policies import Policy, SnapKV, Stages
-from .auto import asked_for
 from .draft_model import DraftedRequest, require_rewindable
 from .prefill import mlx_generate
 from .report import CompressionReport

@@ -3,15 +3,15 @@
 import shlex
 from typing import Any
 
-from ..engine.auto import worth_comparing
-from ..engine.config import CompressionConfig
-from ..engine.footprint import EntrySizes, Footprint, total_bytes
-from ..engine.machine import this_machine
-from ..engine.prompt_plan import gate
-from ..engine.report import format_bytes
 from ..entries.quantization import taken_from
 from ..policies import Policy, Stages
+from .auto import worth_comparing
+from .config import CompressionConfig
+from .footprint import EntrySizes, Footprint, total_bytes
+from .machine import this_machine
 from .plan import Planner
+from .prompt_plan import gate
+from .units import format_bytes
 
 LONG = 2048  # tokens from which a prompt without a policy is worth a word
 _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")

@@ -8,15 +8,15 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import require_quantizable
-from ..engine.auto import QUESTION, Cost, Setting, Taken, recommended
-from ..engine.config import CompressionConfig
-from ..engine.footprint import EntrySizes, Footprint, total_bytes, weight_bytes
-from ..engine.prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
 from ..entries.attention import HELD_BYTES
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from ..policies.budgets import UNLIMITED
+from .auto import QUESTION, Cost, Setting, Taken, recommended
+from .config import CompressionConfig
+from .footprint import EntrySizes, Footprint, total_bytes, weight_bytes
+from .prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
 from .shapes import layer_shapes, tables
 
 MAX_TOKENS = 256  # of an answer, as mlx-lm's own default

@@ -13,11 +13,11 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.utils import load_model
 
 from ..caches.layers import members
-from ..engine.footprint import EntrySizes, window_of
 from ..errors import UnsupportedModelError
 from ..models import attentions
 from ..models.family import AttentionFamily
 from ..policies.budgets import UNLIMITED
+from .footprint import EntrySizes, window_of
 
 METAL = mx.metal.is_available()
 FUSED = (64, 80, 128)  # head sizes of Metal's attention kernel for chunks (MLX 0.32)

@@ -3,8 +3,8 @@ import shlex
 
 import pytest
 
-from mlx_snapkv.engine.machine import Machine
 from mlx_snapkv.planning import long_prompts
+from mlx_snapkv.planning.machine import Machine
 
 PLAN = ["plan", "--model", "demo"]
 

@@ -16,10 +16,10 @@ from tiny_models import make_llama
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.engine.auto import QUESTION, SETTINGS
-from mlx_snapkv.engine.machine import Machine, mac, this_machine
 from mlx_snapkv.planning import long_prompts, shapes
+from mlx_snapkv.planning.auto import QUESTION, SETTINGS
 from mlx_snapkv.planning.long_prompts import LongPrompts
+from mlx_snapkv.planning.machine import Machine, mac, this_machine
 from mlx_snapkv.planning.plan import Planner
 from mlx_snapkv.planning.shapes import without_weights
 

@@ -3,8 +3,8 @@
 import pytest
 
 from mlx_snapkv import Conversation, SnapKV, batch_generate, generate_step
-from mlx_snapkv.engine import auto as module
-from mlx_snapkv.engine.auto import (
+from mlx_snapkv.planning import auto as module
+from mlx_snapkv.planning.auto import (
     AUTO,
     BATCH,
     BOOK,

@@ -10,7 +10,8 @@ from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, weight_bytes
 from .machine import free_memory
-from .report import CompressionReport, format_bytes
+from .report import CompressionReport
+from .units import format_bytes
 
 AUTO = "auto"
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"

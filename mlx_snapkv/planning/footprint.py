@@ -19,7 +19,7 @@ from ..entries.quantization import Quantization, n_bytes, pack
 from ..errors import UnsupportedModelError
 from ..policies import Policy, Stages
 from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
-from .report import format_bytes
+from .units import format_bytes
 
 
 class Need(NamedTuple):
