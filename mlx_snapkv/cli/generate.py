@@ -77,7 +77,9 @@ def generate(
     cache.require(loaded, draft.draft_model)
     if file is None:
         tokens = reading.wait_for(partial(prompt.encode, tokenizer, text))
-        keywords |= compression.take(loaded, len(tokens), "question", reading.say)
+        keywords |= compression.take(
+            loaded, len(tokens), "question", reading.say, keywords, max_tokens=sampling.max_tokens
+        )
         was_chosen = compression.is_auto and keywords["policy"] is None
         asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
         reading.warn(loaded, len(tokens), **asked)

@@ -228,10 +228,11 @@ class Scored:
 def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     """A policy's scores of a layer's entries, of which `quota` are to stay; nothing is computed yet."""
     entries.budget, entries.n_window = quota.entries, quota.n_window
+    scores = policy.score(entries)  # first, since it may make several kinds of votes in one pass
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:
         votes = entries.received
-    return Scored(policy.score(entries), votes, entries.layer.heads)
+    return Scored(scores, votes, entries.layer.heads)
 
 
 def choose(scored: Scored, quota: Quota) -> Choice:
