@@ -6,9 +6,9 @@ from typing import Any
 
 from results_page import table, written_by
 
-from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.evals.methods import FULL
 from mlx_snapkv.evals.tables import interval
+from mlx_snapkv.planning.units import format_bytes
 
 HOW = """## How it was measured
 

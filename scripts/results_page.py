@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_snapkv.cli.results import write_json
-from mlx_snapkv.engine.report import format_bytes
+from mlx_snapkv.planning.units import format_bytes
 from mlx_snapkv.reporting.setting import setting
 
 ROOT = Path(__file__).resolve().parent.parent

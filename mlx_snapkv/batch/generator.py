@@ -11,13 +11,13 @@ from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, greedy_sample
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
-from ..engine.config import CompressionConfig
 from ..engine.loop_model import PacedModel
 from ..engine.request import held_tokens, reason_for_nothing
 from ..engine.serving import require_servable
 from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
+from ..planning.config import CompressionConfig
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .groups import Groups, Guard, Single, decoding, of_all_ranks, request_errors
 from .job import BatchReport, BatchSettings, Job

@@ -10,10 +10,10 @@ from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import attention_layers, members
 from ..caches.memories import plain_forms, saved_forms
-from ..engine.config import CompressionConfig
 from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Uncompressed, make_request
+from ..planning.config import CompressionConfig
 
 BatchReport = Callable[[int, CompressionReport], None]
 

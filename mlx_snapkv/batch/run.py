@@ -10,9 +10,9 @@ from typing import Any
 
 from ..completions.answer import Completion, answer_body
 from ..completions.request import CompletionRequest, Defaults, completion_request
-from ..engine.footprint import Need
 from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
 from ..errors import SnapKVError, brief
+from ..planning.footprint import Need
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
 from .memory import Memory

@@ -77,7 +77,9 @@ def generate(
     cache.require(loaded, draft.draft_model)
     if file is None:
         tokens = reading.wait_for(partial(prompt.encode, tokenizer, text))
-        keywords |= compression.take(loaded, len(tokens), "question", reading.say)
+        keywords |= compression.take(
+            loaded, len(tokens), "question", reading.say, keywords, max_tokens=sampling.max_tokens
+        )
         was_chosen = compression.is_auto and keywords["policy"] is None
         asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
         reading.warn(loaded, len(tokens), **asked)
@@ -113,8 +115,8 @@ class _Answer:
 
     def print(self, model: Any, tokenizer: Any, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
-        from ..engine.footprint import book_cost
         from ..engine.generate import stream_generate
+        from ..planning.footprint import book_cost
 
         show = not self.output.as_json
         n_before = 0 if self.start is None else self.start.n_tokens

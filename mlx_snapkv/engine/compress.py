@@ -23,10 +23,10 @@ from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
 from ..entries.selection import nan_scores
 from ..errors import SnapKVError
+from ..planning.prompt_plan import PromptPlan, fits_reason
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota
 from ..several.ranks import Ranks
-from .prompt_plan import PromptPlan, fits_reason
 from .report import CompressionReport
 
 # Receives what is kept of a layer: the positions `(B, n_kv_heads, n)`, in order, and their votes, if there were any.
@@ -227,10 +227,11 @@ class Scored:
 def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     """A policy's scores of a layer's entries, of which `quota` are to stay; nothing is computed yet."""
     entries.budget, entries.n_window = quota.entries, quota.n_window
+    scores = policy.score(entries)  # first, since it may make several kinds of votes in one pass
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:
         votes = entries.received
-    return Scored(policy.score(entries), votes, entries.layer.heads)
+    return Scored(scores, votes, entries.layer.heads)
 
 
 def choose(scored: Scored, quota: Quota) -> Choice:

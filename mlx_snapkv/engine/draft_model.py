@@ -22,10 +22,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..caches.layers import attention_layers, layer_caches, members
 from ..errors import SnapKVError
 from ..models import type_of
+from ..planning.prompt_plan import PREFILL_STEP_SIZE, plan_prompt
 from ..policies import Policy, Stages
 from .loop_model import evicts, rewinding
 from .prefill import mlx_generate, read
-from .prompt_plan import PREFILL_STEP_SIZE, plan_prompt
 from .report import CompressionReport
 
 NUM_DRAFT_TOKENS = 2  # mlx-lm's own default

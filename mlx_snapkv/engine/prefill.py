@@ -11,10 +11,10 @@ from ..caches.layers import file_bytes, kv_bytes, kv_dtype
 from ..caches.memories import make_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
+from ..planning.config import CompressionConfig
+from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from ..policies import Policy, Stages, resolve_policy
-from .config import CompressionConfig
 from .loop_model import pacing
-from .prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from .readers import Request
 from .report import CompressionReport
 from .request import Uncompressed, make_request

@@ -19,11 +19,11 @@ from ..caches.recording import RecordingKVCache
 from ..errors import SnapKVError, UnsupportedModelError
 from ..models import attention_classes, type_of
 from ..models.patch import recording
+from ..planning.config import CompressionConfig
+from ..planning.prompt_plan import ProgressCallback, chunk_size, fits_reason, plan_prompt
 from ..policies.budgets import Quota
 from .compress import Choice, Compression
-from .config import CompressionConfig
 from .loop_model import Call, HookedModel
-from .prompt_plan import ProgressCallback, chunk_size, fits_reason, plan_prompt
 from .repetition import Repetition
 from .report import CompressionReport
 

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..planning.units import format_bytes
+
 SLOWER = 0.9  # times as fast as the full cache, from which on nothing is won
 NO_POLICY = "none"
 STAYING = "kv_bytes_staying", "file_bytes"  # of a report, told where they are any
@@ -169,12 +171,3 @@ class CompressionReport:
         took = f", selection {self.selection_seconds:.2f} s" if self.book is None else ""
         kept = f"{self.entries_text}{share}, {self.memory_text}"
         return f"{self.prompt_tokens} prompt tokens, {kept}{took}{self.recall_text}"
-
-
-def format_bytes(n: float) -> str:
-    """Bytes in decimal units, as mlx-lm reports memory: 1,234,567 is "1.23 MB"."""
-    for unit in ("B", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} GB"

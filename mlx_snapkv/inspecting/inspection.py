@@ -11,16 +11,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import attention_layers
 from ..caches.recording import RecordingKVCache
-from ..engine.config import CompressionConfig
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
-from ..engine.prompt_plan import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
 from ..engine.serving import MAX_TOKENS, served
 from ..entries.queries import on_queries
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
+from ..planning.config import CompressionConfig
+from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .recorder import Attended, Recorder
 from .sentences import Sentence, Span, ranked, special_tokens, token_spans

@@ -18,7 +18,7 @@ from ..caches.memories import books
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.request import chat_tokens
-from ..engine.report import format_bytes
+from ..planning.units import format_bytes
 from .api_error import log
 from .prefix_files import Prefix, PrefixFiles, as_ids, longest
 from .requests import EngineRequest, Loaded

@@ -20,10 +20,10 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
-from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
+from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import TOVA, KeyDiff, resolve_policy
 from mlx_snapkv.policies.budgets import Quota
 

@@ -1,7 +1,7 @@
 import pytest
 from batch_file_helpers import COMPLETIONS, line
 
-from mlx_snapkv.engine import auto
+from mlx_snapkv.planning import auto
 
 SMALL = auto.Setting("snapkv:top_k=64,lookahead=0")
 AUTO = ["--model", "demo", "--policy", "auto"]

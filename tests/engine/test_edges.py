@@ -17,7 +17,7 @@ from mlx_snapkv import (
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine.compress import Compression
-from mlx_snapkv.engine.prompt_plan import plan_prompt
+from mlx_snapkv.planning.prompt_plan import plan_prompt
 from mlx_snapkv.policies import resolve_policy
 
 SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3"

@@ -15,9 +15,9 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.engine import retaining
-from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.retaining import CHOOSING, OutOfCoreReader
 from mlx_snapkv.models.rope import longest_trained_length, trained_length
+from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import resolve_policy
 
 LENGTH = 512

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_snapkv.planning.config import CompressionConfig
 from request_helpers import plain, steps
 from tiny_models import make_llama
 
@@ -14,7 +15,6 @@ from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import layer_caches
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.engine import self_speculation
-from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.prefill import mlx_generate, read
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.engine.serving import served

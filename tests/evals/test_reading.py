@@ -10,9 +10,9 @@ from tiny_models import make_llama
 
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine.prompt_plan import gate
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals.reading import judged, read_once, shares_reading
+from mlx_snapkv.planning.prompt_plan import gate
 from mlx_snapkv.policies import resolve_policy
 
 BASE = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"

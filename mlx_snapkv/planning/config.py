@@ -73,6 +73,11 @@ class CompressionConfig:
         return cls(policy, **own, **more), others
 
     @property
+    def retention(self) -> dict[str, Any]:
+        """The keywords that say what becomes of the entries that are not kept, and how an answer uses them."""
+        return {name: getattr(self, name) for name in RETENTION}
+
+    @property
     def retains(self) -> bool:
         return self.memory != "drop"
 
