@@ -114,9 +114,7 @@ def measure(model, tokenizer, pieces: list[Piece], rows: list[Record], results: 
     spans = [{"method": str(n), "setting": s} for s, m in SPANS.items() for n in LENGTHS if n <= m]
     names = [FULL, *map(str, LENGTHS)]
     asked = [{"method": m, "setting": s} for s, m in itertools.product((FIRST, LATER), names)]
-    texts = (
-        document({"task": "text", "document": p.document}, spans, of_text, p) for p in pieces
-    )
+    texts = (document({"task": "text", "document": p.document}, spans, of_text, p) for p in pieces)
     questions = (
         document({"task": r["task"], "document": r["number"]}, asked, of_question, r) for r in rows
     )
@@ -126,8 +124,7 @@ def measure(model, tokenizer, pieces: list[Piece], rows: list[Record], results: 
 def ruler(folder: Path, most: int) -> list[Record]:
     """The first questions of each task."""
     lines = [
-        (folder / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()[:most]
-        for task in TASKS
+        (folder / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()[:most] for task in TASKS
     ]
     each = itertools.chain.from_iterable(map(enumerate, lines))
     return [json.loads(line) | {"number": number} for number, line in each]

@@ -128,7 +128,9 @@ def compare(
 def _not_yet(policy: AnyPolicy, n: int, n_before: int) -> str:
     where = "what reading in blocks left" if policy.reads_in_blocks else "all entries"
     looks = policy.stages[1].lookahead
-    who = f"lookahead decodes the first {n_before}" if looks else f"the first {n_before} are decoded"
+    who = (
+        f"lookahead decodes the first {n_before}" if looks else f"the first {n_before} are decoded"
+    )
     return f"not compressed yet: the answer has {n} tokens, {who} on {where}"
 
 

@@ -32,12 +32,13 @@ TEXT = "text"
 SETTINGS = (TEXT, KNOWN, LATER)
 AFTER = "after the compression"  # which tokens are judged
 REMARK = (
-    "The same texts and answers for all. KL: how far the model's predictions with the compressed cache are from those "
-    "with the full cache, in nats a token; 0 is not at all. Against the first: how much more that is than the first "
-    "policy's. Same token: share of the tokens where the likeliest one is the same. Loss: the full cache's mean negative "
-    "log-probability of the text's own tokens, in nats, and how much a policy's is higher. All are means over a piece's "
-    "judged tokens, and then over the pieces; 95% intervals are paired, and bootstrapped over texts. Entries: kept per KV "
-    "head, the mean over layers. KV memory: that of the entries held when the prompt is compressed, without room for more."
+    "The same texts and answers for all. KL: how far the model's predictions with the compressed cache are from "
+    "those with the full cache, in nats a token; 0 is not at all. Against the first: how much more that is than the "
+    "first policy's. Same token: share of the tokens where the likeliest one is the same. Loss: the full cache's "
+    "mean negative log-probability of the text's own tokens, in nats, and how much a policy's is higher. All are "
+    "means over a piece's judged tokens, and then over the pieces; 95% intervals are paired, and bootstrapped over "
+    "texts. Entries: kept per KV head, the mean over layers. KV memory: that of the entries held when the prompt is "
+    "compressed, without room for more."
 )
 # By setting: what the heading says, and what is judged.
 JUDGED = {
@@ -47,9 +48,9 @@ JUDGED = {
     ),
     KNOWN: (
         "The full cache's answer, question known",
-        "A question comes after the piece, in the prompt that is compressed. Judged: the answer's tokens from the first "
-        "that is decoded after the compression; those before it don't count. Another lookahead has other tokens judged, "
-        "and then no difference to the first policy is given.",
+        "A question comes after the piece, in the prompt that is compressed. Judged: the answer's tokens from the "
+        "first that is decoded after the compression; those before it don't count. Another lookahead has other "
+        "tokens judged, and then no difference to the first policy is given.",
     ),
     LATER: (
         "The full cache's answer, question later",
@@ -143,7 +144,7 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolic
     """A policy's figures, or the full cache's; some of them are arrays that are still to be computed."""
     known = setting == KNOWN
     predictions, held = None, []
-    if known and not shares_reading(policy):
+    if known and policy is not None and not shares_reading(policy):
         cache = make_prompt_cache(reading.model)
         on_report = lambda report: held.append(_held(reading, cache, report))  # noqa: E731
         predictions = reference.generated(policy, prompt_cache=cache, on_report=on_report)
@@ -189,8 +190,8 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Reco
     judged = [i for i, r in enumerate(own) if r["judged"]]
 
     def apart(key: str, others: list[Record]) -> dict[str, float] | None:
-        values = [[some[i][key] for i in judged] for some in (own, others)]
-        return difference(*values, [own[i]["document"] for i in judged]) if judged else None
+        ours, theirs = ([some[i][key] for i in judged] for some in (own, others))
+        return difference(ours, theirs, [own[i]["document"] for i in judged]) if judged else None
 
     paired = all(r["judged"] == other["judged"] for r, other in zip(own, first))
     has_loss = own[0]["setting"] == TEXT
@@ -238,9 +239,7 @@ def _table(summary: Summary, setting: str) -> Table:
 
     columns: dict[str, Callable[[Record], str]] = {
         "method": itemgetter("method"),
-        "KL": lambda s: (
-            "0" if s["method"] == FULL else "not judged" if s["kl"] is None else kl(s)
-        ),
+        "KL": lambda s: "0" if s["method"] == FULL else "not judged" if s["kl"] is None else kl(s),
         "against the first": against_first,
         "same token": lambda s: "" if s["same"] is None else f"{s['same']:.1%}",
     }

@@ -59,7 +59,9 @@ def test_kl_is_that_of_fidelity(demo_llama, compared):
     assert refreshed == pytest.approx(found[1][1].kl, abs=1e-4)
 
 
-@pytest.mark.parametrize("n_before, where", [(0, "all entries"), (1, "what reading in blocks left")])
+@pytest.mark.parametrize(
+    "n_before, where", [(0, "all entries"), (1, "what reading in blocks left")]
+)
 def test_an_answer_that_ends_before_the_compression_has_no_kl(demo_llama, ask, n_before, where):
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 300, 0)
