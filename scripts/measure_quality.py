@@ -36,6 +36,7 @@ PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
 BUDGETS = ("25%", "12.5%", "6.25%")
 EVERY_BUDGET = ("snapkv:budget={}", "streaming_llm:budget={},schedule=once")
 ONE_BUDGET = (  # beside those at 1/8
+    "snapkv:budget=12.5%,lookahead=32",
     f"snapkv:budget=12.5%,{PAPER}",
     "snapkv:budget=12.5%,n_window=50%",
     "keydiff:budget=12.5%,n_sink=0,n_window=10%,schedule=once",
@@ -48,7 +49,7 @@ ASKED = (
     "snapkv:budget=12.5%",
     "snapkv:budget=6.25%",
     "snapkv:budget=256",
-    "snapkv:budget=12.5%,lookahead=0",
+    "snapkv:budget=12.5%,lookahead=32",
     f"snapkv:budget=12.5%,{PAPER}",
     "streaming_llm:budget=25%,schedule=once",
 )
@@ -56,7 +57,7 @@ ASKED_MORE = (
     "snapkv:budget=25%",
     "snapkv:budget=12.5%",
     "snapkv:budget=6.25%",
-    "snapkv:budget=12.5%,lookahead=0",
+    "snapkv:budget=12.5%,lookahead=32",
     "streaming_llm:budget=25%,schedule=once",
 )
 KEPT_FOR_LATER = ("h2o", "expected_attention", "keydiff", "lagkv", "streaming_llm")

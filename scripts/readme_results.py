@@ -7,6 +7,7 @@ from mlx_snapkv.planning.units import format_bytes
 
 CONTEXT, LONG = 32768, 16384
 SNAPKV = "snapkv:budget=12.5%"
+AHEAD = "which decodes an answer's first 33 tokens on all entries"
 WAYS = {"SnapKV": SNAPKV, "StreamingLLM": "streaming_llm:budget=12.5%,schedule=once"}
 
 
@@ -26,26 +27,17 @@ def _quality() -> list[tuple[str, ...]]:
         (kind, *_), own = part["part"].split("-"), part["summary"]
         model, first = part["model"].rpartition("/")[2], own[0]
         if kind in ("fidelity", "code"):
-            kl = {(s["method"], s["setting"]): f"{s['kl']['mean']:.3f}{_after(s)}" for s in own}
+            kl = {(s["method"], s["setting"]): f"{s['kl']['mean']:.3f}" for s in own if s["kl"]}
             settings = [s for s in ("text", "known") if (SNAPKV, s) in kl]
             told = "; ".join(
                 f"{x} {' and '.join(kl[y, s] for s in settings)}" for x, y in WAYS.items()
             )
-            of, judged = (
-                ("essays", "text and answers") if kind == "fidelity" else ("Python code", "text")
-            )
+            of = "essays" if kind == "fidelity" else "Python code"
+            judged = " and ".join({"text": "text", "known": "answers"}[s] for s in settings)
             about = f"(`{model}`, {first['pieces']} pieces of {of}, {part['length']:,} tokens)"
             named = f"KL to the full cache with 1/8 of the entries, {judged}, nats a token {about}"
             rows.append(_row(named, "0", told, "quality", "make eval"))
     return rows
-
-
-def _after(own: dict) -> str:
-    """KL of an answer's tokens after those decoded on all entries, if that are many: the others count as 0."""
-    if own["judged"] > 0.9 * own["tokens"]:
-        return ""
-    each = own["kl"]["mean"] * own["tokens"] / own["judged"]
-    return f" ({each:.3f} a token after the lookahead)"
 
 
 def _ruler() -> list[tuple[str, ...]]:
@@ -59,8 +51,9 @@ def _ruler() -> list[tuple[str, ...]]:
     for (model, last), owns in same.items():
         told, how = _scores(owns, last), ", each token reading 1/16"
         if SNAPKV in owns[0]:
-            without = _scores(owns, f"{SNAPKV},lookahead=0")
-            told, how = f"SnapKV {_scores(owns, SNAPKV)}; without lookahead {without}", " with 1/8"
+            ahead = _scores(owns, f"{SNAPKV},lookahead=32")
+            told = f"SnapKV {_scores(owns, SNAPKV)}; {ahead} with `lookahead=32`, {AHEAD}"
+            how = " with 1/8"
         sizes = ", ".join(f"{o[FULL]['asked']} of {o[FULL]['length']:,} tokens" for o in owns)
         named = f"RULER's score{how} of the entries (`{model}`; questions: {sizes})"
         rows.append(_row(named, _scores(owns, FULL), told, "quality", "make eval"))

@@ -14,7 +14,8 @@ from results_page import Row, figures, load, right, table, written_by
 
 from mlx_snapkv.bench import tables as bench
 from mlx_snapkv.cli.listings import CHOICES
-from mlx_snapkv.evals.tables import grouped
+from mlx_snapkv.evals.methods import FULL
+from mlx_snapkv.evals.tables import grouped, interval
 from mlx_snapkv.reporting.table import as_markdown, setting_text
 
 
@@ -234,6 +235,40 @@ def answers() -> list[str]:
     return [*_measured(result), *table(("model", "entries read", "chosen by", *kinds), body)]
 
 
+def lookahead() -> list[str]:
+    """What the lookahead buys behind it, a row a length: the first as it is, the others against it, too."""
+    result = load("lookahead")
+    body = []
+    for (model,), rows in grouped(result["rows"], "model").items():
+        measured = grouped(rows, "task", "setting")
+        for name in dict.fromkeys(row["lookahead"] for row in rows):
+            own = [
+                next((r for r in some if r["lookahead"] == name), None)
+                for some in measured.values()
+            ]
+            body.append((f"`{model}`", name, *map(_by_lookahead, own)))
+    heads = [f"{LOOKED_AT[task]} {setting} ({n})" for (task, setting), n in _asked(result).items()]
+    return [*_measured(result), *table(("model", "lookahead", *heads), body)]
+
+
+LOOKED_AT = {"text": "KL, tokens", "niah_single_3": "identifiers,", "niah_multivalue": "numbers,"}
+
+
+def _asked(result: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """Pieces or questions, by what is measured."""
+    return {(row["task"], row["setting"]): row["n"] for row in result["rows"]}
+
+
+def _by_lookahead(row: Row | None) -> str:
+    if row is None:
+        return ""
+    key, form, scale = ("kl", ".3f", 1) if "kl" in row else ("score", ".0f", 100)
+    if row["lookahead"] == "0" or row["lookahead"] == FULL:
+        return interval(row[key], form, scale)
+    mean = format(scale * row[key]["mean"], form)
+    return f"{mean}; {interval(row['against_none'], f'+{form}', scale)}"
+
+
 def agents() -> list[str]:
     result = load("agents")
     rows = [
@@ -271,5 +306,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bits": bits,
     "resident": resident,
     "answers": answers,
+    "lookahead": lookahead,
     "agents": agents,
 }

@@ -18,7 +18,10 @@ from .results import methods_of, print_table, require_page
 if TYPE_CHECKING:
     from ..evals.compare import Compared
 
-REMARK = "Entries are per KV head; KL is to the full cache over its answer, in nats a token."
+REMARK = (
+    "Entries are per KV head; KL is to the full cache over its answer, in nats a token. KL and same tokens begin after "
+    "the compression."
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ def compare(
 
 def _table(answers: list[Compared], n_prompt: int) -> Table:
     columns = ["cache", "entries", "KV memory", "first token", "tokens/s", "KL", "same tokens"]
-    table = Table(f"{n_prompt:,} prompt tokens", REMARK, columns)
+    early = (f"{a.name}: {a.uncompressed}." for a in answers if a.uncompressed)
+    table = Table(f"{n_prompt:,} prompt tokens", " ".join([REMARK, *early]), columns)
     for answer in answers:
         speed = answer.tokens_per_second
         table.add(
@@ -94,10 +98,18 @@ def _table(answers: list[Compared], n_prompt: int) -> Table:
             format_bytes(answer.kv_bytes),
             f"{answer.first_token_seconds:.2f} s",
             "" if speed is None else f"{speed:.1f}",
-            f"{max(0.0, answer.kl):.3f}",  # rounding may leave it below zero
-            "all" if answer.differs is None else f"first {answer.differs[0]}",
+            # rounding may leave it below zero
+            "not compressed yet" if answer.kl is None else f"{max(0.0, answer.kl):.3f}",
+            _same(answer),
         )
     return table
+
+
+def _same(answer: Compared) -> str:
+    """How many tokens are the full cache's until one differs, from the first after the compression on."""
+    if answer.kl is None:
+        return ""
+    return f"first {max(0, answer.differs[0] - answer.n_before)}" if answer.differs else "all"
 
 
 def _difference(answer: Compared) -> str:

@@ -59,6 +59,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     questions = options.question or list(QUESTIONS)
     same = {name: getattr(options, name) for name in ("text", "length", "continuation", "model")}
     fixed = {"task": "fidelity", **same, "texts": texts.digest, "questions": questions}
+    fixed["judged"] = measuring.AFTER  # records that count the tokens before it are another run's
     asked = pieces, methods, settings, questions, options.continuation
     ask = partial(measuring.run, model, tokenizer, *asked)
     result.measure(files, fixed, len(pieces), ask, measuring.PAGE)

@@ -28,7 +28,7 @@ from .divergence import Reference
 from .headwise import HeadWise, masked
 from .loop import Record, Results
 from .methods import SETTINGS, Dataset, Document, Method
-from .reading import Reading, read_once
+from .reading import Reading, n_before, read_once
 from .tables import grouped
 
 Kept = tuple[list, CompressionReport | None]  # None if what it has not been fed is compressed, too
@@ -163,7 +163,7 @@ class Answers:
         prompt: Reading | None = None
         for method in methods:
             if not method.shares_reading:
-                yield self._answer(method, i, (make_prompt_cache(self._model), None))
+                yield self._answer(method, i, (make_prompt_cache(self._model), None), ahead=True)
                 continue
             prompt = prompt or self._reading.followed_by(self._suffixes[i])
             full = prompt.answer(self._questions[i].max_tokens, self._tokenizer.eos_token_ids)
@@ -173,7 +173,7 @@ class Answers:
                 yield self._full[i]
             else:  # what its answer and a small cache's have in common is found in one pass over it
                 n = Reference(prompt, full).n_agreed(copy.deepcopy(kept[0]))
-                yield self._answer(method, i, kept, full[:n])
+                yield self._answer(method, i, kept, full[:n], ahead=True)
 
     def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Record]:
         """A method's answers to questions that come when the document has been compressed."""
@@ -182,7 +182,7 @@ class Answers:
             return
         cache, report = self._document_kept(method)
         for i in numbers:
-            yield self._answer(method, i, (copy.deepcopy(cache), report))
+            yield self._answer(method, i, (copy.deepcopy(cache), report), ahead=report is None)
 
     def _of_full_cache(self, i: int) -> Record:
         if i not in self._full:
@@ -204,17 +204,30 @@ class Answers:
             return masked(reading, method.policy, self._tokenizer, answering)
         return reading.compressed(method.policy, answering)
 
-    def _answer(self, method: Method, i: int, kept: Kept, begun: Sequence[int] = ()) -> Record:
+    def _answer(
+        self,
+        method: Method,
+        i: int,
+        kept: Kept,
+        begun: Sequence[int] = (),
+        ahead: bool = False,
+    ) -> Record:
+        """What is recorded of an answer; `ahead`: some of its tokens are decoded before the compression."""
         question = self._questions[i]
         asked = self._model, self._tokenizer, question.prompt, begun, kept, question.max_tokens
         answer = decode(*asked, policy=method.policy, **method.options)
         report = answer.report
         n_bytes = report.kv_bytes_after if report.compressed else kv_bytes(answer.cache)
+        n_tokens, before = len(answer.tokens), 0
+        if ahead and (policy := method.scores) is not None:
+            before = min(n_tokens, n_before(policy, len(question.prompt), bool(method.options)))
         return {
             "score": float(question.score(answer.text)),
             "answer": answer.text,
             "expected": question.expected,
             "tokens": len(question.prompt),
+            "answer_tokens": n_tokens,
+            "before": before,
             "entries": report.entries if report.compressed else None,
             "kv_bytes": n_bytes,
             "file_bytes": file_bytes(answer.cache),

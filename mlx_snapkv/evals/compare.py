@@ -25,7 +25,7 @@ from ..reporting.table import Table
 from .answering import Answer, decode
 from .divergence import Reference
 from .methods import Method
-from .reading import read_once
+from .reading import AnyPolicy, n_before, read_once
 
 PAGE = Path(__file__).with_name("compare.html")
 BEFORE = 8  # tokens shown before the first that differs
@@ -44,8 +44,11 @@ class Compared:
     # From the first token read; methods that choose from one reading share it.
     first_token_seconds: float
     tokens_per_second: float | None  # decoded from what was kept; None if too few were
-    # To the full cache over its answer, the mean in nats a token, as `eval fidelity --setting known` has it.
-    kl: float = 0.0
+    # To the full cache over its answer, from the first token after the compression on: the mean in nats a token, as
+    # `eval fidelity --setting known` has it; None if the answer ends before.
+    kl: float | None = 0.0
+    n_before: int = 0  # tokens of an answer that are decoded before the compression
+    uncompressed: str | None = None  # why no token is decoded after the compression, if so
     # The first token that is not the full cache's: its place, the text before it, the full cache's token, and this one.
     differs: tuple[int, str, str, str] | None = None
     reason: str | None = None  # why nothing was evicted, if so
@@ -105,17 +108,30 @@ def compare(
             if not method.options:
                 more["on_report"] = lambda report: held.append(copy.deepcopy(cache))  # noqa: B023
             found = answered(method.name, [], (cache, None), **more)
+        begins = n_before(policy, n, bool(method.options))
         if held and (method.shares_reading or not policy.stages[1].lookahead):
             logprobs = reference.predictions(held[0])
         else:  # what all of the answer's tokens are decoded from, whether or not they are verified
             more |= {"verify": None, "prompt_progress_callback": None, "on_report": None}
-            logprobs = reference.generated(**more)
+            logprobs = reference.generated(**more)[begins:]
+        kl = reference.figures(logprobs)["kl"]
         yield replace(
             found,
-            kl=float(reference.figures(logprobs)["kl"]),
+            kl=None if kl is None else float(kl),
+            n_before=begins,
+            uncompressed=_not_yet(policy, len(full.tokens), begins) if kl is None else None,
             kept=_share_kept(model, held[0], n) if held else None,
             differs=_difference(tokenizer, full.tokens, found.tokens),
         )
+
+
+def _not_yet(policy: AnyPolicy, n: int, n_before: int) -> str:
+    where = "what reading in blocks left" if policy.reads_in_blocks else "all entries"
+    looks = policy.stages[1].lookahead
+    who = (
+        f"lookahead decodes the first {n_before}" if looks else f"the first {n_before} are decoded"
+    )
+    return f"not compressed yet: the answer has {n} tokens, {who} on {where}"
 
 
 def _compared(name: str, answer: Answer, n_prompt: int, read_seconds: float | None) -> Compared:

@@ -71,15 +71,14 @@ class Reference:
         return n_fed + int(np.cumprod(right).sum())
 
     def figures(self, logprobs: mx.array) -> dict[str, Any]:
-        """`kl` of the full cache from others' predictions of the last tokens, in nats a token, and the share of tokens
-        for which the `same` one is likeliest: means over all tokens, of which those before count as the full cache's.
+        """`kl` of the full cache from others' predictions of the last tokens, in nats a token, and the share of these
+        tokens for which the `same` one is likeliest; None each if there are none.
         """
         if not len(logprobs):
-            return {"kl": 0.0, "same": 1.0}
+            return {"kl": None, "same": None}
         full = self.logprobs[-len(logprobs) :]
-        other = mx.argmax(logprobs, axis=-1) != mx.argmax(full, axis=-1)
-        kl = divergence(full, logprobs).sum() / len(self)
-        return {"kl": kl, "same": 1 - other.sum() / len(self)}
+        same = mx.argmax(logprobs, axis=-1) == mx.argmax(full, axis=-1)
+        return {"kl": divergence(full, logprobs).mean(), "same": same.mean()}
 
     def loss(self, logprobs: mx.array) -> mx.array:
         """Negative log-probability of the tokens, all of which others predict: the mean, in nats."""

@@ -25,19 +25,21 @@ from . import loop
 from .divergence import Reference
 from .loop import Record, Results
 from .methods import FULL, KNOWN, LATER, Method
-from .reading import AnyPolicy, Reading, read_once, shares_reading
+from .reading import AnyPolicy, Reading, n_before, read_once, shares_reading
 from .tables import Page, Summary, difference, grouped, interval, table_of
 from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
 SETTINGS = (TEXT, KNOWN, LATER)
+AFTER = "after the compression"  # which tokens are judged
 REMARK = (
-    "The same tokens for all. KL: how far the model's predictions with the compressed cache are from those with the "
-    "full cache, in nats a token; 0 is not at all. Against the first: how much more that is than the first policy's. "
-    "Same token: share of the tokens where the likeliest one is the same. Loss: the full cache's mean negative "
-    "log-probability of the text's own tokens, in nats, and how much a policy's is higher. All are means over the "
-    "pieces; 95% intervals are paired, and bootstrapped over texts. Entries: kept per KV head, the mean over layers. "
-    "KV memory: that of the entries held when the prompt is compressed, without room for more."
+    "The same texts and answers for all. KL: how far the model's predictions with the compressed cache are from "
+    "those with the full cache, in nats a token; 0 is not at all. Against the first: how much more that is than the "
+    "first policy's. Same token: share of the tokens where the likeliest one is the same. Loss: the full cache's "
+    "mean negative log-probability of the text's own tokens, in nats, and how much a policy's is higher. All are "
+    "means over a piece's judged tokens, and then over the pieces; 95% intervals are paired, and bootstrapped over "
+    "texts. Entries: kept per KV head, the mean over layers. KV memory: that of the entries held when the prompt is "
+    "compressed, without room for more."
 )
 # By setting: what the heading says, and what is judged.
 JUDGED = {
@@ -47,8 +49,9 @@ JUDGED = {
     ),
     KNOWN: (
         "The full cache's answer, question known",
-        "A question comes after the piece, in the prompt that is compressed. Judged: tokens that the small cache is "
-        "asked for; those before, which all entries have chosen, count with a KL of 0.",
+        "A question comes after the piece, in the prompt that is compressed. Judged: the answer's tokens from the "
+        "first that is decoded after the compression; those before it don't count. Another lookahead has other "
+        "tokens judged, and then no difference to the first policy is given.",
     ),
     LATER: (
         "The full cache's answer, question later",
@@ -142,10 +145,11 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolic
     """A policy's figures, or the full cache's; some of them are arrays that are still to be computed."""
     known = setting == KNOWN
     predictions, held = None, []
-    if known and not shares_reading(policy):
+    if known and policy is not None and not shares_reading(policy):
         cache = make_prompt_cache(reading.model)
         on_report = lambda report: held.append(_held(reading, cache, report))  # noqa: E731
         predictions = reference.generated(policy, prompt_cache=cache, on_report=on_report)
+        predictions = predictions[n_before(policy, len(reading.tokens)) :]
     else:
         chosen = policy if known else without_lookahead(policy)
         cache, report = reading.compressed(chosen, answering=known)
@@ -180,23 +184,29 @@ def summarise(records: list[Record]) -> Summary:
 
 
 def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Record:
-    """A method's figures; records of the full cache and of the first policy are of the same pieces, in order."""
-    texts = [r["document"] for r in own]
+    """A method's figures; records of the full cache and of the first policy are of the same pieces, in order.
 
-    def apart(key: str, others: list[Record]) -> dict[str, float]:
-        return difference([r[key] for r in own], [r[key] for r in others], texts)
+    A piece whose answer ended before the compression is not judged, and a mean over none is None.
+    """
+    judged = [i for i, r in enumerate(own) if r["judged"]]
 
+    def apart(key: str, others: list[Record]) -> dict[str, float] | None:
+        ours, theirs = ([some[i][key] for i in judged] for some in (own, others))
+        return difference(ours, theirs, [own[i]["document"] for i in judged]) if judged else None
+
+    paired = all(r["judged"] == other["judged"] for r, other in zip(own, first))
     has_loss = own[0]["setting"] == TEXT
     return {
         "method": own[0]["method"],
         "setting": own[0]["setting"],
         "pieces": len(own),
-        "texts": len(set(texts)),
+        "texts": len({r["document"] for r in own}),
         "tokens": sum(r["tokens"] for r in own),
         "judged": sum(r["judged"] for r in own),
+        "unjudged": len(own) - len(judged),
         "kl": apart("kl", full),
-        "kl_against_first": apart("kl", first),
-        "same": fmean(r["same"] for r in own),
+        "kl_against_first": apart("kl", first) if paired else None,
+        "same": fmean(own[i]["same"] for i in judged) if judged else None,
         "loss": fmean(r["loss"] for r in own) if has_loss else None,
         "loss_against_full": apart("loss", full) if has_loss else None,
         "entries": max(r["entries"] for r in own),
@@ -213,29 +223,35 @@ def tables(summary: Summary) -> list[Table]:
 def _table(summary: Summary, setting: str) -> Table:
     heading, about = JUDGED[setting]
     one = summary[0]
-    counts = f"Pieces: {one['pieces']}; texts: {one['texts']}; tokens judged: {one['tokens']:,}."
+    what = "tokens of the answers" if setting == KNOWN else "tokens judged"
+    counts = f"Pieces: {one['pieces']}; texts: {one['texts']}; {what}: {one['tokens']:,}."
+    ended = "{unjudged} of {pieces} answers ended before {method} had compressed their prompt: not judged."
+    remarks = [counts, about, *(ended.format_map(s) for s in summary if s["unjudged"])]
     first = next((s for s in summary if s["method"] != FULL), None)
 
     def kl(s: Record, key: str = "kl", form: str = ".3f") -> str:
         return interval(s[key], form) if one["texts"] > 1 else format(s[key]["mean"], form)
 
     def against_first(s: Record) -> str:
-        return "" if s["method"] == FULL or s is first else kl(s, "kl_against_first", "+.3f")
+        if s["method"] == FULL or s is first or s["kl"] is None:
+            return ""
+        key = "kl_against_first"
+        return "other tokens" if s[key] is None else kl(s, key, "+.3f")
 
     columns: dict[str, Callable[[Record], str]] = {
         "method": itemgetter("method"),
-        "KL": lambda s: "0" if s["method"] == FULL else kl(s),
+        "KL": lambda s: "0" if s["method"] == FULL else "not judged" if s["kl"] is None else kl(s),
         "against the first": against_first,
-        "same token": "{same:.1%}".format_map,
+        "same token": lambda s: "" if s["same"] is None else f"{s['same']:.1%}",
     }
     if setting == TEXT:
         full, other = "{loss:.3f}".format_map, "{loss_against_full[mean]:+.3f}".format_map
         columns["loss"] = lambda s: (full if s["method"] == FULL else other)(s)
     if setting == KNOWN:
-        columns["judged"] = "{judged:,}".format_map
+        columns["tokens judged"] = lambda s: "" if s["method"] == FULL else f"{s['judged']:,}"
     columns["entries"] = "{entries:,}".format_map
     columns["KV memory"] = lambda s: format_bytes(s["kv_bytes"])
-    return table_of(heading, f"{counts} {about}", columns, summary)
+    return table_of(heading, " ".join(remarks), columns, summary)
 
 
 PAGE = Page("Fidelity to the full cache", REMARK, summarise, tables)

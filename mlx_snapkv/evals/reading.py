@@ -43,6 +43,12 @@ def shares_reading(policy: AnyPolicy | None) -> bool:
     return not chooses.accumulates_attention and chooses.repeats is None
 
 
+def n_before(policy: AnyPolicy, n_prompt: int, retains: bool = False) -> int:
+    """Tokens of an answer that are decoded before its prompt is compressed: one from the prompt, and one from each that
+    is fed until then. Where a memory `retains` all entries, its tokens choose by themselves, with no lookahead."""
+    return plan_prompt(policy, n_prompt, refreshes=retains).n_ahead + 1
+
+
 class Reading:
     """A prompt on full caches, with the queries recorded that each policy needs; made by `read_once`.
 
@@ -86,6 +92,7 @@ class Reading:
         # By the number of tokens fed: copies of all caches then, but of those of the full-attention layers.
         self._others = {len(tokens): copies_but_entries(caches, self._layers)}
         self._answer = [_best(self.following)]  # greedy: all tokens that were fed, and the next one
+        self._forced: list[int] = []  # what it begins with, whatever the model would say
 
     def followed_by(self, suffix: Sequence[int]) -> "Reading":
         """The prompt with one of its `suffixes` behind it, read on a copy."""
@@ -99,6 +106,11 @@ class Reading:
         for layer in self._layers:
             layer.put(caches, full_cache(layer.cache_in(self._caches).held().between(0, n)))
         return caches
+
+    def force(self, tokens: Sequence[int]) -> None:
+        """Let the answer begin with these tokens instead of the model's own, before any of it is fed."""
+        self._forced = list(tokens)
+        self._answer = self._forced[:1]
 
     def answer(self, n: int, stops: Collection[int] = ()) -> list[int]:
         """The full cache's own greedy answer: at most `n` tokens, up to the first that is one of `stops`."""
@@ -150,7 +162,8 @@ class Reading:
             with recording(attention_classes(self.model)):
                 logits = self.model(token, cache=self._caches)[0, -1]
             mx.eval(logits, [c.state for c in self._caches])
-            self._answer.append(_best(logits))
+            forced = self._forced[fed + 1 : fed + 2]
+            self._answer += forced or [_best(logits)]
             if fed + 1 in self._n_ahead:
                 n_fed = len(self.tokens) + fed + 1
                 self._others[n_fed] = copies_but_entries(self._caches, self._layers)

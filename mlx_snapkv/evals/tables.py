@@ -23,6 +23,10 @@ SCORES = (
     "head, the most of any layer; a block policy holds up to a block more. KV memory: all that is held in memory once "
     "the prompt is compressed, read from the arrays; a full cache's may have the answer's, too."
 )
+BEFORE = (
+    "Before compression: the share of the answers' tokens that were decoded before the prompt was compressed, on all "
+    "entries or on what reading in blocks had left. They say nothing of the entries kept."
+)
 MASKED = (
     "By mask: all entries are held, and every head sees what it would keep, entries in the mean; what the answer adds "
     "stays. Its right answers are measured so, not its memory or speed."
@@ -87,7 +91,8 @@ def table_of(
 def summarise(records: list[Record]) -> Summary:
     """One JSON object a method, setting and length; its scores are 0 to 1.
 
-    `uncompressed` counts the prompts that a policy left as they were, the first of them for `reason`.
+    `uncompressed` counts the prompts that a policy left as they were, the first of them for `reason`; `before` the
+    tokens of the `answer_tokens` that were decoded before the compression. Both are None where no record tells.
     """
     place = itemgetter("setting", "length", "task", "document", "question")
     full = {place(r): r["score"] for r in records if r["method"] == FULL}
@@ -109,11 +114,16 @@ def summarise(records: list[Record]) -> Summary:
                 "difference": difference(scores, [full[place(r)] for r in own], documents, tasks),
                 **{key: max(r[key] or 0 for r in own) or None for key in ("entries", "kv_bytes")},
                 "file_bytes": max(r["file_bytes"] for r in own),
+                **{key: _total(own, key) for key in ("answer_tokens", "before")},
                 "uncompressed": len(reasons),
                 "reason": reasons[0] if reasons else None,
             }
         )
     return found
+
+
+def _total(records: list[Record], key: str) -> int | None:
+    return sum(r[key] for r in records) if all(key in r for r in records) else None
 
 
 def tables(summary: Summary) -> list[Table]:
@@ -156,10 +166,22 @@ def _scores(summary: Summary, heading: str) -> Table:
         "n": "{asked}".format_map,
         "score": score,
         "against full": against_full,
+        "before compression": before_compression,
         "entries": lambda s: "all" if s["entries"] is None else f"{s['entries']:,}",
         "KV memory": memory,
     }
+    if any(map(before_compression, summary)):
+        remarks.append(BEFORE)
+    else:
+        del columns["before compression"]
     return table_of(heading, " ".join(remarks), columns, summary)
+
+
+def before_compression(s: Record) -> str:
+    """The share of the answers' tokens that is not the compressed cache's; nothing where that is not known."""
+    if s["method"] == FULL or s.get("before") is None:
+        return ""
+    return f"{s['before'] / s['answer_tokens']:.0%}"
 
 
 def _by_task(summary: Summary, heading: str) -> Table:

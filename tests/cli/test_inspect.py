@@ -88,6 +88,24 @@ def test_rounding_leaves_no_negative_divergence():
     assert "0.000" in _table([same], 9).rows[0]
 
 
+def test_an_answer_that_is_not_compressed_yet_has_no_figures(ask):
+    code, out, _ = ask("compare", "--policy", f"snapkv:{SNAPKV},lookahead=40")
+    row = next(line for line in out.splitlines() if line.startswith(" snapkv"))
+    said = " ".join(out.split())
+    assert code == 0 and row.rstrip().endswith("not compressed yet")
+    assert re.search(
+        r"lookahead=40: not compressed yet: the answer has \d tokens, "
+        "lookahead decodes the first 41 on all entries",
+        said,
+    )
+
+
+def test_same_tokens_count_from_the_compression():
+    full = Compared("full cache", "yes", [1], 9, 99, 0.1, None)
+    differs = Compared("snapkv", "no", [1], 9, 99, 0.1, None, 0.5, 3, differs=(10, "", "", ""))
+    assert [row[-1] for row in _table([full, differs], 9).rows] == ["all", "first 7"]
+
+
 def test_three_policies_that_suit_the_length(ask):
     code, out, err = ask("compare", "--json", "-q")
     found = json.loads(out)

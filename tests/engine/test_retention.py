@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from mlx_snapkv.planning.config import CompressionConfig
 from request_helpers import plain, steps
 from tiny_models import make_llama
 
@@ -19,6 +18,7 @@ from mlx_snapkv.engine.prefill import mlx_generate, read
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.engine.serving import served
 from mlx_snapkv.entries.quantization import n_bytes
+from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import resolve_policy
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,lookahead=0"

@@ -68,6 +68,26 @@ def test_known_questions_are_answered_as_stream_generate_does(asked, name):
         assert answer == "".join(response.text for response in responses)
 
 
+def test_tables_say_how_much_of_the_answers_came_before_the_compression(asked):
+    """With a known question, a lookahead and one token more; documents are compressed before a later question comes,
+    unless a memory has the question choose."""
+    _, _, records = asked
+    most = {"full": 0, "snapkv": 2, "ahead": 9, "recalled": 2, "book": 2}
+    for record in records:
+        name, known = NAMES[record["method"]], record["setting"] == KNOWN
+        first = most[name] if known or METHODS[name].options else 0
+        assert record["before"] == min(record["answer_tokens"], first), (name, record["setting"])
+    known, _, later, _ = tables(summarise(records))
+    column = known.columns.index("before compression")
+    shares = [row[column] for row in known.rows]
+    assert shares[0] == "" and all(share.endswith("%") for share in shares[1:])
+    assert int(shares[2][:-1]) > int(shares[1][:-1]) > 0 and later.rows[1][column] == "0%"
+    assert "Before compression: the share" in known.remark
+    old = [{k: x for k, x in r.items() if k not in ("before", "answer_tokens")} for r in records]
+    before, *_ = tables(summarise(old))
+    assert "before compression" not in before.columns and "Before" not in before.remark
+
+
 def test_a_run_goes_on_where_it_was(asked, tmp_path):
     """Only what is missing is asked: the last answers, and one in the middle."""
     model, dataset, records = asked

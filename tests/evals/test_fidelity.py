@@ -108,6 +108,7 @@ def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name
         whole, record = (record_of(records, n, setting, piece) for n in (FULL, name))
         full, ours = expected(*demo_llama, piece, question, setting, METHODS[name])
         assert record["tokens"] == len(full) == len(ours)
+        full, ours = (each[-record["judged"] :] for each in (full, ours))
         kl = (np.exp(full) * (full - ours)).sum(axis=-1)
         assert record["kl"] == pytest.approx(kl.mean(), abs=2e-5, rel=1e-3)
         assert record["same"] == pytest.approx((full.argmax(-1) == ours.argmax(-1)).mean())
@@ -122,14 +123,39 @@ def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name
     assert_unpatched()
 
 
-def test_tokens_that_all_entries_choose_are_counted_but_not_judged(records, pieces):
-    """Lookahead's, and one more; none of a policy that reads alone."""
+def test_figures_begin_after_the_compression(records, pieces):
+    """An answer's tokens count from the first that the compressed cache predicts: behind a lookahead and one more."""
     for piece in pieces:
-        known = [record_of(records, NAMES[i], KNOWN, piece) for i in (1, 2, 4)]
+        known = [record_of(records, name, KNOWN, piece) for name in NAMES[1:]]
         n = known[0]["tokens"]
-        assert [r["judged"] for r in known] == [max(0, n - 5), max(0, n - 2), n]
+        assert [r["judged"] for r in known] == [max(0, n - x) for x in (5, 2, 5, 2, 5)]
         later = record_of(records, NAMES[1], LATER, piece)
         assert later["judged"] == later["tokens"] == n
+
+
+@pytest.mark.parametrize("before", ["", "keydiff:budget=60%,block=32 then "])
+def test_an_answer_that_ends_before_the_compression_is_not_judged(demo_llama, pieces, before):
+    """Whether or not the policy shares the reading; the others' figures stay."""
+    names = [f"{before}{BASE},lookahead={n}" for n in (0, 200)]
+    methods = [Method(policy and resolve_policy(policy=policy)) for policy in (None, *names)]
+    records = run(*demo_llama, pieces[:2], methods, [KNOWN], QUESTIONS, N, Results({}))
+    full, none, ahead = summarise(records)
+    assert none["judged"] == full["tokens"] - 2 * 2 and none["unjudged"] == 0 < none["kl"]["mean"]
+    assert (ahead["judged"], ahead["unjudged"]) == (0, 2)
+    assert (ahead["kl"], ahead["same"], ahead["kl_against_first"]) == (None, None, None)
+    (table,) = tables([full, none, ahead])
+    assert table.rows[2][1:5] == ["not judged", "", "", "0"]
+    told = f"2 of 2 answers ended before {methods[2].name} had compressed their prompt: not judged."
+    assert told in table.remark
+
+
+def test_policies_that_are_judged_from_different_tokens_are_not_paired(records):
+    found = {(s["setting"], s["method"]): s for s in summarise(records)}
+    others = {name: found[KNOWN, name]["kl_against_first"] is None for name in NAMES[1:]}
+    assert [*others.values()] == [False, True, False, True, False]
+    _, known, _ = tables([*found.values()])
+    assert [row[2] == "other tokens" for row in known.rows[1:]] == [*others.values()]
+    assert all(found[LATER, name]["kl_against_first"] is not None for name in NAMES[1:])
 
 
 def test_the_summary_is_paired_by_piece_and_has_a_table_a_setting(records):
@@ -148,7 +174,7 @@ def test_the_summary_is_paired_by_piece_and_has_a_table_a_setting(records):
     assert found["kl"]["low"] <= found["kl"]["mean"] <= found["kl"]["high"]
     assert summary[0]["loss"] + found["loss_against_full"]["mean"] == pytest.approx(found["loss"])
     text, known, later = tables(summary)
-    assert text.columns[4] == "loss" and known.columns[4] == "judged"
+    assert text.columns[4] == "loss" and known.columns[4] == "tokens judged"
     assert [row[0] for row in later.rows] == NAMES and later.rows[0][1] == "0"
     alone, *_ = tables(summarise([r for r in records if r["document"] == "b"]))
     assert " to " in text.rows[1][1] and "to" not in alone.rows[1][1]  # one text has no interval

@@ -1,8 +1,22 @@
+import random
+
+import mlx.core as mx
+import pytest
 from model_configs import make_model
 
-from mlx_snapkv import SnapKV
+from mlx_snapkv import SnapKV, generate_step
 from mlx_snapkv.bench.contenders import Contender, compressed
-from scripts import measure_batches, measure_books, measure_facts, measure_servers
+from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.evals.divergence import divergence
+from mlx_snapkv.evals.methods import FULL
+from mlx_snapkv.evals.texts import Piece
+from scripts import (
+    measure_batches,
+    measure_books,
+    measure_facts,
+    measure_lookahead,
+    measure_servers,
+)
 from scripts.measure_servers import Answer, tokens_while_all_answer
 
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
@@ -61,3 +75,47 @@ def test_a_book_is_on_disk_and_the_full_cache_in_memory():
     assert full["kv_bytes"] > 3000 * ENTRY > 2048 * ENTRY <= ours["kv_bytes"] <= 2600 * ENTRY
     assert ours["gathered"] == 128 + 1024 + 512 and full["gathered"] == 0
     assert ours["question_seconds"] > 0
+
+
+def test_a_lookahead_is_judged_behind_the_longest(demo_llama):
+    """By what generate_step predicts when it says the text's own tokens."""
+    model, tokenizer = demo_llama
+    text, _ = make_haystack(tokenizer, random.Random(0), 3, 600)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    piece = Piece("a", 1, ids[:350], ids[350 : 350 + 129])
+
+    def predicted(policy):
+        told = iter(piece.following)
+        given = {
+            "policy": policy,
+            "max_tokens": 129,
+            "sampler": lambda _: mx.array([next(told, 0)]),
+        }
+        prompt = mx.array([*tokenizer.encode(""), *piece.tokens])
+        return mx.stack([logprobs for _, logprobs in generate_step(prompt, model, **given)])
+
+    found = [*measure_lookahead.of_text(model, tokenizer, piece)]
+    cells = [(r["method"], r["setting"]) for r in found]
+    assert [c for c in cells if c[0] == "64"] == [("64", "66 to 129")] and len(cells) == 9
+    full = predicted(None)
+    for record in found:
+        if record["method"] in ("8", "64"):
+            ours = predicted(measure_lookahead.POLICIES[int(record["method"])])
+            first, last = (int(word) for word in record["setting"].split(" to "))
+            own = slice(first - 1, last)
+            kl = divergence(full[own], ours[own]).mean().item()
+            assert record["kl"] == pytest.approx(kl, abs=1e-4) and kl > 1e-3
+
+
+def test_a_fact_asked_for_later_is_behind_every_lookahead(demo_llama, monkeypatch):
+    model, tokenizer = demo_llama
+    monkeypatch.setattr(measure_lookahead, "MAX_TOKENS", 10)
+    text, facts = make_haystack(tokenizer, random.Random(0), 3, 600)
+    asked, row = facts[0], {"context": f"{text}\n", "answer_prefix": f" {facts[0].value[:2]}"}
+    row |= {"question": asked.question, "answer": [asked.value[2:]]}
+    found = [*measure_lookahead.of_question(model, tokenizer, row)]
+    first, later = ([r for r in found if r["setting"] == s] for s in ("first", "later"))
+    assert [r["method"] for r in first] == [FULL, "0", "8", "16", "32", "64"]
+    assert first[0]["score"] == 1 and all(r["answer"] == first[0]["answer"] for r in first[3:])
+    assert all(measure_lookahead.PREAMBLE[:20] not in r["answer"] for r in later)
+    assert len(tokenizer.encode(measure_lookahead.PREAMBLE)) > max(measure_lookahead.LENGTHS)

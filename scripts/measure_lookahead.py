@@ -1,0 +1,175 @@
+"""What SnapKV's lookahead buys, by its length, behind the longest one; writes docs/lookahead.json.
+
+    make real-models
+    python scripts/make_ruler.py MODEL real-models/ruler/NAME --length 2048
+    python scripts/measure_lookahead.py --models MODEL; make docs
+
+A lookahead's tokens are the full cache's, whatever is kept, so they are not judged. Texts: the tokens behind it, which
+the text itself gives. Facts: asked for in an answer's first tokens, and behind a preamble that is longer than any
+lookahead. A prompt is read once; what has been measured stays in build/lookahead, and a later run goes on from there.
+"""
+
+import copy
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import mlx.core as mx
+import numpy_attention
+
+numpy_attention.install()
+
+from results_page import ROOT, Result, shared_options  # noqa: E402
+
+from mlx_snapkv.cli.loading import load_model  # noqa: E402
+from mlx_snapkv.evals import loop  # noqa: E402
+from mlx_snapkv.evals.answering import decode  # noqa: E402
+from mlx_snapkv.evals.columns import string_match_all  # noqa: E402
+from mlx_snapkv.evals.divergence import Reference, divergence  # noqa: E402
+from mlx_snapkv.evals.loop import Record, Results  # noqa: E402
+from mlx_snapkv.evals.methods import FULL  # noqa: E402
+from mlx_snapkv.evals.reading import Reading, read_once  # noqa: E402
+from mlx_snapkv.evals.tables import difference, grouped  # noqa: E402
+from mlx_snapkv.evals.texts import Piece, Texts, around, frame_of  # noqa: E402
+from mlx_snapkv.policies import resolve_policy  # noqa: E402
+
+LENGTHS = (0, 8, 16, 32, 64)
+POLICIES = {n: resolve_policy(policy=f"snapkv:budget=12.5%,lookahead={n}") for n in LENGTHS}
+LENGTH = 1400  # tokens of a piece
+JUDGED = 64  # of its tokens, at a time
+# A lookahead's last token is fed on all entries, too, and so predicts the next one.
+SPANS = {f"{n + 2} to {n + 1 + JUDGED}": n for n in LENGTHS[-2:]}  # behind which lookahead
+TASKS = ("niah_single_3", "niah_multivalue")
+FIRST, LATER = "first", "later"
+PREAMBLE = (
+    "Thank you for the question. The text above is long and speaks of many different things, so I have gone through "
+    "all of it with care, from its beginning to its end, before I answer. You ask me for something that stands "
+    "somewhere in the middle of that text, and you want me to say it again exactly as it is written there. "
+)
+MAX_TOKENS = 48  # of an answer, behind what it begins with
+
+
+def of_text(model, tokenizer, piece: Piece) -> Iterator[Record]:
+    """KL and same token of the text's own tokens, by span and lookahead."""
+    tokens = [*frame_of(tokenizer, None).start, *piece.tokens]
+    reading = read_once(model, tokens, POLICIES.values())
+    reading.force(piece.following)
+    reference = Reference(reading, piece.following)
+    for n, policy in POLICIES.items():
+        found = reference.predictions(reading.compressed(policy, answering=True)[0])
+        full = reference.logprobs[-len(found) :]
+        kl, same = divergence(full, found), mx.argmax(full, axis=-1) == mx.argmax(found, axis=-1)
+        for span, behind in SPANS.items():
+            if n <= behind:
+                end = len(found) - len(piece.following) + behind + 1 + JUDGED
+                own = slice(end - JUDGED, end)
+                figures = {"kl": kl[own].mean().item(), "same": same[own].mean().item()}
+                yield {"method": str(n), "setting": span, **figures}
+
+
+def of_question(model, tokenizer, row: Record) -> Iterator[Record]:
+    """Scores and answers, by when the fact is asked for and lookahead."""
+    before, after = around(tokenizer)
+    prompt = tokenizer.encode(before + row["context"], add_special_tokens=False)
+    prompt += tokenizer.encode(row["question"] + after, add_special_tokens=False)
+    begun = tokenizer.encode(row["answer_prefix"], add_special_tokens=False)
+    later = tokenizer.encode(PREAMBLE + row["answer_prefix"], add_special_tokens=False)
+    reading = read_once(model, prompt, POLICIES.values(), [begun])
+    first = reading.followed_by(begun)
+    reading.force(later)
+    for setting, asked, n in ((FIRST, first, 0), (LATER, reading, len(later))):
+        for method, answer in answers(tokenizer, asked, n):
+            score = string_match_all(row["answer"], answer)
+            yield {"method": method, "setting": setting, "score": score, "answer": answer}
+
+
+def answers(tokenizer, reading: Reading, n_forced: int) -> Iterator[tuple[str, str]]:
+    """The full cache's answer, and those by lookahead, without their first `n_forced` tokens."""
+    full = reading.answer(n_forced + MAX_TOKENS, tokenizer.eos_token_ids)
+    yield FULL, tokenizer.decode(full[n_forced:])
+    reference = Reference(reading, full)
+    for n, policy in POLICIES.items():
+        if len(full) <= max(1, n) + 1:
+            yield str(n), tokenizer.decode(full[n_forced:])
+            continue
+        kept = reading.compressed(policy, answering=True)
+        same = max(n_forced, reference.n_agreed(copy.deepcopy(kept[0])))
+        given = reading.model, tokenizer, reading.tokens, full[:same], kept
+        answer = decode(*given, n_forced + MAX_TOKENS)
+        yield str(n), tokenizer.decode(answer.tokens[n_forced:])
+
+
+def measure(model, tokenizer, pieces: list[Piece], rows: list[Record], results: Results):
+    """All records."""
+
+    def document(place: Record, cells: list[Record], measured: Any, subject: Any):
+        def missing_of(missing: list[Record]) -> Iterator[Record]:
+            yield from ({**place, **record} for record in measured(model, tokenizer, subject))
+
+        return [{**place, **cell} for cell in cells], missing_of
+
+    spans = [{"method": str(n), "setting": s} for s, m in SPANS.items() for n in LENGTHS if n <= m]
+    names = [FULL, *map(str, LENGTHS)]
+    asked = [{"method": m, "setting": s} for s, m in itertools.product((FIRST, LATER), names)]
+    texts = (document({"task": "text", "document": p.document}, spans, of_text, p) for p in pieces)
+    questions = (
+        document({"task": r["task"], "document": r["number"]}, asked, of_question, r) for r in rows
+    )
+    return loop.run(itertools.chain(texts, questions), results)
+
+
+def ruler(folder: Path, most: int) -> list[Record]:
+    """The first questions of each task."""
+    lines = [
+        (folder / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()[:most] for task in TASKS
+    ]
+    each = itertools.chain.from_iterable(map(enumerate, lines))
+    return [json.loads(line) | {"number": number} for number, line in each]
+
+
+def summary(records: list[Record]) -> Iterator[Record]:
+    """A row a task, setting and lookahead."""
+    for (task, setting), own in grouped(records, "task", "setting").items():
+        by_method = {name: rows for (name,), rows in grouped(own, "method").items()}
+        for name, rows in by_method.items():
+            known = {"task": task, "setting": setting, "lookahead": name, "n": len(rows)}
+            key = "kl" if task == "text" else "score"
+            places = [r["document"] for r in rows]
+            scores, none, full = (
+                [r[key] for r in some] for some in (rows, by_method["0"], by_method.get(FULL, []))
+            )
+            known[key] = difference(scores, [0] * len(rows), places)
+            known["against_none"] = difference(scores, none, places)
+            if full:
+                known["against_full"] = difference(scores, full, places)
+            else:
+                known["same"] = fmean(r["same"] for r in rows)
+            yield known
+
+
+def main() -> None:
+    parser = shared_options(__doc__, "lookahead")
+    parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
+    parser.add_argument("--pieces", type=int, default=24, help="of essays, one each")
+    parser.add_argument("--asked", type=int, default=16, help="questions a task")
+    parser.add_argument("--folder", type=Path, default=Path("real-models"))
+    parser.add_argument("--records", type=Path, default=ROOT / "build" / "lookahead")
+    args = parser.parse_args()
+    args.records.mkdir(parents=True, exist_ok=True)
+    result = Result(args.out, length=LENGTH)
+    for name in args.models:
+        model, tokenizer = load_model(name)
+        short = Path(name).name
+        texts = Texts([str(args.folder / "essays")])
+        pieces = texts.pieces(tokenizer, LENGTH, LENGTHS[-1] + 1 + JUDGED, args.pieces)
+        rows = ruler(args.folder / "ruler" / short / "2048", args.asked)
+        records = Results({"model": short, "length": LENGTH}, args.records / f"{short}.jsonl")
+        for row in summary(measure(model, tokenizer, pieces, rows, records)):
+            result.add({"model": short} | row)
+
+
+if __name__ == "__main__":
+    main()
