@@ -125,6 +125,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "code-smollm2": (_fidelity(SMOLLM2, CODE, texts="code"), 1),
     "code-gemma": (_fidelity(GEMMA, CODE, texts="code"), 1),
     "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
+    "on-full-gemma": (_fidelity(GEMMA, ON_FULL, "--continuation", "200"), 10),
     "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
     "ruler-smollm2-4096": (_ruler(SMOLLM2, 4096), 2),
     "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),

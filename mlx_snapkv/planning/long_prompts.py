@@ -10,7 +10,7 @@ from .config import RETENTION, CompressionConfig
 from .footprint import EntrySizes, Footprint, total_bytes
 from .machine import this_machine
 from .plan import Planner
-from .prompt_plan import gate
+from .prompt_plan import gate, plan_prompt
 from .units import format_bytes
 
 LONG = 2048  # tokens from which a prompt without a policy is worth a word
@@ -65,7 +65,11 @@ class LongPrompts:
         after = total_bytes(footprint.row_bytes, [k + beside for k in kept]) + n * sum(sizes.plain)
         saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"
         room = f", room for a block of {beside:,} included" if beside else ""
-        return f"{count} of {n:,} entries will be kept: {saved}{room}"
+        first = (
+            plan_prompt(policy, n).n_ahead + 2
+        )  # token of the answer that is decoded from what was kept
+        since = "" if policy.reads_in_blocks else f" from the answer's token {first} on"
+        return f"{count} of {n:,} entries will be kept{since}: {saved}{room}"
 
     def _too_large(self, n_prompt: int) -> str | None:
         """A sentence if a prompt will not fit; None if it will, or if it can't be planned."""
