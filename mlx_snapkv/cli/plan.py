@@ -100,7 +100,7 @@ class Plans:
 
     def choose(self, n: int) -> Choice:
         """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""
-        from ..planning.auto import QUESTION, SETTINGS, Asked, recommended
+        from ..planning.auto import QUESTION, SETTINGS, AutoRequest, recommended
 
         planner, asked, usable = self.planner, self.asked, self.machine.usable
         shown = [setting.policy for setting in SETTINGS[QUESTION][: 2 * planner.can_compress]]
@@ -112,15 +112,15 @@ class Plans:
         first = made[asked]
         if asked is not None and first.peak <= usable:
             return Choice(n, found, first, "you asked for it, and it fits")
-        question = Asked(n, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
-        taken = recommended(planner, question, usable)
-        if not taken.fits:
+        request = AutoRequest(n, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
+        recommendation = recommended(planner, request, usable)
+        if not recommendation.fits:
             return Choice(n, found)
         would = f"{_policy_text(first)} would take {format_bytes(first.peak)}"
         over = f"{would}, and {format_bytes(usable)} may be used"
-        best = replace(taken.plan, policy=taken.setting.policy)
+        best = replace(recommendation.plan, policy=recommendation.setting.policy)
         found += [] if best in found else [best]
-        return Choice(n, found, best, taken.why if asked is None else over)
+        return Choice(n, found, best, recommendation.why if asked is None else over)
 
     def to_dict(self, choices: list[Choice]) -> dict[str, Any]:
         found = [plan for choice in choices for plan in choice.found]

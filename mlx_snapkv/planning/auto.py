@@ -59,7 +59,7 @@ WHY = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class AutoRequest:
     """What a setting is taken for.
 
     Attributes:
@@ -101,7 +101,7 @@ class Asked:
         return CompressionConfig(found, **self.retention | {"memory": setting.memory})
 
 
-class Taken(NamedTuple):
+class Recommendation(NamedTuple):
     """A setting, how a request is compressed by it, what a prompt then takes, and why it was taken.
 
     `fits` is false if none does, and this is the smallest.
@@ -117,34 +117,34 @@ class Taken(NamedTuple):
         return f"{AUTO}: {self.setting}, because {self.why}"
 
 
-def recommended(planner: Planner, asked: Asked, usable: int) -> Taken:
+def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
     """The best setting that fits in `usable` bytes: the full cache for few tokens, else what suits the task.
 
     Raises: SnapKVError: what was asked for can't be done by any.
     """
-    n = asked.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
+    n = request.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
     is_far = n > (planner.trained_length or n)
     few = n < FEW or not planner.can_compress
-    settings = asked.settings(is_far) if planner.can_compress else ()
-    possible = _possible(planner, asked, (FULL, *settings) if few else settings, is_far)
+    settings = request.settings(is_far) if planner.can_compress else ()
+    possible = _possible(planner, request, (FULL, *settings) if few else settings, is_far)
     found = {
-        setting: planner.planned(n, config, asked.kv_bits) for setting, config in possible.items()
+        setting: planner.planned(n, config, request.kv_bits) for setting, config in possible.items()
     }
-    kv_most = usable if asked.kv_memory is None else asked.kv_memory
+    kv_most = usable if request.kv_memory is None else request.kv_memory
     fit = [s for s, (plan, kv) in found.items() if plan.peak <= usable and kv <= kv_most]
 
-    def taken(setting: Setting, why: str, fits: bool = True) -> Taken:
-        return Taken(setting, possible[setting], found[setting][0], why, fits)
+    def recommend(setting: Setting, why: str, fits: bool = True) -> Recommendation:
+        return Recommendation(setting, possible[setting], found[setting][0], why, fits)
 
     if not planner.can_compress:
-        return taken(FULL, "this model's entries can't be compressed")
+        return recommend(FULL, "this model's entries can't be compressed")
     first, *_, last = [*found, *found]
     if not fit:
         room = format_bytes(min(usable, kv_most))
-        return taken(last, f"nothing fits {room}, and it takes the least", False)
+        return recommend(last, f"nothing fits {room}, and it takes the least", False)
     best = next((s for s in fit if found[s][0].beyond is None), fit[0])
     if best is not first and first in fit:
-        return taken(best, _nearer(best))
+        return recommend(best, _nearer(best))
     if best is not first:
         plan, kv = found[first]
         need, limit = (kv, kv_most) if kv > kv_most else (plan.peak, usable)
@@ -152,18 +152,18 @@ def recommended(planner: Planner, asked: Asked, usable: int) -> Taken:
     elif first is FULL:
         why = f"fewer than half of {n:,} entries would be evicted"
     else:
-        why = WHY[CONVERSATION if first.memory != "drop" else asked.task]
-    return taken(best, why)
+        why = WHY[CONVERSATION if first.memory != "drop" else request.task]
+    return recommend(best, why)
 
 
 def _possible(
-    planner: Planner, asked: Asked, settings: tuple[Setting, ...], is_far: bool
+    planner: Planner, request: AutoRequest, settings: tuple[Setting, ...], is_far: bool
 ) -> dict[Setting, CompressionConfig]:
     """The settings that can be combined with what was asked for, and how. SnapKVError, the last one's, if none can."""
     found, refusal = {}, None
     for setting in settings:
         try:
-            config = asked.config(setting, is_far)
+            config = request.config(setting, is_far)
             config.require(planner.model)
             found[setting] = config
         except SnapKVError as error:
@@ -191,7 +191,7 @@ def resolve(
     policy: Policy | Stages | str | None = None,
     max_tokens: int = MAX_TOKENS,
     kv_memory: int | None = None,
-) -> tuple[CompressionConfig, dict[str, Any], Taken | None]:
+) -> tuple[CompressionConfig, dict[str, Any], Recommendation | None]:
     """What the keywords of any way in ask for, and mlx-lm's own options; if that is "auto", also what was taken.
 
     Args:
@@ -209,11 +209,11 @@ def resolve(
     others = {name: value for name, value in options.items() if name not in RETENTION}
     require_for_auto(retention)
     own = (others.get(name) is None for name in ("prompt_cache", "draft_model"))
-    asked = Asked(n_prompt, task, retention, all(own), others.get("kv_bits"), kv_memory)
+    request = AutoRequest(n_prompt, task, retention, all(own), others.get("kv_bits"), kv_memory)
     how = {name: others[name] for name in ("prefill_step_size", "kv_group_size") if name in others}
     planner = Planner(model, max_tokens=min(max(0, max_tokens), TYPICAL), **how)
-    taken = recommended(planner, asked, this_machine().usable)
-    return taken.config, others, taken
+    found = recommended(planner, request, this_machine().usable)
+    return found.config, others, found
 
 
 def require_for_auto(retention: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.planning import long_prompts, shapes
-from mlx_snapkv.planning.auto import BOOK, QUESTION, SETTINGS, Asked, recommended
+from mlx_snapkv.planning.auto import BOOK, QUESTION, SETTINGS, AutoRequest, recommended
 from mlx_snapkv.planning.long_prompts import LongPrompts
 from mlx_snapkv.planning.machine import Machine, mac, this_machine
 from mlx_snapkv.planning.plan import Planner
@@ -134,7 +134,7 @@ def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(
     full, snapkv, keydiff = (planner.plan(n, policy) for policy in (None, *CANDIDATES[:2]))
     assert "more than the 16384" in full.beyond and "16384" in snapkv.beyond
     assert keydiff.beyond is None
-    taken = recommended(planner, Asked(n), snapkv.peak)
+    taken = recommended(planner, AutoRequest(n), snapkv.peak)
     assert taken.setting == BOOK and taken.plan.beyond is None
     assert "evicts while it reads" in taken.why and "stays in files" in taken.why
 
