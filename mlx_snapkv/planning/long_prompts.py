@@ -1,4 +1,4 @@
-"""What is said of prompts before they are read: what will be kept, and whether they are too long."""
+"""What commands print about prompts before they are read: what will be kept, and whether they are too long."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ class LongPrompts:
         sizes = EntrySizes(self._model)
         before = n * sizes.full(None)
         if policy is None:
-            return f"all {n:,} entries will be kept ({format_bytes(before)}); --policy auto takes what suits the prompt"
+            return f"all {n:,} entries will be kept ({format_bytes(before)}); --policy auto chooses a policy for the prompt"
         reason = gate(policy, n, None, self._options.get("max_tokens", 0))
         if reason is not None:
             return (
@@ -83,9 +83,9 @@ class LongPrompts:
         except SnapKVError:  # it is read all the same
             return None
         said = (
-            f"{n_prompt} tokens will take about {format_bytes(plan.peak)}, and this machine has "
+            f"{n_prompt} tokens will take about {format_bytes(plan.peak)}, but this machine has "
             f"{format_bytes(self._usable)} for models"
         )
         if not found.fits:
-            return f"{said}; no policy known here makes them fit"
+            return f"{said}; no policy makes them fit"
         return f"{said}; {found.setting.flags or 'the full cache'} would take {format_bytes(found.plan.peak)}"

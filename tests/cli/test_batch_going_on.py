@@ -65,7 +65,7 @@ def test_two_runs_do_not_write_one_file_and_ctrl_c_says_how_to_go_on(batch, tmp_
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130 and "Traceback" not in said
-    assert f"What was answered is in {output}; the same command goes on from there." in said
+    assert f"The answers so far are in {output}; the same command continues from there." in said
     assert code == 2 and f"{output} is being written by another run" in err
     assert 1 <= len(read(output)) < len(MANY)
 

@@ -88,7 +88,11 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, tex
     args += ["--policy", "streaming_llm:budget=25%,schedule=once", "--output", str(base)]
     args += "--setting text --setting later --question Who? --question Where?".split()
     code, out, err = call(*args, "--documents", "1")
-    assert code == 0 and "The text goes on" in out and "Files left out: 1 not UTF-8 text." in err
+    assert (
+        code == 0
+        and "The text goes on" in out
+        and "Skipped files that are not UTF-8 text: 1." in err
+    )
     assert re.search(r"documents 1/1, \d+ s", err)
     before = (tmp_path / "r.jsonl").read_bytes()
     code, out, _ = call(*args, "--documents", "2", "--policy", "random:budget=25%,schedule=once")

@@ -100,7 +100,10 @@ def test_the_harness_runs_with_the_full_cache_and_each_policy(lm, tmp_path, monk
 @pytest.mark.parametrize(
     "args, message",
     (
-        (["--tasks", "facts", "--include-path", "nowhere"], "--include-path nowhere is no folder"),
+        (
+            ["--tasks", "facts", "--include-path", "nowhere"],
+            "--include-path nowhere is not a folder",
+        ),
         (["--tasks", ","], "--tasks is empty"),
     ),
 )

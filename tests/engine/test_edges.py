@@ -55,7 +55,7 @@ def test_a_prompt_of_a_few_tokens(tiny_model, tokens, policy):
         for each in (report, *reports):
             assert_told(each)
             if each.reason is not None and "a share" in each.reason:
-                assert "is no entry of this prompt" in each.reason
+                assert "is less than one entry of this prompt" in each.reason
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_an_answer_that_ends_before_the_cut_of_what_was_read_in_blocks_is_no_ful
     options = {"max_tokens": 4, "policy": policy, "on_report": reports.append}
     assert len(list(generate_step(tokens, tiny_model, **options))) == 4
     (report,) = reports
-    assert "reading in blocks had left" in report.reason
+    assert "the entries that prefill had kept" in report.reason
 
 
 @pytest.mark.parametrize("n_read", [0, 1, 9])

@@ -58,8 +58,8 @@ def cost(planner, n, setting):
         (FEW, QUESTION, None, SNAPKV, "the question chooses"),
         (FEW, BATCH, None, SNAPKV, "decoded together"),
         (FEW, CONVERSATION, None, RECALLED, "every token"),
-        (FEW, CONVERSATION, "memory", BOOK, "and {} may be used"),
-        (FEW, QUESTION, "KV memory", SMALL, "and {} may be used"),
+        (FEW, CONVERSATION, "memory", BOOK, "and {} is available"),
+        (FEW, QUESTION, "KV memory", SMALL, "and {} is available"),
         (9000, QUESTION, "KV memory", SETTINGS[QUESTION][2], "the full cache would take"),
     ],
 )
@@ -157,7 +157,7 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
         lambda: resolve_policy(**asked),
     ]
     for way in ways:
-        with pytest.raises(SnapKVError, match="policy auto is for what answers"):
+        with pytest.raises(SnapKVError, match="policy auto works only in generate"):
             way()
 
 
@@ -190,7 +190,7 @@ def test_a_question_beyond_the_trained_length(demo_llama, options, setting):
         "far": options.get("far"),
     }
     if setting == BOOK and options == {}:
-        assert "what it evicts stays in files for the answer to choose from" in taken.why
+        assert "the evicted entries stay in files for the answer to choose from" in taken.why
 
 
 def test_a_conversation_that_pulls_takes_what_can(demo_llama):
@@ -201,7 +201,7 @@ def test_a_conversation_that_pulls_takes_what_can(demo_llama):
 def test_what_no_setting_can_be_combined_with(demo_llama):
     for options, words in (
         ({"verify": "all", "memory": "recall:file"}, "give memory=recall"),
-        ({"verify": "all", "far": "pull"}, "leave verify out"),
+        ({"verify": "all", "far": "pull"}, "drop one of them"),
         ({"refresh": "never"}, "refresh must be token or turn"),
     ):
         with pytest.raises(SnapKVError, match=words):

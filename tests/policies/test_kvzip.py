@@ -78,7 +78,7 @@ def test_what_can_not_be_read_again_is_refused(demo_llama, tokens):
     model = make_llama()
     for options, message in (
         ({"policy": "kvzip:schedule=block"}, "kvzip option schedule must be once, got 'block'"),
-        ({"policy": f"keydiff:budget=60 then {POLICY}"}, "kvzip reads all of a prompt again"),
+        ({"policy": f"keydiff:budget=60 then {POLICY}"}, "kvzip reads the whole prompt again"),
         ({"policy": POLICY, "memory": "recall"}, "memory=recall needs .* once .* or memory=drop"),
     ):
         with pytest.raises(SnapKVError, match=message):
