@@ -58,8 +58,8 @@ def demo(
     snapkv: Any = {"policy": SnapKV(budget=n // SHARE, obs_window=32, lookahead=0)}
     caches = {FULL: {}, SMALL: snapkv, RECALL: snapkv | {"memory": "recall"}}
     console.print(
-        f"A document of about {n:,} tokens hides {len(facts)} facts. Three chats ask for them one after the other: with "
-        f"all entries, with 1/{SHARE} of them, and with 1/{SHARE} that every token chooses again from all entries."
+        f"A document of about {n:,} tokens hides {len(facts)} facts. Three chats ask for them one after the other: "
+        f"with all entries, with 1/{SHARE} of them, and with 1/{SHARE} that every token chooses again from all entries."
     )
     columns = [
         _column(loaded, tokenizer, document, facts, options)

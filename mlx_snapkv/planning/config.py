@@ -136,8 +136,8 @@ class CompressionConfig:
             return None
         if n_prompt <= longest:
             return (
-                f"{n_prompt} tokens are more than the {length} of max_position_embeddings: if that number already "
-                f"includes this model's linear RoPE factor, answers may be wrong; if not, its trained length is {longest}"
+                f"{n_prompt} tokens are more than the {length} of max_position_embeddings: if that includes this "
+                f"model's linear RoPE factor, answers may be wrong; if not, its trained length is {longest}"
             )
         why = f"{n_prompt} tokens are more than the model's trained length of {longest}: answers may be wrong"
         if self.reads_in_blocks:

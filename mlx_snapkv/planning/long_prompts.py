@@ -49,7 +49,7 @@ class LongPrompts:
         sizes = EntrySizes(self._model)
         before = n * sizes.full(None)
         if policy is None:
-            return f"all {n:,} entries will be kept ({format_bytes(before)}); --policy auto chooses a policy for the prompt"
+            return f"all {n:,} entries will be kept ({format_bytes(before)}); --policy auto chooses a policy"
         reason = gate(policy, n, None, self._options.get("max_tokens", 0))
         if reason is not None:
             return (

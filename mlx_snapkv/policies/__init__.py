@@ -51,7 +51,7 @@ class Stages:
             )
         if self.decode_policy.repeats is not None:
             raise SnapKVError(
-                f"{self.decode_policy.name} reads the whole prompt again, so no policy can come before it: give it alone"
+                f"{self.decode_policy.name} reads the whole prompt again, so no policy can precede it: give it alone"
             )
 
     reads_in_blocks = True

@@ -13,11 +13,11 @@ class KVzip(Policy):
     """Score entries by the most attention they receive while the model reads the prompt a second time (section 3.2).
 
     After prefill the model reads the prompt again behind its own entries, 2,048 tokens at a time, each chunk after the
-    8 tokens before it, and rolls them back. Each query's weights are a softmax over the first `n_sink` entries, the entries of the chunk, and the
-    repetition so far (section 3.4). An entry's score is the maximum over all queries and the heads of a GQA group.
-    KVzip needs no question, so it suits texts that are read before their questions are known. Reading takes 2 to 5
-    times as long, and needs memory for one more chunk. Conversations, whose turns choose again, and `memory="recall"`
-    refuse it.
+    8 tokens before it, and rolls them back. Each query's weights are a softmax over the first `n_sink` entries, the
+    entries of the chunk, and the repetition so far (section 3.4). An entry's score is the maximum over all queries and
+    the heads of a GQA group. KVzip needs no question, so it suits texts that are read before their questions are
+    known. Reading takes 2 to 5 times as long, and needs memory for one more chunk. Conversations, whose turns choose
+    again, and `memory="recall"` refuse it.
 
     It differs from the paper in two ways. All heads and layers keep equally many entries; the paper ranks the entries
     of all layers together. And no instruction to repeat is read, since a request may have no tokenizer to encode it; a

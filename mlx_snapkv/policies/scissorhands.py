@@ -12,8 +12,8 @@ from .base import Policy, count
 class ScissorHands(Policy):
     """Score entries by how many of the last queries give them at least the average weight.
 
-    The average is 1/t for a query that sees t entries. How far a weight exceeds it does not matter. For comparison, H2O sums the weights of all
-    queries, SnapKV sums those of the last queries, and TOVA uses the very last query.
+    The average is 1/t for a query that sees t entries. How far a weight exceeds it does not matter. For comparison,
+    H2O sums the weights of all queries, SnapKV sums those of the last queries, and TOVA uses the very last query.
 
     Attributes:
         obs_window: number of last queries whose weights are counted (the paper's history window).

@@ -27,7 +27,7 @@ def test_a_table_files_and_the_next_run_that_reads_them(call, refused, tmp_path)
     assert (base.parent / "r.1.jsonl").read_bytes() == stored
     own = tmp_path / "own.txt"
     own.write_text("Nothing much happened that day.")
-    assert "of another run, with haystack" in refused(*args, "--haystack", str(own))
+    assert "belongs to another run, with haystack" in refused(*args, "--haystack", str(own))
     page = (base.parent / "r.1.md").read_text()
     assert "# Retrieval" in page and "| full cache | 2 | 100.0 |" in page
     assert "](<r.1-full-cache-known.png>)" in page
@@ -108,4 +108,4 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, tex
     assert asked == ["Who?"] * 3 + ["Where?"] * 3  # of a piece each
     assert (tmp_path / "r.md").read_text().count("\n## ") == 2
     (folder / "picture.png").rename(folder / "now.txt").write_text("It is text now.")
-    assert "of another run, with texts" in refused(*args)
+    assert "belongs to another run, with texts" in refused(*args)

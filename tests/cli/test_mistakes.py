@@ -49,8 +49,8 @@ cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | 
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy keydiff --kv-bits 8 | recall:file:8bit
 inspect --prompt x --model demo --policy tova --policy random --policy keydiff | must be given once, or twice to compare
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
-batch {}/text -o {}/a.jsonl --model demo                 | a JSON object a line, and line 1 is not JSON
-batch {}/requests -o /dev/full --model demo              | is no regular file
+batch {}/text -o {}/a.jsonl --model demo                 | one JSON object per line, and line 1 is not JSON
+batch {}/requests -o /dev/full --model demo              | is not a regular file
 batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | in a batch --kv-bits needs a policy
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
 plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'

@@ -26,7 +26,7 @@ def test_a_saved_prompt_replaces_only_saved_prompts(refused, demo_llama, tmp_pat
     files = {file: file.read_bytes() for file in (model, link, *odd)}
     for file in files:
         err = cache_prompt(refused, file)
-        assert f"{file} is there already, and mlx-snapkv did not save it" in err
+        assert f"{file} exists, and mlx-snapkv did not save it" in err
         with pytest.raises(SnapKVError, match="did not save it"):
             chat.save(file)
     assert {file: file.read_bytes() for file in files} == files and link.is_symlink()

@@ -93,7 +93,7 @@ def test_embeddings_on_entries_that_are_evicted_by_choice_are_refused_at_the_cal
     model = make_llama()
     cache, _ = prefill(model, tokens, "keydiff:budget=20,block=8")
     embeddings = model.model.embed_tokens(tokens[:9])
-    with pytest.raises(SnapKVError, match="input_embeddings can't go on from a prompt cache"):
+    with pytest.raises(SnapKVError, match="input_embeddings can't continue from a prompt cache"):
         generate_step(tokens[:9], model, input_embeddings=embeddings, prompt_cache=cache)
 
 
