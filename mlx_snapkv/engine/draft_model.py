@@ -175,8 +175,8 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
         return
     if decode_policy.observes_answer:
         raise SnapKVError(
-            f"{decode_policy.name} with schedule=block lets every answer token vote, and votes of rejected drafts can't "
-            "be undone: use schedule=once, or drop draft_model"
+            f"{decode_policy.name} with schedule=block lets every answer token vote, and the votes of "
+            "rejected drafts can't be undone: use schedule=once, or drop draft_model"
         )
     if num_draft >= decode_policy.block:
         raise SnapKVError(
