@@ -182,7 +182,7 @@ class RetentionOptions(MemoryOptions):
     )
     refresh: str = option(
         "With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
-        "the whole answer, which is faster and less exact (turn).",
+        "the whole answer, which is faster and farther from the full cache's (turn): docs/recall.md.",
         "token",
     )
 
