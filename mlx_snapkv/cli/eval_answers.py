@@ -106,7 +106,7 @@ def lines(*, options: GridOptions, result: ResultOptions) -> None:
     """Ask for one of many lines that differ in a name and a number only (LongEval's lines).
 
     Without --policy, SnapKV with 1/8 of the entries: without pooling, pooled over 7 and 21 as in the paper, and its
-    default. These use lookahead=0: with its default the full cache would answer the whole number. The embedded
+    default. These use lookahead=0: with a lookahead the full cache would answer the whole number. The embedded
     models, which don't know LongEval's words, get lines of their own.
     """
     from ..evals import tasks
