@@ -46,7 +46,8 @@ class CompressedBatchGenerator(BatchGenerator):
 
     Args:
         model: an mlx-lm model.
-        snapkv, policy: as of `generate_step`; without one of them, and without `turns`, this is mlx-lm's generator.
+        snapkv, policy: as of `generate_step` but for "auto"; without one of them, and without `turns`, this is
+            mlx-lm's generator.
         on_report: receives a request's number and its `CompressionReport`.
         on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
             from, and those tokens; entries of `memory="drop"` are gone.

@@ -187,8 +187,8 @@ class RetentionOptions(MemoryOptions):
         "and checked against all entries, which --memory keeps."
     )
     refresh: str = option(
-        "With --memory, how often the answer chooses the entries it reads: at every token (token), or once per "
-        "turn (turn), which is faster and less exact.",
+        "With --memory, how often the answer chooses the entries it reads: at every token (token), or once per turn "
+        "(turn), which is faster but farther from the full cache's answer; see docs/recall.md.",
         "token",
     )
 

@@ -112,7 +112,8 @@ def lines(*, options: GridOptions, result: ResultOptions) -> None:
     """Ask for one of many lines that differ only in a name and a number (LongEval's lines task).
 
     Without --policy it measures SnapKV with 1/8 of the entries: without pooling, with the paper's pooling over 7 and
-    21, and with its default pooling. The embedded models, which don't know LongEval's words, get lines of their own.
+    21, and with its default pooling. All use lookahead=0, since with a lookahead the full cache would answer the whole
+    number. The embedded models, which don't know LongEval's words, get lines of their own.
     """
     from ..evals import tasks
 

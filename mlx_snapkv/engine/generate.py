@@ -36,7 +36,7 @@ def generate_step(
         model: an mlx-lm model.
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
         policy: a policy object, or a string such as `"keydiff:budget=8192"`; "auto", as `snapkv=True`, takes what
-            docs/choose.md recommends for the prompt and this machine.
+            docs/choose.md recommends for the prompt and this machine, and a memory, unless one is given.
         memory: "drop", the default: entries that are not kept are gone. "recall", "recall:8bit", "recall:4bit",
             "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory, quantised or in
             files, and in a `prompt_cache` that was given, without the answer's. A policy that evicts while it reads
@@ -45,7 +45,7 @@ def generate_step(
             on all entries. None: they are not.
         refresh: "token", the default: with a memory, every token of the answer chooses anew, by an index of the keys,
             which entries it reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer,
-            which is faster.
+            which is faster and farther from the full cache's answer; docs/recall.md has how far both are.
         far: "pull": positions are compacted by the model's own RoPE, so that no distance exceeds the trained length,
             with a policy that evicts while the prompt is read. "keep": they are not. By default they are if the prompt
             is longer than that, and it is possible.

@@ -133,7 +133,8 @@ def inspect_prompt(
 
     Args:
         prompt: a text, to which no chat template is applied, or token ids, as of `stream_generate`.
-        snapkv, policy: as of `stream_generate`; without either, or below the policy's `min_ctx`, nothing is dropped.
+        snapkv, policy: as of `stream_generate` but for "auto"; without either, or below the policy's `min_ctx`, nothing
+            is dropped.
         **options: `prefill_step_size` and `prompt_progress_callback`, as of `prefill`.
 
     Raises: SnapKVError: the prompt or the answer is empty, the policy can't be read, or the model is not supported.

@@ -240,7 +240,8 @@ def plan_memory(
     Args:
         model: an mlx-lm model, its weights loaded or not.
         context: tokens of the prompt.
-        policy, snapkv, kv_bits: as of `generate_step`, and so are `kv_group_size`, `max_tokens`, `prefill_step_size`.
+        policy, snapkv, kv_bits: as of `generate_step` but for "auto", and so are `kv_group_size`, `max_tokens`,
+            `prefill_step_size`.
 
     Raises: SnapKVError: the policy can't serve the model or a prompt of this length, or reads it twice.
     """

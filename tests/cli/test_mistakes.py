@@ -17,6 +17,8 @@ from mlx_snapkv.cli.cache_options import MLXCacheOptions
 MISTAKES = r"""
 nonsense                                                 | No such command 'nonsense'.
 generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and --policy both name a policy
+generate --prompt x --model demo --snapkv top_k=4 --policy auto | --snapkv and --policy both name a policy
+generate --prompt x --model demo --policy auto --verify all --memory recall:file | give --memory recall, recall:8bit
 generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
 generate --prompt x --model demo --memory recall:file --store-dir {}/text | --store-dir must be a writable folder, got
 generate --prompt "" --model demo                        | the prompt is empty: give some text

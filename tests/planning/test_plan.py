@@ -13,7 +13,7 @@ from real_models import MODELS as REAL
 from real_models import real_folder
 from tiny_models import make_llama
 
-from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, plan_memory
+from mlx_snapkv import KeyDiff, KVzip, SnapKV, SnapKVError, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.planning import long_prompts, shapes
@@ -152,6 +152,17 @@ def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypa
     assert warnings(4096, 10**9) == []
     assert "no policy makes them fit" in warnings(n, 10**6)[0]
     assert warnings(n, 10**6, max_kv_size=64) == []
+
+
+def test_only_what_cant_be_planned_is_passed_over(demo_llama, monkeypatch):
+    assert LongPrompts(demo_llama[0], policy=KVzip(budget=64)).warnings(1000) == []
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Planner, "planned", fails)
+    with pytest.raises(ZeroDivisionError):
+        LongPrompts(demo_llama[0]).warnings(1000)
 
 
 def test_machines():
