@@ -60,7 +60,7 @@ def lm(
         from ..evals import lm as harness
     except ImportError as error:
         raise SnapKVError(
-            f"eval lm needs lm-evaluation-harness: pip install 'mlx-snapkv[lm]' ({error})"
+            f"eval lm needs lm-evaluation-harness: run pip install 'mlx-snapkv[lm]' ({error})"
         ) from error
     methods = methods_of(policy)
     folder = None if options.include_path is None else str(options.include_path)

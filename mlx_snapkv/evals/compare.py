@@ -126,7 +126,7 @@ def compare(
 
 
 def _not_yet(policy: AnyPolicy, n: int, n_before: int) -> str:
-    where = "what reading in blocks left" if policy.reads_in_blocks else "all entries"
+    where = "the entries that block prefill kept" if policy.reads_in_blocks else "all entries"
     looks = policy.stages[1].lookahead
     who = (
         f"lookahead decodes the first {n_before}" if looks else f"the first {n_before} are decoded"

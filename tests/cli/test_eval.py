@@ -90,7 +90,7 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, tex
     code, out, err = call(*args, "--documents", "1")
     assert (
         code == 0
-        and "The text goes on" in out
+        and "Text after the piece" in out
         and "Skipped files that are not UTF-8 text: 1." in err
     )
     assert re.search(r"documents 1/1, \d+ s", err)
@@ -98,7 +98,7 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, tex
     code, out, _ = call(*args, "--documents", "2", "--policy", "random:budget=25%,schedule=once")
     after = (tmp_path / "r.jsonl").read_bytes()
     assert code == 0 and after.startswith(before) and "replaced" in out
-    assert "Pieces: 2; texts: 2; tokens judged: 32." in out
+    assert "Pieces: 2; texts: 2; tokens scored: 32." in out
     full = next(line.split() for line in out.splitlines() if "100.0%" in line)
     assert "0" in full and "151" in full
     assert re.search(r"0\.\d{3} \(0\.\d{3} to 0\.\d{3}\)", out)

@@ -56,13 +56,13 @@ batch {}/requests -o /dev/full --model demo              | is not a regular file
 batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | in a batch --kv-bits needs a policy
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
 plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
-eval needle --policy snapkv:top_k=8000                   | would compress nothing here: the prompt's 4096 entries
+eval needle --policy snapkv:top_k=8000                   | would compress none of the prompts: the prompt's 4096 entries
 eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, with
 eval needle --haystack /dev/null                         | --haystack /dev/null: there is no text
 eval needle --output {}/                                 | names a folder
-eval data --data {}/text --model none                    | text: line 1 is no JSON object
-eval suite --by-mask keydiff:budget=64                   | are given with --policy
-eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress nothing here
+eval data --data {}/text --model none                    | text: line 1 is not a JSON object
+eval suite --by-mask keydiff:budget=64                   | --by-mask must be
+eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress none of the prompts
 generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: add that, or drop
 generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens does nothing without --draft-model
 generate --prompt x --model demo --policy snapkv --refresh turn | --refresh does nothing without --memory recall
