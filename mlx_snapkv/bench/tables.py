@@ -19,8 +19,8 @@ def markdown(result: dict[str, Any], picture: str) -> str:
 def speed(rows: list[Row]) -> Table:
     table = Table(
         "Decoding and prefill by context length",
-        "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter for "
-        'speed. Ratios are to the full cache. "Read": seconds from a random prompt to the first token, including '
+        "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
+        'for speed. Ratios are to the full cache. "Read": seconds from a random prompt to the first token, including '
         "selection, and the peak memory of that. Prompts that the full cache does not read are for policies that evict "
         "during prefill.",
         ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],

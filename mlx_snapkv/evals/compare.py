@@ -219,4 +219,4 @@ def _tinted(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None
     for level, run in itertools.groupby(range(len(spans)), key=lambda i: levels[i]):
         start, end = end, max(end, spans[list(run)[-1]][1])
         pieces.append(f'<span class="t{level}">{escape(text[start:end])}</span>')
-    return f"<details><summary>What was kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"
+    return f"<details><summary>Entries kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"

@@ -68,8 +68,8 @@ class Policy(ABC):
         n_window: number of most recent entries, which are always kept, or a share of the budget ("10%").
         min_ctx: shorter prompts are not compressed.
         schedule: "block" evicts during prefill and decoding, whenever the next tokens would make more than
-            `budget + block` entries. "once" reads the whole prompt first and evicts once; during decoding the
-            recent window slides, unless `on_full` says otherwise.
+            `budget + block` entries. "once" reads the whole prompt before it evicts; during decoding the recent
+            window slides, unless `on_full` says otherwise.
         block: under "block", the maximum number of tokens read at a time.
     """
 

@@ -10,7 +10,7 @@ from .base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
-    """Keep the entries with the most attention of the last query, averaged over all heads (section 3.2).
+    """Keep the entries that the last query attends to most, averaged over all heads (section 3.2).
 
     So all heads of a layer keep the same entries.
     """
