@@ -138,7 +138,8 @@ def recommended(planner: Planner, asked: Asked, usable: int) -> Taken:
 
     if not planner.can_compress:
         return taken(FULL, "this model's entries can't be compressed")
-    first, *_, last = [*found, *found]
+    ordered = list(found)
+    first, last = ordered[0], ordered[-1]
     if not fit:
         room = format_bytes(min(usable, kv_most))
         return taken(last, f"nothing fits {room}, and it takes the least", False)
