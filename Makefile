@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
+# A model that only `eval` fetches: 1.1 GB, and 7.1 GB in float32.
+LARGER := qwen2.5-coder-1.5b-instruct
+
 .PHONY: help demo test lint docs bench eval mlx-lm-tests agents real-models clean
 
 help: ## this list
@@ -60,8 +63,9 @@ agents: $(VENV)/.installed-dev ## Claude Code, Codex and opencode against the se
 real-models: $(VENV)/.installed-real ## two small language models and essays into real-models/, for tests that need them (2 GB)
 	$(RUN) scripts/make_real_models.py
 
-eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, facts, answers, lookahead (a day on two cores)
-	for model in smollm2-135m-instruct gemma-3-270m; do \
+eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, facts, answers, lookahead (a day on two cores, 10 GB)
+	$(RUN) scripts/make_real_models.py --model $(LARGER)
+	for model in smollm2-135m-instruct gemma-3-270m $(LARGER); do \
 		$(RUN) scripts/make_ruler.py real-models/$$model real-models/ruler/$$model --length 2048 --length 4096 || exit; \
 	done
 	$(RUN) scripts/measure_quality.py

@@ -1,7 +1,7 @@
 """A GGUF checkpoint as a folder that mlx-lm loads: float32 weights, configuration, tokenizer, chat template.
 
-It knows LLaMA with a byte-level BPE (SmolLM2's) and Gemma 3 with SentencePiece's BPE. llama.cpp's converter has changed
-names, the order of rows and some weights; `weights` changes them back.
+It knows LLaMA and Qwen 2 with a byte-level BPE (SmolLM2's and Qwen's) and Gemma 3 with SentencePiece's BPE. llama.cpp's
+converter has changed names, the order of rows and some weights; `weight_of` changes them back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -23,7 +24,7 @@ from tokenizers import (
 )
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import ReaderTensor
 
 Metadata = dict[str, Any]
 
@@ -41,9 +42,11 @@ MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "output": "lm_head",
 }
 MODULES_OF = {
     "llama": {"ffn_norm": "post_attention_layernorm"},
+    "qwen2": {"ffn_norm": "post_attention_layernorm"},
     "gemma3": {
         "ffn_norm": "pre_feedforward_layernorm",
         "post_attention_norm": "post_attention_layernorm",
@@ -53,6 +56,7 @@ MODULES_OF = {
 # What a configuration says of a family. The last two of Gemma's are constants in llama.cpp, so its files lack them.
 CONFIG_OF: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     "gemma3": {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
@@ -76,6 +80,12 @@ CONFIG = {
 # A piece's kinds in `token_type`.
 NORMAL, SPECIAL, USER_DEFINED = 1, 3, 4
 SPACE = "\u2581"  # SentencePiece's
+# Where Qwen 2 splits a text: contractions, words with the character before them, single digits, signs, white space.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SHARD = 2_000_000_000  # bytes of weights in a file
 
 
 def write_folder(checkpoint: Path, folder: Path) -> None:
@@ -86,41 +96,78 @@ def write_folder(checkpoint: Path, folder: Path) -> None:
     metadata = {name: field.contents() for name, field in reader.fields.items() if field.types}
     if (family := metadata["general.architecture"]) not in MODULES_OF:
         raise ValueError(f"{family} is not a known family: {', '.join(MODULES_OF)}")
-    arrays = {name: mx.array(array) for name, array in weights(reader, metadata).items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
+    save_weights(reader.tensors, metadata, folder)
     tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     for name, made in {
-        "config": config(metadata),
+        "config": config(metadata, tied),
         "tokenizer_config": tokenizer_config(metadata),
         "special_tokens_map": special_tokens(metadata),
     }.items():
-        text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
-        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+        _write_json(folder / f"{name}.json", made)
 
 
-def weights(reader: GGUFReader, metadata: Metadata) -> dict[str, np.ndarray]:
-    """Every tensor in float32, as mlx-lm names and expects it."""
+def _write_json(path: Path, made: dict[str, Any]) -> None:
+    path.write_text(json.dumps(made, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_weights(tensors: list[ReaderTensor], metadata: Metadata, folder: Path) -> None:
+    """Write every tensor in float32, in files as mlx-lm writes them; no more than one file's are in memory."""
+    parts, weight_map = shards(tensors), {}
+    for number, part in enumerate(parts, 1):
+        which = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
+        arrays = {}
+        for tensor in part:
+            name = module_name(tensor.name, metadata["general.architecture"])
+            weight = mx.array(weight_of(tensor, name, metadata))
+            arrays[f"{name}.{tensor.name.rpartition('.')[2]}"] = weight
+        file = f"model{which}.safetensors"
+        mx.save_safetensors(str(folder / file), arrays, metadata={"format": "mlx"})
+        weight_map |= dict.fromkeys(arrays, file)
+    size = sum(_size(tensor) for tensor in tensors)
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def shards(tensors: list[ReaderTensor]) -> list[list[ReaderTensor]]:
+    """The tensors of each file: as many as fit into it, or one that is larger."""
+    found: list[list[ReaderTensor]] = []
+    room = -1
+    for tensor in tensors:
+        if _size(tensor) > room:
+            found.append([])
+            room = SHARD
+        found[-1].append(tensor)
+        room -= _size(tensor)
+    return found
+
+
+def _size(tensor: ReaderTensor) -> int:
+    """Bytes in float32."""
+    return 4 * int(tensor.n_elements)
+
+
+def weight_of(tensor: ReaderTensor, name: str, metadata: Metadata) -> np.ndarray:
+    """A tensor in float32, as mlx-lm's module of that name expects it."""
     from gguf import dequantize
 
     family = metadata["general.architecture"]
-    found = {}
-    for tensor in reader.tensors:
-        array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        name = module_name(tensor.name, family)
-        if family == "llama" and name.endswith(("q_proj", "k_proj")):
-            heads = "head_count" if name.endswith("q_proj") else "head_count_kv"
-            array = halves_apart(array, metadata[f"llama.attention.{heads}"])
-        if family == "gemma3" and name.endswith("norm"):
-            array = array - 1  # llama.cpp multiplies by the weight, Gemma by 1 + weight
-        found[f"{name}.{tensor.name.rpartition('.')[2]}"] = array
-    return found
+    array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    if family == "llama" and name.endswith(("q_proj", "k_proj")):
+        heads = "head_count" if name.endswith("q_proj") else "head_count_kv"
+        return halves_apart(array, metadata[f"llama.attention.{heads}"])
+    if family == "gemma3" and name.endswith("norm"):
+        return array - 1  # llama.cpp multiplies by the weight, Gemma by 1 + weight
+    return array
 
 
 def module_name(name: str, family: str) -> str:
     """mlx-lm's module of a tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj."""
     *block, part, _ = name.split(".")
     module = (MODULES | MODULES_OF[family])[part]
-    return f"model.layers.{block[1]}.{module}" if block else f"model.{module}"
+    if block:
+        return f"model.layers.{block[1]}.{module}"
+    return module if module == "lm_head" else f"model.{module}"
 
 
 def halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
@@ -132,7 +179,7 @@ def halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
-def config(metadata: Metadata) -> dict[str, Any]:
+def config(metadata: Metadata, tied: bool) -> dict[str, Any]:
     family = metadata["general.architecture"]
     own = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
     hidden, heads = own["embedding_length"], own["attention.head_count"]
@@ -142,7 +189,7 @@ def config(metadata: Metadata) -> dict[str, Any]:
         **{ours: own[theirs] for ours, theirs in CONFIG.items()},
         "head_dim": head_dim,
         "vocab_size": len(own["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "torch_dtype": "float32",
     }
     if family == "gemma3":
@@ -173,12 +220,16 @@ def pieces(metadata: Metadata) -> list[str]:
 
 
 def byte_level_bpe(metadata: Metadata) -> Tokenizer:
-    """SmolLM2's: every digit alone, then words as GPT-2 splits them, then the merges."""
+    """SmolLM2 splits a text at every digit, then as GPT-2 does, Qwen 2 by `QWEN2`; the merges are within the parts."""
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE(_numbered(pieces(metadata)), merges))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    split: pre_tokenizers.PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
+    is_qwen = metadata["tokenizer.ggml.pre"] == "qwen2"
+    if is_qwen:
+        made.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(Regex(QWEN2), "isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not is_qwen)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
     made.decoder = decoders.ByteLevel()
     return made
 
@@ -223,9 +274,9 @@ def _numbered(vocabulary: list[str]) -> dict[str, int]:
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    keys = {ours: f"tokenizer.ggml.{theirs}_token_id" for ours, theirs in names.items()}
     vocabulary = metadata["tokenizer.ggml.tokens"]
-    ids = {ours: metadata[f"tokenizer.ggml.{theirs}_token_id"] for ours, theirs in names.items()}
-    return {f"{name}_token": vocabulary[i] for name, i in ids.items()}
+    return {f"{name}_token": vocabulary[metadata[k]] for name, k in keys.items() if k in metadata}
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int)
         "asked": documents * facts,
         "held_bytes": held,
         "file_bytes": file_bytes(conversation.prompt_cache),
-        "decoding_bytes": report.kv_bytes_after if report and report.compressed else held,
+        "decoding_bytes": report.kv_bytes_read if report and report.compressed else held,
         "peak_bytes": peak - weights,
         "first_seconds": statistics.median(first),
         "later_seconds": statistics.median(later),

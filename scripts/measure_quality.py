@@ -22,6 +22,7 @@ from mlx_snapkv.cli.results import write_result
 
 REAL = Path("real-models")
 SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
+QWEN = REAL / "qwen2.5-coder-1.5b-instruct"  # the largest: a minute a text, three a question
 RULER = REAL / "ruler"  # by scripts/make_ruler.py, a folder a model
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")
 OTHERS = (  # asked of the full cache alone
@@ -30,6 +31,7 @@ OTHERS = (  # asked of the full cache alone
 )
 MORE = ("niah_single_1", "niah_single_3", "niah_multikey_1")  # of those, what it can do
 MORE_GEMMA = (*MORE, "niah_multikey_2")
+TASKS_QWEN = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "niah_multiquery")
 FEWER = ("niah_single_2", "fwe")  # for what reads every question anew
 
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
@@ -65,7 +67,7 @@ LATER = (
     *("snapkv:budget=25%", "kvzip:budget=25%"),
     *(f"{name}:budget=25%,schedule=once" for name in KEPT_FOR_LATER),
 )
-EVERY_TOKEN = ("snapkv:budget=6.25%,lookahead=0",)
+EVERY_TOKEN = ("snapkv:budget=6.25%",)
 BLOCKS = (
     "snapkv:budget=25%,schedule=block",
     *(f"{name}:budget=25%" for name in KEPT_FOR_LATER),
@@ -74,7 +76,6 @@ SINKS = ("keydiff:budget=12.5%,schedule=once", "keydiff:budget=12.5%,n_sink=0,sc
 ON_FULL = (  # the answer outgrows the recent window
     "snapkv:budget=12.5%",
     "snapkv:budget=12.5%,on_full=slide",
-    "snapkv:budget=12.5%,on_full=keydiff",
 )
 EMBEDDED = (
     "snapkv:budget=12.5%",
@@ -108,16 +109,23 @@ def _ruler(
 COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
 ENTRIES = [form.format(budget) for budget in ("512", "256") for form in EVERY_BUDGET]
 CODE = [form.format("12.5%") for form in EVERY_BUDGET] + [f"snapkv:budget=12.5%,{PAPER}"]
+ONE_EIGHTH = CODE[:2]
 SETTINGS = _each("--setting", ("text", "known", "later"))
 SUITE = "eval suite --model demo-tasks --setting both".split()
 # By name: a command, and how many documents it gets: one in so many of those asked for. Those of some take longer.
 PARTS: dict[str, tuple[list[str], int]] = {
+    "code-qwen": (_fidelity(QWEN, ONE_EIGHTH, texts="code"), 10),
+    "fidelity-qwen": (_fidelity(QWEN, ONE_EIGHTH), 12),
+    "ruler-qwen-2048": (_ruler(QWEN, 2048, ONE_EIGHTH, TASKS_QWEN), 16),
+    "ruler-qwen-4096": (_ruler(QWEN, 4096, ONE_EIGHTH, TASKS_QWEN), 25),
+    "ruler-qwen-2048-recall": (_ruler(QWEN, 2048, EVERY_TOKEN, TASKS_QWEN), 33),
     "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
     "entries-smollm2": (_fidelity(SMOLLM2, ENTRIES, *SETTINGS), 5),
     "code-smollm2": (_fidelity(SMOLLM2, CODE, texts="code"), 1),
     "code-gemma": (_fidelity(GEMMA, CODE, texts="code"), 1),
     "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
+    "on-full-gemma": (_fidelity(GEMMA, ON_FULL, "--continuation", "200"), 10),
     "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
     "ruler-smollm2-4096": (_ruler(SMOLLM2, 4096), 2),
     "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),

@@ -10,18 +10,18 @@ from mlx_snapkv.policies import POLICIES, Policy
 
 PAGE = """# The policies
 
-Written by `python scripts/write_docs.py` from the classes in `mlx_snapkv/policies/`, never typed. `mlx-snapkv policies`
-prints the same names, options and defaults. Which one to take: [choose.md](choose.md).
+`python scripts/write_docs.py` generates this page from the classes in `mlx_snapkv/policies/`. `mlx-snapkv policies`
+prints the same names, options and defaults. [choose.md](choose.md) says which policy to use.
 
-An option is written `name=value`, as in `--policy keydiff:budget=25%,n_window=20%`. In Python they are the fields of
-the class: `KeyDiff(budget="25%", n_window="20%")`. An option that a policy does not have is an error that lists those
-it has.
+Write an option as `name=value`, as in `--policy keydiff:budget=25%,n_window=20%`. In Python the options are the
+fields of the class: `KeyDiff(budget="25%", n_window="20%")`. An unknown option is an error that lists the policy's
+options.
 
 {summary}
 
 ## Options of every policy
 
-Their defaults are below, policy by policy.
+The section of each policy has their defaults.
 
 {shared}
 """
@@ -55,7 +55,7 @@ def summary_table(page_of_the_options: str) -> list[str]:
 
 
 def meanings(cls: type[Policy]) -> dict[str, str]:
-    """What a class' docstring says of its options, one line each; those it only refers elsewhere for are left out."""
+    """What a class' docstring says about its options, one line each, without options only referred to `Policy`."""
     section = _parts(cls)[1]
     return {name: _linked(" ".join(text.split())) for name, text in OPTION.findall(section)}
 

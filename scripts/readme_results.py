@@ -2,8 +2,8 @@
 
 from results_page import Row, load, right, table
 
-from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.evals.methods import FULL
+from mlx_snapkv.planning.units import format_bytes
 
 CONTEXT, LONG = 32768, 16384
 SNAPKV = "snapkv:budget=12.5%"

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_snapkv.cli.results import write_json
-from mlx_snapkv.engine.report import format_bytes
+from mlx_snapkv.planning.units import format_bytes
 from mlx_snapkv.reporting.setting import setting
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,11 +70,11 @@ class Result:
 
 
 def written_by(result: dict[str, Any]) -> str:
-    """The sentence that a page begins with."""
+    """The sentence with which a page or table begins."""
     where = [f"commit {result['commit']}", result["machine"]]
     where += [f"{name} {number}" for name, number in result.get("versions", {}).items()]
     made = f"`{result['command']}` on {result['date']}"
-    return f"Written by {made}, never typed ({', '.join(where)})."
+    return f"Measured by {made} ({', '.join(where)})."
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -37,7 +37,7 @@ def choices() -> list[str]:
     for choice in CHOICES:
         pages = ", ".join(f"[{page.partition('.md')[0]}]({page})" for page in choice.pages.split())
         rows.append((choice.when, choice.why, pages))
-    return table(("you have", "what to do", "measured in"), rows)
+    return table(("you have", "how it works", "measured in"), rows)
 
 
 def commands() -> list[str]:
@@ -61,16 +61,17 @@ def _folded(command: str) -> str:
 # What it costs
 
 BOOKS = (
-    "A prompt of random tokens, read once. A book is read by KeyDiff within so many resident entries, and every entry "
-    'goes to a file. "Process" is what the process holds itself, on Linux without the files that the system caches for '
-    'it; "entries" those in memory afterwards, room for the next block included. The full cache was not read beyond '
-    "{full:,} tokens: its seconds grow with the square. A question has 32 tokens, each of which reads the entries that "
-    "it gathers; its seconds are those until the answer's first token, medians of 3."
+    "A prompt of random tokens is read once. KeyDiff reads a book within the given number of resident entries, and "
+    'every entry goes to a file. "Process" is the memory that the process itself holds, on Linux without cached files. '
+    '"Entries" is the memory of the entries after reading, including space for the next block. The full cache was not '
+    "read beyond {full:,} tokens, because its time grows with the square of the length. A question has 32 tokens, each "
+    'of which reads the entries that it gathers. "Question" is the time to the first token of the answer, the median '
+    "of 3."
 )
 
 
 def _measured(result: dict[str, Any]) -> list[str]:
-    """How a result was measured, with what differs from today."""
+    """How a result was measured, and how its settings differ from today's."""
     return [written_by(result), *result.get("notes", []), ""]
 
 
@@ -138,7 +139,7 @@ def servers() -> list[str]:
             | {"first": statistics.median(row["first_seconds"]), "last": row["first_seconds"][-1]}
             | {"later": statistics.median(row["follow_up_seconds"])}
             | {"together": f"{speed:.1f}, {gain:.2f}x" if speed else "never"}
-            | {"known": row["cached_tokens"] / row["follow_up_tokens"]}
+            | {"cached": row["cached_tokens"] / row["follow_up_tokens"]}
         )
     columns = {
         "clients": "{clients}",
@@ -146,7 +147,7 @@ def servers() -> list[str]:
         "first token": "{first:.1f} / {last:.1f} s",
         "of follow-ups": "{later:seconds}",
         "tokens/s while all answer": "{together}",
-        "known": "{known:.1%}",
+        "cached": "{cached:.1%}",
         "process": "{process_bytes:bytes}",
         "right": "{right}/{questions}",
     }
@@ -170,8 +171,8 @@ def plan() -> list[str]:
     every = sorted(abs(off(row)) for row in result["rows"])
     near = sum(error < 0.1 for error in every)
     told = (
-        f"Of {len(every)} cases the median error is {every[len(every) // 2]:.1%}; {near} are within 10%; "
-        f"the largest is {every[-1]:.1%}."
+        f"The median error of {len(every)} cases is {every[len(every) // 2]:.1%}, the largest {every[-1]:.1%}; "
+        f"{near} are within 10%."
     )
     columns = {
         "model": "`{model}`",
@@ -281,7 +282,7 @@ def agents() -> list[str]:
         "agent": "{package} {version}",
         "API": "`{api}`",
         "answers, runs tools": "{works}",
-        "known of the second turn's prompt": "{second_turn[1]:,} of {second_turn[0]:,}",
+        "cached of the second turn's prompt": "{second_turn[1]:,} of {second_turn[0]:,}",
         "longest prompt read": "{longest:,}",
         "refused": "{refused}",
         "last prompt": "{after:,}",

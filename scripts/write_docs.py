@@ -1,4 +1,4 @@
-"""Write what the docs tell of the package itself and what was measured: whole pages, and the tables of the others.
+"""Write the generated parts of the docs: whole pages about the package, and the tables of measurements in the others.
 
 python scripts/write_docs.py     # or: make docs
 """
@@ -17,20 +17,20 @@ from mlx_snapkv.models.table import REFUSED, SUPPORTED, refused, supported
 NAME = "mlx-snapkv"
 COMMANDS = """# The commands
 
-Written by `python scripts/write_docs.py` from the command line itself, never typed. `mlx-snapkv COMMAND --help` prints
-the same. A mistake is one line on stderr and exit code 2, a full disk one and exit code 1.
+`python scripts/write_docs.py` generates this page from the command line itself. `mlx-snapkv COMMAND --help` prints the
+same texts. An error is one line on stderr. The exit code is 2, or 1 if the disk is full.
 """
 
 MODELS = """# Model types
 
 {n_supported} of mlx-lm's model types can be compressed, and {n_refused} are refused by name. \
-The conformance test (`tests/models/test_conformance.py`) runs each supported type as a tiny random model: \
-the recorded queries equal those of its attention call bit for bit, the votes equal those of its softmax, \
-and decoding with everything kept equals mlx-lm's. \
-Real checkpoints were tried of `llama` (SmolLM2) and `gemma3_text` (Gemma 3) alone; \
-of `llama` and `qwen3_next` there are the embedded models.
+The conformance test (`tests/models/test_conformance.py`) runs each supported type as a tiny random model. \
+It checks three things: the recorded queries equal those of the attention call bit for bit, \
+the votes equal those of its softmax, and decoding with all entries kept equals mlx-lm's. \
+Real checkpoints were tested only for `llama` (SmolLM2) and `gemma3_text` (Gemma 3). \
+The embedded models are of the types `llama` and `qwen3_next`.
 
-`python scripts/write_docs.py` writes this page; `mlx-snapkv models` prints the same.
+`python scripts/write_docs.py` generates this page; `mlx-snapkv models` prints the same tables.
 
 ## Supported
 
@@ -38,15 +38,20 @@ of `llama` and `qwen3_next` there are the embedded models.
 
 ## What is special
 
-- **Latent entries (MLA).** A layer stores one latent for all heads, and the positional part of one key. To a policy \
-the key is both, concatenated, which a query multiplies after the head's `embed_q` and RoPE; the value is the latent. \
-Every policy is then defined as usual. Statistics of queries (`expected_attention`) are exact too, but large: per \
-layer, `n_heads` times the square of a key's size.
-- **Layers that read others' entries.** Their queries vote together with those of the layer that owns the entries; \
-every reading head has the same weight.
-- **Capped logits** (gemma2). Votes come from the capped logits; `expected_attention` is refused.
-- **Quantised entries** (`kv_bits`, `memory=recall:8bit`) are refused where mlx-lm's forward pass reads plain entries: \
-for latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing layers.
+- **Latent entries (MLA).** A layer stores one latent for all heads, and the positional part of one key. A policy sees \
+both concatenated as the key, and the latent as the value. Queries multiply this key after the head's `embed_q` \
+and RoPE. All policies are therefore defined as usual. Statistics of queries (`expected_attention`) are exact too, but \
+large: per layer, `n_heads` times the square of a key's size.
+- **Layers that read other layers' entries.** Their queries vote together with those of the layer that owns the \
+entries. All reading heads have the same weight.
+- **Capped logits** (gemma2). Votes are computed from the capped logits; `expected_attention` is refused.
+- **Quantised entries** (`kv_bits`, `memory=recall:8bit`) are refused if mlx-lm's forward pass reads plain entries: \
+with latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing layers.
+- **`rope_parameters`.** transformers 5 writes RoPE's base and scaling into `config.json` under this one name. Most of \
+mlx-lm's families read `rope_theta`, `rope_scaling` and `partial_rotary_factor` instead, and without them fall back on \
+defaults that make answers nonsense. Every command passes the values on under the names that the family reads, and \
+says so in one line. A model is refused if its family has no name for one of them. Families that read \
+`rope_parameters` themselves are left alone. Several Macs need mlx-lm's own names in `config.json`.
 
 ## Refused
 

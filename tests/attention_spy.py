@@ -6,8 +6,8 @@ import reference
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.planning.config import CompressionConfig
 
 
 def softmax_votes(call, n, kv_head_of):

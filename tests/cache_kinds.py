@@ -28,18 +28,17 @@ def rows(start, n):
     return made[:, :H], made[:, H : 2 * H], made[:, 2 * H :]
 
 
-def window(policy=None, quantization=None, n_window=N_WINDOW, pinned=PINNED, always=(0, 1), **more):
+def window(quantization=None, n_window=N_WINDOW, pinned=PINNED):
     """A compressed prompt of `START` tokens."""
     keys, values, queries = rows(0, START)
-    kept = mx.array([*pinned, *range(START - min(n_window, N_WINDOW), START)])
+    recent = N_WINDOW if n_window is None else min(n_window, N_WINDOW)
+    kept = mx.array([*pinned, *range(START - recent, START)])
     keys, values = keys[:, :, kept], values[:, :, kept]
     keys, values = pack(keys, quantization), pack(values, quantization)
-    if policy is not None:
-        reserved = mx.array([[[n in always for n in range(len(PINNED))]] * H] * B)
-        more = {"policy": policy, "block": 4, "reserved": reserved} | more
     positions = mx.broadcast_to(mx.array(pinned, mx.uint32), (B, H, len(pinned)))
-    more |= {"offset": START, "n_window": n_window, "quantization": quantization}
-    cache = SnapKVCache(keys, values, positions, **more)
+    cache = SnapKVCache(
+        keys, values, positions, offset=START, n_window=n_window, quantization=quantization
+    )
     cache.record(Captured(queries, SCALE))
     return cache
 
@@ -61,10 +60,10 @@ def offloaded(store):
 
 EVICTING = {
     "window": window,
+    "window that grows": lambda: window(n_window=None),
+    "window that grows, of 8 bits": lambda: window(n_window=None, quantization=HOW),
     "window that is not full": lambda: window(n_window=11),
-    "window that chooses, of 8 bits": lambda: window(KeyDiff(), HOW),
-    "window that chooses, not full": lambda: window(KeyDiff(), n_window=11),
-    "window that reserves": lambda: window(KeyDiff(), always=(0, 1, 2, 4)),
+    "window of 8 bits": lambda: window(quantization=HOW),
     "block of 8 bits": lambda: block(KeyDiff(), quantization=HOW),
     "block that votes": lambda: block(TOVA()),
     "block that counts": lambda: block(H2O()),

@@ -1,4 +1,4 @@
-"""Small real language models, for tests that skip where `make real-models` has not been run."""
+"""Real language models, for tests that skip where scripts/make_real_models.py has not written them."""
 
 import functools
 import os
@@ -8,13 +8,13 @@ import pytest
 from mlx_lm import load
 
 FOLDER = Path(os.environ.get("MLX_SNAPKV_REAL_MODELS") or Path(__file__).parents[1] / "real-models")
-MODELS = ("smollm2-135m-instruct", "gemma-3-270m")
+MODELS = ("smollm2-135m-instruct", "gemma-3-270m", "qwen2.5-coder-1.5b-instruct")
 
 
 def real_folder(name: str) -> Path:
     """A model's folder, or "essays"; the test skips if it is not there."""
     if not (FOLDER / name).is_dir():
-        pytest.skip(f"{FOLDER / name} is not there: run `make real-models`")
+        pytest.skip(f"{FOLDER / name} is not there: scripts/make_real_models.py writes it")
     return FOLDER / name
 
 

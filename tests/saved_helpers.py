@@ -48,5 +48,5 @@ SPECS += [
     f"{spec('h2o', 'block')} then tova:budget=30,block=8",
     "h2o:budget=pyramid:40,block=16",
     "keydiff:budget=pyramid:40,schedule=once,n_window=8",
-    f"{SNAPKV},on_full=keydiff",
+    f"{SNAPKV},on_full=slide",
 ]

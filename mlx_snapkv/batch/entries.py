@@ -24,6 +24,7 @@ from ..entries.quantization import (
     n_rows,
     pack,
     rows,
+    with_room,
     write,
 )
 from ..entries.queries import Captured, OnQueries
@@ -217,10 +218,10 @@ class BatchedEntries(Batched, Quantised):
         return max(max(member.n_entries, member.n_after_next) for member in self.members)
 
     def _make_room(self, n: int) -> None:
-        """Have at least `n` rows, and half as many again if there are fewer."""
+        """Have at least `n` rows, and some more if there are fewer."""
         held = n_rows(self.keys)
         if n > held:
-            self.keys, self.values = grown(self._stored, max(n, held * 3 // 2) - held)
+            self.keys, self.values = grown(self._stored, with_room(n) - held)
 
     @property
     def _stored(self) -> Stored:

@@ -8,12 +8,13 @@ from typing import Any
 from mlx_lm.generate import BatchResponse as MlxBatchResponse
 from mlx_lm.generate import batch_generate as mlx_batch_generate
 
-from ..engine.auto import AUTO, BATCH, auto
 from ..engine.generate import figures
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import NO_POLICY_REASON
+from ..entries.quantization import taken_from
 from ..errors import SnapKVError
-from ..policies import Policy, SnapKV, Stages, resolve_policy
+from ..planning.auto import BATCH, resolve
+from ..policies import Policy, SnapKV, Stages
 from .generator import CompressedBatchGenerator
 
 
@@ -55,21 +56,31 @@ def batch_generate(
     given = [list(prompt) for prompt in prompts]
     if [] in given:
         raise SnapKVError(f"prompt {given.index([])} is empty: give at least one token")
-    if policy == AUTO:
-        policy = auto(model, max(map(len, given), default=0), BATCH).policy()
-    chosen = resolve_policy(snapkv, policy)
+    longest = max(map(len, given), default=0)
+    most = max_tokens if isinstance(max_tokens, int) else max(max_tokens, default=0)
+    how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "max_tokens": most}
+    config, others, _ = resolve(model, longest, BATCH, kwargs, **how)
+    chosen = config.policy
     on_report = on_report or (lambda report: None)
     if chosen is None:
+        config.require(model)
         for prompt in given:
             on_report(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
         wanted = return_prompt_caches, return_token_ids, return_logprobs
         return mlx_batch_generate(
-            model, tokenizer, given, prompt_caches, max_tokens, verbose, *wanted, **kwargs
+            model,
+            tokenizer,
+            given,
+            prompt_caches,
+            max_tokens,
+            verbose,
+            *wanted,
+            **taken_from(others)[1],
         )
     reports: dict[int, CompressionReport] = {}
     stops = [[token] for token in tokenizer.eos_token_ids]
-    kwargs |= {"policy": chosen, "stop_tokens": stops, "on_report": reports.__setitem__}
-    generator = CompressedBatchGenerator(model, reads_first=True, **kwargs)
+    others |= {"policy": chosen, "stop_tokens": stops, "on_report": reports.__setitem__}
+    generator = CompressedBatchGenerator(model, reads_first=True, **config.retention, **others)
     with contextlib.closing(generator), generator.stats() as stats:
         answers = [_Answer() for _ in given]
         limits = [max_tokens] * len(given) if isinstance(max_tokens, int) else max_tokens

@@ -11,13 +11,13 @@ from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, greedy_sample
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
-from ..engine.config import CompressionConfig
 from ..engine.loop_model import PacedModel
 from ..engine.request import held_tokens, reason_for_nothing
 from ..engine.serving import require_servable
 from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
+from ..planning.config import CompressionConfig
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .groups import Groups, Guard, Single, decoding, of_all_ranks, request_errors
 from .job import BatchReport, BatchSettings, Job
@@ -46,7 +46,8 @@ class CompressedBatchGenerator(BatchGenerator):
 
     Args:
         model: an mlx-lm model.
-        snapkv, policy: as of `generate_step`; without one of them, and without `turns`, this is mlx-lm's generator.
+        snapkv, policy: as of `generate_step` but for "auto"; without one of them, and without `turns`, this is
+            mlx-lm's generator.
         on_report: receives a request's number and its `CompressionReport`.
         on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
             from, and those tokens; entries of `memory="drop"` are gone.

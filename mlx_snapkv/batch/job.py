@@ -9,11 +9,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import attention_layers, members
-from ..caches.memories import lasting_forms, plain_forms, saved_forms
-from ..engine.config import CompressionConfig
+from ..caches.memories import plain_forms, saved_forms
 from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Uncompressed, make_request
+from ..planning.config import CompressionConfig
 
 BatchReport = Callable[[int, CompressionReport], None]
 
@@ -85,8 +85,7 @@ class Job:
         caches = request.prompt_cache
         n, *more = {x.entries_in(caches).offset for x in attention_layers(self.model, caches)}
         if not more:  # or a call of the model was broken off
-            lasting = lasting_forms(self.model, caches, self._settings.config.memory)
-            self._settings.on_recall(self.uid, lasting, list(tokens[:n]))
+            self._settings.on_recall(self.uid, caches, list(tokens[:n]))
 
     def extracted(self) -> list:
         """The caches as they are, for others to go on with."""

@@ -4,14 +4,12 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ..caches.full_view import FEW
-from ..caches.memories import in_files, memory_quantization
-from ..engine.config import CompressionConfig
-from ..engine.footprint import EntrySizes, Footprint, Need
-from ..engine.prompt_plan import PREFILL_STEP_SIZE, gate
-from ..engine.report import format_bytes
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
+from ..planning.config import CompressionConfig
+from ..planning.footprint import EntrySizes, Footprint, Need
+from ..planning.prompt_plan import PREFILL_STEP_SIZE
+from ..planning.units import format_bytes
 
 
 class NeverFits(SnapKVError):
@@ -23,25 +21,13 @@ class Memory:
 
     def __init__(self, model, options: dict[str, Any], limit: int):
         policy, (quantization, _) = options.get("policy"), taken_from(options)
+        config, _ = CompressionConfig.taken_from(options, policy, quantization=quantization)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
-        sizes, self.limit = EntrySizes(model), limit
-        self._footprint = Footprint(sizes, policy, quantization, step_size)
-        self._config = config = CompressionConfig.taken_from(options, policy)[0]
-        # Bytes of a token where all entries stay: those in memory, and their index.
-        self._stored = self._indexed = 0
-        if policy is not None and config.retains:
-            self._indexed = sizes.of_index()
-            how = memory_quantization(model, sizes.layers, config.memory)
-            self._stored = 0 if in_files(config.memory) else sum(sizes.of_token(how))
+        self._footprint, self.limit = Footprint(EntrySizes(model), config, step_size), limit
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """What a request takes. Raises: NeverFits: more than the limit; SnapKVError: the policy can't serve it."""
-        found, policy = self._footprint.need(n_prompt, max_tokens), self._config.policy
-        if policy is not None and gate(policy, n_prompt, None, max_tokens) is None:
-            n = n_prompt + max_tokens
-            stored = n * (self._stored + (self._indexed if n > FEW else 0))
-            reading = found.reading + (stored if policy.reads_in_blocks else 0)
-            found = found._replace(reading=reading, stays=stored if self._config.reads_on else 0)
+        found = self._footprint.need(n_prompt, max_tokens)
         if found.most > self.limit:
             raise NeverFits(
                 f"its {n_prompt} prompt tokens and {max_tokens} of the answer need {format_bytes(found.most)} of KV "

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..completions.answer import Completion, answer_body
 from ..completions.request import CompletionRequest, Defaults, completion_request
-from ..engine.footprint import Need
-from ..engine.report import ENDED_EARLY, CompressionReport
+from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
 from ..errors import SnapKVError, brief
+from ..planning.footprint import Need
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
 from .memory import Memory
@@ -188,6 +188,7 @@ class Run:
             else:
                 extra |= {"entries": report.entries, "kv_bytes": report.kv_bytes_after}
                 extra |= {"kv_bytes_before": report.kv_bytes_before}
+                extra |= {name: n for name in STAYING if (n := getattr(report, name))}
                 extra |= {"verified": asdict(report.verified)} if report.verified else {}
         return extra | ({"ignored": request.asked.ignored} if request.asked.ignored else {})
 

@@ -50,8 +50,7 @@ class Contender:
             everything = FullView([MemoryStore(cache=full_cache(entries))], layer)
             everything.index = everything.make_index(None)
             return RefreshedKVCache(everything, quota, layer)
-        scores = mx.zeros(keys.shape[:3])
-        return decode_cache(layer, entries, scores, context, policy, quota, uniform=True)
+        return decode_cache(layer, entries, context, policy, quota, uniform=True)
 
 
 def make_random_model() -> llama.Model:

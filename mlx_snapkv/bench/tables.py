@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ..engine.report import format_bytes
+from ..planning.units import format_bytes
 from ..reporting.setting import title
 from ..reporting.table import Table, as_page
 from .speed import Row

@@ -7,15 +7,12 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, grown, n_rows, rows, write
+from ..entries.quantization import Quantization, Stored, grown, n_rows, rows, with_room, write
 from ..entries.queries import Captured
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
 from .evicting import EvictingCache
-
-# Rows that a cache without a budget grows by: an eighth of what it has, within these.
-LEAST, MOST = 16, 256
 
 
 class BlockKVCache(EvictingCache):
@@ -163,7 +160,7 @@ class BlockKVCache(EvictingCache):
         have = 0 if self.keys is None else n_rows(self.keys)
         if self.keys is None or self._n > have:
             unlimited = self.quota.entries >= UNLIMITED
-            most = self._n + min(MOST, max(LEAST, self._n // 8)) if unlimited else self.capacity
+            most = with_room(self._n) if unlimited else self.capacity
             wanted = most if have else min(most, self._expected or most)
             held = (self.keys, self.values) if have else rows((keys, values), 0, 0)
             self.keys, self.values = grown(held, max(self._n, wanted) - have)

@@ -91,7 +91,8 @@ class LosslessCache(LayerCache):
     """A layer's cache that can give back every entry it was ever fed, wherever they are."""
 
     store: Store  # where they are kept between turns
-    index: KeyIndex | None = None  # of their keys, if there is one
+    # Of the keys of the first entries, as many as there were when it was last asked, if there is one.
+    index: KeyIndex | None = None
 
     @abstractmethod
     def offload(self) -> None:
@@ -117,3 +118,11 @@ class LosslessCache(LayerCache):
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
         return self.store.file_nbytes
+
+    @property
+    def kv_nbytes(self) -> int:
+        return self.nbytes + self.index_nbytes
+
+    @property
+    def index_nbytes(self) -> int:
+        return 0 if self.index is None else self.index.nbytes

@@ -35,7 +35,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     keys: Any  # these and `values` are the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts
     values: Any
-    policy: Policy | None  # what it scores lowest is evicted; None is the oldest
+    policy: Policy | None = None  # what it scores lowest is evicted; None is the oldest, one by one
     compaction: Compaction | None = None  # how far apart queries and keys may be, if limited
     uniform: bool  # all layers of the model hold equally many entries
     is_compressed = True
@@ -56,12 +56,12 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def place(self) -> int:
         """Count a single token in, of a flushed cache; the row for its entry, which the caller writes."""
 
-    @abstractmethod
     def is_due(self, L: int = 1) -> bool:
         """Whether an eviction precedes the next `L` tokens."""
+        return False
 
-    @abstractmethod
-    def _evict(self) -> None: ...
+    def _evict(self) -> None:
+        """Let the policy choose what stays."""
 
     @abstractmethod
     def _n_free(self) -> int:

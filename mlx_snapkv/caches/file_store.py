@@ -68,8 +68,14 @@ class EntryFile:
         weakref.finalize(self, self._file.close)
 
     def write(self, stored: Stored, at: int) -> None:
-        """Write rows from entry `at` on. Raises: OSError."""
+        """Write rows from entry `at` on. Raises: OSError; EntryFileError: those before it are gone."""
         data, start = self.layout.to_bytes(stored), at * self.layout.token
+        if (
+            found := os.fstat(self._file.fileno()).st_size
+        ) < start:  # the system would fill up with zeros
+            raise EntryFileError(
+                f"entries kept in a file can't be read: it should have {start:,} bytes and has {found:,}"
+            )
         while data:
             n = os.pwrite(self._file.fileno(), data, start)
             data, start = data[n:], start + n

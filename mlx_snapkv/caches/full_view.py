@@ -65,17 +65,29 @@ class FullView(Entries):
         return self._compaction.lined_up(self.gather(positions), start, end)
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
-        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if they are few."""
+        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`, their readers in turn; None if the
+        keys are few."""
         n = len(self)
         if n <= FEW:
             return None
         length = SAMPLE // SAMPLED
         starts = range(0, n, math.ceil(n / SAMPLED))
         sample = [self.read_keys(start, min(start + length, n)) for start in starts]
-        index = KeyIndex(mx.concatenate(sample, axis=2), queries)
+        keys = mx.concatenate(sample, axis=2)
+        asked = None if queries is None else self.layer.grouped(queries, keys.shape[1])
+        index = KeyIndex(keys, asked)
         for start in range(0, n, READ_TOKENS):
             index.append(self.read_keys(start, min(start + READ_TOKENS, n)))
         index.n_made_of = n
+        return index
+
+    def grown_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
+        """An index of the first keys with the others added, or what `make_index` makes if it is outgrown or none."""
+        n = len(self)
+        if index is None or n <= FEW or index.outgrown_by(n):
+            return self.make_index(queries)
+        for start in range(len(index), n, READ_TOKENS):
+            index.append(self.read_keys(start, min(start + READ_TOKENS, n)))
         return index
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:

@@ -220,6 +220,12 @@ def kv_bytes(prompt_cache: list) -> int:
     return sum(cache.kv_nbytes for cache in layer_caches(prompt_cache))
 
 
+def memory_bytes(prompt_cache: list) -> int:
+    """Of all caches: linear states and sliding windows, keys and values, with stores and indexes in memory."""
+    caches = members(prompt_cache)
+    return sum(max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in caches)
+
+
 def file_bytes(prompt_cache: list) -> int:
     return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
 

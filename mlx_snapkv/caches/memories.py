@@ -22,7 +22,7 @@ from .layers import (
 )
 from .out_of_core import OutOfCoreKVCache
 from .recording import RecordingKVCache
-from .stores import MemoryStore
+from .stores import MemoryStore, Store
 
 MEMORIES = (
     "drop", "recall", "recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit",
@@ -93,7 +93,7 @@ def recalling_caches(
 
 
 def lasting_forms(model, caches: list, memory: str) -> list:
-    """Caches that a later request goes on from: mlx-lm's own, unless entries are in files or a book's."""
+    """Caches that a caller goes on from: mlx-lm's own, which have no index, unless entries are in files or a book's."""
     stays = in_files(memory) or book_memory(caches) is not None
     return caches if stays else saved_forms(model, caches)
 
@@ -125,8 +125,8 @@ def filled(empty: Any, found: Any) -> Any:
     if isinstance(found, OutOfCoreKVCache) and not found.empty():
         return _reopened(empty, found)
     loaded = layer_cache(found)
-    stores = [type(x.store) for x in (empty, found) if isinstance(x, RecordingKVCache)]
-    if loaded.is_compressed or stores == [FileStore, FileStore]:
+    stores = [x.store for x in (empty, found) if isinstance(x, RecordingKVCache)]
+    if loaded.is_compressed or (len(stores) == 2 and _alike(*stores)):
         return found
     if not has_all_entries(found):
         raise SnapKVError(
@@ -138,6 +138,12 @@ def filled(empty: Any, found: Any) -> Any:
         empty.fill(loaded.held())
         return empty
     return full_cache(loaded.held().packed(None))
+
+
+def _alike(a: Store, b: Store) -> bool:
+    """Whether entries of one need not be moved to the other: both are in files, or in memory as they are."""
+    in_memory = isinstance(a, MemoryStore)
+    return type(a) is type(b) and (not in_memory or a.quantization == b.quantization)
 
 
 def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:

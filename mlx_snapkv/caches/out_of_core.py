@@ -76,13 +76,10 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
             self._add_to_index(new.keys, n_before)
 
     def _add_to_index(self, keys: mx.array, n_before: int) -> None:
-        """Add the keys behind the first `n_before` to the index; when all have doubled, make it anew of all.
-
-        Keys late in a text differ from early ones, if only by their rotation.
-        """
-        if self._index is None or self.store.n_entries >= 2 * self._index.n_made_of:
-            asked = self.layer.grouped(self.queries, keys.shape[1]) if self._queries else None
-            self._index = FullView([self.store], self.layer).make_index(asked)
+        """Add the keys behind the first `n_before` to the index; when it is outgrown, make it anew of all."""
+        if self._index is None or self._index.outgrown_by(self.store.n_entries):
+            queries = self.queries if self._queries else None
+            self._index = FullView([self.store], self.layer).make_index(queries)
         else:
             self._index.truncate(n_before)
             self._index.append(keys)
@@ -133,7 +130,7 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
 
     @property
     def kv_nbytes(self) -> int:
-        return self.nbytes + self.store.nbytes
+        return super().kv_nbytes + self.store.nbytes
 
     @property
     def state(self) -> tuple:

@@ -63,6 +63,7 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
 
     def share(self, cache: Any, n: int) -> None:
         """Hold the first `n` entries of another cache, whose arrays are shared until they are written."""
+        self.index = None
         step, self.growing = self.growing.step, full_cache(Entries(cache.keys, cache.values))
         self.growing.offset, self.growing.step = n, step
         self.store = MemoryStore(cache=self.growing)
@@ -129,7 +130,8 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
             self.store.append(entries)
 
     def mark(self) -> None:
-        self._mark = Mark({"stored": self._n_stored, "growing": copy.copy(self.growing)})
+        state = {"stored": self._n_stored, "growing": copy.copy(self.growing)}
+        self._mark = Mark({**state, "index": copy.deepcopy(self.index)})
 
     def rollback(self, n: int) -> None:
         if n > self.offset:
@@ -140,6 +142,8 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         if before["stored"] < self._n_stored == before["stored"] + before["growing"].offset:
             self.store.truncate(before["stored"])
             self.growing = copy.copy(before["growing"])
+        if self._mark and self.offset == before["stored"] + before["growing"].offset:
+            self.index = copy.deepcopy(before["index"])
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.offset, return_array, window_size)
@@ -158,6 +162,8 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         left = n - self.growing.trim(n)
         if left:
             self.store.truncate(self._n_stored - left)
+        if self.index is not None:
+            self.index.truncate(self.offset)
         return n
 
     @property

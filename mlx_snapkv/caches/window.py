@@ -1,16 +1,24 @@
-"""The decoding cache of a compressed prompt: a fixed shape."""
+"""The decoding cache of a compressed prompt: pinned entries, and those of the newest tokens."""
 
-import math
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, grown, join, n_rows, rows, write
+from ..entries.quantization import (
+    Quantization,
+    Stored,
+    each,
+    grown,
+    join,
+    n_rows,
+    rows,
+    with_room,
+    write,
+)
 from ..errors import SnapKVError
-from ..policies import Policy
-from ..policies.budgets import Quota
+from ..policies.budgets import UNLIMITED
 from .compaction import looked_up
 from .evicting import EvictingCache
 
@@ -18,21 +26,19 @@ SLACK = 16  # rows behind the window, once several tokens have come at a time
 
 
 class SnapKVCache(EvictingCache):
-    """A KV cache of fixed shape: pinned entries and a recent window that slides.
+    """A KV cache of pinned entries and a recent window, which grows with the answer or slides over it.
 
         [0 : n_pin)            pinned: sink and voted middle
-        [n_pin : n_keep)       recent window; a decoded token overwrites the oldest row (a ring)
+        [n_pin : n_keep)       recent window; once it is full, a decoded token overwrites the oldest row (a ring)
         [n_keep : )            pending: tokens that came several at a time
+
+    A window without a limit is never full: every decoded token is written behind the last, and an update costs what one
+    of mlx-lm's `KVCache` does. One that slides has a constant shape from the first decoded token to the last.
 
     Keys keep the rotation of their original position; `offset` is the logical position of the next token. An update of
     `L > 1` tokens equals `L` updates of one: `make_mask` hides from each token what would be overwritten by then.
     Pending tokens move into the window before the next single token, or when the slack is full, so that rolling them
     back moves a counter.
-
-    With a `policy`, the rows are rearranged every `block` tokens by its scores: the best are pinned, reserved ones
-    among them; the others come first in the ring, before the most recent ones. No entry goes before a token is written
-    over it. An update of more than `room` tokens is preceded by a rearrangement; of more than `block`, its later tokens
-    slide on over the oldest.
 
     Raises: SnapKVError: the shapes disagree, or `n_window < 1`.
     """
@@ -48,17 +54,14 @@ class SnapKVCache(EvictingCache):
         positions: mx.array,  # uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned entries
         *,
         offset: int,  # position of the next token; the window's entries are the `n` tokens before it
-        n_window: int,  # entries the window may hold, at least 1
+        n_window: int
+        | None,  # entries the window may hold, at least 1; None is any number, as the answer grows
         uniform: bool = True,  # all layers hold equally many entries: mlx-lm makes one mask for all; see `hide`
         quantization: Quantization | None = None,  # of the entries given, and of those to come
-        # Its scores, by the keys alone, say what is overwritten; None is the oldest.
-        policy: Policy | None = None,
-        block: int = 1,  # tokens between two rearrangements; the `n_window - block` most recent always stay
-        # Bool `(B, n_kv_heads, n_pin)`, pinned entries that always stay.
-        reserved: mx.array | None = None,
         # Positions `(B, n_kv_heads, n)`, and the others that those entries' keys are turned to, if there are any.
         rotated: tuple[mx.array, mx.array] | None = None,
     ):
+        n_window = UNLIMITED if n_window is None else n_window
         n_pin, n = positions.shape[-1], n_rows(keys)
         if n_window < 1 or not n_pin <= n == n_rows(values) <= min(offset, n_pin + n_window):
             raise SnapKVError(
@@ -67,20 +70,16 @@ class SnapKVCache(EvictingCache):
             )
         super().__init__(newest=0)
         self.keys, self.values, self.quantization = keys, values, quantization
-        self.policy, self.block, self.uniform = policy, block, uniform
+        self.uniform, self._rotated = uniform, rotated
         self.offset, self.n_pin, self.n_window = offset, n_pin, n_window
-        self._reserved, self._rotated = reserved, rotated
-        # Positions of the entries when they were last rearranged, and tokens since then.
-        self._arranged = self._with_newest(positions.astype(mx.uint32), n - n_pin)
-        self._n, self._since = n, 0
+        self._pinned = positions.astype(mx.uint32)
+        self._n = n
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
         self._newest = 0  # tokens that can be rolled back: of the last update, or since the mark
 
     def append(self, keys: Stored, values: Stored) -> None:
         L = n_rows(keys)
-        if self.is_due(L):
-            self.evict()
-        elif self._flushes(L):
+        if self._flushes(L):
             self._flush()
             self._shrink(L)
         if L == 1 and self._n == self.n_keep and self._mark is None:
@@ -88,13 +87,21 @@ class SnapKVCache(EvictingCache):
         else:
             row = self._n
             self._n += L
-            most = max(self._n, self.n_keep + SLACK) if self._n > self.n_keep else self.n_keep
-            lacking = most - n_rows(self.keys)
-            if lacking > 0:
-                self.keys, self.values = grown((self.keys, self.values), lacking)
-            self._tail = join(self._tail, (keys, values)) if self._tail else (keys, values)
+            self._make_room()
+            if not self.grows:
+                self._tail = join(self._tail, (keys, values)) if self._tail else (keys, values)
             self._count(L)
         write((self.keys, self.values), row, (keys, values))
+
+    def _make_room(self) -> None:
+        """Have rows for all entries: a window that slides has all of its own at once."""
+        n, held = self._n, n_rows(self.keys)
+        if self.grows:
+            most = held if n <= held else with_room(n)
+        else:
+            most = self.n_keep if n <= self.n_keep else max(n, self.n_keep + SLACK)
+        if most > held:
+            self.keys, self.values = grown((self.keys, self.values), most - held)
 
     def place(self) -> int:
         if self._n < self.n_keep:
@@ -108,8 +115,12 @@ class SnapKVCache(EvictingCache):
 
     def _count(self, L: int) -> None:
         self.offset += L
-        self._since += L
-        self._newest = self._newest + L if self._mark is not None else L
+        self._newest = self._newest + L if self.grows or self._mark is not None else L
+
+    @property
+    def grows(self) -> bool:
+        """Whether the window has no limit: nothing is ever overwritten."""
+        return self.n_window >= UNLIMITED
 
     @property
     def n_keep(self) -> int:
@@ -152,8 +163,6 @@ class SnapKVCache(EvictingCache):
         self._tail = None
 
     def mark(self) -> None:
-        if self.is_due(1):
-            self.evict()
         super().mark()
         if self._n > self.n_keep + SLACK // 2:
             self._flush()
@@ -165,9 +174,7 @@ class SnapKVCache(EvictingCache):
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         p, w = self.n_pin, self.n_window
         m, oldest = self._n - p, self._oldest
-        if self.is_due(N):
-            m, oldest = min(m, w), 0
-        elif self._flushes(N):
+        if self._flushes(N):
             m, oldest = min(m, w), (oldest + max(0, m - w)) % w
         all_seen = m + N <= w or (N == 1 and m == w and self._mark is None)
         all_seen |= not (self.uniform or return_array)
@@ -187,36 +194,6 @@ class SnapKVCache(EvictingCache):
         hides = not self.uniform and m + L > self.n_window
         return visible(self.n_pin, m, self.n_window, L, self._oldest) if hides else mask
 
-    @property
-    def room(self) -> float:  # type: ignore[override]
-        if self.policy is None:
-            return math.inf
-        return max(self.block - self._since, self.n_keep - self._n)
-
-    def is_due(self, L: int = 1) -> bool:
-        many = self._n - self.n_pin > self.n_window - self.block
-        return self.policy is not None and many and self._since > 0 and self.room < L
-
-    def _evict(self) -> None:
-        assert self.policy is not None
-        if self._since <= self.block:
-            self._flush()  # as if the tokens had come one by one
-        held = self._rows()
-        order = mx.argsort(held.positions, axis=-1)
-        scores, reserved = self.policy.score(held.taken(order)), self._reserved
-        if reserved is not None:
-            reserved = mx.pad(reserved, [(0, 0), (0, 0), (0, self._n - self.n_pin)])
-            reserved = mx.take_along_axis(reserved, order, axis=-1)
-            scores = mx.where(reserved, mx.inf, scores)
-        layout = rearranged(scores, self.n_pin, self.n_keep, self.n_window - self.block)
-        moved = held.taken(mx.take_along_axis(order, layout, axis=-1))
-        if reserved is not None:
-            self._reserved = mx.take_along_axis(reserved, layout[..., : self.n_pin], axis=-1)
-        self.keys, self.values = moved.stored_keys, moved.stored_values
-        self._arranged = moved.positions
-        self._n, self._oldest, self._since, self._newest = layout.shape[-1], 0, 0, 0
-        self._tail = None
-
     def _n_free(self) -> int:
         return self._newest
 
@@ -233,18 +210,16 @@ class SnapKVCache(EvictingCache):
             self._tail = rows(self._tail, 0, left) if left > 0 else None
         self._n -= n
         self.offset -= n
-        self._since -= n
         self._newest -= n
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
         n = self._n - self.n_pin
-        new = min(n, self._since)
-        older = self._arranged[..., self._arranged.shape[-1] - (n - new) :]
         m = min(n, self.n_window)
         age = mx.concatenate([(mx.arange(m) - self._oldest) % max(m, 1), mx.arange(m, n)])
-        window = mx.take(self._with_newest(older, new), age, axis=-1)
-        return mx.concatenate([self._arranged[..., : self.n_pin], window], axis=-1)
+        window = (age + (self.offset - n)).astype(mx.uint32)
+        window = mx.broadcast_to(window, (*self._pinned.shape[:2], n))
+        return mx.concatenate([self._pinned, window], axis=-1)
 
     @property
     def rotations(self) -> mx.array | None:  # type: ignore[override]
@@ -269,20 +244,3 @@ def visible(n_pin: int, held: int, n_window: int, N: int, oldest: int) -> mx.arr
     newest = held + np.arange(N)[:, None]
     pinned = np.arange(n_pin + held + N) < n_pin
     return mx.array(pinned | ((newest - n_window < age) & (age <= newest)))
-
-
-def rearranged(scores: mx.array, n_pin: int, n_keep: int, recent: int) -> mx.array:
-    """Which of the `n_keep` best of `(B, n_kv_heads, T)` goes to which row, uint32 `(B, n_kv_heads, n)`.
-
-    First the `n_pin` best of all but the `recent` newest, then the others, then the newest, each in order of position.
-    """
-    T = scores.shape[-1]
-    n_keep, recent = min(T, n_keep), min(recent, T - n_pin)
-    n_best = n_pin + recent
-    best, all_kept = (Quota(n, 0, recent).select(scores) for n in (n_best, n_keep))
-    row = mx.arange(T, dtype=mx.uint32)
-    chance = mx.full(scores.shape, T, mx.uint32)
-    chance = mx.put_along_axis(chance, all_kept, mx.take(row, all_kept), axis=-1)
-    chance = mx.put_along_axis(chance, best, mx.array(T, mx.uint32), axis=-1)
-    others = mx.sort(chance, axis=-1)[..., : n_keep - n_best]
-    return mx.concatenate([best[..., :n_pin], others, best[..., n_pin:]], axis=-1)

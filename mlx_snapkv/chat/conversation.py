@@ -13,15 +13,15 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
 from ..caches.memories import make_caches, saved_forms
-from ..engine.auto import AUTO, CONVERSATION, FEW, auto
-from ..engine.config import CompressionConfig
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, suggestion
-from ..policies import Policy, Stages, resolve_policy
+from ..planning.auto import CONVERSATION, resolve
+from ..planning.config import CompressionConfig
+from ..policies import Policy, Stages
 from ..several.shard import shard_of
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
@@ -77,15 +77,13 @@ class Conversation:
         _require_known(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
-        if policy == AUTO:
-            taken = auto(model, None, CONVERSATION, max_tokens=generation.get("max_tokens", 256))
-            policy, own = taken.policy(FEW), taken.setting.memory
-            memory = own if memory == "drop" else memory
-            verify = None if policy is None else verify
+        retention = {"memory": memory, "verify": verify, "refresh": refresh, "far": far}
+        how = {"policy": policy, "max_tokens": generation.get("max_tokens", MAX_TOKENS)}
+        config, _, _ = resolve(model, None, CONVERSATION, {**generation, **retention}, **how)
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
         self._rendered = Rendering(tokenizer)
-        self.memory, self.verify, self.refresh, self.far = memory, verify, refresh, far
-        self.policy = resolve_policy(policy=policy)
+        self.policy, self.memory, self.verify = config.policy, config.memory, config.verify
+        self.refresh, self.far = config.refresh, config.far
         if self.policy is None:
             self._config.require(model)
         elif self.policy.stages[1].repeats is not None:

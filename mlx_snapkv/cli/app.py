@@ -31,7 +31,7 @@ from .serve import serve
 INTERRUPTED = 130  # exit code
 
 app = typer.Typer(
-    help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
+    help="KV-cache compression for mlx-lm: long prompts, small caches, answers close to the full cache's.",
     context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     rich_markup_mode=None,

@@ -55,7 +55,7 @@ def batch(
 
     reading = Reading(files.quiet)
     keywords = compression.keywords()
-    keywords |= compression.take(model.model, None, "batch", reading.say)
+    keywords |= compression.take(model.model, None, "batch", reading.say, vars(cache))
     chosen = keywords["policy"]
     if cache.kv_bits is not None and chosen is None:
         raise SnapKVError("--kv-bits in a batch is for compressed entries: add --policy or drop it")

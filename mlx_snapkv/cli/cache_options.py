@@ -128,7 +128,9 @@ class AutoPolicyOptions(PolicyOptions):
 
     @property
     def is_auto(self) -> bool:
-        return self.policy == "auto" and self.snapkv is None
+        from ..policies import asks_for_auto
+
+        return asks_for_auto(self.snapkv, self.policy)
 
     def resolve(self) -> Policy | Stages | None:
         """The policy; None as long as it is to be taken."""
@@ -150,9 +152,7 @@ class MemoryOptions:
     )
 
     def __post_init__(self):
-        from ..engine.config import CompressionConfig
-
-        CompressionConfig(**self.retention())  # which finds mistakes
+        self.require_valid()
         if self.store_dir is None:
             return
         folder = path_of(self.store_dir, "--store-dir")
@@ -160,9 +160,15 @@ class MemoryOptions:
             raise SnapKVError(f"--store-dir {folder} is no folder that files can be written to")
         tempfile.tempdir = str(folder)
 
+    def require_valid(self) -> None:
+        """Raises: SnapKVError: an option is invalid or conflicts with another."""
+        from ..planning.config import CompressionConfig
+
+        CompressionConfig(**self.retention())
+
     def retention(self) -> dict[str, Any]:
         """The same as keywords of `stream_generate`, `Conversation` and batches."""
-        from ..engine.config import RETENTION
+        from ..planning.config import RETENTION
 
         return {name: x for name, x in vars(self).items() if name in RETENTION}
 
@@ -176,7 +182,7 @@ class RetentionOptions(MemoryOptions):
     )
     refresh: str = option(
         "With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
-        "the whole answer, which is faster and less exact (turn).",
+        "the whole answer, which is faster and farther from the full cache's (turn): docs/recall.md.",
         "token",
     )
 
@@ -185,24 +191,38 @@ class RetentionOptions(MemoryOptions):
 class CompressionOptions(RetentionOptions, AutoPolicyOptions):
     """The policy, or what suits the prompt and the machine, and what becomes of what it does not keep."""
 
+    def require_valid(self) -> None:
+        if not self.is_auto:
+            super().require_valid()
+            return
+        from ..planning.auto import require_for_auto
+
+        require_for_auto(self.retention())
+
     def keywords(self) -> dict[str, Any]:
         return {"policy": self.resolve(), **self.retention()}
 
     def take(
-        self, model: Any, n_prompt: int | None, task: str, say: Callable[[str], None]
+        self,
+        model: Any,
+        n_prompt: int | None,
+        task: str,
+        say: Callable[[str], None],
+        given: dict[str, Any],
+        **how: Any,
     ) -> dict[str, Any]:
-        """What --policy auto changes of them, said in one line; a model's name will do."""
-        from ..engine.auto import FEW, auto
+        """What --policy auto changes of them, said in one line; a model's name will do.
+
+        Beside what is `given` as options of mlx-lm's, the arguments are those of `resolve`.
+        """
+        from ..planning.auto import resolve
         from .loading import load_without_weights, require_alone
 
         if not self.is_auto:
             return {}
         require_alone(policy=self.policy)
         model = load_without_weights(model) if isinstance(model, str) else model
-        taken = auto(model, n_prompt, task, kv_memory=self.kv_memory)
+        how |= {"policy": self.policy, "kv_memory": self.kv_memory}
+        config, _, taken = resolve(model, n_prompt, task, given | self.retention(), **how)
         say(in_flags(str(taken)))
-        found = taken.policy(0 if n_prompt else FEW)
-        if found is None:
-            return {"policy": None, "memory": "drop", "verify": None}
-        memory = taken.setting.memory if self.memory == "drop" else self.memory
-        return {"policy": found, "memory": memory}
+        return {"policy": config.policy, **config.retention}

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from ..engine.report import NO_POLICY, CompressionReport, format_bytes
+from ..engine.report import NO_POLICY, CompressionReport
+from ..planning.units import format_bytes
 from . import cache_options, options
 from .prompts import TextOptions, opening_tokens
 from .reading import Reading
@@ -37,9 +38,9 @@ def cache_prompt(
     from .. import saved
     from ..caches.layers import kv_bytes
     from ..caches.memories import saved_forms
-    from ..engine.config import CompressionConfig
-    from ..engine.footprint import book_cost
     from ..engine.prefill import require_book
+    from ..planning.config import CompressionConfig
+    from ..planning.footprint import book_cost
     from .progress import writing_bar
 
     chosen, memory = policy.resolve(), retention.memory

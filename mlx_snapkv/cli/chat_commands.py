@@ -12,12 +12,12 @@ from prompt_toolkit.document import Document
 
 from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
-from ..engine.auto import AUTO, CONVERSATION
-from ..engine.config import VERIFY
-from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..paths import path_of, put, refusing, require_place
-from ..policies import POLICIES, resolve_policy
+from ..planning.auto import CONVERSATION
+from ..planning.config import VERIFY
+from ..planning.units import format_bytes
+from ..policies import AUTO, POLICIES, resolve_policy
 from ..saved import require_writable
 from .cache_options import CompressionOptions
 from .chat_session import Session
@@ -255,9 +255,11 @@ def _policy(session: Session, text: str) -> None:
         session.say(f"policy: {now.policy or 'none'}")
         return
     if text == AUTO:
-        memory, kv_memory = session.wanted["memory"], session.context.params["kv_memory"]
-        options = CompressionOptions(policy=AUTO, memory=memory, kv_memory=kv_memory)
-        changes = options.take(now.model, None, CONVERSATION, session.say)
+        own = {"memory": session.wanted["memory"], "refresh": now.refresh, "far": now.far}
+        kv_memory = session.context.params["kv_memory"]
+        options = CompressionOptions(policy=AUTO, verify=now.verify, kv_memory=kv_memory, **own)
+        most = {"max_tokens": now.generation.get("max_tokens", 256)}
+        changes = options.take(now.model, None, CONVERSATION, session.say, now.generation, **most)
     else:
         changes = {"policy": None if text == "none" else resolve_policy(policy=text)}
     session.start_again(f"a new conversation with policy {changes['policy'] or 'none'}", **changes)

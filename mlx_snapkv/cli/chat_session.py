@@ -16,8 +16,8 @@ from prompt_toolkit.utils import is_dumb_terminal
 from typer import Context
 
 from ..chat.conversation import Conversation
-from ..engine.footprint import BookCost, book_cost
 from ..errors import SnapKVError
+from ..planning.footprint import BookCost, book_cost
 from ..several.ranks import Ranks, here
 from .options import SamplingOptions
 from .progress import stderr_console

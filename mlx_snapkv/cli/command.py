@@ -76,7 +76,7 @@ NEEDS = {
     "kv_memory": ("policy", "auto"),
     "prefix_dir_bytes": ("prefix_dir", ""),
 }
-LATER = {"refresh", "store_dir"}  # which a chat may need when it is under way
+LATER = {"refresh", "store_dir"}  # which a chat, or what --policy auto takes, may need
 
 # What a prompt saved before has settled.
 SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
@@ -127,7 +127,7 @@ class Command(TyperCommand):
             raise SnapKVError(text) from error
 
     def _require_use(self, ctx: Any) -> None:
-        exempt = LATER if self.name == "chat" else set()
+        exempt = LATER if self.name == "chat" or ctx.params.get("policy") == "auto" else set()
         if ctx.params.get("prompt_cache_file") is not None:
             exempt = {"store_dir"}  # for a book
             for flag in (flag_of(name) for name in SETTLED if ctx.params[name] is not None):

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..engine.report import format_bytes
 from ..paths import put_result
+from ..planning.units import format_bytes
 from ..reporting.table import Table
 from . import cache_options, options
 from .command import option
@@ -51,9 +51,9 @@ def compare(
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --policy snapkv:top_k=1024 --policy keydiff:budget=25% -o compared.html
     """
-    from ..engine.auto import worth_comparing
     from ..evals.compare import compare as compared
     from ..evals.compare import page
+    from ..planning.auto import worth_comparing
 
     path, retained = require_page(shown.output, ".html"), retention.retention()
     methods_of(shown.policy, **retained)  # which finds mistakes

@@ -13,9 +13,9 @@ import typer
 
 from ..demo.documents import Fact
 from ..demo.questions import is_right, make_haystack, question_prompt
-from ..engine.report import format_bytes
 from ..errors import SnapKVError
 from ..paths import path_of, put, refusing
+from ..planning.units import format_bytes
 from .loading import load_model
 from .options import MOST, DocumentSeed, Facts, Model, adapt_tokenizer
 

@@ -98,8 +98,6 @@ def needle(*, options: NeedleOptions, result: ResultOptions) -> None:
 
     files = options.haystack or []
     text = "\n\n".join(read_file("--haystack", file) for file in files)
-    if files and not text.strip():
-        raise SnapKVError(f"--haystack {' '.join(files)}: there is no text in it")
     make = partial(tasks.needle, needles=options.needles, text=text or None)
     options.ask(make, options.policy or [], result)
 

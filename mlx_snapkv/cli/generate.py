@@ -77,7 +77,9 @@ def generate(
     cache.require(loaded, draft.draft_model)
     if file is None:
         tokens = reading.wait_for(partial(prompt.encode, tokenizer, text))
-        keywords |= compression.take(loaded, len(tokens), "question", reading.say)
+        keywords |= compression.take(
+            loaded, len(tokens), "question", reading.say, keywords, max_tokens=sampling.max_tokens
+        )
         was_chosen = compression.is_auto and keywords["policy"] is None
         asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
         reading.warn(loaded, len(tokens), **asked)
@@ -113,8 +115,8 @@ class _Answer:
 
     def print(self, model: Any, tokenizer: Any, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
-        from ..engine.footprint import book_cost
         from ..engine.generate import stream_generate
+        from ..planning.footprint import book_cost
 
         show = not self.output.as_json
         n_before = 0 if self.start is None else self.start.n_tokens
@@ -168,15 +170,13 @@ class _Answer:
         if not self.reports:
             return "all entries kept so far"
         report = self.reports[0]
-        most, memory = self.keywords["max_kv_size"], self.keywords["memory"]
+        most = self.keywords["max_kv_size"]
         if report.policy == NO_POLICY:
             cache = "full cache" if most is None else f"mlx-lm's rotating cache of {most} entries"
             return cache + self.hint
         if not report.compressed:
             return f"{'' if report.reason == ENDED_IN_BLOCKS else 'full cache: '}{report.reason}"
-        all_of_them = f", all {report.prompt_tokens} kept (--memory {memory})"
-        beside = "" if memory == "drop" or report.book is not None else all_of_them
-        return f"{report.entries_text}, {report.memory_text}{beside}{report.recall_text}"
+        return f"{report.entries_text}, {report.memory_text}{report.recall_text}"
 
     def _to_dict(self) -> dict[str, Any]:
         report = self.reports[0] if self._continued is None else self._continued.report

@@ -35,6 +35,7 @@ STEPS = {
     "load_tokenizer": "its tokenizer can't be read",
     "load_adapters": "the adapters don't fit",
     "load_weights": "its weights don't fit its config.json",
+    "load_config": "its config.json does not describe such a model",
     "load_model": "its config.json does not describe such a model",
 }
 
@@ -71,10 +72,15 @@ def load_model(
     code = {"trust_remote_code": trust_remote_code}
     options: Any = {"tokenizer_config": code, **code}
     try:
+        changes = _rope_changes(where, f"{option} {name}")
         if n_ranks > 1:
+            if changes:
+                raise SnapKVError(
+                    f"mlx-lm reads no rope_parameters on several Macs: give config.json its rope_theta, or {ALONE_ONLY}"
+                )
             model, tokenizer = _load_shard(where, n_ranks, bool(pipeline), **options)
         else:
-            options["model_config"] = {"quantize_activations": quantize_activations}
+            options["model_config"] = {"quantize_activations": quantize_activations, **changes}
             options["adapter_path"] = None if adapter is None else str(adapter)
             model, tokenizer, *_ = load(where, **options)
     except SnapKVError as error:
@@ -83,6 +89,23 @@ def load_model(
         raise SnapKVError(f"{option} {name}: {_why(name, folder, error, 'loaded')}") from error
     _make_fast(name, model)
     return model, tokenizer
+
+
+def _rope_changes(where: str, named: str) -> dict[str, Any]:
+    """What of `rope_parameters` mlx-lm is to be given by the names that it reads, which is said on stderr.
+
+    Raises: SnapKVError: it has no such names.
+    """
+    from mlx_lm.utils import load_config, snapshot_download
+
+    from ..models.rope_parameters import taken_over
+
+    is_here = os.path.exists(where)
+    folder = where if is_here else snapshot_download(where, allow_patterns=["config.json"])
+    found = taken_over(load_config(Path(folder)))
+    if found.values:
+        print(f"mlx-snapkv: {named}: {found}", file=sys.stderr)
+    return found.changes
 
 
 def _joined(pipeline: bool | None) -> int:
@@ -156,6 +179,8 @@ def load_without_weights(name: str):
     try:
         there = os.path.exists(folder)
         model = without_weights(folder) if there else repository_without_weights(name)
+    except SnapKVError as error:
+        raise SnapKVError(f"--model {name}: {error}") from error
     except Exception as error:  # as above
         raise SnapKVError(f"--model {name}: {_why(name, folder, error, 'planned')}") from error
     _make_fast(name, model)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine.report import format_bytes
+from ..planning.units import format_bytes
 from ..reporting.table import Table
 from .cache_options import AutoPolicyOptions, CacheOptions
 from .command import option
@@ -15,7 +15,7 @@ from .options import AsJson, MaxTokens, Model, n_bytes, n_tokens, tokens_text
 from .results import print_table
 
 if TYPE_CHECKING:
-    from ..engine.machine import Machine
+    from ..planning.machine import Machine
     from ..planning.plan import MemoryPlan, Planner
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
@@ -53,8 +53,8 @@ def plan(
       mlx-snapkv plan --model MODEL --context 128k --memory 16GB
       mlx-snapkv plan --model MODEL --context 1M --policy keydiff:budget=4096 --kv-bits 8
     """
-    from ..engine.machine import mac, this_machine
     from ..models.rope import trained_length
+    from ..planning.machine import mac, this_machine
     from ..planning.plan import Planner
     from .loading import load_without_weights
 
@@ -100,7 +100,7 @@ class Plans:
 
     def choose(self, n: int) -> Choice:
         """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""
-        from ..engine.auto import QUESTION, SETTINGS
+        from ..planning.auto import QUESTION, SETTINGS, Asked, recommended
 
         planner, asked, usable = self.planner, self.asked, self.machine.usable
         shown = [setting.policy for setting in SETTINGS[QUESTION][: 2 * planner.can_compress]]
@@ -112,11 +112,13 @@ class Plans:
         first = made[asked]
         if asked is not None and first.peak <= usable:
             return Choice(n, found, first, "you asked for it, and it fits")
-        best, taken = planner.recommended(n, usable, self.kv_bits, self.kv_memory)
+        question = Asked(n, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
+        taken = recommended(planner, question, usable)
         if not taken.fits:
             return Choice(n, found)
         would = f"{_policy_text(first)} would take {format_bytes(first.peak)}"
         over = f"{would}, and {format_bytes(usable)} may be used"
+        best = replace(taken.plan, policy=taken.setting.policy)
         found += [] if best in found else [best]
         return Choice(n, found, best, taken.why if asked is None else over)
 
@@ -156,7 +158,9 @@ class Plans:
     def _command(self, plan: MemoryPlan) -> str:
         words = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"
         if plan.policy is not None and plan.reason is None:
-            words += f" --policy {shlex.quote(plan.policy)}"
+            from ..planning.auto import Setting
+
+            words += f" {Setting(plan.policy, plan.memory).flags}"
         return words if plan.kv_bits is None else f"{words} --kv-bits {plan.kv_bits}"
 
     def _table(self, choices: list[Choice]) -> Table:
@@ -179,4 +183,5 @@ class Plans:
 
 def _policy_text(plan: MemoryPlan) -> str:
     policy = plan.policy or "full cache"
+    policy += "" if plan.memory == "drop" else f", memory {plan.memory}"
     return policy if plan.kv_bits is None else f"{policy}, {plan.kv_bits} bits"

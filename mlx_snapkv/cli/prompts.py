@@ -91,7 +91,7 @@ class PromptOptions(TextOptions):
 
 
 def read_file(option: str, path: str) -> str:
-    """The text of the file that an option names; SnapKVError if it can't be read or is not text."""
+    """The text of the file that an option names; SnapKVError if it can't be read, is not text or has none."""
     file = path_of(path, option)
     with refusing(f"{option} {path}"), file.open("rb") as stream:
         return _decoded(stream, f"{option} {path}")
@@ -104,11 +104,13 @@ def _stdin() -> str:
 
 
 def _decoded(stream: BinaryIO, source: str) -> str:
-    """All the text; no more is read after a zero byte, which no text has, and of which /dev/zero has no end."""
+    """All the text, some at least; no more is read after a zero byte, which no text has: /dev/zero has no end."""
     pieces: list[bytes] = []
     while (not pieces or b"\0" not in pieces[-1]) and (piece := stream.read(1 << 20)):
         pieces.append(piece)
     text = b"".join(pieces).decode("utf-8-sig", errors="surrogateescape")
+    if not text.strip():
+        raise SnapKVError(f"{source}: there is no text in it")
     return require_text(text, source)
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..engine.footprint import BookCost
-    from ..engine.prompt_plan import ProgressCallback
     from ..engine.report import CompressionReport
+    from ..planning.footprint import BookCost
+    from ..planning.prompt_plan import ProgressCallback
 
 Result = TypeVar("Result")
 

@@ -194,9 +194,9 @@ def methods_of(
 
     Raises: SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
     """
-    from ..engine.config import CompressionConfig
     from ..evals.headwise import headwise
     from ..evals.methods import Method, require_compression
+    from ..planning.config import CompressionConfig
 
     options = {k: x for k, x in retention.items() if x not in ("drop", "token", None)}
     chosen = each_policy(dict.fromkeys(policies or []))

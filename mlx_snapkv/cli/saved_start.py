@@ -11,9 +11,10 @@ from ..caches.memories import book_memory
 from ..chat.prompts import mlx_lm_suffix
 from ..demo import MODELS
 from ..engine.compress import compress_prompt_cache
-from ..engine.report import NO_POLICY, CompressionReport, format_bytes
+from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
+from ..planning.units import format_bytes
 from ..policies import Policy, Stages, resolve_policy
 from .prompts import encode_question
 

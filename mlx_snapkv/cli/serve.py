@@ -121,7 +121,7 @@ def serve(
     ranks = here()
     settings = None if ranks.rank else http.settings()
     keywords = compression.keywords()
-    keywords |= compression.take(model.model, None, "conversation", Reading().say)
+    keywords |= compression.take(model.model, None, "conversation", Reading().say, vars(cache))
     room = n_bytes(PREFIX_FILES if in_files(keywords["memory"]) else PREFIXES)
     # Of several ranks, rank 0 says what is given up for room.
     n_prefix_bytes = sys.maxsize if ranks.rank else prefixes.prefix_bytes or room

@@ -23,10 +23,10 @@ from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
 from ..entries.selection import nan_scores
 from ..errors import SnapKVError
+from ..planning.prompt_plan import PromptPlan, fits_reason
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota
 from ..several.ranks import Ranks
-from .prompt_plan import PromptPlan, fits_reason
 from .report import CompressionReport
 
 # Receives what is kept of a layer: the positions `(B, n_kv_heads, n)`, in order, and their votes, if there were any.
@@ -108,7 +108,7 @@ class Compression:
         mx.clear_cache()
         self.is_compressed = True
         self.begin_answer()
-        report.kv_bytes_after = kv_bytes(self.caches)
+        report.kv_bytes_after = kv_bytes(self.caches) + report.kv_bytes_staying
         report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.caches))
         if self.decode_policy.schedule == "block":
             report.block = self.decode_policy.block
@@ -193,7 +193,7 @@ class Compression:
         n_prompt, compaction = self.plan.n_prompt, getattr(before, "compaction", None)
         if compaction is not None:
             kept, compaction = compaction.nearer(kept, n_prompt, closed=policy.closes_gaps)
-        small = decode_cache(layer, kept, choice.scores, n_prompt, policy, choice.quota, uniform)
+        small = decode_cache(layer, kept, n_prompt, policy, choice.quota, uniform)
         small.compaction = compaction
         del entries, kept
         voters = before if policy.observes_answer else None
@@ -207,10 +207,9 @@ class Compression:
 
 @dataclass
 class Choice:
-    """What is to be kept of a layer: places, scores and votes `(B, n_kv_heads, n)`, and the share of the attention."""
+    """What is to be kept of a layer: places and votes `(B, n_kv_heads, n)`, and the share of the attention."""
 
     kept: mx.array
-    scores: mx.array
     votes: mx.array | None
     quota: Quota
     share: float | None
@@ -228,10 +227,11 @@ class Scored:
 def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     """A policy's scores of a layer's entries, of which `quota` are to stay; nothing is computed yet."""
     entries.budget, entries.n_window = quota.entries, quota.n_window
+    scores = policy.score(entries)  # first, since it may make several kinds of votes in one pass
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:
         votes = entries.received
-    return Scored(policy.score(entries), votes, entries.layer.heads)
+    return Scored(scores, votes, entries.layer.heads)
 
 
 def choose(scored: Scored, quota: Quota) -> Choice:
@@ -243,10 +243,9 @@ def choose(scored: Scored, quota: Quota) -> Choice:
         voted = mx.take_along_axis(votes, kept, axis=-1)
         received, every = scored.heads.sum(mx.stack([voted.sum(), votes.sum()]))
         share = received / every
-    of_kept = mx.take_along_axis(scores, kept, axis=-1)
     nan = scored.heads.max(mx.any(mx.isnan(scores)).astype(mx.int32))
-    mx.eval(kept, of_kept, voted, share, nan)
+    mx.eval(kept, voted, share, nan)
     kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
     if nan.item() or (kept_share is not None and math.isnan(kept_share)):
         raise nan_scores()
-    return Choice(kept, of_kept, voted, quota, kept_share)
+    return Choice(kept, voted, quota, kept_share)

@@ -22,10 +22,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..caches.layers import attention_layers, layer_caches, members
 from ..errors import SnapKVError
 from ..models import type_of
+from ..planning.prompt_plan import PREFILL_STEP_SIZE, plan_prompt
 from ..policies import Policy, Stages
 from .loop_model import evicts, rewinding
 from .prefill import mlx_generate, read
-from .prompt_plan import PREFILL_STEP_SIZE, plan_prompt
 from .report import CompressionReport
 
 NUM_DRAFT_TOKENS = 2  # mlx-lm's own default
@@ -171,17 +171,16 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
             "a draft model needs a policy that keeps equally many entries in every layer: "
             "give a number or a share, or drop draft_model"
         )
-    if decode_policy.schedule == "once" and decode_policy.on_full in ("slide", "grow"):
+    if decode_policy.schedule == "once":
         return
     if decode_policy.observes_answer:
         raise SnapKVError(
             f"{decode_policy.name} with schedule=block lets every answer token vote, which rejected drafts can't take "
             "back: use schedule=once, or drop draft_model"
         )
-    block = decode_policy.answer_block(quotas[0].n_window)
-    if num_draft >= block:
+    if num_draft >= decode_policy.block:
         raise SnapKVError(
-            f"num_draft_tokens must be below the {block} tokens that the policy takes in "
+            f"num_draft_tokens must be below the {decode_policy.block} tokens that the policy takes in "
             f"between two evictions, got {num_draft}"
         )
 

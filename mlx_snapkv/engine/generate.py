@@ -9,8 +9,9 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import SnapKVError
+from ..planning.auto import QUESTION, resolve
+from ..planning.config import CompressionConfig
 from ..policies import Policy, SnapKV, Stages
-from .auto import asked_for
 from .draft_model import DraftedRequest, require_rewindable
 from .prefill import mlx_generate
 from .report import CompressionReport
@@ -35,7 +36,7 @@ def generate_step(
         model: an mlx-lm model.
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
         policy: a policy object, or a string such as `"keydiff:budget=8192"`; "auto", as `snapkv=True`, takes what
-            docs/choose.md recommends for the prompt and this machine.
+            docs/choose.md recommends for the prompt and this machine, and a memory, unless one is given.
         memory: "drop", the default: entries that are not kept are gone. "recall", "recall:8bit", "recall:4bit",
             "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory, quantised or in
             files, and in a `prompt_cache` that was given, without the answer's. A policy that evicts while it reads
@@ -44,7 +45,7 @@ def generate_step(
             on all entries. None: they are not.
         refresh: "token", the default: with a memory, every token of the answer chooses anew, by an index of the keys,
             which entries it reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer,
-            which is faster.
+            which is faster and farther from the full cache's answer; docs/recall.md has how far both are.
         far: "pull": positions are compacted by the model's own RoPE, so that no distance exceeds the trained length,
             with a policy that evicts while the prompt is read. "keep": they are not. By default they are if the prompt
             is longer than that, and it is possible.
@@ -64,7 +65,7 @@ def generate_step(
     prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
     start = functools.partial(mlx_generate.generate_step, prompt)
     request = model, len(prompt), kwargs.get("max_tokens", MAX_TOKENS)
-    return served(start, *request, *asked_for(*request, snapkv, policy, on_report, kwargs))
+    return served(start, *request, *_asked_for(*request, snapkv, policy, on_report, kwargs))
 
 
 def stream_generate(
@@ -91,7 +92,8 @@ def stream_generate(
     tokens = encode_prompt(tokenizer, prompt)
     n = len(tokens)
     asked = model, n, max_tokens, snapkv, policy, on_report
-    config, on_report, options = asked_for(*asked, kwargs)
+    config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
+    options.pop("draft_model")
     if draft_model is not None and config.retains:
         raise SnapKVError(f"a draft model can't be combined with memory={config.memory}: drop one")
     given = {"prompt": tokens, "max_tokens": max_tokens}
@@ -134,6 +136,30 @@ def generate(
     if verbose and response is not None:
         print(f"{figures(response)}\nCompression: {reports[0]}")
     return text
+
+
+def _asked_for(
+    model: Any,
+    n_prompt: int,
+    max_tokens: int,
+    snapkv: Any,
+    policy: Any,
+    on_report: ReportCallback | None,
+    options: dict[str, Any],
+) -> tuple[CompressionConfig, ReportCallback | None, dict[str, Any]]:
+    """What the keywords ask for, and mlx-lm's; with "auto" or `snapkv=True`, the report tells what was taken."""
+    how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "max_tokens": max_tokens}
+    config, options, taken = resolve(model, n_prompt, QUESTION, options, **how)
+    if taken is None:
+        return config, on_report, options
+
+    def explained(report: CompressionReport) -> None:
+        report.auto = str(taken)
+        report.reason = report.reason if config.policy else taken.why
+        if on_report is not None:
+            on_report(report)
+
+    return config, explained, options
 
 
 def figures(response: Any) -> str:

@@ -7,14 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.layers import kv_bytes
+from ..caches.layers import file_bytes, kv_bytes, kv_dtype
 from ..caches.memories import make_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
+from ..planning.config import CompressionConfig
+from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from ..policies import Policy, Stages, resolve_policy
-from .config import CompressionConfig
 from .loop_model import pacing
-from .prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from .readers import Request
 from .report import CompressionReport
 from .request import Uncompressed, make_request
@@ -102,8 +102,9 @@ def _leave_resident(request: Request) -> None:
         cache.offload()
         report.entries_kept[layer.index] = cache.n_entries
         report.kv_bytes_before += cache.full_nbytes
-        report.kv_bytes_after -= cache.store.nbytes
-    report.kv_bytes_after += kv_bytes(caches)
+        report.kv_bytes_staying += cache.kv_nbytes - cache.nbytes
+        report.kv_dtype = kv_dtype(cache)
+    report.kv_bytes_after, report.file_bytes = kv_bytes(caches), file_bytes(caches)
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:

@@ -19,11 +19,11 @@ from ..caches.recording import RecordingKVCache
 from ..errors import SnapKVError, UnsupportedModelError
 from ..models import attention_classes, type_of
 from ..models.patch import recording
+from ..planning.config import CompressionConfig
+from ..planning.prompt_plan import ProgressCallback, chunk_size, fits_reason, plan_prompt
 from ..policies.budgets import Quota
 from .compress import Choice, Compression
-from .config import CompressionConfig
 from .loop_model import Call, HookedModel
-from .prompt_plan import ProgressCallback, chunk_size, fits_reason, plan_prompt
 from .repetition import Repetition
 from .report import CompressionReport
 
@@ -41,6 +41,7 @@ class Request(Compression, ABC):
     Attributes:
         caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.
         observes: queries are asked for.
+        refreshes: the answer's tokens choose anew what they read.
         hook: makes the model's calls, if it is not the model itself.
         repetition: reads the prompt again, if the policy asks for that.
         report: what the compression did; empty before.
@@ -64,9 +65,9 @@ class Request(Compression, ABC):
         layers = attention_layers(model, prompt_cache)
         self.n_held = layers[0].entries_in(prompt_cache).offset
         n_prompt = self.n_held + n_new
-        plan = plan_prompt(
-            self.policy, n_prompt, out_of_core=config.retains and config.reads_in_blocks
-        )
+        self.refreshes = config.refreshes(layers)
+        out_of_core = config.retains and config.reads_in_blocks
+        plan = plan_prompt(self.policy, n_prompt, out_of_core, self.refreshes)
         report = CompressionReport(str(self.policy), n_prompt)
         how = config.quantization
         super().__init__(layers, list(prompt_cache), decode_policy, plan, report, how)
@@ -92,15 +93,6 @@ class Request(Compression, ABC):
     @property
     def n_ahead(self) -> int:
         return self.plan.n_ahead
-
-    @property
-    def refreshes(self) -> bool:
-        """Whether the answer's tokens choose anew: not among entries that are quantised for the answer, or that the
-        model's attention itself reads from its cache."""
-        if self.config.verify is not None:
-            return True
-        reads_itself = any(layer.family.method != "__call__" for layer in self.layers)
-        return self.config.reads_on and self.quantization is None and not reads_itself
 
     def step_size(self, limit: int | None) -> int:
         return chunk_size(self.policy, limit, self.plan, self.n_new)

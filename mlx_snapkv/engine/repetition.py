@@ -7,9 +7,9 @@ import mlx.core as mx
 
 from ..caches.layers import AttentionLayer
 from ..entries.attention import most_attention
+from ..planning.prompt_plan import ProgressCallback
 from ..policies import Policy
 from ..policies.base import LEAD
-from .prompt_plan import ProgressCallback
 from .rewind import Rewind
 
 AT_ONCE = 512  # tokens read again before they vote: until then the queries of all layers are held

@@ -3,8 +3,11 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..planning.units import format_bytes
+
 SLOWER = 0.9  # times as fast as the full cache, from which on nothing is won
 NO_POLICY = "none"
+STAYING = "kv_bytes_staying", "file_bytes"  # of a report, told where they are any
 ENDED_EARLY = "the answer ended before its prompt was compressed"
 ENDED_IN_BLOCKS = "the answer ended before the policy chose from what reading in blocks had left"
 
@@ -57,7 +60,10 @@ class CompressionReport:
         reason: why nothing was compressed, with what to change; None when entries were dropped.
         entries_kept: by layer of the model, entries per KV head; None for layers without a KV cache.
         kv_bytes_before: of all tokens' entries at the compression, those evicted before included.
-        kv_bytes_after: of the buffers of the caches that go on; `kv_dtype` is their "float16", say, or "8 bits".
+        kv_bytes_after: of all keys and values in memory from then on, and of their index: what a token of the answer
+            reads, whose `kv_dtype` is "float16", say, or "8 bits", and with a `memory` what stays beside that.
+        kv_bytes_staying: of those, what stays.
+        file_bytes: of the entries that stay in files.
         block: the tokens for which those have room beside the entries kept, if the answer evicts in blocks.
         attention_share: by layer, the part (0 to 1) of the voters' attention that went to the entries kept, if the
             prompt votes.
@@ -77,6 +83,8 @@ class CompressionReport:
     entries_kept: list[int | None] = field(default_factory=list)
     kv_bytes_before: int = 0
     kv_bytes_after: int = 0
+    kv_bytes_staying: int = 0
+    file_bytes: int = 0
     kv_dtype: str = ""
     block: int | None = None
     attention_share: list[float | None] = field(default_factory=list)
@@ -100,13 +108,18 @@ class CompressionReport:
         return max((n for n in self.entries_kept if n is not None), default=0)
 
     @property
+    def kv_bytes_read(self) -> int:
+        """Bytes that a token of the answer reads, with the room for more and the index that it chooses by."""
+        return self.kv_bytes_after - self.kv_bytes_staying
+
+    @property
     def warnings(self) -> list[str]:
         found = []
         if self.full_token_seconds and self.token_seconds and self.verified is None:
             times = self.full_token_seconds / self.token_seconds
             if times < SLOWER:
                 found.append(f"{times:.2f} times as fast as the full cache at this length")
-        if self.compressed and self.kv_bytes_after > self.kv_bytes_before:
+        if self.compressed and self.kv_bytes_read > self.kv_bytes_before:
             found.append("the entries kept take more memory than the full cache would")
         return found
 
@@ -123,13 +136,22 @@ class CompressionReport:
 
     @property
     def memory_text(self) -> str:
-        """The KV memory; buffers may have room for more than the entries kept."""
+        """The KV memory, and where entries stay beside those that a token reads, what of it is which.
+
+        Buffers may have room for more than the entries kept.
+        """
         kept = [n for n in self.entries_kept if n is not None]
         share = sum(kept) / max(1, len(kept) * self.prompt_tokens)
-        spare = self.kv_bytes_after > 1.05 * share * self.kv_bytes_before
+        spare = self.kv_bytes_read > 1.05 * share * self.kv_bytes_before and not self.refreshed
         room = f", with room for {f'a block of {self.block}' if self.block else 'more'}"
         before, after = format_bytes(self.kv_bytes_before), format_bytes(self.kv_bytes_after)
-        return f"KV memory {before} → {after} ({self.kv_dtype}{room if spare else ''})"
+        how = f"({self.kv_dtype}{room if spare else ''})"
+        if not self.kv_bytes_staying and not self.file_bytes:
+            return f"KV memory {before} → {after} {how}"
+        in_files = f"{format_bytes(self.file_bytes)} of files"
+        where = in_files if self.file_bytes else format_bytes(self.kv_bytes_staying)
+        stay = "" if self.book else f", all {self.prompt_tokens} entries stay in {where}"
+        return f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {how}{stay}"
 
     @property
     def recall_text(self) -> str:
@@ -149,12 +171,3 @@ class CompressionReport:
         took = f", selection {self.selection_seconds:.2f} s" if self.book is None else ""
         kept = f"{self.entries_text}{share}, {self.memory_text}"
         return f"{self.prompt_tokens} prompt tokens, {kept}{took}{self.recall_text}"
-
-
-def format_bytes(n: float) -> str:
-    """Bytes in decimal units, as mlx-lm reports memory: 1,234,567 is "1.23 MB"."""
-    for unit in ("B", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} GB"

@@ -7,9 +7,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, is_compressed, members
 from ..caches.memories import recalling_caches
-from .config import CompressionConfig
+from ..planning.config import CompressionConfig
+from ..planning.prompt_plan import ProgressCallback, gate
 from .loop_model import observing, one_by_one
-from .prompt_plan import ProgressCallback, gate
 from .readers import InMemoryReader, Request
 from .report import NO_POLICY, CompressionReport
 from .retaining import OutOfCoreReader, RetainingReader

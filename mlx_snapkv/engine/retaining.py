@@ -51,18 +51,28 @@ class RetainingReader(Request):
             layer.cache_in(self.prompt_cache).offload()
 
     def full_view(self, layer: AttentionLayer) -> FullView:
-        """All of a layer's entries, with an index for queries like the prompt's last, if those were recorded."""
+        """All of a layer's entries, with an index that stays for later turns: of earlier ones, and what came since.
+
+        A new one is for queries like the prompt's last, if those were recorded.
+        """
         cache = layer.cache_in(self.prompt_cache)
-        view = FullView(cache.views(), layer, self.compaction, cache.index)
-        if cache.index is None:
-            view.index = view.make_index(cache.held(1).voters.heads if cache.n_queries else None)
+        view = FullView(cache.views(), layer, self.compaction)
+
+        queries = cache.queries if cache.n_queries else None
+        view.index = cache.index = view.grown_index(cache.index, queries)
         return view
 
     def begin_answer(self) -> None:
         """Unless the prompt has chosen for it, let every token of the answer choose anew among all entries."""
         super().begin_answer()
-        if not self.refreshes:
-            return
+        if self.refreshes:
+            self._let_choose()
+        kept = [layer.cache_in(self.prompt_cache) for layer in self.layers]
+        read = sum(cache.index_nbytes for cache in kept) if self.refreshes else 0
+        self.report.kv_bytes_staying = sum(cache.kv_nbytes for cache in kept) - read
+        self.report.file_bytes = file_bytes(self.prompt_cache)
+
+    def _let_choose(self) -> None:
         for layer, quota in zip(self.layers, self.decode_quotas):
             layer.put(self.caches, self.refreshed(layer, quota))
             self.report.entries_kept[layer.index] = layer.entries_in(self.caches).n_entries
@@ -248,8 +258,9 @@ class OutOfCoreReader(RetainingReader):
         """A cache of what was chosen, but for the tokens to be read again."""
         at = self.plan.n_prompt - self._n_again
         kept = self.full_view(layer).gather(choice.kept[..., : -self._n_again], at)
-        wanted = at, self.decode_policy, choice.quota, uniform
-        cache = decode_cache(layer, kept, choice.scores, *wanted, reads_again=True)
+        cache = decode_cache(
+            layer, kept, at, self.decode_policy, choice.quota, uniform, reads_again=True
+        )
         mx.eval(cache.state)
         return cache
 
@@ -262,18 +273,12 @@ class OutOfCoreReader(RetainingReader):
     def _answering(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> object:
         read = layer.cache_in(self._small)
         kept = read.held().packed(self.quantization)
-        wanted = self.plan.n_prompt, self.decode_policy, choice.quota, uniform
-        small = decode_cache(layer, kept, choice.scores, *wanted)
+        n_prompt, policy = self.plan.n_prompt, self.decode_policy
+        small = decode_cache(layer, kept, n_prompt, policy, choice.quota, uniform)
         small.inherit(read)
         small.inherit_statistics(layer.cache_in(self.prompt_cache))
         mx.eval(small.state)
         return small
-
-    def full_view(self, layer: AttentionLayer) -> FullView:
-        view, cache = super().full_view(layer), layer.cache_in(self.prompt_cache)
-        if cache.index is None:
-            cache.index = view.index
-        return view
 
     def _choosing(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """A cache whose tokens choose among all entries before those of the tokens that are read again."""

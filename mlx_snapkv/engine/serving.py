@@ -13,8 +13,8 @@ from ..caches.layers import attention_layers, is_compressed, require_quantizable
 from ..caches.memories import lasting_forms, make_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
+from ..planning.config import CompressionConfig
 from .compress import KeptCallback
-from .config import CompressionConfig
 from .loop_model import evicts, pacing, rewinding
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, CompressionReport
 from .request import Request, Uncompressed, make_request

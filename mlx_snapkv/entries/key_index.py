@@ -81,6 +81,13 @@ class KeyIndex:
         self._codes += mx.split(codes, range(BLOCK, codes.shape[3], BLOCK), axis=3)
         mx.eval(self._codes)
 
+    def outgrown_by(self, n: int) -> bool:
+        """Whether `n` keys are too many for an index of these components: twice as many as they were taken of.
+
+        Keys late in a text differ from early ones, if only by their rotation.
+        """
+        return n >= 2 * self.n_made_of
+
     def truncate(self, n: int) -> None:
         self._codes = [
             codes[..., : n - start] for start, codes in zip(range(0, n, BLOCK), self._codes)

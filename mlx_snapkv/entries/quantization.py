@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
 
 from ..errors import SnapKVError
 
@@ -14,6 +13,9 @@ GROUP_SIZES = (32, 64, 128)
 KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # what mlx-lm's functions call it
 
 KEYS, VALUES = 0, 1
+
+# Rows that a buffer without a limit grows by: an eighth of what it has, within these.
+LEAST, MOST = 16, 256
 
 # Entries as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or packed values, scales and biases,
 # `(B, n_kv_heads, T, ...)` each, as `mx.quantize` makes them.
@@ -81,7 +83,11 @@ def n_bytes(stored: Stored) -> int:
 
 def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
     """A function of every array that entries are stored in, and of their counterparts in `others`."""
-    return tree_map(function, stored, *others)
+    if isinstance(
+        stored, mx.array
+    ):  # a decoded token waits for this: tree_map would take twice as long
+        return function(stored, *others)
+    return tuple(each(function, *parts) for parts in zip(stored, *others))
 
 
 def rows(stored: Stored, start: int, stop: int) -> Stored:
@@ -102,6 +108,11 @@ def join(*stored: Stored) -> Stored:
 def grown(stored: Stored, more: int) -> Stored:
     """A copy with room for `more` rows."""
     return each(lambda x: mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)]), stored)
+
+
+def with_room(n: int) -> int:
+    """Rows to allocate where `n` are needed and more will be: a copy now and then, little memory for nothing."""
+    return n + min(MOST, max(LEAST, n // 8))
 
 
 def fitting_groups(head_sizes: Iterable[int], option: str) -> list[int]:

@@ -216,15 +216,13 @@ class Answers:
         question = self._questions[i]
         asked = self._model, self._tokenizer, question.prompt, begun, kept, question.max_tokens
         answer = decode(*asked, policy=method.policy, **method.options)
-        report, n_bytes = answer.report, kv_bytes(answer.cache)
+        report = answer.report
+        n_bytes = report.kv_bytes_after if report.compressed else kv_bytes(answer.cache)
         n_tokens, before, policy = len(answer.tokens), 0, method.scores
         if kept[1] is None:
             before = answer.n_before + 1
         elif ahead and policy is not None:
             before = n_before(policy, len(question.prompt))
-        if report.compressed:
-            # With a memory, the cache that was given holds all entries, and the answer's own is another.
-            n_bytes = report.kv_bytes_after + (n_bytes if method.options else 0)
         return {
             "score": float(question.score(answer.text)),
             "answer": answer.text,

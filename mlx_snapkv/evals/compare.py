@@ -18,9 +18,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes
 from ..content_policy import content_policy
-from ..engine.prompt_plan import gate
 from ..engine.request import held_tokens
 from ..inspecting.sentences import token_spans
+from ..planning.prompt_plan import gate
 from ..reporting.table import Table
 from .answering import Answer, decode
 from .divergence import Reference

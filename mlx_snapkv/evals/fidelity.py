@@ -16,8 +16,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
-from ..engine.report import NO_POLICY, CompressionReport, format_bytes
+from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import n_bytes
+from ..planning.units import format_bytes
 from ..policies import Stages
 from ..reporting.table import Table
 from . import loop

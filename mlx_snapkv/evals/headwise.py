@@ -16,12 +16,12 @@ from mlx_lm.models.cache import KVCache
 from ..caches.layers import attention_layers, kv_bytes, quotas_of
 from ..caches.recording import RecordingKVCache
 from ..engine.compress import score
-from ..engine.prompt_plan import gate
 from ..engine.report import CompressionReport
 from ..entries.attention import attention_weights
 from ..entries.entries import Entries
 from ..entries.selection import nan_scores, top_positions
 from ..errors import SnapKVError, UnknownOptionError, UnsupportedModelError
+from ..planning.prompt_plan import gate
 from ..policies import Policy, SnapKV, resolve_policy
 from ..policies.budgets import Quota
 from .reading import Reading, shares_reading

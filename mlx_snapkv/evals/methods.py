@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..chat.prompts import common_prefix
-from ..engine.prompt_plan import gate
 from ..errors import SnapKVError
+from ..planning.prompt_plan import gate
 from .headwise import HeadWise
 from .loop import Record
 from .reading import AnyPolicy, shares_reading

@@ -15,16 +15,16 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..caches.adapter import full_cache
 from ..caches.layers import attention_layers, copies_but_entries
 from ..caches.recording import RecordingKVCache, SharedKVCache
-from ..engine.config import CompressionConfig
 from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
-from ..engine.prompt_plan import LARGEST_CHUNK, gate, plan_prompt
 from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import NO_POLICY_REASON, make_request
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
+from ..planning.config import CompressionConfig
+from ..planning.prompt_plan import LARGEST_CHUNK, gate, plan_prompt
 from ..policies import Policy, Stages
 
 AnyPolicy = Policy | Stages

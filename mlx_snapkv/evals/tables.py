@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..engine.report import format_bytes
+from ..planning.units import format_bytes
 from ..reporting.table import Table, as_page
 from .methods import BY_MASK, FULL, SETTINGS
 

@@ -11,16 +11,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import attention_layers
 from ..caches.recording import RecordingKVCache
-from ..engine.config import CompressionConfig
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
-from ..engine.prompt_plan import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
 from ..engine.serving import MAX_TOKENS, served
 from ..entries.queries import on_queries
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
+from ..planning.config import CompressionConfig
+from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .recorder import Attended, Recorder
 from .sentences import Sentence, Span, ranked, special_tokens, token_spans
@@ -133,7 +133,8 @@ def inspect_prompt(
 
     Args:
         prompt: a text, to which no chat template is applied, or token ids, as of `stream_generate`.
-        snapkv, policy: as of `stream_generate`; without either, or below the policy's `min_ctx`, nothing is dropped.
+        snapkv, policy: as of `stream_generate` but for "auto"; without either, or below the policy's `min_ctx`, nothing
+            is dropped.
         **options: `prefill_step_size` and `prompt_progress_callback`, as of `prefill`.
 
     Raises: SnapKVError: the prompt or the answer is empty, the policy can't be read, or the model is not supported.

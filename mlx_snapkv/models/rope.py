@@ -97,18 +97,50 @@ def _probe(rope: Rope, head_dim: int) -> Probe:
 def trained_length(model) -> int | None:
     """The `max_position_embeddings` of a model's configuration, or what a scaled RoPE extends them to; None if mlx-lm's
     arguments of the family leave them out."""
+    lengths = _lengths(model)
+    return lengths and lengths[0]
+
+
+def longest_trained_length(model) -> int | None:
+    """The same if a linear factor is still to multiply `max_position_embeddings`.
+
+    Of published configurations some have multiplied them already, some have not, and nothing in them says which.
+    """
+    lengths = _lengths(model)
+    return lengths and lengths[1]
+
+
+def _lengths(model) -> tuple[int, int] | None:
     args = getattr(model, "args", None)
     for config in (args, _of(args, "text_config")):
         length = _of(config, "max_position_embeddings")
         if isinstance(length, int) and length > 0:
-            return max(length, _extended(config))
+            readings = [_extended(length, scaling) for scaling in _scalings(config)]
+            shorter, longer = zip((length, length), *readings)
+            return max(shorter), max(longer)
     return None
 
 
-def _extended(config: Any) -> int:
-    scaling = _of(config, "rope_scaling") or _of(config, "rope_parameters")
+def _scalings(config: Any) -> list[Any]:
+    """What is said of the scaling, by mlx-lm's name or that of transformers 5, which may have it by layer type."""
+    said = _of(config, "rope_scaling") or _of(config, "rope_parameters")
+    by_type = (
+        [x for x in said.values() if isinstance(x, Mapping)] if isinstance(said, Mapping) else []
+    )
+    return by_type or [said]
+
+
+def _extended(length: int, scaling: Any) -> tuple[int, int]:
+    """What `length` becomes, and what it may become."""
     original, factor = _of(scaling, "original_max_position_embeddings"), _of(scaling, "factor")
-    return int(original * factor) if original and factor else 0
+    kind = _of(scaling, "rope_type") or _of(scaling, "type")
+    if (
+        not factor or kind == "llama3"
+    ):  # whose factor is of wavelengths, and whose length is told as it is
+        return length, length
+    if original:
+        return int(original * factor), int(original * factor)
+    return length, int(length * factor) if kind == "linear" else length
 
 
 def _of(config: Any, name: str) -> Any:

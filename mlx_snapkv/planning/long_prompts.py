@@ -1,17 +1,17 @@
 """What is said of prompts before they are read: what will be kept, and whether they are too long."""
 
-import shlex
 from typing import Any
 
-from ..engine.auto import worth_comparing
-from ..engine.config import CompressionConfig
-from ..engine.footprint import EntrySizes, Footprint, total_bytes
-from ..engine.machine import this_machine
-from ..engine.prompt_plan import gate
-from ..engine.report import format_bytes
 from ..entries.quantization import taken_from
+from ..errors import SnapKVError
 from ..policies import Policy, Stages
+from .auto import Asked, recommended, worth_comparing
+from .config import RETENTION, CompressionConfig
+from .footprint import EntrySizes, Footprint, total_bytes
+from .machine import this_machine
 from .plan import Planner
+from .prompt_plan import gate, plan_prompt
+from .units import format_bytes
 
 LONG = 2048  # tokens from which a prompt without a policy is worth a word
 _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
@@ -23,8 +23,9 @@ class LongPrompts:
     def __init__(self, model: Any, *, policy: Policy | Stages | None = None, **options: Any):
         self._model, self._policy, self._usable = model, policy, this_machine().usable
         given = {name: value for name, value in options.items() if value is not None}
-        self._config, given = CompressionConfig.taken_from(given, policy)
-        self._quantization, _ = taken_from(given)
+        self._retention = {name: given[name] for name in RETENTION if name in given}
+        quantization, _ = taken_from(given)
+        self._config, given = CompressionConfig.taken_from(given, policy, quantization=quantization)
         self._kv_bits, self._is_rotating = given.get("kv_bits"), "max_kv_size" in given
         self._options = {name: given[name] for name in _PLANNED if name in given}
         self._planner: Planner | None = None
@@ -54,7 +55,7 @@ class LongPrompts:
             return (
                 f"nothing will be evicted: {reason}, for example --policy {worth_comparing(n)[0]}"
             )
-        footprint, last = Footprint(sizes, policy, self._quantization), policy.stages[1]
+        footprint, last = Footprint(sizes, self._config), policy.stages[1]
         kept = footprint.kept(n)
         least, most = min(kept), max(kept)
         count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
@@ -64,17 +65,22 @@ class LongPrompts:
         after = total_bytes(footprint.row_bytes, [k + beside for k in kept]) + n * sum(sizes.plain)
         saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"
         room = f", room for a block of {beside:,} included" if beside else ""
-        return f"{count} of {n:,} entries will be kept: {saved}{room}"
+        first = (
+            plan_prompt(policy, n).n_ahead + 2
+        )  # token of the answer that is decoded from what was kept
+        since = "" if policy.reads_in_blocks else f" from the answer's token {first} on"
+        return f"{count} of {n:,} entries will be kept{since}: {saved}{room}"
 
     def _too_large(self, n_prompt: int) -> str | None:
         """A sentence if a prompt will not fit; None if it will, or if it can't be planned."""
         try:
             self._planner = self._planner or Planner(self._model, **self._options)
-            plan = self._planner.plan(n_prompt, self._policy, self._kv_bits)
+            plan, _ = self._planner.planned(n_prompt, self._config, self._kv_bits)
             if plan.peak <= self._usable:
                 return None
-            other, taken = self._planner.recommended(n_prompt, self._usable, self._kv_bits)
-        except Exception:  # it is read all the same
+            asked = Asked(n_prompt, retention=self._retention, kv_bits=self._kv_bits)
+            taken = recommended(self._planner, asked, self._usable)
+        except SnapKVError:  # it is read all the same
             return None
         said = (
             f"{n_prompt} tokens will take about {format_bytes(plan.peak)}, and this machine has "
@@ -82,5 +88,4 @@ class LongPrompts:
         )
         if not taken.fits:
             return f"{said}; no policy known here makes them fit"
-        how = "--policy " + shlex.quote(other.policy) if other.policy else "the full cache"
-        return f"{said}; {how} would take {format_bytes(other.peak)}"
+        return f"{said}; {taken.setting.flags or 'the full cache'} would take {format_bytes(taken.plan.peak)}"

@@ -1,23 +1,24 @@
-"""What a model's prompts will take, by length and policy, and the policy that would fit."""
+"""What a model's prompts will take, by length and policy."""
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
+from ..caches.full_view import READ_TOKENS
 from ..caches.layers import require_quantizable
-from ..engine.auto import QUESTION, Cost, Setting, Taken, recommended
-from ..engine.config import CompressionConfig
-from ..engine.footprint import EntrySizes, Footprint, total_bytes, weight_bytes
-from ..engine.prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
-from ..entries.attention import HELD_BYTES
+from ..entries.attention import BLOCK_BYTES, HELD_BYTES, READ_BYTES
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
+from ..models.rope import trained_length
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from ..policies.budgets import UNLIMITED
-from .shapes import layer_shapes, tables
+from .config import CompressionConfig
+from .footprint import EntrySizes, Footprint, Need, total_bytes, weight_bytes
+from .prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
+from .shapes import layer_shapes, query_heads, tables
 
 MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
 
@@ -26,6 +27,14 @@ MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
 GROWN = 1.25
 EVICTED = 3.0
 
+# Times the logits of the queries that vote: of all entries at once, or of a block, of which many are under way.
+VOTED = 2.25
+VOTED_BLOCKS = 12
+LEAST_BLOCK = 64  # entries
+
+# Times a layer's entries of the tokens that are read from a store at a time, to choose among or to index.
+READ_BACK = 1.1
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -33,6 +42,7 @@ class MemoryPlan:
 
     context: int
     policy: str | None  # None is all entries, and no `kv_bits` unquantised ones
+    memory: str  # where entries stay that the policy does not keep
     kv_bits: int | None
     weights: int
     kv: int  # once the prompt has been read, and compressed
@@ -60,13 +70,15 @@ class Planner:
         max_tokens: int = MAX_TOKENS,
         prefill_step_size: int = PREFILL_STEP_SIZE,
     ):
-        self._model, self._group_size = model, kv_group_size
+        self.model, self._group_size = model, kv_group_size
+        self.trained_length = trained_length(model)
         self._max_tokens, self._step_size = max_tokens, prefill_step_size
         self._sizes, self._weights = EntrySizes(model), weight_bytes(model)
         self.can_compress = self._sizes.refusal is None
         self._shapes = layer_shapes(model, self._sizes)
         self._vocabulary = max(x.weight.shape[0] for x in tables(model))
         self._widest = max((*self._sizes.of_token(), *self._sizes.plain), default=0)
+        self._heads = max((query_heads(layer.attention) for layer in self._sizes.layers), default=0)
         self._footprint = functools.cache(self._made)
 
     def plan(
@@ -75,56 +87,51 @@ class Planner:
         """What a prompt of `context` tokens takes; arguments and errors as of `plan_memory`."""
         if context < 1:
             raise SnapKVError(f"context must be at least 1 token, got {context}")
-        chosen, how = resolve_policy(policy=policy), self._quantization(kv_bits)
+        plan, _ = self.planned(context, CompressionConfig(resolve_policy(policy=policy)), kv_bits)
+        return replace(plan, policy=policy) if isinstance(policy, str) else plan
+
+    def planned(
+        self, context: int, config: CompressionConfig, kv_bits: int | None = None
+    ) -> tuple[MemoryPlan, int]:
+        """The same for a config, and the most bytes of its entries at once."""
+        chosen, how = config.policy, self._quantization(kv_bits)
         reason = None if chosen is None else gate(chosen, context, None, self._max_tokens)
-        used = None if reason else chosen
-        footprint = self._footprint(used, how)
-        return MemoryPlan(
+        used = replace(config, policy=None if reason else chosen, quantization=how)
+        footprint = self._footprint(used)
+        need = footprint.need(context, self._max_tokens)
+        plan = MemoryPlan(
             context,
-            None if chosen is None else policy if isinstance(policy, str) else str(chosen),
+            None if chosen is None else str(chosen),
+            config.memory,
             kv_bits,
             self._weights,
-            self._kv(context, used, how),
+            self._kv(context, used, need),
             self._weights + self._reading(footprint, context),
             self._weights + self._answering(footprint, context),
             reason,
-            CompressionConfig(used).warning(self._model, context),
+            used.warning(self.model, context),
         )
+        is_quantised = used.policy is None and how is not None  # by mlx-lm, which no need counts
+        return plan, plan.kv if is_quantised else need.most
 
-    def recommended(
-        self, context: int, usable: int, kv_bits: int | None = None, kv_memory: int | None = None
-    ) -> tuple[MemoryPlan, Taken]:
-        """The plan of what `policy="auto"` takes for one question within `kv_memory`, and why."""
-        how = self._quantization(kv_bits)
-
-        def cost(setting: Setting) -> Cost:
-            plan = self.plan(context, setting.policy, kv_bits)
-            policy = resolve_policy(policy=setting.policy)
-            is_quantised = policy is None and how is not None  # by mlx-lm, which no need counts
-            need = self._footprint(policy, how).need(context, self._max_tokens)
-            return Cost(plan.peak, plan.kv if is_quantised else need.most, plan.beyond)
-
-        choose = functools.partial(recommended, can_compress=self.can_compress)
-        taken = choose(context, QUESTION, cost, usable, kv_memory=kv_memory)
-        return self.plan(context, taken.setting.policy, kv_bits), taken
-
-    def _made(self, policy: Policy | Stages | None, how: Quantization | None) -> Footprint:
+    def _made(self, config: CompressionConfig) -> Footprint:
+        policy = config.policy
         name = policy and policy.stages[1].repeats and policy.stages[1].name
         if name:
             raise SnapKVError(f"{name} reads a prompt twice, which is not counted: plan another")
-        return Footprint(self._sizes, policy, how, self._step_size)
+        return Footprint(self._sizes, config, self._step_size)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:
         if kv_bits is None:
             return None
         found = Quantization(kv_bits, self._group_size)
-        require_quantizable(self._model, self._sizes.layers, found)
+        require_quantizable(self.model, self._sizes.layers, found)
         return found
 
-    def _kv(self, context: int, policy: Policy | Stages | None, how: Quantization | None) -> int:
-        if policy is None and context > DEFAULT_QUANTIZED_KV_START:
-            return context * self._sizes.full(how)
-        return self._footprint(policy, how).need(context, self._max_tokens).kept
+    def _kv(self, context: int, config: CompressionConfig, need: Need) -> int:
+        if config.policy is None and context > DEFAULT_QUANTIZED_KV_START:
+            return context * self._sizes.full(config.quantization)
+        return need.kept + need.stays
 
     def _reading(self, footprint: Footprint, n_prompt: int) -> int:
         """The most in use while a prompt is read, up to its last token, which is read with the answer."""
@@ -144,10 +151,42 @@ class Planner:
         entries = footprint.bytes_read(n_prompt) + sum(self._sizes.plain) * _rows(n)
         if policy.reads_in_blocks:
             entries += int(EVICTED * self._widest * most)
+            entries += self._recalled(footprint, n_prompt)
         held = self._chunks(n, chunk, most)
         if any(stage.accumulates_attention for stage in policy.stages):
             held = max(held, self._counting(chunk, most))
-        return entries + held
+        return max(entries + held, self._choosing(footprint, n_prompt))
+
+    def _choosing(self, footprint: Footprint, n_prompt: int) -> int:
+        """The most in use while a policy chooses among a layer's entries; all entries read are there until then."""
+        policy, sizes = footprint.policy, self._sizes
+        assert policy is not None
+        plan, rows = plan_prompt(policy, n_prompt), footprint.rows_read(n_prompt)
+        if self._max_tokens < plan.n_ahead:  # the answer ends before
+            return 0
+        heads, most = self._heads, max(rows)
+        entries = footprint.bytes_read(n_prompt) + sum(sizes.plain) * _rows(n_prompt)
+        entries += self._widest * most  # a layer's, in order
+        entries += self._recalled(footprint, n_prompt)
+        if not policy.stages[1].obs_window or footprint.config.reads_on:
+            return entries
+        queries = plan.n_voters * heads * sizes.of_head()
+        if footprint.config.retains and policy.reads_in_blocks:
+            logits = 4 * heads * plan.n_voters * n_prompt
+            return entries + queries + int(VOTED * min(logits, READ_BYTES))
+        logits = 4 * heads * plan.n_voters * most
+        if logits <= HELD_BYTES:
+            held = int(VOTED * logits)
+        else:
+            held = VOTED_BLOCKS * max(BLOCK_BYTES, 4 * heads * plan.n_voters * LEAST_BLOCK)
+        return entries + queries + held
+
+    def _recalled(self, footprint: Footprint, n: int) -> int:
+        """Bytes of `n` tokens where all entries stay, with those that are being read; 0 where none do."""
+        if not footprint.config.retains:
+            return 0
+        read = int(READ_BACK * self._widest * min(n, READ_TOKENS))
+        return footprint.stored(n) + read * footprint.config.reads_in_blocks
 
     def _answering(self, footprint: Footprint, n_prompt: int) -> int:
         """The most in use while an answer is decoded."""
@@ -161,6 +200,9 @@ class Planner:
             kept, last = footprint.kept(n_prompt), policy.stages[1]
             grown = [n + _added(last, n, self._max_tokens) for n in kept]
             entries = total_bytes(footprint.row_bytes, grown)
+            if footprint.config.retains:
+                entries += self._recalled(footprint, n_prompt + self._max_tokens)
+                entries += footprint.bytes_read(n_prompt) if policy.reads_in_blocks else 0
             entries += sum(sizes.plain) * (n_prompt + _added(last, n_prompt, self._max_tokens))
             seen = max((*kept, n_prompt) if sizes.plain else kept)
         held = max(x.held(1, n_prompt, seen) for x in self._shapes)
@@ -196,7 +238,8 @@ def plan_memory(
     Args:
         model: an mlx-lm model, its weights loaded or not.
         context: tokens of the prompt.
-        policy, snapkv, kv_bits: as of `generate_step`, and so are `kv_group_size`, `max_tokens`, `prefill_step_size`.
+        policy, snapkv, kv_bits: as of `generate_step` but for "auto", and so are `kv_group_size`, `max_tokens`,
+            `prefill_step_size`.
 
     Raises: SnapKVError: the policy can't serve the model or a prompt of this length, or reads it twice.
     """

@@ -10,14 +10,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_config, load_model
 
 from ..caches.layers import members
-from ..engine.footprint import EntrySizes, window_of
 from ..errors import UnsupportedModelError
 from ..models import attentions
 from ..models.family import AttentionFamily
+from ..models.rope_parameters import taken_over
 from ..policies.budgets import UNLIMITED
+from .footprint import EntrySizes, window_of
 
 METAL = mx.metal.is_available()
 FUSED = (64, 80, 128)  # head sizes of Metal's attention kernel for chunks (MLX 0.32)
@@ -75,7 +76,7 @@ def layer_shapes(model: Any, sizes: EntrySizes) -> set[LayerShape]:
         readers = [x for x in modules if id(x) in families] if cache.window else []
         shape, states = _without_attention(modules, cache, hidden, item)
         if readers:
-            attention = max(readers, key=_heads)
+            attention = max(readers, key=query_heads)
             # MLX's CPU backend allocates a hundred tasks ahead, and a layer with a single norm may be shorter.
             seen = before if sum("Norm" in type(x).__name__ for x in modules) == 1 else 0
             shape = _attending(shape, attention, families[id(attention)], cache, item, seen)
@@ -99,7 +100,7 @@ def _families(model: Any) -> dict[int, AttentionFamily | None]:
     try:
         found = attentions(model)
     except UnsupportedModelError:
-        return {id(module): None for module in model.modules() if _heads(module)}
+        return {id(module): None for module in model.modules() if query_heads(module)}
     return {id(module): x.family for x in found for module in (x.attention, *x.borrowers)}
 
 
@@ -111,7 +112,7 @@ def _attending(
     item: int,
     before: int,
 ) -> LayerShape:
-    heads, size, scores, per_entry = _heads(attention), cache.key_size, 1, 0
+    heads, size, scores, per_entry = query_heads(attention), cache.key_size, 1, 0
     if hasattr(attention, "embed_q"):  # MLA's latents, expanded for every head
         size = attention.qk_nope_head_dim
         per_entry = item * heads * (size + attention.v_head_dim)
@@ -165,7 +166,7 @@ def _without_attention(
     return LayerShape(per_token, pairs), per_token if loops and not switched else 0
 
 
-def _heads(attention: Any) -> int:
+def query_heads(attention: Any) -> int:
     return _first(attention, _HEADS)
 
 
@@ -176,7 +177,8 @@ def _first(module: Any, names: list[str]) -> int:
 
 def without_weights(folder: str | Path) -> nn.Module:
     """The model of a folder as mlx-lm loads it, with blank weights: only the shapes are meaningful."""
-    model, _ = load_model(Path(folder), lazy=True)
+    changes = taken_over(load_config(Path(folder))).changes
+    model, _ = load_model(Path(folder), lazy=True, model_config=changes)
     blank = tree_map(lambda x: mx.broadcast_to(mx.zeros((), x.dtype), x.shape), model.parameters())
     model.update(blank)
     return model

@@ -29,6 +29,7 @@ for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     importlib.import_module(f"{__name__}.{_name}")
 
 THEN = " then "
+AUTO = "auto"  # what `planning/auto.py` takes for a prompt, a task and a machine
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,15 @@ class Stages:
         return f"{self.prefill_policy}{THEN}{self.decode_policy}"
 
 
+def asks_for_auto(snapkv: Any = None, policy: Any = None) -> bool:
+    """Whether the two keywords of `generate_step` leave the choice to us. Raises: SnapKVError: both are given."""
+    if snapkv is None or snapkv is False:
+        return isinstance(policy, str) and policy.strip() == AUTO
+    if policy is not None:
+        raise SnapKVError("snapkv and policy both name a policy: give only one of them")
+    return snapkv is True
+
+
 def resolve_policy(
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
@@ -86,18 +96,20 @@ def resolve_policy(
     """The policy that the two keywords of `generate_step` ask for, or None.
 
     Args:
-        snapkv: a `SnapKV`, a dict of its options, `"top_k=4096,n_sink=128"`, or True for the defaults.
+        snapkv: a `SnapKV`, a dict of its options, or `"top_k=4096,n_sink=128"`.
         policy: a policy object, or a string such as `"keydiff:budget=8192"`, or two of them joined by " then ".
 
-    Raises: SnapKVError: both are given, or one can't be read.
+    Raises: SnapKVError: both are given, one can't be read, or "auto" is asked for, which is resolved before.
     """
-    if snapkv is not None and snapkv is not False:
-        if policy is not None:
-            raise SnapKVError("snapkv and policy both name a policy: give only one of them")
+    if asks_for_auto(snapkv, policy):
+        raise SnapKVError(
+            f"policy {AUTO} is for what answers: generate, chat, batch and serve; here, name one (mlx-snapkv policies)"
+        )
+    if snapkv is not None and not isinstance(snapkv, bool):
         if isinstance(snapkv, str):
             return SnapKV.from_string(snapkv)
-        if snapkv is True or isinstance(snapkv, dict):
-            return SnapKV.from_options({} if snapkv is True else snapkv)
+        if isinstance(snapkv, dict):
+            return SnapKV.from_options(snapkv)
         policy = snapkv
     if policy is None or isinstance(policy, (Policy, Stages)):
         return policy
@@ -112,10 +124,6 @@ def resolve_policy(
 
 def _from_name(name: str, options: str = "") -> Policy:
     name = name.strip()
-    if name == "auto":
-        raise SnapKVError(
-            "policy auto is for what answers: generate, chat, batch and serve; here, name one (mlx-snapkv policies)"
-        )
     if name not in POLICIES:
         raise UnknownOptionError(
             f"unknown policy {name!r}{suggestion(name, POLICIES)}; known: {', '.join(POLICIES)} (mlx-snapkv policies)"

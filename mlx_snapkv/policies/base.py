@@ -143,9 +143,6 @@ class Policy(ABC):
     def observes_answer(self) -> bool:
         return self.schedule == "block" and self.observes
 
-    def answer_block(self, n_window: int) -> int:
-        return self.block
-
     @property
     def stages(self) -> tuple[Policy, Policy]:
         """Who chooses while the prompt is read, and who when it has been read."""

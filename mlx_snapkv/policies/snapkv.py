@@ -10,7 +10,7 @@ from ..entries.entries import Entries
 from .base import Policy, choice, count, entry_count
 from .budgets import Quota, amount, mean_entries
 
-ON_FULL = ("grow", "slide", "keydiff")
+ON_FULL = ("grow", "slide")
 LATEST = (32, 64)  # queries, which "forward" compares with those before them
 
 
@@ -37,11 +37,9 @@ class SnapKV(Policy):
             memory=recall after a policy that reads in blocks.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
-        on_full: what happens to the answer's own entries. "grow", as in the paper, keeps all of them beside the
-            budget. The others stay within the budget, at a fixed shape, and change the answer more (docs/quality.md):
-            when the recent window is full, "slide" evicts the oldest entry; "keydiff" compares all entries held, the
-            prompt's too, every `n_window // 2` tokens, and evicts the least distinct keys, but for the tenth of the
-            voted ones with most votes.
+        on_full: what happens when the recent window is full. "grow", as in the paper, keeps all of the answer's
+            entries beside the budget. "slide" evicts the window's oldest entry, so that the cache has one shape from
+            the first decoded token to the last, and changes the answer more (docs/quality.md).
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a recent window), in
@@ -63,7 +61,7 @@ class SnapKV(Policy):
     prefill_chunk: int | None = count(None, least=1)  # type: ignore[misc]
     pool: str = choice("forward", "avg", "max")
     heads: str = choice("per_head", "shared")
-    lookahead: int = count(32, most=256)  # type: ignore[misc]
+    lookahead: int = count(0, most=256)  # type: ignore[misc]
     on_full: str = choice(*ON_FULL)  # type: ignore[misc]
     schedule: str = "once"
 
@@ -95,10 +93,6 @@ class SnapKV(Policy):
         while budget - self.window(budget) < fixed:
             budget += 1
         return budget
-
-    def answer_block(self, n_window: int) -> int:
-        chooses = self.schedule == "once" and self.on_full == "keydiff"
-        return max(1, n_window // 2) if chooses else self.block
 
     @property
     def _implied(self) -> str | None:  # type: ignore[override]

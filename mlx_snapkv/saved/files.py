@@ -30,7 +30,7 @@ from ..policies import Policy, Stages
 from ..several.shard import require_whole
 from . import book, sealed
 
-FORMAT = 4
+FORMAT = 5
 SAMPLES = 64  # values of each parameter in the fingerprint
 _MARK = "mlx_snapkv_format"
 _PACKED = ("notes", "tokens")  # as base64 of what zlib makes of their bytes

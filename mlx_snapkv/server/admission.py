@@ -9,8 +9,8 @@ from typing import Any
 from ..batch.memory import Memory
 from ..completions.body import Body
 from ..completions.request import CompletionRequest
-from ..engine.footprint import Need
 from ..models.rope import trained_length
+from ..planning.footprint import Need
 from ..planning.long_prompts import LongPrompts
 from .api_error import ApiError, log, prompt_too_long
 from .metrics import Metrics

@@ -13,12 +13,12 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from ..caches.file_store import FileStore
-from ..caches.layers import file_bytes
+from ..caches.layers import file_bytes, memory_bytes
 from ..caches.memories import books
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.request import chat_tokens
-from ..engine.report import format_bytes
+from ..planning.units import format_bytes
 from .api_error import log
 from .prefix_files import Prefix, PrefixFiles, as_ids, longest
 from .requests import EngineRequest, Loaded
@@ -108,13 +108,13 @@ class PrefixCache:
 
     def _keep(self, prefixes: list[Prefix]) -> None:
         self._kept = prefixes
-        self.nbytes = sum(cache.nbytes for p in prefixes for cache in p.caches)
+        self.nbytes = sum(memory_bytes(p.caches) for p in prefixes)
         self.file_nbytes = sum(file_bytes(p.caches) for p in prefixes)
 
 
 def _bytes_of(caches: list) -> int:
     """In memory and in nameless files."""
-    return sum(cache.nbytes for cache in caches) + file_bytes(caches)
+    return memory_bytes(caches) + file_bytes(caches)
 
 
 def _many_files_are_open() -> bool:

@@ -15,8 +15,8 @@ import mlx.core as mx
 from ..completions.answer import Completion, Said
 from ..completions.body import Body
 from ..completions.request import CompletionRequest
-from ..engine.footprint import Need
 from ..engine.report import CompressionReport
+from ..planning.footprint import Need
 
 
 class Loaded(NamedTuple):

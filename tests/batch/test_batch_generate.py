@@ -11,7 +11,7 @@ from mlx_snapkv.batch.groups import Groups
 
 mlx_generate = importlib.import_module("mlx_lm.generate")
 POLICY = (
-    "snapkv:budget=12.5%,n_sink=4,n_window=32,obs_window=32,min_ctx=512,lookahead=4,on_full=keydiff"
+    "snapkv:budget=12.5%,n_sink=4,n_window=32,obs_window=32,min_ctx=512,lookahead=4,on_full=slide"
 )
 
 

@@ -13,12 +13,12 @@ from mlx_snapkv.batch.generator import CompressedBatchGenerator
 from mlx_snapkv.engine import loop_model
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32"
-SNAPKV = f"{PLAIN},on_full=keydiff,lookahead=4"
+SNAPKV = f"{PLAIN},on_full=slide,lookahead=4"
 SMALL = f"{SNAPKV},budget=56"
 POLICIES = [
     f"{SNAPKV},min_ctx=100,budget=40%",
     f"{PLAIN},budget=56,lookahead=0",
-    "snapkv:n_sink=4,budget=84,n_window=64,on_full=keydiff,lookahead=4",
+    "snapkv:n_sink=4,budget=84,n_window=64,on_full=slide,lookahead=4",
     f"keydiff:budget=90,block=32 then {SNAPKV},budget=pyramid:50",
     "h2o:budget=48,block=16",
     "kvzip:budget=60",
@@ -131,7 +131,7 @@ ANY_POLICIES = [
     RECALL,  # whose tokens choose anew
     "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=30%,lookahead=4",
     "snapkv:n_sink=2,n_window=8,obs_window=8,budget=24,lookahead=2",
-    "snapkv:n_sink=2,obs_window=8,budget=40,n_window=24,on_full=keydiff,lookahead=4",
+    "snapkv:n_sink=2,obs_window=8,budget=40,n_window=24,on_full=slide,lookahead=4",
     "keydiff:budget=24,block=8",
     "tova:budget=24,block=8",
 ]

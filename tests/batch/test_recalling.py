@@ -10,6 +10,9 @@ from request_helpers import assert_unpatched
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError
+from mlx_snapkv.caches import full_view
+from mlx_snapkv.entries.key_index import KeyIndex
+from mlx_snapkv.server.prefix_cache import PrefixCache
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32,min_ctx=100,budget=56"
 SNAPKV = f"{PLAIN},lookahead=4"
@@ -57,6 +60,38 @@ def test_several_go_on_from_what_one_has_read(model, policy, options):
     for uid, question in zip(uids, questions):
         assert run.answers[uid] == run.alone(question, 20, prompt_cache=copy.deepcopy(caches))
         assert run.recalled[uid][1][: len(tokens) + len(question)] == tokens + question
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+def test_several_go_on_with_the_index_of_what_one_has_read(model, memory, monkeypatch):
+    """Each as from caches that were trimmed to what it has in common with the one before."""
+    made = []
+
+    class Counted(KeyIndex):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(full_view, "FEW", 100)
+    monkeypatch.setattr(full_view, "KeyIndex", Counted)
+    (document,) = prompts_of(200)
+    prefixes, run = PrefixCache(1 << 32), Run(model, SNAPKV, turns=True, memory=memory)
+    run.insert([document], 8)
+    run.finish()
+    ((caches, tokens),) = run.recalled.values()
+    prefixes.insert(tokens, caches)
+    assert prefixes.nbytes == sum(cache.nbytes + cache.index.nbytes for cache in caches)
+    uids, asked = [], [document[:160] + question for question in prompts_of(40, 60, seed=1)]
+    for prompt in asked:
+        caches, n = prefixes.fetch(prompt, 32)
+        assert n == 160
+        uids += run.insert([prompt[n:]], 12, caches=[caches], all_tokens=[prompt[:n]])
+    run.finish()
+    assert len(made) == len(model.layers)
+    for uid, prompt in zip(uids, asked):
+        read, _ = run.recalled[uid]
+        assert {cache.offset for cache in read} == {len(prompt) + 1}
+        assert {len(cache.index) for cache in read} == {len(prompt) + 1}
 
 
 @pytest.mark.parametrize("verify", [None, "all"])

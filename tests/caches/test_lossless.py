@@ -1,5 +1,6 @@
 """Caches that hold all entries: what is in a store is as in a plain cache, in memory are a few entries or layers."""
 
+import copy
 import gc
 from dataclasses import replace
 
@@ -8,19 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama
 
 from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.block import BlockKVCache
 from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.full_view import FullView
+from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
-from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
+from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import TOVA, KeyDiff, resolve_policy
 from mlx_snapkv.policies.budgets import Quota
 
@@ -182,3 +185,41 @@ def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
     wanted = (queries @ keys[:, :, 700:].swapaxes(-1, -2))[:, :, 0]
     for head in range(2):
         assert np.corrcoef(np.array(found[0, head]), np.array(wanted[0, head]))[0, 1] > 0.9
+
+
+def test_an_index_grows_with_a_recording_cache_and_is_as_if_made_of_it_at_once(monkeypatch):
+    """What is rolled back leaves it, and where it was marked it is as it was there."""
+    monkeypatch.setattr(full_view, "FEW", 50)
+    model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=64)
+    (layer,) = attention_layers(model, make_prompt_cache(model))
+    cache, rows, others = RecordingKVCache(0, 0, KVCache.step, layer), rows_of(400), rows_of(90, 1)
+
+    def grown(n):
+        feed(cache, [x[:, :, cache.offset :] for x in rows], [n - cache.offset])
+        view = FullView(cache.views(), layer)
+        cache.index = view.grown_index(cache.index, None)
+        return cache.index
+
+    def relevance(index):
+        asked = mx.random.normal((1, 2, 1, 64), key=mx.random.key(2))
+        return index.relevance(Queries(asked, range(400, 401), 1.0), len(index))
+
+    first = grown(100)
+    of_first, codes = relevance(first), copy.deepcopy(first)
+    cache.mark()
+    feed(cache, others, [90])
+    assert len(FullView(cache.views(), layer).grown_index(cache.index, None)) == 190
+    cache.rollback(90)
+    cache.commit()
+    assert len(cache.index) == 100 and mx.array_equal(relevance(cache.index), of_first)
+    feed(cache, others, [60])
+    cache.trim(80)
+    second = grown(180)
+    assert second.n_made_of == 100
+    codes.append(rows[0][:, :, 100:180])
+    for mine, wanted in zip(second.state[-1], codes.state[-1]):
+        assert mx.array_equal(mine, wanted)
+    of_old = relevance(second)[..., :100]
+    assert mx.allclose(of_old - of_old.max(axis=-1, keepdims=True), of_first, atol=1e-4)
+    third = grown(200)
+    assert third.n_made_of == len(third) == 200 and third is not second

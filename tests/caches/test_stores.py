@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from disk_helpers import full_disk
+from disk_helpers import cut_short, full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,3 +205,27 @@ def test_a_file_of_another_size_is_reported_before_it_is_mapped(tmp_path, change
         store.read(KEYS, 0, 1)
     with pytest.raises(SnapKVError, match=words):
         SavedFile(paths[0], Layout.of(rows_of(1)[0]), 50, np.zeros(99, np.uint32), PIECE)
+
+
+def test_an_opened_file_may_be_removed_but_none_opened_then(tmp_path):
+    store, paths = saved(tmp_path, rows_of(5))
+    paths[1].unlink()
+    assert_holds(store, rows_of(5))  # it is open, and others may have replaced it since
+    with pytest.raises(SnapKVError, match="values can't be read: No such file or directory"):
+        SavedFile(paths[1], Layout.of(rows_of(1)[1]), 5, np.zeros(9, np.uint32), PIECE)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_file_that_was_cut_short_is_neither_read_nor_filled_up(kind):
+    """The system would give zeros for what is missing before the place that is written to."""
+    store = holding(FileStore(), rows_of(20))
+    file = store._parts[0].files[kind]
+    mend = cut_short(file._file.fileno())
+    for failing in (store.entries, lambda: holding(store, rows_of(7, seed=1))):
+        with pytest.raises(SnapKVError, match=r"^entries kept in a file can't be read: "):
+            failing()
+        assert store.n_entries == 20
+    mend()
+    holding(store, rows_of(7, seed=1))
+    assert_bits_equal([x[:, :, :20] for x in store.entries()], rows_of(20))
+    assert_bits_equal([x[:, :, 20:] for x in store.entries()], rows_of(7, seed=1))

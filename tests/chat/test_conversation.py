@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import gc
 import os
 import re
@@ -12,12 +13,14 @@ from model_configs import make_model
 from request_helpers import is_quantised
 
 from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError
-from mlx_snapkv.caches import layers
+from mlx_snapkv.caches import full_view, layers
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes, members
 from mlx_snapkv.caches.memories import make_caches, saved_forms
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.engine.request import held_tokens
+from mlx_snapkv.entries.key_index import KeyIndex
+from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import UnsupportedModelError
 
 KEYDIFF = "keydiff:budget=64,block=32"
@@ -91,6 +94,41 @@ def test_memories_answer_every_question_of_a_document_and_hold_what_they_say(dem
     assert held["recall:file"] == 0
     assert full * 0.27 < held["recall:8bit"] < full * 0.32
     assert full * 0.15 < held["recall:4bit"] < full * 0.20
+
+
+@pytest.mark.parametrize("memory", RECALLS)
+def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, memory, monkeypatch):
+    """It holds the keys of all that was read, also where a turn was taken back meanwhile."""
+    made = []
+
+    class Counted(KeyIndex):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(full_view, "FEW", 200)
+    monkeypatch.setattr(full_view, "KeyIndex", Counted)
+    policy = SMALL.replace("ahead=4", "ahead=0")
+    conversation = begun(demo_llama, haystack, policy=policy, memory=memory)
+    for taken_back, fact in zip([False, True, False], haystack[1]):
+        assert is_answered(conversation, fact)
+        assert len(made) == len(demo_llama[0].layers)
+        if taken_back:
+            n = len(conversation.read)
+            conversation.undo()
+            assert max(len(cache.index) for cache in conversation.prompt_cache) < n
+            assert is_answered(conversation, fact)
+    n = len(conversation.read)
+    for cache in conversation.prompt_cache:
+        keys, _ = cache.keys_and_values()
+        anew = copy.deepcopy(cache.index)
+        anew.truncate(0)
+        anew.append(keys)
+        assert len(cache.index) == len(anew) == n
+        queries = mx.random.normal((1, keys.shape[1], 1, keys.shape[3]), key=mx.random.key(0))
+        asked = Queries(queries, range(n, n + 1), 1.0)
+        apart = cache.index.relevance(asked, n) - anew.relevance(asked, n)
+        assert mx.abs(apart).mean() < 1e-3
 
 
 def test_drop_forgets_and_holds_no_more_than_the_budget_after_every_turn(demo_model, haystack):
@@ -167,7 +205,7 @@ def test_an_interruption_before_the_cut_keeps_what_was_answered(demo_model, hays
     """Three answer tokens are there by then; the turn's entries go to the file with those of the next one."""
     _, facts = haystack
     mine, plain = (
-        begun(demo_model, haystack, 1, policy=SMALL, memory=memory)
+        begun(demo_model, haystack, 1, policy=SMALL, memory=memory, refresh="turn")
         for memory in ("recall:file", "recall")
     )
     for conversation in (mine, plain):
@@ -197,7 +235,7 @@ def test_a_turn_that_is_not_compressed_stays_full_and_plain_until_one_is(
     assert any(map(is_quantised, conversation.prompt_cache)) == (memory == "drop")
 
 
-@pytest.mark.parametrize("policy", [SMALL, SMALL.replace("keydiff", "grow"), TWO])
+@pytest.mark.parametrize("policy", [SMALL, SMALL.replace("slide", "grow"), TWO])
 def test_dropping_turns_hold_quantised_entries_and_quantise_none_twice(
     demo_model, haystack, policy
 ):

@@ -1,7 +1,7 @@
 import pytest
 from batch_file_helpers import COMPLETIONS, line
 
-from mlx_snapkv.engine import auto
+from mlx_snapkv.planning import auto
 
 SMALL = auto.Setting("snapkv:top_k=64,lookahead=0")
 AUTO = ["--model", "demo", "--policy", "auto"]
@@ -27,11 +27,22 @@ def test_generate_says_what_it_takes(call, story, few):
     assert "auto: keydiff:" in err and "would take" in err and "3 MB may be used" in err
 
 
-def test_a_short_prompt_keeps_the_full_cache(call):
-    asked = ["-p", "Hello", "-m", "2", "--verify", "all", "--memory", "recall"]
+@pytest.mark.parametrize(
+    "more", ["--verify all --memory recall", "--verify all", "--refresh turn", "--far pull"]
+)
+def test_a_short_prompt_keeps_the_full_cache(call, more):
+    asked = ["-p", "Hello", "-m", "2", *more.split()]
     code, _, err = call("generate", *AUTO, *asked)
     assert code == 0 and "auto: the full cache, because fewer than half of " in err
     assert "prompt tokens, full cache | prompt " in err
+
+
+def test_verified_answers_get_all_entries_in_memory(call, story, few):
+    path, facts = story
+    asked = ["generate", *AUTO, "--prompt-file", str(path), "-p", facts[0].question]
+    code, out, err = call(*asked, "--verify", "all")
+    assert (code, out.strip()) == (0, facts[0].value)
+    assert f"auto: {SMALL}, --memory recall, because every token" in err
 
 
 def test_a_chat_and_a_batch_take_it(call, batch, story, few):

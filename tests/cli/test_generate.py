@@ -97,7 +97,7 @@ def test_the_share_of_drafted_tokens_is_told(call):
 @pytest.mark.parametrize(
     "memory, closing",
     [
-        ("recall:file:8bit --refresh turn", r" entries kept, [^|]*, all \d+ kept [^|]*:8bit\) "),
+        ("recall:file:8bit --refresh turn", r" entries kept, [^|]*: a token reads [^|]*, all \d+ entries stay [^|]*s "),
         ("recall --verify all", r", \d+% of the tokens drafted, [\d.]+ times as fast as the full cache "),
     ],
 )  # fmt: skip

@@ -17,12 +17,20 @@ from mlx_snapkv.cli.cache_options import MLXCacheOptions
 MISTAKES = r"""
 nonsense                                                 | No such command 'nonsense'.
 generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and --policy both name a policy
+generate --prompt x --model demo --snapkv top_k=4 --policy auto | --snapkv and --policy both name a policy
+generate --prompt x --model demo --policy auto --verify all --memory recall:file | give --memory recall, recall:8bit
 generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
 generate --prompt x --model demo --memory recall:file --store-dir {}/text | no folder that files can be written to
 generate --prompt "" --model demo                        | the prompt is empty: give some text
 generate --model demo                                    | nothing to read: give --prompt TEXT, --prompt - or
 generate --prompt - --prompt-file - --model demo         | can't both read standard input
 generate --prompt-file /dev/zero --model demo            | --prompt-file /dev/zero is not UTF-8 text
+generate --prompt x --prompt-file {}/blank --model demo  | --prompt-file {}/blank: there is no text in it
+generate --prompt x --prompt-file - --model demo         | standard input: there is no text in it
+generate --prompt - --prompt-file {}/text --model demo   | standard input: there is no text in it
+compare --prompt x --prompt-file /dev/null --model demo  | --prompt-file /dev/null: there is no text in it
+inspect --prompt x --prompt-file /dev/null --model demo --policy tova | --prompt-file /dev/null: there is no text in it
+cache-prompt --prompt-file /dev/null --model demo -o {}/b.safetensors | --prompt-file /dev/null: there is no text in it
 generate --prompt-file ~no-such-user/x --model demo      | --prompt-file ~no-such-user/x: no such home folder
 generate --prompt \udcff --model demo                    | --prompt is not UTF-8 text
 generate --prompt x --model demo --top-k 100000000       | --top-k must be below the vocabulary's 1536
@@ -70,6 +78,7 @@ ROWS = [re.split(r" +\| ", line) for line in MISTAKES.splitlines() if line]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folder")
     (folder / "text").write_text("my notes")
+    (folder / "blank").write_text(" \n\t\n")
     write(folder / "requests", [chat("a", 1)])
     return folder
 
@@ -78,7 +87,13 @@ def folder(tmp_path_factory):
 def test_a_mistake_is_one_line(refused, folder, line, words):
     line = line.replace("{}", str(folder)).replace(r"\udcff", "\udcff")
     assert words.replace("{}", str(folder)) in refused(*shlex.split(line))
-    assert {path.name for path in folder.iterdir()} == {"text", "requests"}
+    assert {path.name for path in folder.iterdir()} == {"text", "blank", "requests"}
+
+
+def test_a_file_without_text_is_not_attached(refused, folder):
+    stdin = f"/file {folder}/blank\n".encode()
+    said = refused("chat", "--model", "demo", stdin=stdin)
+    assert f"/file {folder}/blank: there is no text in it" in said
 
 
 MODELS = [

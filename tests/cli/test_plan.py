@@ -3,8 +3,8 @@ import shlex
 
 import pytest
 
-from mlx_snapkv.engine.machine import Machine
-from mlx_snapkv.planning import long_prompts
+from mlx_snapkv.planning import auto, long_prompts
+from mlx_snapkv.planning.machine import Machine
 
 PLAN = ["plan", "--model", "demo"]
 
@@ -47,6 +47,21 @@ def test_the_policy_asked_for_is_taken_where_it_fits(call):
         (found,) = json.loads(call(*PLAN, *asked, "--json")[1])["taken"]
         assert found["policy"] == taken
         assert f"--policy {shlex.quote(taken)}" in found["command"]
+
+
+@pytest.mark.parametrize("usable", [10**9, 100 * 10**6, 30 * 10**6])
+@pytest.mark.parametrize("n", [9000, 16_000, 20_000])
+def test_auto_takes_what_is_recommended(call, demo_llama, monkeypatch, n, usable):
+    """Of the same machine, for a question: for all there is of it, and where little fits."""
+    monkeypatch.setattr(auto, "this_machine", lambda: Machine(usable, usable))
+    _, _, taken = auto.resolve(demo_llama[0], n, auto.QUESTION, {}, policy="auto")
+    of_mac = f"{usable * 3 // 2 // 1000}kB"  # its GPU may use two thirds
+    out = call(*PLAN, "--context", str(n), "--memory", of_mac, "--json")[1]
+    (found,) = json.loads(out)["taken"]
+    assert found["fits"] == taken.fits
+    if taken.fits:
+        assert found["policy"] == taken.setting.policy
+        assert (taken.setting.flags or "QUESTION") in found["command"]
 
 
 def test_all_contexts_up_to_the_trained_length(call):

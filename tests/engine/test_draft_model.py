@@ -58,7 +58,7 @@ def said(responses):
 @pytest.mark.parametrize(
     "policy, k, n",
     [(RING, 3, 201), (KEYDIFF, 5, 201), (f"{SNAPKV},lookahead=0", 2, 50),
-     (f"{SNAPKV},lookahead=4,on_full=keydiff", 4, 100), (f"{SNAPKV},lookahead=4", 4, 40),
+     (f"{SNAPKV},lookahead=4", 4, 100),
      (f"{KEYDIFF} then {RING_OF_THE_REST}", 3, 50)],
 )  # fmt: skip
 def test_a_poor_draft_changes_nothing(main, draft, tokenizer, policy, k, n):
@@ -137,7 +137,7 @@ def test_what_cannot_be_exact_is_refused_at_the_call(main, draft, tokenizer, key
 
 def test_a_given_cache_that_chooses_by_itself_is_refused(main, draft, tokenizer):
     """mlx-lm's loop alone would choose too early: not the answer without a draft."""
-    for policy in (f"{SNAPKV},on_full=keydiff", RING, SNAPKV):
+    for policy in (KEYDIFF, RING, SNAPKV):
         cache, _ = prefill(main, PROMPT[:-1], policy)
         options = {"prompt_cache": cache + make_prompt_cache(draft), "num_draft_tokens": 3}
         sentence = "chooses entries by itself can't go on with a draft"

@@ -6,7 +6,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import SMALL, fail_in, steps
 from tiny_models import make_llama
 
-from mlx_snapkv import BlockKVCache, SnapKVError, generate_step
+from mlx_snapkv import SnapKVCache, SnapKVError, generate_step
 
 
 @pytest.mark.parametrize("call, lookahead", [(1, 4), (2, 4), (3, 0), (3, 4), (5, 4)])
@@ -18,7 +18,7 @@ def test_an_exception_leaves_the_callers_cache_as_it_was_or_compressed(
     before, options = list(cache), {"prompt_cache": cache, "prefill_step_size": 100}
     with pytest.raises(RuntimeError, match="the model failed"):
         steps(tiny_model, tokens, snapkv=SMALL | {"lookahead": lookahead}, **options)
-    if isinstance(cache[-1], BlockKVCache):
+    if isinstance(cache[-1], SnapKVCache):
         assert not any(type(c).__name__ in ("KVCache", "RecordingKVCache") for c in cache)
     else:
         assert all(a is b for a, b in zip(cache, before)) and all(c.empty() for c in cache)

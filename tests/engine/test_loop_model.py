@@ -18,8 +18,8 @@ from mlx_snapkv.policies import H2O, KeyDiff
 ROWS = {"budget": 24, "n_sink": 4, "n_window": 10, "block": 16}
 VOTED = {"top_k": 20, "n_sink": 4, "obs_window": 8}
 POLICIES = [
-    *(SnapKV(**VOTED, n_window=64, on_full=way) for way in ("slide", "keydiff")),
-    SnapKV(**VOTED, n_window=400),
+    SnapKV(**VOTED, n_window=64, on_full="slide"),
+    SnapKV(**VOTED, n_window=64),
     H2O(**ROWS),
     KeyDiff(**ROWS | {"budget": "pyramid:40"}),
 ]

@@ -20,8 +20,8 @@ POLICIES = [
     f"expected_attention:{BLOCK}",
     f"scissorhands:{BLOCK}",
     f"{SNAPKV},schedule=block,block=16",
-    f"{SNAPKV},on_full=keydiff",
-    f"h2o:{BLOCK} then {SNAPKV},on_full=keydiff",
+    f"{SNAPKV},on_full=slide",
+    f"h2o:{BLOCK} then {SNAPKV},on_full=slide",
 ]
 
 

@@ -1,10 +1,13 @@
 """What becomes of an answer's own rows when it is longer than the recent window."""
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from model_configs import make_model
 from request_helpers import plain, steps
 
 from mlx_snapkv import BlockKVCache, SnapKV, SnapKVCache, SnapKVError, prefill
+from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
@@ -30,7 +33,7 @@ def test_grow_keeps_every_generated_row(tiny_model, tokens):
         assert cache.positions[0, 0, -150:].tolist() == list(range(200, 350))
 
 
-def test_choosing_again_keeps_one_shape_and_the_budget(tiny_model, tokens, monkeypatch):
+def test_sliding_keeps_one_shape_and_the_budget(tiny_model, tokens, monkeypatch):
     shapes = set()
     original = SnapKVCache.update_and_fetch
 
@@ -40,26 +43,23 @@ def test_choosing_again_keeps_one_shape_and_the_budget(tiny_model, tokens, monke
         return out
 
     monkeypatch.setattr(SnapKVCache, "update_and_fetch", watched)
-    caches, report = answer(tiny_model, tokens, 200, "keydiff")
+    caches, report = answer(tiny_model, tokens, 200, "slide")
     assert report.entries == 56 and report.reason is None
     assert {shape[2] for shape in shapes} == {56}
     for cache in caches:
         positions = set(cache.positions[0, 0].tolist())
         assert len(positions) == 56, "no row is held twice"
-        assert {0, 1, 2, 3, *range(400 - 16, 400)} <= positions
+        assert {0, 1, 2, 3, *range(400 - 32, 400)} <= positions
 
 
-def test_the_best_tenth_of_the_voted_entries_is_reserved(tiny_model, tokens):
-    """Those that a smaller budget would have kept, however long the answer."""
-    n = 2
-    fewer = SMALL["budget"] - 20 + n
-    cut, _ = answer(tiny_model, tokens, 1, "slide", budget=fewer)
-    caches, _ = answer(tiny_model, tokens, 150, "keydiff")
-    for cache, small in zip(caches, cut):
-        voted = small.positions[0, :, : small.n_pin].tolist()
-        held = cache.positions[0].tolist()
-        assert all(set(best) <= set(kept) for best, kept in zip(voted, held))
-        assert cache._reserved.sum(axis=-1).tolist() == [[SMALL["n_sink"] + n] * len(voted)]
+def test_an_answer_has_one_class_of_cache_whatever_a_full_window_does():
+    for name in ("llama", "qwen3_next"):
+        model = make_model(name)
+        for policy in ("top_k=16", "top_k=16,on_full=slide"):
+            cache = make_prompt_cache(model)
+            steps(model, mx.arange(1, 61), 3, snapkv=policy, prompt_cache=cache)
+            layers = attention_layers(model, cache)
+            assert layers and all(type(x.cache_in(cache)) is SnapKVCache for x in layers)
 
 
 def test_votes_that_nobody_recorded_are_told(tokens, tiny_model):

@@ -11,9 +11,9 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.refreshed import RefreshedKVCache
-from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.engine.retaining import CHOOSING
+from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import resolve_policy
 
 SNAPKV = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5"

@@ -7,7 +7,7 @@ from request_helpers import plain
 from tiny_models import make_llama
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill
-from mlx_snapkv.engine.prompt_plan import PromptPlan, chunk_size
+from mlx_snapkv.planning.prompt_plan import PromptPlan, chunk_size
 
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
 

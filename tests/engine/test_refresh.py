@@ -11,6 +11,7 @@ from model_configs import make_model
 from request_helpers import plain, steps
 from tiny_models import make_llama
 
+from mlx_snapkv import generate_step
 from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
@@ -80,3 +81,17 @@ def test_a_model_that_reads_its_caches_itself_is_served_by_one_choice():
     wanted = steps(model, prompt, 6, policy=policy, memory="recall", refresh="turn")
     assert reports[0].refreshed is None
     assert all(mx.array_equal(a, b) for (_, a), (_, b) in zip(found, wanted))
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": "all"}, {"refresh": "turn"}])
+def test_tokens_that_choose_by_themselves_begin_at_once(options):
+    """The first was computed together with the prompt's end, on all entries; the second chooses already."""
+    model, reports = make_llama(), []
+    prompt = mx.random.randint(0, 64, (100,), key=mx.random.key(0))
+    policy = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,lookahead=32"
+    options = {"policy": policy, "memory": "recall", "on_report": reports.append, **options}
+    answer = generate_step(prompt, model, max_tokens=40, **options)
+    n_before = next(n for n, _ in enumerate(answer, start=1) if reports)
+    chooses = reports[0].refreshed is not None
+    assert (n_before, chooses) == ((32, False) if options.get("refresh") else (1, True))
+    assert len(list(answer)) == 40 - n_before

@@ -1,5 +1,7 @@
 """Answers that read on in all entries: what they refuse and leave alone, and exact ones."""
 
+import functools
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -8,9 +10,16 @@ from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, generate_step, prefill
+from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import layer_caches
+from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.engine import self_speculation
 from mlx_snapkv.engine.prefill import mlx_generate, read
+from mlx_snapkv.engine.report import format_bytes
+from mlx_snapkv.engine.serving import served
+from mlx_snapkv.entries.quantization import n_bytes
+from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.policies import resolve_policy
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,lookahead=0"
 RECALLING = ["recall", "recall:8bit", "recall:file"]
@@ -148,3 +157,48 @@ def test_goes_on_plainly_when_drafts_gain_nothing(tokens, monkeypatch):
         if n == 40:
             drafted = reports[0].verified.drafted
     assert reports[0].verified.drafted == drafted
+
+
+BOOK = "keydiff:budget=64,block=32 then snapkv:budget=40,n_sink=4,n_window=16,obs_window=8"
+IN_MEMORY = ["recall", "recall:8bit", "recall:4bit"]
+WAYS = [
+    *((POLICY, {"memory": memory}) for memory in [*IN_MEMORY, "recall:file:8bit"]),
+    (POLICY, {"memory": "recall", "refresh": "turn"}),
+    (POLICY, {"memory": "recall:8bit", "verify": "all"}),
+    (BOOK, {"memory": "recall"}),
+    (BOOK, {"memory": "recall:file"}),
+]
+
+
+@pytest.mark.parametrize("few", [50, 8192])
+@pytest.mark.parametrize(("policy", "options"), WAYS)
+def test_the_kv_memory_counts_all_that_is_in_memory(
+    wide, tokens, policy, options, few, monkeypatch
+):
+    """Every array once: what a token reads, the index among it, and beside that what stays."""
+    monkeypatch.setattr(full_view, "FEW", few)
+    config, _ = CompressionConfig.taken_from(options, resolve_policy(policy=policy), turns=True)
+    caches, found = make_caches(wide, config.memory, config.policy), []
+
+    def compressed(report):
+        stays = sum(cache.store.nbytes for cache in caches)
+        if policy == BOOK:
+            stays += sum(n_bytes((cache.keys, cache.values)) for cache in caches)
+        found.append((report, stays, sum(cache.index_nbytes for cache in caches)))
+
+    start = functools.partial(mlx_generate.generate_step, tokens)
+    list(served(start, wide, 200, 1, config, compressed, {"prompt_cache": caches}))
+    ((report, stays, index),) = found
+    chooses = report.refreshed is not None
+    assert (index > 0) == (few == 50 and chooses)
+    one = report.kv_bytes_before / len(caches) / (200 + (policy != BOOK))
+    read = index + one * sum(report.entries_kept)
+    assert report.kv_bytes_staying == stays
+    assert report.kv_bytes_after == report.kv_bytes_read + stays
+    # What the prompt chose has room for more.
+    assert report.kv_bytes_read == pytest.approx(read) if chooses else report.kv_bytes_read > read
+    assert report.file_bytes == sum(cache.store.file_nbytes for cache in caches)
+    where = format_bytes(report.file_bytes or stays)
+    assert f": a token reads {format_bytes(report.kv_bytes_read)} (float32" in str(report)
+    assert (f"all 200 entries stay in {where}" in str(report)) == (policy == POLICY)
+    assert report.warnings == []

@@ -13,7 +13,7 @@ from mlx_snapkv.evals.tasks import Grid, needle, suite
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.reporting.heatmap import accuracies
 
-SNAPKV = "snapkv:budget=48,n_window=16,obs_window=16,lookahead=0,on_full=keydiff"
+SNAPKV = "snapkv:budget=48,n_window=16,obs_window=16,lookahead=0,on_full=slide"
 AHEAD = "snapkv:budget=12,n_sink=0,n_window=4,obs_window=8,lookahead=8"
 BOOK = f"keydiff:budget=96,block=128 then {SNAPKV}".replace(",lookahead=0", "")
 RECALLED = {"memory": "recall"}

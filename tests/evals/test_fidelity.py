@@ -25,7 +25,7 @@ N = 24
 BASE = "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=8"
 SNAPKV = f"{BASE},lookahead=4"
 POLICIES = [
-    f"{SNAPKV},on_full=keydiff",
+    f"{SNAPKV},on_full=slide",
     f"{BASE},lookahead=0",
     "snapkv:budget=pyramid:25%,n_sink=4,n_window=16,obs_window=48,lookahead=4,on_full=slide",
     "keydiff:budget=25%,n_sink=4,block=32",

@@ -10,9 +10,9 @@ from tiny_models import make_llama
 
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine.prompt_plan import gate
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals.reading import judged, read_once, shares_reading
+from mlx_snapkv.planning.prompt_plan import gate
 from mlx_snapkv.policies import resolve_policy
 
 BASE = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
@@ -23,8 +23,8 @@ SHARING = [
     SNAPKV,
     f"{BASE},lookahead=0",
     f"{BASE},lookahead=20,on_full=grow",
-    f"{MANY},on_full=keydiff",
-    f"{PYRAMID},on_full=keydiff",
+    f"{MANY},on_full=slide",
+    f"{PYRAMID},on_full=slide",
     "streaming_llm:budget=48,schedule=once",
     "expected_attention:budget=48,n_sink=16,schedule=once",
 ]
@@ -129,7 +129,7 @@ def test_every_kind_of_layer(tokens, model_type):
 
 JUDGED = [
     (None, f"{SNAPKV},on_full=grow"),
-    (None, f"{SNAPKV},on_full=keydiff"),
+    (None, f"{SNAPKV},on_full=slide"),
     (None, f"{PYRAMID},on_full=slide"),
     (None, "keydiff:budget=pyramid:48,n_sink=2,block=16"),
     # Layers that share a mask, or read each other's entries: different numbers in each take a pass for every token.

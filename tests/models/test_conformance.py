@@ -25,7 +25,7 @@ from mlx_snapkv.policies import SnapKV
 
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
 SIZES = {"top_k": 6, "n_sink": 2, "n_window": 8, "obs_window": 8}
-POLICY = SnapKV(**SIZES, pool_kernel=1, lookahead=0, on_full="keydiff")
+POLICY = SnapKV(**SIZES, pool_kernel=1, lookahead=0, on_full="slide")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

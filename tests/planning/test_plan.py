@@ -13,17 +13,18 @@ from real_models import MODELS as REAL
 from real_models import real_folder
 from tiny_models import make_llama
 
-from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, plan_memory
+from mlx_snapkv import KeyDiff, KVzip, SnapKV, SnapKVError, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.engine.auto import QUESTION, SETTINGS
-from mlx_snapkv.engine.machine import Machine, mac, this_machine
 from mlx_snapkv.planning import long_prompts, shapes
+from mlx_snapkv.planning.auto import BOOK, QUESTION, SETTINGS, Asked, recommended
 from mlx_snapkv.planning.long_prompts import LongPrompts
+from mlx_snapkv.planning.machine import Machine, mac, this_machine
 from mlx_snapkv.planning.plan import Planner
 from mlx_snapkv.planning.shapes import without_weights
 
 KEYDIFF, SNAPKV = POLICIES
+PAIR = "keydiff:budget=1024,block=256 then snapkv:top_k=256"
 CANDIDATES = [setting.policy for setting in SETTINGS[QUESTION]]
 PAGE = Path(__file__).parents[2] / "docs" / "plan.json"
 ROWS = json.loads(PAGE.read_text(encoding="utf-8"))["rows"]
@@ -46,6 +47,9 @@ def test_every_measured_peak_is_planned_within_15_percent(name):
         ("lfm2", 500, KEYDIFF, None),
         (None, 1500, SNAPKV, 4),
         (None, 1500, f"{KEYDIFF} then {SNAPKV}", 8),
+        (None, 1500, f"{PAIR},lookahead=0", None),
+        (None, 1500, f"{PAIR},lookahead=4", None),  # chosen in the midst of an answer
+        (None, 1500, f"{PAIR},lookahead=32", None),  # the answer ends before
         (None, 5700, None, 8),  # quantised by mlx-lm on the way
     ],
 )
@@ -129,8 +133,10 @@ def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(
     planner, n = Planner(demo_llama[0]), 16_385
     full, snapkv, keydiff = (planner.plan(n, policy) for policy in (None, *CANDIDATES[:2]))
     assert "more than the 16384" in full.beyond and "16384" in snapkv.beyond
-    plan, taken = planner.recommended(n, snapkv.peak)
-    assert plan == keydiff and plan.beyond is None and "evicts while it reads" in taken.why
+    assert keydiff.beyond is None
+    taken = recommended(planner, Asked(n), snapkv.peak)
+    assert taken.setting == BOOK and taken.plan.beyond is None
+    assert "evicts while it reads" in taken.why and "stays in files" in taken.why
 
 
 def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypatch):
@@ -148,6 +154,17 @@ def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypa
     assert warnings(n, 10**6, max_kv_size=64) == []
 
 
+def test_only_what_cant_be_planned_is_passed_over(demo_llama, monkeypatch):
+    assert LongPrompts(demo_llama[0], policy=KVzip(budget=64)).warnings(1000) == []
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Planner, "planned", fails)
+    with pytest.raises(ZeroDivisionError):
+        LongPrompts(demo_llama[0]).warnings(1000)
+
+
 def test_machines():
     assert [mac(n << 30).usable >> 30 for n in (24, 64)] == [16, 48]
     assert 1 << 28 < this_machine().usable <= this_machine().memory
@@ -158,7 +175,7 @@ def test_machines():
     [
         (1000, {}, None),
         (4096, {}, "all 4,096 entries will be kept (12.6 MB); --policy auto"),
-        (4096, {"policy": SnapKV(budget=512)}, "512 of 4,096 entries will be kept: KV memory 12.6 MB → 1.57 MB"),
+        (4096, {"policy": SnapKV(budget=512)}, "512 of 4,096 entries will be kept from the answer's token 3 on: KV memory 12.6 MB → 1.57 MB"),
         (4096, {"policy": SnapKV(budget=512), "kv_bits": 8}, "KV memory 12.6 MB → 442 kB"),
         (4096, {"policy": KeyDiff(budget=512)}, "KV memory 12.6 MB → 3.15 MB, room for a block of 512"),
         (4096, {"policy": SnapKV(budget="pyramid:512")}, "132 to 892, by layer, of 4,096 entries"),

@@ -14,12 +14,12 @@ from mlx_snapkv import ExpectedAttention, SnapKVError
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.engine.config import CompressionConfig
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
+from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import Policy, expected_attention
 
 T, N, FIRST = 60, 5, 4  # tokens, queries that vote, first positions that no statistics count

@@ -3,7 +3,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, StreamingLLM
-from mlx_snapkv.engine.prompt_plan import gate
+from mlx_snapkv.planning.prompt_plan import gate
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.policies.budgets import Quota, layer_entries
 

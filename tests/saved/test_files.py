@@ -16,7 +16,7 @@ from mlx_snapkv.saved import files
 
 # One of each state that a cache has: queries that wait to be counted or to vote, a ring that has turned, and so on.
 KINDS = [
-    f"{SNAPKV},on_full=keydiff",
+    f"{SNAPKV},on_full=slide",
     spec("h2o", "block"),
     TOVA := spec("tova", "block"),
     spec("expected_attention", "block"),
@@ -112,7 +112,7 @@ def foreign_caches(model, tokens):
     for state in [*states, (keys, None, 200), ("keys", "values", 200)]:
         yield [KVCache.from_state(state), good[1]]
     for policy, wrong in (
-        (f"{SNAPKV},on_full=keydiff", {"_n": 0, "_arranged": mx.zeros(3)}),
+        (f"{SNAPKV},on_full=slide", {"_n": 0, "_pinned": mx.zeros(3)}),
         (KEYDIFF, {"_n": 10_000, "offset": 1.5, "_kept_positions": mx.zeros(3)}),
     ):
         compressed = read(model, tokens, policy)

@@ -18,7 +18,7 @@ import write_docs
 from mlx_snapkv.cli.app import app
 from mlx_snapkv.cli.config import commands_of
 from mlx_snapkv.cli.listings import CHOICES
-from mlx_snapkv.engine.auto import BOOK, CONVERSATION, QUESTION, RECALLED, SETTINGS, SNAPKV
+from mlx_snapkv.planning.auto import BOOK, CONVERSATION, QUESTION, RECALLED, SETTINGS, SNAPKV
 from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
 
 ROOT = Path(__file__).parents[2]

@@ -1,12 +1,15 @@
 """GGUF checkpoints become what mlx-lm computes with: whole files, written and read."""
 
+import json
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import load
-from mlx_lm.models import gemma3_text, llama
+from mlx_lm.models import gemma3_text, llama, qwen2
 from tokenizers import pre_tokenizers
+from transformers import Qwen2Tokenizer
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[real]'")
 import gguf_folder  # noqa: E402
@@ -29,7 +32,8 @@ FIELDS = {
 def write_gguf(path, family, args, tokenizer, tensors):
     """A GGUF file, written with gguf's own writer as llama.cpp's converter writes it."""
     writer = gguf.GGUFWriter(path, family)
-    fields = {name: getattr(args, of) for name, (of, _) in FIELDS.items()} | {"context_length": 64}
+    fields = {name: getattr(args, of) for name, (of, _) in FIELDS.items() if hasattr(args, of)}
+    fields["context_length"] = 64
     if family == "gemma3":
         fields["sliding_window"] = args.sliding_window
     for name, value in (fields | tokenizer).items():
@@ -48,7 +52,8 @@ def tensors_of(model, family):
     parts = {module: part for part, module in modules.items()}
     tensors = {}
     for path, weight in tree_flatten(model.parameters()):
-        path, weight = path.removeprefix("model.").removesuffix(".weight"), np.array(weight)
+        path, _, kind = path.removeprefix("model.").rpartition(".")
+        weight = np.array(weight)
         if family == "llama" and path.endswith(("q_proj", "k_proj")):
             halves = weight.reshape(-1, 2, model.args.head_dim // 2, weight.shape[-1])
             weight = halves.swapaxes(1, 2).reshape(weight.shape)
@@ -56,9 +61,9 @@ def tensors_of(model, family):
             weight = weight + 1
         if path.startswith("layers."):
             _, layer, module = path.split(".", 2)
-            tensors[f"blk.{layer}.{parts[module]}.weight"] = weight
+            tensors[f"blk.{layer}.{parts[module]}.{kind}"] = weight
         else:
-            tensors[f"{parts[path]}.weight"] = weight
+            tensors[f"{parts[path]}.{kind}"] = weight
     return tensors
 
 
@@ -115,6 +120,12 @@ def a_gemma(n_tokens):
     return model
 
 
+def a_qwen(n_tokens):
+    sizes = SIZES | {"hidden_size": 16, "vocab_size": n_tokens, "tie_word_embeddings": False}
+    del sizes["head_dim"]
+    return qwen2.Model(qwen2.ModelArgs("qwen2", **sizes))
+
+
 def converted(tmp_path, family, make, fields):
     """A model of random weights, and the folder made of its GGUF file, loaded: both compute the same."""
     mx.random.seed(0)
@@ -140,6 +151,23 @@ def test_a_llama_with_byte_level_pieces(tmp_path):
     assert tokenizer.eos_token_ids == {1}
     chat = [{"role": "user", "content": "o"}]
     assert tokenizer.apply_chat_template(chat) == tokenizer.encode("<s>o")
+
+
+def test_a_qwen_in_several_files_whose_output_is_its_own(tmp_path, monkeypatch):
+    fields = byte_level() | {"tokenizer_pre": "qwen2"}
+    del fields["unk_token_id"]
+    monkeypatch.setattr(gguf_folder, "SHARD", 10_000)  # the embeddings alone are larger
+    tokenizer = converted(tmp_path, "qwen2", a_qwen, fields)
+    files = {path.name for path in (tmp_path / "folder").glob("model-*.safetensors")}
+    index = json.loads((tmp_path / "folder" / "model.safetensors.index.json").read_text())
+    assert len(files) == 4 and set(index["weight_map"].values()) == files
+    vocabulary = {piece: number for number, piece in enumerate(fields["token_list"])}
+    merges = [tuple(merge.split(" ")) for merge in fields["token_merges"]]
+    theirs = Qwen2Tokenizer(vocab=vocabulary, merges=merges)
+    text = "  hell12 HE'LL \r\n\n(hello)  it's\t½ é e\u0301 日本 🎉\n \n x."
+    assert tokenizer.encode(text) == theirs.encode(text)
+    split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("it's 12\n\n  x")
+    assert [part for part, _ in split] == ["it", "'s", "Ġ", "1", "2", "ĊĊ", "Ġ", "Ġx"]
 
 
 def test_a_gemma_with_sentencepieces(tmp_path):

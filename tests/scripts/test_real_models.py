@@ -3,7 +3,8 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from real_models import MODELS, essay, real_model
+from mlx_lm.tokenizer_utils import load
+from real_models import MODELS, essay, real_folder, real_model
 
 TEXT = "In 2024, 1,234 people\n\n\n  paid $5.99 — naïve 日本語 🎉\tx  y   z\n<b>"
 
@@ -18,7 +19,7 @@ def test_the_perplexity_of_an_essay(name, most):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_the_text_again(name):
-    _, tokenizer = real_model(name)
+    tokenizer = load(real_folder(name))
     text = TEXT + tokenizer.eos_token
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(tokens) == text and tokens[-1] in tokenizer.eos_token_ids

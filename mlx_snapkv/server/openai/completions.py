@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from ...completions.answer import Said, choice, head, message_fields, usage
 from ...completions.body import Body, ChatBody, CompletionBody
+from ...engine.report import STAYING
 from ..api_error import ApiError
 from ..exchange import respond
 from ..formatter import ResponseFormatter, server_sent
@@ -144,6 +145,7 @@ class CompletionFormatter(ResponseFormatter):
         about = {name: getattr(report, name) for name in names}
         about["entries"] = report.entries if report.compressed else None
         about["memory"] = self._memory
+        about |= {name: n for name in STAYING if (n := getattr(report, name))}
         for name in ("verified", "book"):
             if getattr(report, name) is not None:
                 about[name] = asdict(getattr(report, name))

@@ -12,14 +12,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
+from ..caches.full_view import FEW as LISTED
 from ..caches.layers import AttentionLayer, attention_layers, members, quotas_of, token_caches
 from ..caches.memories import in_files, memory_quantization
 from ..entries.key_index import index_bytes
-from ..entries.quantization import Quantization, n_bytes, pack
+from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
 from ..policies import Policy, Stages
+from .config import CompressionConfig
 from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
-from .report import format_bytes
+from .units import format_bytes
 
 
 class Need(NamedTuple):
@@ -33,7 +35,7 @@ class Need(NamedTuple):
 
     @property
     def most(self) -> int:
-        return self.reading + self.held
+        return max(self.reading, self.stays) + self.held
 
 
 class EntrySizes:
@@ -47,6 +49,7 @@ class EntrySizes:
     """
 
     def __init__(self, model):
+        self._model = model
         self.caches = token_caches(model)
         self.layers: list[AttentionLayer] = []
         self.refusal: UnsupportedModelError | None = None
@@ -68,6 +71,16 @@ class EntrySizes:
         """Bytes of a token's entries in each of `layers`, stored as `quantization` says."""
         return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
 
+    def of_memory(self, memory: str) -> int:
+        """Bytes of a token that stay in memory where `memory` keeps all entries of `layers`, without an index."""
+        if memory == "drop" or in_files(memory):
+            return 0
+        return sum(self.of_token(memory_quantization(self._model, self.layers, memory)))
+
+    def of_head(self) -> int:
+        """Bytes of a query head's vector in all of `layers`."""
+        return sum(keys.shape[-1] * keys.dtype.size for keys, _ in self._entries)
+
     def of_index(self) -> int:
         """Bytes of a token in the key indexes of `layers`."""
         return sum(index_bytes(keys) for keys, _ in self._entries)
@@ -86,17 +99,17 @@ class EntrySizes:
 
 @dataclass
 class Footprint:
-    """What requests' caches take: full ones without a policy, else compressed ones, quantised so.
+    """What the caches of requests take: full ones without a policy, else as the config says.
 
     Raises: UnsupportedModelError: there is a policy, and the model's entries can't be compressed.
     """
 
     sizes: EntrySizes
-    policy: Policy | Stages | None
-    quantization: Quantization | None = None
+    config: CompressionConfig
     step_size: int = PREFILL_STEP_SIZE
 
     def __post_init__(self):
+        self.policy, self.quantization = self.config.policy, self.config.quantization
         if self.policy is not None and self.sizes.refusal is not None:
             raise self.sizes.refusal
         self.row_bytes = self.sizes.of_token(self.quantization)
@@ -111,12 +124,20 @@ class Footprint:
             return Need(0, n_prompt * size, whole * size + rest)
         _, last = policy.stages
         chosen = self.kept(n_prompt)
-        quotas = quotas_of(sizes.layers, last.quotas, n_prompt)
-        grown = [_grown(n, last, max_tokens, q.n_window) for n, q in zip(chosen, quotas)]
+        grown = [_grown(n, last, max_tokens) for n in chosen]
         kept, held = total_bytes(self.row_bytes, chosen), total_bytes(self.row_bytes, grown)
+        stored = self.stored(n_prompt + max_tokens)
         reading = max(0, self.bytes_read(n_prompt) + kept - held)
+        reading += stored if policy.reads_in_blocks else 0
+        stays = stored if self.config.reads_on else 0
         fixed = last.keeps_shape and not sizes.plain
-        return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed)
+        return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed, stays)
+
+    def stored(self, n: int) -> int:
+        """Bytes in memory of `n` tokens where all entries stay, with their index."""
+        if not self.config.retains:
+            return 0
+        return n * (self.sizes.of_memory(self.config.memory) + self.sizes.of_index() * (n > LISTED))
 
     def kept(self, n_prompt: int) -> list[int]:
         assert self.policy is not None
@@ -153,11 +174,10 @@ def window_of(cache: Any) -> int | None:
     return cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
 
 
-def _grown(n: int, policy: Policy, max_tokens: int, n_window: int) -> int:
+def _grown(n: int, policy: Policy, max_tokens: int) -> int:
     if policy.keeps_shape:
         return n
-    more = max_tokens if policy.grows else min(max_tokens, policy.answer_block(n_window))
-    return (n + more) * 3 // 2  # they are made half as many again
+    return with_room(n + (max_tokens if policy.grows else min(max_tokens, policy.block)))
 
 
 class Disk(NamedTuple):
@@ -216,7 +236,8 @@ def book_cost(
     if not n_before and gate(policy, n_prompt, None) is not None:
         return None
     sizes = EntrySizes(model)
-    resident = [min(n_prompt, n) for n in Footprint(sizes, policy).rows_read(n_prompt)]
+    footprint = Footprint(sizes, CompressionConfig(policy))
+    resident = [min(n_prompt, n) for n in footprint.rows_read(n_prompt)]
     stored = n_new * sum(sizes.of_token(memory_quantization(model, sizes.layers, memory)))
     disks: dict[int, Disk] = {}
     for folder in (Path(tempfile.gettempdir()) if in_files(memory) else None, saved_in):

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from mlx_snapkv import SnapKV, prefill
-from mlx_snapkv.engine.footprint import book_cost
 from mlx_snapkv.engine.generate import stream_generate
+from mlx_snapkv.planning.footprint import book_cost
 from mlx_snapkv.policies import resolve_policy
 
 POLICY = resolve_policy(

@@ -8,12 +8,12 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.compaction import Compaction
-from ..caches.layers import attention_layers, head_sizes, members
+from ..caches.layers import AttentionLayer, attention_layers, head_sizes, members
 from ..caches.memories import in_files, require_memory
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..models import type_of
-from ..models.rope import trained_length
+from ..models.rope import longest_trained_length, trained_length
 from ..policies import Policy, Stages
 
 VERIFY = ("all",)
@@ -73,6 +73,11 @@ class CompressionConfig:
         return cls(policy, **own, **more), others
 
     @property
+    def retention(self) -> dict[str, Any]:
+        """The keywords that say what becomes of the entries that are not kept, and how an answer uses them."""
+        return {name: getattr(self, name) for name in RETENTION}
+
+    @property
     def retains(self) -> bool:
         return self.memory != "drop"
 
@@ -85,6 +90,14 @@ class CompressionConfig:
     def reads_on(self) -> bool:
         """Whether an answer goes on reading entries that its prompt did not choose."""
         return self.retains and (self.verify is not None or self.refresh == "token")
+
+    def refreshes(self, layers: list[AttentionLayer]) -> bool:
+        """Whether the answer's tokens choose anew: not among entries that are quantised for the answer, or that the
+        model's attention itself reads from its cache."""
+        if self.verify is not None:
+            return True
+        reads_itself = any(layer.family.method != "__call__" for layer in layers)
+        return self.reads_on and self.quantization is None and not reads_itself
 
     def require(self, model) -> None:
         """Raises: SnapKVError: there is nothing to verify, or this can't be done on this model."""
@@ -106,7 +119,7 @@ class CompressionConfig:
 
     def compaction(self, model, n_prompt: int) -> Compaction | None:
         """How the positions of a prompt's tokens are compacted; None leaves them as they are."""
-        length = trained_length(model)
+        length = longest_trained_length(model)
         wanted = n_prompt > (length or n_prompt) if self.far is None else self.far == "pull"
         if not wanted or length is None or self._keeps_positions_because(model) is not None:
             return None
@@ -114,12 +127,17 @@ class CompressionConfig:
 
     def warning(self, model, n_prompt: int) -> str | None:
         """A sentence, if a prompt is longer than the model was trained on and nothing is done about it."""
-        length = trained_length(model)
-        if length is None or n_prompt <= length or self.far is not None:
+        length, longest = trained_length(model), longest_trained_length(model)
+        if length is None or longest is None or n_prompt <= length or self.far is not None:
             return None
         if self.compaction(model, n_prompt) is not None:
             return None
-        why = f"{n_prompt} tokens are more than the {length} that this model was trained to read: answers may be wrong"
+        if n_prompt <= longest:
+            return (
+                f"{n_prompt} tokens are more than the {length} of max_position_embeddings: if this model's linear RoPE "
+                f"factor is in that number already, answers may be wrong; if not, it was trained to read {longest}"
+            )
+        why = f"{n_prompt} tokens are more than the {longest} that this model was trained to read: answers may be wrong"
         if self.reads_in_blocks:
             return why
         return f"{why}; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
@@ -132,7 +150,7 @@ class CompressionConfig:
             return f"needs a policy that evicts while a prompt is read, such as keydiff, and {what}"
         if self.verify == "all":
             return "can't be combined with verify=all, which reads all entries where they are: leave verify out"
-        length, name = trained_length(model), type_of(model)
+        length, name = longest_trained_length(model), type_of(model)
         if length is None:
             return f"needs the trained length, and mlx-lm's {name!r} has no max_position_embeddings"
         layers = attention_layers(model, make_prompt_cache(model))

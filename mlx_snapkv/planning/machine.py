@@ -18,23 +18,18 @@ class Machine(NamedTuple):
 
 
 def this_machine() -> Machine:
-    """The machine that this runs on: what Metal recommends at most for its GPU, or all of its memory without one."""
+    """The machine that this runs on: what Metal recommends at most for its GPU; without one, what MLX may use now, the
+    memory in use by it included."""
     if mx.metal.is_available():
         info = mx.device_info()
         return Machine(int(info["memory_size"]), int(info["max_recommended_working_set_size"]))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if _LIMIT.exists() and (limit := _LIMIT.read_text().strip()).isdecimal():
         memory = min(memory, int(limit))
-    return Machine(memory, memory)
-
-
-def free_memory() -> int:
-    """Bytes that MLX may use now, those in use by it included; a Mac's GPU tells no more than what is recommended."""
-    usable = this_machine().usable
-    if not _MEMINFO.exists():
-        return usable
-    found = re.search(r"MemAvailable: +(\d+) kB", _MEMINFO.read_text())
-    return min(usable, int(found[1]) * 1024 + mx.get_active_memory()) if found else usable
+    text = _MEMINFO.read_text() if _MEMINFO.exists() else ""
+    found = re.search(r"MemAvailable: +(\d+) kB", text)
+    free = int(found[1]) * 1024 + mx.get_active_memory() if found else memory
+    return Machine(memory, min(memory, free))
 
 
 def mac(memory: int) -> Machine:

@@ -43,17 +43,20 @@ class PromptPlan:
         return max(1, self.last - self.n_prompt)
 
 
-def plan_prompt(policy: Policy | Stages, n_prompt: int, out_of_core: bool = False) -> PromptPlan:
+def plan_prompt(
+    policy: Policy | Stages, n_prompt: int, out_of_core: bool = False, refreshes: bool = False
+) -> PromptPlan:
     """Who votes on a prompt.
 
     Unless read `out_of_core`, entries are evicted for good meanwhile: then only the queries of the recent window vote,
-    since what came after an older one's own entry may be gone.
+    since what came after an older one's own entry may be gone. Where the answer `refreshes`, its tokens choose by
+    themselves, so that none are waited for.
     """
     _, decode_policy = policy.stages
     n_voters = decode_policy.obs_window
     if policy.reads_in_blocks and not out_of_core:
         n_voters = min(n_voters, max(1, policy.prefill_quotas(n_prompt, 1)[0].n_window))
-    n_ahead = 0 if out_of_core else decode_policy.lookahead
+    n_ahead = 0 if out_of_core or refreshes else decode_policy.lookahead
     return PromptPlan(n_prompt, max(0, n_prompt - n_voters), n_prompt + n_ahead)
 
 

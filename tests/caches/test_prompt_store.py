@@ -1,0 +1,107 @@
+"""mlx-lm's store of prompts, which its server keeps, with our caches in it: exact, or a miss, never wrong entries."""
+
+import copy
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from request_helpers import assert_same, plain, steps
+from saved_helpers import KEYDIFF, SNAPKV, question
+from tiny_models import make_llama
+
+from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
+from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
+from mlx_snapkv.caches.recording import RecordingKVCache
+
+BOOK = f"{KEYDIFF} then {SNAPKV}"
+# The caches of a prompt, and the class of them; the last ones hold every entry.
+KINDS = {
+    "snapkv": (SNAPKV, "drop", BlockKVCache),
+    "window": (f"{SNAPKV},on_full=slide", "drop", SnapKVCache),
+    "quantised": (f"{SNAPKV},on_full=slide", "drop", SnapKVCache),
+    "block": (KEYDIFF, "drop", BlockKVCache),
+    "book": (BOOK, "recall", OutOfCoreKVCache),
+    "book in files": (BOOK, "recall:file", OutOfCoreKVCache),
+    "recall in files": (SNAPKV, "recall:file", RecordingKVCache),
+}
+
+
+@pytest.fixture
+def model():
+    return make_llama(head_dim=32)
+
+
+def read(model, tokens, kind):
+    """What was read, and its caches."""
+    policy, memory, cls = KINDS[kind]
+    said = tokens.tolist()
+    if kind == "recall in files":
+        cache = make_prompt_cache(model)
+        said += [
+            t for t, _ in steps(model, tokens, 1, policy=policy, memory=memory, prompt_cache=cache)
+        ]
+    else:
+        bits = {"kv_bits": 8, "kv_group_size": 32} if kind == "quantised" else {}
+        cache, _ = prefill(model, tokens, policy, memory=memory, **bits)
+    assert all(type(c) is cls and c.offset == len(said) for c in cache)
+    return said, cache
+
+
+def answer(model, rest, cache, kind):
+    """By mlx-lm itself, and where all entries are kept by our request as well, which votes over them."""
+    rest, (policy, memory, _) = mx.array(rest), KINDS[kind]
+    if memory == "drop":
+        return plain(model, rest, 24, prompt_cache=cache)
+    return steps(model, rest, 24, prompt_cache=cache, policy=policy, memory=memory)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_prompt_and_a_longer_one_go_on_exactly(model, tokens, kind):
+    store, more = LRUPromptCache(), question(30).tolist()
+    said, cache = read(model, tokens, kind)
+    store.insert_cache("m", said, copy.deepcopy(cache))
+    wanted = answer(model, more, cache, kind)
+    for asked in ([], more, []):
+        found, rest = store.fetch_nearest_cache("m", said + asked)
+        assert rest == asked and all(a is not b for a, b in zip(found, cache))
+        assert_same(answer(model, more, found, kind), wanted)
+    assert len(store) == 1 and store.nbytes == sum(c.nbytes for c in read(model, tokens, kind)[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 150])
+def test_a_branch_or_a_shorter_prompt_is_a_miss_or_exact(model, tokens, kind, n):
+    """Caches that have dropped entries are no use to either; those that have all of them are cut."""
+    store = LRUPromptCache()
+    said, cache = read(model, tokens, kind)
+    store.insert_cache("m", said, cache)
+    for asked in (said[:n], said[:n] + [(token + 1) % 64 for token in said[n:]]):
+        found, rest = store.fetch_nearest_cache("m", asked)
+        if kind != "recall in files":
+            assert found is None and rest == asked
+            continue
+        n_read = len(asked) - len(rest)
+        assert n_read == min(n, len(asked) - 1) and {c.offset for c in found} == {n_read}
+        alone = make_prompt_cache(model)
+        wanted = plain(model, mx.array(asked), 12, prompt_cache=alone)
+        got = plain(model, mx.array(rest), 12, prompt_cache=found)
+        assert [t for t, _ in got] == [t for t, _ in wanted]
+        assert all(mx.allclose(a, b, atol=1e-4) for (_, a), (_, b) in zip(got, wanted))
+    # What is in the store is as it was.
+    found, rest = store.fetch_nearest_cache("m", said)
+    assert rest == [] and all(c.offset == len(said) for c in found)
+    more = question(9).tolist()
+    wanted = answer(model, more, read(model, tokens, kind)[1], kind)
+    assert_same(answer(model, more, found, kind), wanted)
+
+
+@pytest.mark.parametrize("kind", ["snapkv", "block", "book in files"])
+def test_a_shorter_prompt_that_is_there_serves_a_branch_of_a_longer_one(model, tokens, kind):
+    store, branch = LRUPromptCache(), [63, 62, 61]
+    for n in (100, 200):
+        said, cache = read(model, tokens[:n], kind)
+        store.insert_cache("m", said, cache)
+    found, rest = store.fetch_nearest_cache("m", said[:150] + branch)
+    assert rest == said[100:150] + branch and {c.offset for c in found} == {100}
+    wanted = answer(model, rest, read(model, tokens[:100], kind)[1], kind)
+    assert_same(answer(model, rest, found, kind), wanted)

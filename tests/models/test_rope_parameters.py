@@ -1,0 +1,147 @@
+"""Configurations as transformers 5 writes them: read as those with `rope_theta` are, or refused by name."""
+
+import importlib
+
+import mlx.core as mx
+import pytest
+from model_configs import config
+
+from mlx_snapkv import SnapKVError, models
+from mlx_snapkv.models.rope_parameters import taken_over
+
+BASE, OTHER = {"rope_theta": 12_345.0, "rope_type": "default"}, {"rope_theta": 500.0}
+LINEAR = {"rope_theta": 12_345.0, "rope_type": "linear", "factor": 4.0}
+SCALING = {"type": "linear", "rope_type": "linear", "factor": 4.0}
+# Of mlx-lm's families: those that read `rope_parameters` themselves, or another place, and those without RoPE; those
+# without a field for its base, and without one for its scaling.
+ALONE = set(
+    """exaone_moe gemma4 gemma4_text granitemoehybrid laguna lfm2 lfm2-vl lfm2_moe mellum ministral3 mistral3 mistral4
+    muse_glimmer olmo_hybrid prism_hadamard_qwen35 qwen3 qwen3_5 qwen3_5_moe qwen3_vl spark2_5
+    dbrx gpt2 gpt_bigcode jamba kimi_k3 kimi_linear nemotron_h""".split()
+)
+BASELESS = set("gptj openelm phixtral plamo2 qwen".split())
+UNSCALED = set(
+    """Klear baichuan_m1 cohere cohere2 ernie4_5 ernie4_5_moe gemma gemma2 glm glm4 gpt_neox helium lille-130m
+    llama4_text mimo_v2_flash minimax nanochat phi plamo plamo3 stablelm starcoder2 talkie""".split()
+)
+UNBUILT = set(
+    "deepseek_v2 hunyuan hunyuan_v1_dense minicpm3 phi3 phimoe".split()
+)  # with this scaling, or none
+
+
+def changed(name, removed=(), **values):
+    """The configuration of a tiny model, or of its text, without some fields and with others."""
+    whole = config(name)
+    text = whole.get("text_config", whole)
+    for key in ("rope_theta", "rope_scaling", "rotary_emb_base", *removed):
+        text.pop(key, None)
+    text.update(values)
+    return whole
+
+
+def ropes(config):
+    """What the RoPE of each layer of mlx-lm's model makes of unit vectors."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    found = models.attentions(module.Model(module.ModelArgs.from_dict(config)))
+    rope = [x.family.rope_of(x.attention) for x in found if x.attention is not None]
+    return [each(mx.eye(16)[None, :, None], offset=9) for each in rope if each is not None]
+
+
+def read(config):
+    return {**config, **taken_over(config).changes}
+
+
+def assert_same_rope(found, wanted):
+    pairs = list(zip(ropes(found), ropes(wanted), strict=True))
+    assert pairs and all(mx.array_equal(*pair).item() for pair in pairs)
+
+
+@pytest.mark.parametrize("name", sorted(models.SUPPORTED))
+def test_every_family_reads_them_or_is_refused(name):
+    new = changed(name, rope_parameters=BASE)
+    if name in ALONE:
+        assert read(new) == new
+    elif name in BASELESS:
+        with pytest.raises(SnapKVError, match=f"{name!r} does not read that and has no rope_theta"):
+            taken_over(new)
+    elif name in UNBUILT:
+        found = taken_over(changed(name, rope_parameters=LINEAR)).values
+        assert found == {"rope_theta": 12_345.0, "rope_scaling": SCALING}
+    else:
+        base = {"rotary_emb_base" if name == "gpt_neox" else "rope_theta": 12_345.0}
+        assert_same_rope(read(new), changed(name, **base, rope_scaling=None))
+        scaled = changed(name, rope_parameters=LINEAR)
+        if name in UNSCALED:
+            with pytest.raises(SnapKVError, match=f"{name!r} .* has no rope_scaling,.* linear"):
+                taken_over(scaled)
+        else:
+            assert_same_rope(read(scaled), changed(name, **base, rope_scaling=SCALING))
+
+
+PARTIAL = ["partial_rotary_factor", "rotary_pct", "rotary_dim"]
+
+
+@pytest.mark.parametrize(
+    "name, field, value",
+    [
+        ("glm4_moe", "partial_rotary_factor", 0.25),
+        ("gpt_neox", "rotary_pct", 0.25),
+        ("minimax", "rotary_dim", 4),
+        ("deepseek_v3", "qk_rope_head_dim", 8),
+    ],
+)
+def test_a_part_of_the_dimensions(name, field, value):
+    new = changed(name, PARTIAL, rope_parameters=BASE | {"partial_rotary_factor": 0.25})
+    assert read(new).get(field) == value
+
+
+def test_a_part_that_a_family_cannot_be_given_is_refused():
+    with pytest.raises(SnapKVError, match=r"'glm' .* has no partial_rotary_factor"):
+        taken_over(changed("glm", rope_parameters=BASE | {"partial_rotary_factor": 0.5}))
+    for name, factor in (("glm", 1.0), ("recurrent_gemma", 0.5)):
+        rope = BASE | {"partial_rotary_factor": factor}
+        found = taken_over({"model_type": name, "rope_parameters": rope})
+        assert found.values == {"rope_theta": 12_345.0}
+
+
+@pytest.mark.parametrize(
+    "name, full, sliding, plain",
+    [
+        ("gemma3_text", LINEAR, OTHER, {"rope_scaling": SCALING, "rope_local_base_freq": 500.0}),
+        ("gemma3", BASE, OTHER, {"rope_local_base_freq": 500.0}),
+        ("gemma3n", BASE, OTHER, {"rope_local_base_freq": 500.0}),
+        ("mimo_v2_flash", BASE, OTHER, {"swa_rope_theta": 500.0}),
+        ("olmo3", LINEAR, BASE, {"rope_scaling": SCALING}),
+        ("llama", BASE, BASE, {}),
+    ],
+)
+def test_values_by_layer_type(name, full, sliding, plain):
+    both, local = {"full_attention": full, "sliding_attention": sliding}, list(plain)
+    new = changed(name, local, rope_parameters=both)
+    assert_same_rope(read(new), changed(name, local, rope_theta=12_345.0, **plain))
+
+
+@pytest.mark.parametrize(
+    "name, full, sliding",
+    [("llama", BASE, OTHER), ("olmo3", BASE, OTHER), ("gemma3_text", BASE, LINEAR)],
+)
+def test_values_by_layer_type_that_a_family_cannot_express(name, full, sliding):
+    both = {"full_attention": full, "sliding_attention": sliding}
+    with pytest.raises(SnapKVError, match=f"{name!r} .* one RoPE for full_attention and sliding"):
+        taken_over(changed(name, rope_parameters=both))
+
+
+def test_what_a_configuration_says_itself_stays():
+    for values in ({"rope_theta": 7.0}, {"rope_theta": 7.0, "rope_scaling": SCALING}):
+        new = changed("llama", rope_parameters=LINEAR, **values)
+        assert read(new) == {"rope_scaling": read(new)["rope_scaling"], **new}
+    assert taken_over(config("llama")).changes == {}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral4"])
+def test_the_text_model_of_a_wrapper_decides(kind):
+    text = {"model_type": kind, "rope_parameters": BASE}
+    found = taken_over({"model_type": "mistral3", "text_config": text})
+    assert found.values == ({"rope_theta": 12_345.0} if kind == "llama" else {})
+    with pytest.raises(SnapKVError, match="must be an object, got 7"):
+        taken_over({"model_type": "llama", "rope_parameters": 7})

@@ -1,0 +1,238 @@
+"""`policy="auto"`: what is taken for which prompt, task and machine, and why."""
+
+from dataclasses import replace
+
+import pytest
+
+from mlx_snapkv import (
+    CompressedBatchGenerator,
+    Conversation,
+    SnapKV,
+    SnapKVError,
+    batch_generate,
+    generate_step,
+    inspect_prompt,
+    plan_memory,
+    stream_generate,
+)
+from mlx_snapkv.planning import auto as module
+from mlx_snapkv.planning.auto import (
+    BATCH,
+    BOOK,
+    CONVERSATION,
+    FEW,
+    FULL,
+    QUESTION,
+    RECALLED,
+    SETTINGS,
+    SMALL,
+    SNAPKV,
+    Asked,
+    recommended,
+    resolve,
+    worth_comparing,
+)
+from mlx_snapkv.planning.machine import Machine
+from mlx_snapkv.planning.plan import Planner
+from mlx_snapkv.policies import AUTO, resolve_policy
+
+GB = 10**9
+FAR = 20_000  # tokens: more than `demo` was trained to
+
+
+@pytest.fixture(scope="module")
+def planner(demo_llama):
+    return Planner(demo_llama[0])
+
+
+def cost(planner, n, setting):
+    """The most bytes in use, and those of entries."""
+    plan, kv = planner.planned(n, Asked(n).config(setting, False))
+    return plan.peak, kv
+
+
+@pytest.mark.parametrize(
+    "n, task, lacks, setting, why",
+    [
+        (FEW - 1, QUESTION, None, FULL, "fewer than half of 10,931 entries would be evicted"),
+        (FEW, QUESTION, None, SNAPKV, "the question chooses"),
+        (FEW, BATCH, None, SNAPKV, "decoded together"),
+        (FEW, CONVERSATION, None, RECALLED, "every token"),
+        (FEW, CONVERSATION, "memory", BOOK, "and {} may be used"),
+        (FEW, QUESTION, "KV memory", SMALL, "and {} may be used"),
+        (9000, QUESTION, "KV memory", SETTINGS[QUESTION][2], "the full cache would take"),
+    ],
+)
+def test_what_is_taken(planner, n, task, lacks, setting, why):
+    """`lacks`: of what a byte is missing for the first setting."""
+    first = FULL if n < FEW else SETTINGS[task][0]
+    peak, kv = cost(planner, n, first)
+    usable = peak - 1 if lacks == "memory" else GB
+    most = kv - 1 if lacks == "KV memory" else None
+    taken = recommended(planner, Asked(n, task, kv_memory=most), usable)
+    limit = module.format_bytes(most or usable)
+    assert taken.setting == setting and taken.fits and why.format(limit) in str(taken)
+
+
+def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
+    taken = recommended(planner, Asked(FEW), 10**6)
+    assert not taken.fits and taken.setting == SETTINGS[QUESTION][-1]
+    monkeypatch.setattr(planner, "can_compress", False)
+    assert recommended(planner, Asked(FEW), GB).setting == FULL
+
+
+def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
+    for task in SETTINGS:
+        for setting in SETTINGS[task]:
+            Asked(None, task).config(setting, False).require(demo_llama[0])
+    config, _, taken = resolve(demo_llama[0], None, CONVERSATION, {}, policy=AUTO)
+    assert config.policy == SnapKV(top_k=4096, min_ctx=FEW) and taken.setting == RECALLED
+
+
+def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
+    """Not only the entries: what a chunk holds while it is read, too."""
+    peak, kv = cost(planner, FEW, SNAPKV)
+    assert kv + planner.plan(1).weights < 0.9 * peak
+    for usable, fits in ((peak, True), (peak - 1, False)):
+        monkeypatch.setattr(module, "this_machine", lambda usable=usable: Machine(GB, usable))
+        _, _, taken = resolve(demo_llama[0], FEW, QUESTION, {}, policy=AUTO)
+        assert (taken.setting == SNAPKV) == fits
+
+
+@pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
+def test_python_takes_it_and_the_report_tells(demo_llama, asked):
+    reports = []
+    options = {"max_tokens": 1, "on_report": reports.append, "verify": None}
+    next(generate_step(list(range(5, 105)), demo_llama[0], **options, **asked))
+    (report,) = reports
+    assert report.auto.startswith("auto: the full cache, because fewer than half")
+    assert report.reason == "fewer than half of 100 entries would be evicted"
+
+
+def test_python_compresses_by_it(demo_llama, monkeypatch):
+    setting = module.Setting("streaming_llm:budget=50,schedule=once")
+    monkeypatch.setitem(module.SETTINGS, QUESTION, (setting,))
+    monkeypatch.setattr(module, "FEW", 60)
+    reports = []
+    options = {"max_tokens": 1, "policy": AUTO, "on_report": reports.append}
+    next(generate_step(list(range(5, 105)), demo_llama[0], **options))
+    assert reports[0].entries == 50 and "streaming_llm" in reports[0].auto
+
+
+def test_conversations_and_batches_take_it(demo_llama):
+    model, tokenizer = demo_llama
+    chat = Conversation(model, tokenizer, policy=AUTO)
+    assert chat.policy == SnapKV(top_k=4096, min_ctx=FEW) and chat.memory == "recall"
+    for asked in ({"policy": AUTO}, {"snapkv": True}):
+        found = batch_generate(model, tokenizer, [[7, 8, 9]], max_tokens=2, **asked)
+        assert len(found.texts) == 1
+
+
+BOTH = {"policy": AUTO, "snapkv": "top_k=64"}
+
+
+def test_auto_and_a_snapkv_are_two_policies(demo_llama):
+    model, tokenizer = demo_llama
+    ways = [
+        lambda: generate_step([5, 6, 7], model, **BOTH),
+        lambda: stream_generate(model, tokenizer, [5, 6, 7], **BOTH),
+        lambda: batch_generate(model, tokenizer, [[5, 6, 7]], **BOTH),
+        lambda: CompressedBatchGenerator(model, **BOTH),
+        lambda: plan_memory(model, 1000, **BOTH),
+        lambda: inspect_prompt(model, tokenizer, [5, 6, 7], **BOTH),
+        lambda: generate_step([5, 6, 7], model, snapkv=True, policy="tova"),
+    ]
+    for way in ways:
+        with pytest.raises(SnapKVError, match="snapkv and policy both name a policy"):
+            way()
+
+
+@pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
+def test_what_can_not_choose_says_so(demo_llama, asked):
+    model, tokenizer = demo_llama
+    ways = [
+        lambda: CompressedBatchGenerator(model, **asked),
+        lambda: plan_memory(model, 1000, **asked),
+        lambda: inspect_prompt(model, tokenizer, [5, 6, 7], **asked),
+        lambda: resolve_policy(**asked),
+    ]
+    for way in ways:
+        with pytest.raises(SnapKVError, match="policy auto is for what answers"):
+            way()
+
+
+@pytest.mark.parametrize(
+    "options, setting",
+    [
+        ({}, BOOK),
+        ({"refresh": "turn"}, BOOK),
+        ({"far": "pull"}, BOOK),
+        ({"memory": "recall"}, BOOK._replace(memory="recall")),
+        ({"memory": "recall", "refresh": "turn"}, BOOK._replace(memory="recall")),
+        ({"far": "keep"}, SNAPKV),
+        # Nothing can bring distances nearer where answers are verified by the full cache.
+        ({"verify": "all"}, RECALLED),
+        ({"verify": "all", "memory": "recall:8bit"}, RECALLED._replace(memory="recall:8bit")),
+        # Whoever gives a cache goes on from entries in memory.
+        ({"prompt_cache": []}, SMALL),
+        ({"draft_model": "a model"}, SMALL),
+    ],
+)  # fmt: skip
+def test_a_question_beyond_the_trained_length(demo_llama, options, setting):
+    config, _, taken = resolve(demo_llama[0], FAR, QUESTION, options, policy=AUTO)
+    assert taken.setting == setting and config.memory == setting.memory
+    assert config.policy == resolve_policy(policy=setting.policy)
+    config.require(demo_llama[0])
+    assert replace(config, policy=None, memory="recall").retention == {
+        "memory": "recall",
+        "verify": options.get("verify"),
+        "refresh": options.get("refresh", "token"),
+        "far": options.get("far"),
+    }
+    if setting == BOOK and options == {}:
+        assert "what it evicts stays in files for the answer to choose from" in taken.why
+
+
+def test_a_conversation_that_pulls_takes_what_can(demo_llama):
+    chat = Conversation(*demo_llama, policy=AUTO, far="pull")
+    assert chat.policy == resolve_policy(policy=BOOK.policy) and chat.memory == BOOK.memory
+
+
+def test_what_no_setting_can_be_combined_with(demo_llama):
+    for options, words in (
+        ({"verify": "all", "memory": "recall:file"}, "give memory=recall"),
+        ({"verify": "all", "far": "pull"}, "leave verify out"),
+        ({"refresh": "never"}, "refresh must be token or turn"),
+    ):
+        with pytest.raises(SnapKVError, match=words):
+            generate_step([5] * FAR, demo_llama[0], policy=AUTO, **options)
+
+
+def test_a_question_beyond_the_trained_length_is_answered_from_files(tiny_far):
+    model, tokens = tiny_far
+    reports = []
+    options = {"max_tokens": 1, "policy": AUTO, "on_report": reports.append}
+    next(generate_step(tokens, model, **options))
+    (report,) = reports
+    assert report.book.stored == len(tokens) and report.book.file_bytes > 0
+    assert "memory=recall:file" in report.auto
+
+
+@pytest.fixture
+def tiny_far(demo_llama, monkeypatch):
+    """A model trained to few tokens, a prompt of more, and settings as small."""
+    from tiny_models import make_llama
+
+    book = module.Setting("keydiff:budget=96,block=32 then snapkv:top_k=16", "recall:file")
+    monkeypatch.setitem(module.SETTINGS, QUESTION, (module.Setting("snapkv:top_k=64"),))
+    monkeypatch.setitem(module.SETTINGS, CONVERSATION, (RECALLED, book))
+    monkeypatch.setattr(module, "FEW", 100)
+    model = make_llama(max_position_embeddings=256)
+    return model, [5 + i % 50 for i in range(400)]
+
+
+@pytest.mark.parametrize("n", [300, 600, 5000, 100_000])
+def test_what_is_worth_comparing_evicts_three_quarters_at_least(n):
+    first, second, within = (resolve_policy(policy=text) for text in worth_comparing(n))
+    assert second.budget < first.budget <= max(n / 4, 30) and within.stages[1].budget < first.budget
+    assert n < 20_000 or worth_comparing(n)[0] == SNAPKV.policy
