@@ -49,7 +49,7 @@ def test_the_page_of_quality_tells_older_figures_apart():
     older, *_, row = quality_page._fidelity(part)
     newer, *_ = quality_page._fidelity(part | {"judged": "after the compression"})
     assert older.endswith(quality_page.OLDER) and newer == "2 pieces of 2 files."
-    assert row.endswith("| 0.000 (0.000 to 0.000) | 0.500 | not judged |  | 0.00 |")
+    assert row.endswith("| 0.000 (0.000 to 0.000) | 0.500 | not scored |  | 0.00 |")
     assert quality_page._fidelity(part)[4].startswith("| `full` | 900 | 5 kB |  |  | 0.000")
 
 
