@@ -128,7 +128,7 @@ def compare(
 
 
 def _not_yet(policy: AnyPolicy, n: int, n_before: int) -> str:
-    where = "what reading in blocks left" if policy.reads_in_blocks else "all entries"
+    where = "the entries that block prefill kept" if policy.reads_in_blocks else "all entries"
     looks = policy.stages[1].lookahead
     who = (
         f"lookahead decodes the first {n_before}" if looks else f"the first {n_before} are decoded"
@@ -221,4 +221,4 @@ def _tinted(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None
     for level, run in itertools.groupby(range(len(spans)), key=lambda i: levels[i]):
         start, end = end, max(end, spans[list(run)[-1]][1])
         pieces.append(f'<span class="t{level}">{escape(text[start:end])}</span>')
-    return f"<details><summary>What was kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"
+    return f"<details><summary>Entries kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"

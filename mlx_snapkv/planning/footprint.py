@@ -204,14 +204,14 @@ class BookCost:
             for folder, need, free in self.disks
         ] or [f"all in memory ({format_bytes(self.stored_bytes)})"]
         resident = f"{self.resident:,} entries resident ({format_bytes(self.resident_bytes)})"
-        return f"{self.tokens:,} tokens to read: at most {', '.join([resident, *where])}"
+        return f"reading {self.tokens:,} tokens will take at most {', '.join([resident, *where])}"
 
     @property
     def warnings(self) -> list[str]:
         return [
-            f"{folder} has not enough room: {format_bytes(need)} are to be written and "
-            f"{format_bytes(free)} are free; give --store-dir another folder, fewer bits (recall:file:4bit), or a "
-            "shorter text"
+            f"{folder} does not have enough room: {format_bytes(need)} will be written and "
+            f"{format_bytes(free)} is free; set --store-dir to another folder, use fewer bits (recall:file:4bit), or "
+            "give a shorter text"
             for folder, need, free in self.disks
             if need > free
         ]

@@ -100,7 +100,7 @@ def test_strings_dicts_and_objects_name_the_same_policy():
         ({"snapkv": {1: 2}}, "unknown snapkv option '1'"),
         ({"snapkv": {"topk": 4}}, r"'topk' \(did you mean 'top_k'\?\); known: top_k, n_sink"),
         ({"snapkv": 4}, "must be a policy object, a dict or a string, got int"),
-        ({"policy": "keydiff then tova then snapkv"}, "at most two policies"),
+        ({"policy": "keydiff then tova then snapkv"}, "must be one policy or two"),
     ],
 )
 def test_requests_that_name_no_policy(keywords, message):
