@@ -19,7 +19,7 @@ NAMES = {
 def results() -> list[str]:
     """A table each, with what it shows above it."""
     return [
-        "**Predictions**: KL to the full cache of the 64 tokens after 1,400, in nats per token, with 1/8 of the entries.",
+        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after 1,400, with 1/8 of the entries.",
         "",
         *table(("model, texts", "SnapKV", "StreamingLLM"), _predictions()),
         "",
