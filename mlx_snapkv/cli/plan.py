@@ -135,7 +135,8 @@ class Plans:
             "plans": [plan.to_dict() | {"fits": plan.peak <= usable} for plan in found],
             "taken": [
                 {"context": context, "fits": best is not None, "why": why}
-                | {"policy": best and best.policy, "command": best and self._command(best)}
+                | {"policy": best and best.policy, "memory": best and best.memory}
+                | {"command": best and self._command(best)}
                 for context, _, best, why in choices
             ],
         }

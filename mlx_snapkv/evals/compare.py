@@ -108,12 +108,14 @@ def compare(
             if not method.options:
                 more["on_report"] = lambda report: held.append(copy.deepcopy(cache))  # noqa: B023
             found = answered(method.name, [], (cache, None), **more)
-        begins = n_before(policy, n, bool(method.options))
         if held and (method.shares_reading or not policy.stages[1].lookahead):
             logprobs = reference.predictions(held[0])
         else:  # what all of the answer's tokens are decoded from, whether or not they are verified
-            more |= {"verify": None, "prompt_progress_callback": None, "on_report": None}
-            logprobs = reference.generated(**more)[begins:]
+            without = ("on_report", "verify", "prompt_progress_callback")
+            logprobs = reference.generated(**{k: x for k, x in more.items() if k not in without})
+        begins = len(full.tokens) - len(logprobs)
+        if not len(logprobs) and not method.options:
+            begins = n_before(policy, n)
         kl = reference.figures(logprobs)["kl"]
         yield replace(
             found,

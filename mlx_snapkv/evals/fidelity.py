@@ -25,7 +25,7 @@ from . import loop
 from .divergence import Reference
 from .loop import Record, Results
 from .methods import FULL, KNOWN, LATER, Method
-from .reading import AnyPolicy, Reading, n_before, read_once, shares_reading
+from .reading import AnyPolicy, Reading, read_once, shares_reading
 from .tables import Page, Summary, difference, grouped, interval, table_of
 from .texts import Frame, Piece, frame_of
 
@@ -148,8 +148,7 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolic
     if known and policy is not None and not shares_reading(policy):
         cache = make_prompt_cache(reading.model)
         on_report = lambda report: held.append(_held(reading, cache, report))  # noqa: E731
-        predictions = reference.generated(policy, prompt_cache=cache, on_report=on_report)
-        predictions = predictions[n_before(policy, len(reading.tokens)) :]
+        predictions = reference.generated(policy, on_report, prompt_cache=cache)
     else:
         chosen = policy if known else without_lookahead(policy)
         cache, report = reading.compressed(chosen, answering=known)

@@ -138,7 +138,8 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
 
     if not planner.can_compress:
         return recommend(FULL, "this model's entries can't be compressed")
-    first, *_, last = [*found, *found]
+    ordered = list(found)
+    first, last = ordered[0], ordered[-1]
     if not fit:
         room = format_bytes(min(usable, kv_most))
         return recommend(last, f"no setting fits {room}, and it takes the least memory", False)

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
-from ..caches.full_view import FEW as LISTED
+from ..caches.full_view import FEW
 from ..caches.layers import AttentionLayer, attention_layers, members, quotas_of, token_caches
 from ..caches.memories import in_files, memory_quantization
 from ..entries.key_index import index_bytes
@@ -137,7 +137,7 @@ class Footprint:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
         if not self.config.retains:
             return 0
-        return n * (self.sizes.of_memory(self.config.memory) + self.sizes.of_index() * (n > LISTED))
+        return n * (self.sizes.of_memory(self.config.memory) + self.sizes.of_index() * (n > FEW))
 
     def kept(self, n_prompt: int) -> list[int]:
         assert self.policy is not None

@@ -85,7 +85,7 @@ def test_strings_dicts_and_objects_name_the_same_policy():
     assert resolve_policy(snapkv=policy) is policy
     assert policy == resolve_policy(snapkv=text) == resolve_policy(policy=f"snapkv:{text}")
     assert policy == resolve_policy(policy=str(policy))
-    for default in ({"snapkv": True}, {"snapkv": {}}, {"policy": "snapkv"}):
+    for default in ({"snapkv": {}}, {"policy": "snapkv"}):
         assert resolve_policy(**default) == SnapKV()
     assert resolve_policy() is None
 
