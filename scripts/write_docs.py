@@ -27,7 +27,7 @@ MODELS = """# Model types
 The conformance test (`tests/models/test_conformance.py`) runs each supported type as a tiny random model. \
 It checks three things: the recorded queries equal those of the attention call bit for bit, \
 the votes equal those of its softmax, and decoding with all entries kept equals mlx-lm's. \
-Real checkpoints were tested only for `llama` (SmolLM2) and `gemma3_text` (Gemma 3). \
+Real checkpoints were tested only for `llama` (SmolLM2), `gemma3_text` (Gemma 3) and `qwen2` (Qwen2.5-Coder). \
 The embedded models are of the types `llama` and `qwen3_next`.
 
 `python scripts/write_docs.py` generates this page; `mlx-snapkv models` prints the same tables.
