@@ -39,7 +39,8 @@ Intervals are 95%, paired by text or question, and bootstrapped over documents.
 
 Qwen2.5-Coder-1.5B-Instruct has the fewest texts and questions, since it takes minutes for each. SmolLM2-135M-Instruct
 and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A large model may differ: measure yours with
-the same commands. The embedded `demo-tasks` was trained to look facts up. It reveals bugs, not quality: its KeyDiff finds facts that no policy finds with real models.
+the same commands. The embedded `demo-tasks` was trained to look facts up. It reveals bugs, not quality: its
+KeyDiff finds facts that no policy finds with real models.
 """
 WHAT = {
     "more": ", more tasks",
