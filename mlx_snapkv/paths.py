@@ -31,7 +31,7 @@ def require_place(path: Path) -> bool:
     if mode is not None and stat.S_ISDIR(mode):
         raise SnapKVError(f"{path} is a folder: give a file name")
     if mode is not None and not stat.S_ISREG(mode):
-        raise SnapKVError(f"{path} is no regular file: give another name")
+        raise SnapKVError(f"{path} is not a regular file: give another name")
     if not folder.is_dir():
         raise SnapKVError(f"{path} can't be written: there is no folder {folder}")
     if not os.access(folder, os.W_OK):

@@ -1,4 +1,6 @@
-"""README's table of what was measured, the full cache beside what is compressed."""
+"""README's tables of what was measured: how far predictions move, facts that are still found, speed."""
+
+from typing import Any
 
 from results_page import Row, load, right, table
 
@@ -6,79 +8,80 @@ from mlx_snapkv.evals.methods import FULL
 from mlx_snapkv.planning.units import format_bytes
 
 CONTEXT, LONG = 32768, 16384
-SNAPKV = "snapkv:budget=12.5%"
-AHEAD = "which decodes an answer's first 33 tokens on all entries"
-WAYS = {"SnapKV": SNAPKV, "StreamingLLM": "streaming_llm:budget=12.5%,schedule=once"}
+SNAPKV, STREAMING = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
+TEXTS = {"fidelity": "essays", "code": "Python code"}  # by a part's first word
+NAMES = {
+    "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder 1.5B",
+    "smollm2-135m-instruct": "SmolLM2 135M",
+}  # the others are on their page
 
 
 def results() -> list[str]:
-    rows = [*_quality(), *_ruler(), *_answers(), *_speed(), *_facts()]
-    return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
+    """A table each, with what it shows above it."""
+    return [
+        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after 1,400, with 1/8 of the entries.",
+        "",
+        *table(("model, texts", "SnapKV", "StreamingLLM"), _predictions()),
+        "",
+        "**Facts**: RULER's score. *Once*: SnapKV keeps 1/8. *Every token* chooses 1/16, with `--memory recall`.",
+        "",
+        *table(("model, prompt", "full cache", "once", "every token (full cache)"), _scores()),
+        "",
+        "**Speed and memory**: a random LLaMA, in which attention dominates. The chat is with `demo`.",
+        "",
+        *table(("", "full cache", "compressed"), [*_speed(), _facts()]),
+    ]
 
 
-def _row(what: str, full: str, compressed: str, page: str, command: str) -> tuple[str, ...]:
-    return what, full, compressed, f"[{page}](docs/{page}.md)", f"`{command}`"
+def _parts() -> list[dict[str, Any]]:
+    named = [(NAMES.get(p["model"].rpartition("/")[2]), p) for p in load("quality")["parts"]]
+    return [{**part, "model": name} for name, part in named if name]
 
 
-def _quality() -> list[tuple[str, ...]]:
-    """KL of text and known answers, of the models measured."""
+def _predictions() -> list[tuple[str, ...]]:
+    """KL of texts that go on, a row a model and a kind of text."""
     rows = []
-    for part in load("quality")["parts"]:
-        (kind, *_), own = part["part"].split("-"), part["summary"]
-        model, first = part["model"].rpartition("/")[2], own[0]
-        if kind in ("fidelity", "code"):
-            kl = {(s["method"], s["setting"]): f"{s['kl']['mean']:.3f}" for s in own if s["kl"]}
-            settings = [s for s in ("text", "known") if (SNAPKV, s) in kl]
-            told = "; ".join(
-                f"{x} {' and '.join(kl[y, s] for s in settings)}" for x, y in WAYS.items()
-            )
-            of = "essays" if kind == "fidelity" else "Python code"
-            judged = " and ".join({"text": "text", "known": "answers"}[s] for s in settings)
-            about = f"(`{model}`, {first['pieces']} pieces of {of}, {part['length']:,} tokens)"
-            named = f"KL to the full cache with 1/8 of the entries, {judged}, nats a token {about}"
-            rows.append(_row(named, "0", told, "quality", "make eval"))
+    for part in _parts():
+        kind = part["part"].split("-")[0]
+        if kind not in TEXTS:
+            continue
+        own = {s["method"]: s for s in part["summary"] if s["setting"] == "text"}
+        what = f"{part['model']}, {own[FULL]['pieces']} pieces of {TEXTS[kind]}"
+        rows.append((what, *(_interval(own[name]["kl"]) for name in (SNAPKV, STREAMING))))
     return rows
 
 
-def _ruler() -> list[tuple[str, ...]]:
-    """RULER's scores, a row a model and a way, a figure a length."""
-    parts = [part for part in load("quality")["parts"] if part["part"].startswith("ruler")]
-    same: dict[tuple[str, str], list[dict[str, dict]]] = {}
-    for part in parts:
+def _interval(kl: dict[str, float]) -> str:
+    return "{mean:.3f} ({low:.3f} to {high:.3f})".format_map(kl)
+
+
+def _scores() -> list[tuple[str, ...]]:
+    """RULER's scores, a row a model and a length."""
+    ruler = {p["part"]: p for p in _parts() if p["part"].startswith("ruler")}
+    rows = []
+    for name, part in ruler.items():
         own = {s["method"]: s for s in part["summary"]}
-        same.setdefault((part["model"].rpartition("/")[2], list(own)[-1]), []).append(own)
-    rows = []
-    for (model, last), owns in same.items():
-        told, how = _scores(owns, last), ", each token reading 1/16"
-        if SNAPKV in owns[0]:
-            ahead = _scores(owns, f"{SNAPKV},lookahead=32")
-            told = f"SnapKV {_scores(owns, SNAPKV)}; {ahead} with `lookahead=32`, {AHEAD}"
-            how = " with 1/8"
-        sizes = ", ".join(f"{o[FULL]['asked']} of {o[FULL]['length']:,} tokens" for o in owns)
-        named = f"RULER's score{how} of the entries (`{model}`; questions: {sizes})"
-        rows.append(_row(named, _scores(owns, FULL), told, "quality", "make eval"))
+        if SNAPKV not in own:
+            continue
+        full, again = own[FULL], ruler.get(f"{name}-recall")
+        what = f"{part['model']}, {full['length']:,} tokens ({full['asked']} questions)"
+        rows.append(
+            (what, _score(full), _score(own[SNAPKV]), (again and _by_every_token(again)) or "")
+        )
     return rows
 
 
-def _scores(owns: list[dict[str, dict]], method: str) -> str:
-    return ", ".join(f"{100 * own[method]['score']:.0f}" for own in owns)
+def _by_every_token(part: dict[str, Any]) -> str:
+    full, chosen = part["summary"]
+    return f"{_score(chosen)} ({_score(full)} of {full['asked']} questions)"
 
 
-def _answers() -> list[tuple[str, ...]]:
-    """KL of the full cache's own answers, by when they choose what they read."""
-    rows = []
-    for kind, what in (("needles", "RULER's needles"), ("essays", "summaries")):
-        own = [r for r in load("answers")["rows"] if r["kind"] == kind and r["share"] == 16]
-        told = "; ".join(f"{row['way']} {row['kl']:.3f}" for row in own)
-        about = f"`{own[0]['model']}`, {own[0]['n']} answers"
-        named = f"KL to the full cache, each token reading 1/16 of the entries, {what} ({about})"
-        rows.append(_row(named, "0", f"chosen by {told}", "recall", "make eval"))
-    return rows
+def _score(own: dict[str, Any]) -> str:
+    return f"{100 * own['score']:.0f}"
 
 
 def _speed() -> list[tuple[str, ...]]:
     result = load("benchmarks")
-    older = "; older settings" if result.get("notes") else ""
 
     def found(context: int, name: str) -> Row:
         own = [row for row in result["speed"] if row["context"] == context]
@@ -86,28 +89,24 @@ def _speed() -> list[tuple[str, ...]]:
 
     decoded = [found(CONTEXT, name) for name in ("full cache", "snapkv")]
     read = [found(LONG, name) for name in ("full cache", "keydiff")]
-    share = f"SnapKV with 1/{round(CONTEXT / decoded[1]['entries'])} of the entries (random LLaMA{older})"
-    what = f"tokens decoded per second after {CONTEXT:,} tokens, and KV memory, {share}"
-    reading = (
-        f"time to read {LONG:,} tokens, and peak memory, `{read[1]['contender']}` (random LLaMA)"
-    )
-    rows = {
-        what: [
-            f"{1 / row['step_seconds']:.1f}, {format_bytes(row['kv_bytes'])}" for row in decoded
-        ],
-        reading: [
-            f"{row['read_seconds']:.1f} s, {format_bytes(row['peak_bytes'])}" for row in read
-        ],
-    }
-    return [_row(name, *pair, "benchmarks", "make bench") for name, pair in rows.items()]
+    share = f"SnapKV with 1/{round(CONTEXT / decoded[1]['entries'])} of {CONTEXT:,} entries"
+    return [
+        (
+            f"tokens per second, KV memory: {share}",
+            *(f"{1 / row['step_seconds']:.1f}, {format_bytes(row['kv_bytes'])}" for row in decoded),
+        ),
+        (
+            f"reading {LONG:,} tokens, peak memory: `{read[1]['contender']}`",
+            *(f"{row['read_seconds']:.0f} s, {format_bytes(row['peak_bytes'])}" for row in read),
+        ),
+    ]
 
 
-def _facts() -> list[tuple[str, ...]]:
+def _facts() -> tuple[str, ...]:
     result = load("facts")
     rows = {
         r["name"]: r for r in result["rows"] if (r["table"], r["model"]) == ("memories", "demo")
     }
-    asked = f"{result['facts']} facts of {result['tokens']:,} tokens asked for one a turn"
-    found = ", ".join(f"{way} {right(rows[f'SnapKV, {way}'])}" for way in ("recall", "drop"))
-    named = f"{asked}, SnapKV with 1/16 (`demo`)"
-    return [_row(named, right(rows["full cache"]), found, "recall", "make eval")]
+    what = f"{result['facts']} facts of {result['tokens']:,} tokens, one a turn: SnapKV with 1/16"
+    ways = ", ".join(f"{way} {right(rows[f'SnapKV, {way}'])}" for way in ("recall", "drop"))
+    return what, right(rows["full cache"]), ways

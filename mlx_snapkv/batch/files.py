@@ -58,7 +58,7 @@ class RequestsFile:
         if self.n_lines and all(line.code == NO_OBJECT for line in self):
             first = next(iter(self))
             raise SnapKVError(
-                f"the requests must be a JSON object a line, and line {first.number} {first.problem}"
+                f"the file must hold one JSON object per line, and line {first.number} {first.problem}"
             )
 
     def __iter__(self) -> Iterator[Line]:
@@ -98,7 +98,7 @@ def _line(number: int, raw: bytes) -> Line:
             raise SnapKVError(f"method must be POST, got {str(method)[:60]!r}")
         body = parse(found.get("url"), found.get("body"))
         if body.stream:
-            raise SnapKVError("stream must be false: answers come whole")
+            raise SnapKVError("stream must be false, since a batch file holds whole answers")
     except SnapKVError as error:
         return Line(number, custom_id, problem=str(error))
     return Line(number, custom_id, body)
@@ -146,15 +146,15 @@ class AnswersFile:
             body = found["response"]["body"] if error is None else {}
             about = {"model": body["model"], **body["mlx_snapkv"]} if body else {}
         except (ValueError, TypeError, KeyError):
-            foreign = "is there already, and mlx-snapkv did not write it: give another --output"
+            foreign = "exists, and mlx-snapkv did not write it: give another --output"
             why = foreign if number == 1 else f"line {number} is damaged: delete that line"
             raise SnapKVError(f"{self.path}{' ' if number == 1 else ': '}{why}") from None
         for name, wanted in self._run.items():
             if about and about.get(name) != wanted:
                 was, now = ("none" if x is None else repr(x) for x in (about.get(name), wanted))
                 raise SnapKVError(
-                    f"{self.path} is of another run, with {name} {was} and not {now}: "
-                    "give another --output, or delete it"
+                    f"{self.path} belongs to another run, with {name} {was} instead of {now}: "
+                    "give another --output, or delete the file"
                 )
         self.n_answered += error is None
         self.n_errors += error is not None
@@ -166,7 +166,7 @@ class AnswersFile:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                why = "is being written by another run: wait for it"
+                why = "is in use by another run: wait until that run ends"
                 raise SnapKVError(f"{self.path} {why}") from None
             self._read()
             os.ftruncate(self._file, self._size)

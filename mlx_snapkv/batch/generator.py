@@ -32,7 +32,7 @@ def require_together(model) -> None:
     if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):
         raise UnsupportedModelError(
             f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
-            "answer them one after the other"
+            "answer them one at a time"
         )
 
 

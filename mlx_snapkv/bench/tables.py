@@ -9,7 +9,7 @@ from ..reporting.setting import title
 from ..reporting.table import Table, as_page
 from .speed import Row
 
-REMARK = "Figures are for this machine; the ratios are what carries over, and only to machines of its kind."
+REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
@@ -18,11 +18,11 @@ def markdown(result: dict[str, Any], picture: str) -> str:
 
 def speed(rows: list[Row]) -> Table:
     table = Table(
-        "Decoding and reading by context length",
-        "Steps of all caches in turn, medians; the caches hold random entries, since only shapes matter for speed. "
-        'Ratios are to the full cache. "Read": seconds until the first token after a random prompt, selection '
-        "included, and the peak memory then. Prompts that the full cache does not read are for policies that evict "
-        "meanwhile.",
+        "Decoding and prefill by context length",
+        "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
+        'for speed. Ratios are to the full cache. "Read": seconds from a random prompt to the first token, including '
+        "selection, and the peak memory of that. Prompts that the full cache does not read are for policies that evict "
+        "during prefill.",
         ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],
     )
     full = {row["context"]: row for row in rows if row["contender"] == "full cache"}

@@ -88,9 +88,8 @@ class Conversation:
             self._config.require(model)
         elif self.policy.stages[1].repeats is not None:
             raise SnapKVError(
-                f"{self.policy.stages[1].name} reads a prompt again as a whole, and a conversation's turns are only "
-                "parts of one: save the text by cache-prompt and ask by generate --prompt-cache-file, or take another "
-                "policy"
+                f"{self.policy.stages[1].name} reads the whole prompt again, which a conversation's turns can't do: "
+                "save the text with cache-prompt and ask with generate --prompt-cache-file, or use another policy"
             )
         else:
             require_servable(model, self._config, generation)
@@ -139,7 +138,7 @@ class Conversation:
     def count(self, text: str) -> int:
         """The tokens of a document. Raises: SnapKVError: it is empty."""
         if not text.strip():
-            raise SnapKVError("there is no text to attach")
+            raise SnapKVError("the document is empty: give some text")
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def send(
@@ -169,7 +168,7 @@ class Conversation:
         Raises: SnapKVError: nothing has been said yet, or a file of mlx-lm's does not have its text.
         """
         if not self.said:
-            raise SnapKVError("nothing has been said yet, so there is nothing to take back")
+            raise SnapKVError("the conversation is empty, so there is nothing to undo")
         *documents, typed = self.said[-1]
         if self._before_last is None:
             self._go_back_to_messages()
@@ -182,7 +181,7 @@ class Conversation:
     def _go_back_to_messages(self) -> None:
         if self.n_unknown:
             raise SnapKVError(
-                "this turn can't be taken back: the file that the conversation began with does not tell its text"
+                "this turn can't be undone: the file that the conversation began with does not hold its text"
             )
         messages, said = self.messages[:-2], self.said[:-1]
         left = self._rendered(messages, add_generation_prompt=False) if said else []
@@ -200,7 +199,7 @@ class Conversation:
     def save(self, path: str | Path) -> None:
         """Write the conversation to a `.safetensors` file, as a whole or not at all. Raises: SnapKVError."""
         if not self.read:
-            raise SnapKVError("nothing has been said yet, so there is nothing to save")
+            raise SnapKVError("the conversation is empty, so there is nothing to save")
         notes = {name: getattr(self, name) for name in NOTED}
         caches = saved_forms(self.model, self.prompt_cache)
         saved.save(path, self.model, caches, self.read, self.policy or NO_POLICY, notes)

@@ -92,6 +92,6 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
         chats = ([{"role": "user", "content": text}] for text in (MARKER, question))
         marked, asked = (rendered(tokenizer, chat, **options) for chat in chats)
         if MARKER not in marked:
-            raise SnapKVError("this model's chat template leaves the question out")
+            raise SnapKVError("this model's chat template drops the question")
         question = asked[marked.index(MARKER) :]
     return tokenizer.encode(question, add_special_tokens=False)

@@ -43,7 +43,9 @@ def load(
     found = saved.load(path, model)
     notes = {} if found.tokens is None else found.notes  # mlx-lm's are about other things
     if found.tokens is not None and not {"messages", "text"} & set(notes):
-        raise SnapKVError(f"{path} holds a prompt, but no conversation and no text to ask about")
+        raise SnapKVError(
+            f"{path} holds a prompt, but neither a conversation nor a text to ask about"
+        )
     policy, memory = _resumed(path, found, notes, policy, memory)
     require_memory(memory)
     policy = resolve_policy(policy=policy)
@@ -80,8 +82,8 @@ def _resumed(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memo
     what = "a book" if book else "a compressed prompt"
     if is_compressed(found.prompt_cache) or book is not None:
         if policy is None:
-            raise SnapKVError(f"{path} holds {what}, which needs a policy to go on with")
+            raise SnapKVError(f"{path} holds {what}, which needs a policy to continue")
         if book is None and memory != "drop":
-            why = "which needs memory=drop, the other entries are gone"
+            why = "which needs memory=drop, since the evicted entries are gone"
             raise SnapKVError(f"{path} holds {what}, {why}")
     return policy, memory

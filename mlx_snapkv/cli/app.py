@@ -44,7 +44,7 @@ def _help(context: typer.Context) -> None:
         print(context.get_help())
 
 
-EVALUATIONS = "Ask about long documents, with the full cache and with policies."
+EVALUATIONS = "Measure answers about long documents, with the full cache and with policies."
 evaluations = typer.Typer(help=EVALUATIONS, callback=_help, invoke_without_command=True)
 COMMANDS = (
     generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench,
@@ -74,10 +74,10 @@ def main() -> None:
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]
     if sys.stdout is None:
-        fail("standard output is closed, so there is nowhere to answer", status=1)
+        fail("standard output is closed, so the answer can't be written", status=1)
     folder = os.environ.get("TMPDIR")
     if folder and not os.path.isdir(folder):  # which MLX would fail on
-        fail(f"TMPDIR names no folder: {folder}")
+        fail(f"TMPDIR must be a folder, got {folder}")
     try:
         status = app(standalone_mode=False)
         if status == INTERRUPTED:  # what typer makes of Ctrl-C

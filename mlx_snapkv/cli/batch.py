@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class FileOptions(options.TogetherOptions):
     requests: Annotated[
-        str, Argument(help="File of requests, one a line, or - for stdin.", metavar="REQUESTS")
+        str, Argument(help="File with one request per line, or - for stdin.", metavar="REQUESTS")
     ]
-    output: str = option("File of answers, one a line; the same command continues it.", ..., "-o")
+    output: str = option(
+        "File for the answers, one per line; the same command continues it.", ..., "-o"
+    )
     seed: options.Seed = None
-    allow_errors: bool = option("Exit with 0, not 1, if requests could not be answered.", False)
+    allow_errors: bool = option("Exit with 0 instead of 1 if requests failed.", False)
     quiet: options.Quiet = False
 
 
@@ -38,11 +40,11 @@ def batch(
     cache: cache_options.CacheOptions,
     compression: cache_options.CompressionOptions,
 ) -> None:
-    """Answer a file of requests, OpenAI's batch lines, several at once on compressed KV caches.
+    """Answer a file of requests in OpenAI's batch format, several at once, on compressed KV caches.
 
-    Every answer is on the disk when it is whole, so the same command goes on where it stopped. What a request does not
-    say of its sampling and length, the options here do. A line that can't be answered becomes one that says why, and
-    the exit code is 1.
+    Each answer is written to disk as soon as it is complete, so the same command resumes where it stopped. The options
+    here apply where a request does not set its own sampling or length. A request that fails gets a line that says why,
+    and the exit code is 1.
 
     \b
       mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --snapkv top_k=1024
@@ -58,7 +60,7 @@ def batch(
     keywords |= compression.take(model.model, None, "batch", reading.say, vars(cache))
     chosen = keywords["policy"]
     if cache.kv_bits is not None and chosen is None:
-        raise SnapKVError("--kv-bits in a batch is for compressed entries: add --policy or drop it")
+        raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
     if compression.memory != "drop":
         about |= {name: keywords[name] for name in ("memory", "verify", "refresh")}
@@ -91,7 +93,7 @@ def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
 
         def update(done: Progress) -> None:
             speeds = [n / max(done.seconds, 1e-9) for n in (done.prompt_tokens, done.answer_tokens)]
-            bar.reach(done.lines, "{:,.0f} tokens/s read, {:,.0f} answered".format(*speeds))
+            bar.reach(done.lines, "prompts {:,.0f} tokens/s, answers {:,.0f}".format(*speeds))
 
         run.on_progress = update
         run.answer(file)
@@ -102,7 +104,7 @@ def _closing_line(answers: AnswersFile, done: Progress) -> str:
 
     n, peak = answers.n_errors, get_peak_memory() / 1e9
     errors = f", {n} error{'s' * (n > 1)}" if n else ""
-    before = f" ({done.before} of them before)" if done.before else ""
+    before = f" ({done.before} of them from earlier runs)" if done.before else ""
     tokens = f"{done.prompt_tokens} prompt tokens, {done.answer_tokens} answer tokens"
     found = f"{answers.n_answered} answered{errors} in {answers.path}{before}"
     return f"{found} | {tokens}, {done.seconds:.1f} s, peak memory {peak:.3g} GB"

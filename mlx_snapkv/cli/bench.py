@@ -18,21 +18,27 @@ CONTEXTS, LONG = "4096,16384,32768,65536,131072", "16384,32768,65536"
 
 @dataclass(frozen=True)
 class BenchOptions:
-    model: str | None = option("Folder, repository or embedded name; default: a random LLaMA.")
-    policy: list[str] | None = option(f"Repeat it for several; default: {' and '.join(POLICIES)}.")
-    snapkv: str | None = option("The same for SnapKV: its options alone.")
+    model: str | None = option(
+        "Model folder, repository or embedded model; default: a LLaMA with random weights."
+    )
+    policy: list[str] | None = option(
+        f"Policy to measure; repeatable; default: {' and '.join(POLICIES)}."
+    )
+    snapkv: str | None = option("SnapKV with these options, as one more policy.")
     context: Any = option("Context lengths to decode at.", CONTEXTS, parser=lengths(LEAST))
     prompt_tokens: Any = option(
-        "Prompt lengths that all caches read.", "8192,16384", "-p", parser=lengths(LEAST)
+        "Prompt lengths to read with every cache.", "8192,16384", "-p", parser=lengths(LEAST)
     )
-    long_prompts: Any = option("The same for block policies only.", LONG, parser=lengths(LEAST))
-    num_trials: int = option("Prompts read of each length.", 3, "-n", min=1)
-    steps: int = option("Steps decoded per cache.", 50, min=1, max=200)
-    output: str | None = option("Write OUTPUT.json, OUTPUT.md and a picture, OUTPUT.png.")
+    long_prompts: Any = option(
+        "Prompt lengths to read with block policies only.", LONG, parser=lengths(LEAST)
+    )
+    num_trials: int = option("Prompts to read of each length.", 3, "-n", min=1)
+    steps: int = option("Tokens to decode per cache.", 50, min=1, max=200)
+    output: str | None = option("Write OUTPUT.json, OUTPUT.md and a plot, OUTPUT.png.")
 
 
 def bench(*, options: BenchOptions) -> None:
-    """Measure decoding and reading by context length: the full cache, mlx-lm's own options, and policies, in turn."""
+    """Measure prefill and decoding by context length: the full cache, mlx-lm's own options, and policies, in turn."""
     from ..bench.contenders import RANDOM, make_random_model
     from ..bench.speed import Plan, measure_speed
     from ..bench.tables import figure, markdown, speed

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..entries.quantization import Quantization
     from ..policies import Policy, Stages
 
-PrefillStepSize = Annotated[int, Option(min=1, help="Prompt tokens read at a time, at most.")]
+PrefillStepSize = Annotated[int, Option(min=1, help="Maximum number of prompt tokens per chunk.")]
 Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "top_k=1024".')]
 
 
@@ -30,10 +30,10 @@ class CacheOptions:
 
     prefill_step_size: PrefillStepSize = 2048
     kv_group_size: int = option(
-        "Values that share a scale: 32, 64 or 128.", 64, parser=one_of(32, 64, 128)
+        "Values per quantisation group: 32, 64 or 128.", 64, parser=one_of(32, 64, 128)
     )
     kv_bits: int | None = option(
-        "Bits of the entries: 2, 3, 4, 6 or 8.", parser=one_of(2, 3, 4, 6, 8)
+        "Quantise the entries to 2, 3, 4, 6 or 8 bits.", parser=one_of(2, 3, 4, 6, 8)
     )
 
     @property
@@ -62,18 +62,20 @@ class MLXCacheOptions(CacheOptions):
     """The same with mlx-lm's options of a full cache."""
 
     max_kv_size: int | None = option(
-        "Entries of mlx-lm's rotating cache, of models that make no caches of their own.", min=1
+        "Size of mlx-lm's rotating cache in entries, for models that don't make their own caches.",
+        min=1,
     )
     quantized_kv_start: int | None = option(
-        "Tokens from which --kv-bits counts, without a policy; mlx-lm's 5000.", min=0
+        "Without a policy, --kv-bits applies from this many tokens on; mlx-lm's default is 5000.",
+        min=0,
     )
 
     def generation(self, policy: Policy | Stages | None) -> dict[str, Any]:
         """The same as options of `stream_generate`; SnapKVError if one has no effect on a policy's entries."""
         if self.quantized_kv_start is not None and policy is not None:
             raise SnapKVError(
-                "--quantized-kv-start is for the full cache: a policy's entries are quantised when they are "
-                "compressed; drop it or the policy"
+                "--quantized-kv-start is for the full cache only, since a policy's entries are quantised at the "
+                "compression: drop it or the policy"
             )
         return {k: v for k, v in vars(self).items() if k != "quantized_kv_start" or v is not None}
 
@@ -84,12 +86,12 @@ class MLXCacheOptions(CacheOptions):
         super().require(model)
         if self.max_kv_size is not None and hasattr(model, "make_cache"):
             raise SnapKVError(
-                f"--max-kv-size has no effect on {type_of(model)} models, since they make their own caches: drop it, "
+                f"--max-kv-size has no effect on {type_of(model)} models, which make their own caches: drop it, "
                 f"or limit the entries with --policy streaming_llm:budget={self.max_kv_size}"
             )
         for flag, given in (("--draft-model", draft_model), ("--kv-bits", self.kv_bits)):
             if self.max_kv_size is not None and given is not None:
-                raise SnapKVError(f"--max-kv-size can't be combined with {flag}: drop one")
+                raise SnapKVError(f"--max-kv-size can't be combined with {flag}: drop one of them")
 
 
 def each_policy(policy: Iterable[str] | None, snapkv: str | None = None) -> list[Policy | Stages]:
@@ -105,7 +107,9 @@ class PolicyOptions:
     """The policy that compresses prompts, if any does."""
 
     snapkv: Snapkv = None
-    policy: str | None = option('Any of mlx-snapkv policies, such as "keydiff:budget=25%".')
+    policy: str | None = option(
+        'A policy, such as "keydiff:budget=25%"; mlx-snapkv policies lists them.'
+    )
 
     def resolve(self) -> Policy | Stages | None:
         """The policy; SnapKVError for a mistake in it, or for two."""
@@ -119,11 +123,11 @@ class AutoPolicyOptions(PolicyOptions):
     """The same, or what suits the prompt and the machine."""
 
     policy: str | None = option(
-        'Any policy, such as "keydiff:budget=25%" (see mlx-snapkv policies); or auto, which takes what '
-        "suits the prompt, the task and this machine."
+        'A policy, such as "keydiff:budget=25%" (mlx-snapkv policies lists them), or auto, which chooses one for '
+        "the prompt, the task and this machine."
     )
     kv_memory: int | None = option(
-        "KV memory for --policy auto, as 2GB.", parser=n_bytes, metavar="SIZE"
+        "KV memory limit for --policy auto, such as 2GB.", parser=n_bytes, metavar="SIZE"
     )
 
     @property
@@ -133,22 +137,23 @@ class AutoPolicyOptions(PolicyOptions):
         return asks_for_auto(self.snapkv, self.policy)
 
     def resolve(self) -> Policy | Stages | None:
-        """The policy; None as long as it is to be taken."""
+        """The policy; None while auto has not chosen one."""
         return None if self.is_auto else super().resolve()
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
     memory: str = option(
-        "Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
-        "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
-        "policy that evicts while it reads, such as keydiff, then reads within its budget.",
+        "What happens to evicted entries: they are gone (drop), or all entries stay available to later turns and to "
+        "--refresh, in memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, "
+        "recall:file:4bit). A policy that evicts during prefill, such as keydiff, then reads within its budget.",
         "drop",
     )
-    store_dir: Path | None = option("Folder of --memory recall:file; by default TMPDIR.")
+    store_dir: Path | None = option("Folder for --memory recall:file; default: TMPDIR.")
     far: str | None = option(
-        "Entries farther away than the model was trained to: turned as if they were nearer (pull), or left where they "
-        "are (keep). Without it, pulled if the prompt is longer than that, and the policy evicts while it is read."
+        "Positions of entries farther away than the trained length: compact them so that distances fit (pull), or "
+        "leave them as they are (keep). Default: pull if the prompt is longer than the trained length and the policy "
+        "evicts during prefill."
     )
 
     def __post_init__(self):
@@ -157,7 +162,7 @@ class MemoryOptions:
             return
         folder = path_of(self.store_dir, "--store-dir")
         if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise SnapKVError(f"--store-dir {folder} is no folder that files can be written to")
+            raise SnapKVError(f"--store-dir must be a writable folder, got {folder}")
         tempfile.tempdir = str(folder)
 
     def require_valid(self) -> None:
@@ -178,11 +183,12 @@ class RetentionOptions(MemoryOptions):
     """The same, and what an answer does with these entries."""
 
     verify: str | None = option(
-        "all: drafted, and checked on all entries that --memory keeps: the full cache's answer."
+        "all: give the full cache's own answer, by self-speculative decoding. Tokens are drafted from few entries "
+        "and checked against all entries, which --memory keeps."
     )
     refresh: str = option(
-        "With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
-        "the whole answer, which is faster and farther from the full cache's (turn): docs/recall.md.",
+        "With --memory, how often the answer chooses the entries it reads: at every token (token), or once per turn "
+        "(turn), which is faster but farther from the full cache's answer; see docs/recall.md.",
         "token",
     )
 

@@ -25,8 +25,8 @@ def cache_prompt(
 ) -> None:
     """Read a long text once and save its KV cache, compressed if a policy is given.
 
-    Each answer of generate --prompt-cache-file then starts from there. With a memory that recalls, a text of any length
-    is read within the policy's budget, and every entry is saved, in a folder beside the file.
+    generate --prompt-cache-file then starts each answer from the saved cache. With --memory recall, a text of any
+    length is read within the policy's budget, and all entries are saved in a folder beside the file.
 
     \b
       mlx-snapkv cache-prompt --model demo --prompt-file book.txt -o book.safetensors
@@ -55,7 +55,7 @@ def cache_prompt(
     tokens = reading.wait_for(opening)
     keywords = {"policy": chosen, **retention.retention(), **vars(cache)}
     reading.warn(loaded, len(tokens), was_chosen=chosen is None, **keywords)
-    where = f"saved in {path}{', in place of the one that was there' if path.exists() else ''}"
+    where = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
     cost = partial(book_cost, loaded, chosen, memory, saved_in=path.resolve().parent)
     with reading.bar(cost) as bar:
         read, report = _read(loaded, tokens, **keywords, prompt_progress_callback=bar)

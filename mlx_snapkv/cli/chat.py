@@ -20,7 +20,7 @@ def chat(
     compression: cache_options.CompressionOptions,
     quiet: options.Quiet = False,
 ) -> None:
-    """Chat with a model; commands start with a slash, /help lists them.
+    """Chat with a model. Commands start with a slash; /help lists them.
 
     \b
       mlx-snapkv chat --model demo
@@ -46,7 +46,7 @@ def chat(
     session = Session(model.model, conversation, sampling, lines, reading, context)
     interactive = lines.interactive
     if interactive:
-        how = "Paste several lines, or end each with a backslash. /help lists commands."
+        how = "You can paste several lines, or end a line with a backslash. /help lists commands."
         reading.say(f"{session.model}, {session.settings}\n{how}")
     for line in map(str.strip, lines):
         try:
@@ -61,6 +61,6 @@ def chat(
         except KeyboardInterrupt:
             if not interactive or session.ranks.size > 1:
                 raise
-            session.say(f"stopped; the conversation goes on{session.waiting}")
+            session.say(f"stopped; the conversation continues{session.waiting}")
         except StopIteration:
             return

@@ -57,11 +57,11 @@ def run_command(session: Session, line: str) -> None:
         raise UnknownOptionError(f"unknown command {name}{suggestion(name, COMMANDS)}: try /help")
     command, rest = COMMANDS[name], rest.strip()
     if rest and not command.arguments:
-        raise SnapKVError(f"{name} takes nothing, got {rest!r}")
+        raise SnapKVError(f"{name} takes no arguments, got {rest!r}")
     if command.arguments == FILE:
         rest = re.sub(r"""^(["'])(.*)\1$""", r"\2", rest)
         if not rest:
-            raise SnapKVError(f"{name} needs the name of a file")
+            raise SnapKVError(f"{name} needs a file name")
     command.do(session, rest)
 
 
@@ -79,49 +79,49 @@ class CommandCompleter(Completer):
 
 @_command(FILE)
 def _file(session: Session, path: str) -> None:
-    """put a document in front of the next message"""
+    """attach a document to the next message"""
     text = session.ranks.from_first(partial(read_file, "/file", path))
     tokens = session.attach(text)
     session.names[text] = Path(path).name
-    session.say(f"{session.names[text]}: {tokens:,} tokens, to be read with your next message")
+    session.say(f"{session.names[text]}: {tokens:,} tokens, will be read with your next message")
 
 
 @_command("[detach N]", "detach")
 def _files(session: Session, rest: str) -> None:
-    """the files attached; detach one that waits"""
+    """list the attached files, or detach one that has not been read"""
     attached = session.conversation.attached
     waiting = {str(n): session.name_of(text) for n, text in enumerate(attached, start=1)}
     if rest:
         word, _, which = rest.partition(" ")
         which = next((n for n, name in waiting.items() if which.strip() in (n, name)), "")
         if word != "detach" or not which:
-            what = "detach and the number or name of a waiting file"
-            raise SnapKVError(f"/files takes nothing or: {what}, got {rest!r}")
+            what = "detach and the number or name of a file that has not been read"
+            raise SnapKVError(f"/files takes no arguments, or {what}, got {rest!r}")
         del attached[int(which) - 1]
-        session.say(f"{waiting[which]} is detached")
+        session.say(f"detached {waiting[which]}")
         return
     read = [session.name_of(text) for *texts, _ in session.conversation.said for text in texts]
     lines = [f"   {name}, part of the conversation" for name in read]
-    lines += [f"{n}  {name}, to be read with your next message" for n, name in waiting.items()]
+    lines += [f"{n}  {name}, will be read with your next message" for n, name in waiting.items()]
     session.say("\n".join(lines) or "no file is attached: /file FILE attaches one")
 
 
 @_command()
 def _undo(session: Session, _: str) -> None:
-    """take back the last turn"""
+    """undo the last turn"""
     typed = session.conversation.undo()
     again = bool(session.conversation.said) and not session.conversation.read
-    how = "; the conversation will be read again with your next message" if again else ""
-    session.say(f"taken back: {' '.join(typed.split())[:60]}{how}{session.waiting}")
+    how = "; your next message will read the conversation again" if again else ""
+    session.say(f"undid the turn: {' '.join(typed.split())[:60]}{how}{session.waiting}")
 
 
 @_command()
 def _retry(session: Session, _: str) -> None:
     """answer the last question again"""
     if not session.conversation.said:
-        raise SnapKVError("nothing has been said yet, so there is nothing to answer again")
+        raise SnapKVError("the conversation is empty, so there is no question to answer again")
     if _answers_the_same_again(session) and session.sampling.temp == 0:
-        session.say("the same answer, since temp is 0: /set temp 0.7 lets it differ")
+        session.say("the answer is the same, since temp is 0: with /set temp 0.7 it can differ")
 
 
 def _answers_the_same_again(session: Session) -> bool:
@@ -132,30 +132,31 @@ def _answers_the_same_again(session: Session) -> bool:
         session.answer(typed)
     finally:
         if len(now.said) < n_turns:
-            session.say("the question was not answered again, and is taken back")
+            session.say("the question was not answered again, and its turn is undone")
     return now.messages[-1:] == earlier
 
 
 @_command()
 def _compare(session: Session, _: str) -> None:
-    """answer the last question again from all entries"""
+    """answer the last question again, from all entries"""
     now = session.conversation
     if now.report is None or not now.report.compressed:
-        raise SnapKVError("the last answer was the full cache's: there is nothing to compare")
+        raise SnapKVError("the full cache gave the last answer: there is nothing to compare")
     if now.memory == "drop":
-        raise SnapKVError("entries that were not kept are gone: chat with --memory recall")
+        raise SnapKVError("the evicted entries are gone: chat with --memory recall")
     before = now.verify
     now.verify_answers("all")
     try:
         is_same = _answers_the_same_again(session)
     finally:
         now.verify = before
-    session.say(f"from all entries: {'the same answer' if is_same else 'another answer'}; it stays")
+    found = "the same answer" if is_same else "a different answer, which replaces the first"
+    session.say(f"from all entries: {found}")
 
 
 @_command("[NAME VALUE]", *vars(SamplingOptions()))
 def _set(session: Session, rest: str) -> None:
-    """how answers are sampled"""
+    """show or change the sampling options"""
     name, _, value = rest.partition(" ")
     if name:
         session.sampling = session.sampling.changed(name, value.strip(), session.context)
@@ -166,7 +167,7 @@ def _set(session: Session, rest: str) -> None:
 
 @_command("all|none", *VERIFY, "none")
 def _verify(session: Session, text: str) -> None:
-    """how later answers are verified by all entries"""
+    """show or set whether later answers are verified against all entries"""
     if text not in ("", *VERIFY, "none"):
         raise SnapKVError(f"/verify takes {', '.join(VERIFY)} or none, got {text!r}")
     if text:
@@ -176,11 +177,11 @@ def _verify(session: Session, text: str) -> None:
 
 @_command()
 def _stats(session: Session, _: str) -> None:
-    """entries kept, memory and speed of the last turn"""
+    """show the last turn's entries, memory and speed"""
     conversation = session.conversation
     report = conversation.report
     if report is None:
-        session.say("nothing has been said yet, or since the conversation was loaded")
+        session.say("there is no turn yet, or none since the conversation was loaded")
         return
     session.say(str(report))
     layers = []  # those that have entries, neighbours with as many together
@@ -194,14 +195,14 @@ def _stats(session: Session, _: str) -> None:
     others = {"in files": file_bytes(caches), "in memory for /undo": conversation.undo_nbytes}
     held = {"in memory": kv_bytes(caches), **{where: n for where, n in others.items() if n}}
     sizes = ", ".join(f"{format_bytes(n)} {where}" for where, n in held.items())
-    session.say(f"held until the next turn: {sizes}\nspeed: {session.speed}")
+    session.say(f"held between turns: {sizes}\nspeed: {session.speed}")
 
 
 @_command(FILE)
 def _save(session: Session, name: str) -> None:
-    """write the conversation to a .safetensors file"""
+    """save the conversation to a .safetensors file"""
     path = require_writable(name)
-    said = f"saved in {path}{', in place of the one that was there' if path.exists() else ''}"
+    said = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
     session.conversation.save(path)
     session.replace(session.conversation)
     session.say(said)
@@ -209,7 +210,7 @@ def _save(session: Session, name: str) -> None:
 
 @_command(FILE)
 def _load(session: Session, path: str) -> None:
-    """go on with a saved conversation or text"""
+    """continue from a saved conversation or text"""
     if not session.may_replace():
         return
     now = session.conversation
@@ -232,8 +233,8 @@ def _export(session: Session, name: str) -> None:
     with refusing(f"/export {path}"):
         if require_place(path) and path.absolute() not in session.exported:
             if not session.lines.interactive:
-                raise SnapKVError(f"/export {path}: is there already, give another name")
-            if not session.lines.agree(f"{path} is there already: replace it?"):
+                raise SnapKVError(f"/export {path}: the file exists, give another name")
+            if not session.lines.agree(f"{path} exists: replace it?"):
                 session.say("nothing was written")
                 return
         put(path, session.as_markdown())
@@ -243,13 +244,13 @@ def _export(session: Session, name: str) -> None:
 
 @_command()
 def _reset(session: Session, _: str) -> None:
-    """forget the conversation"""
-    session.start_again("the conversation is forgotten")
+    """start a new conversation"""
+    session.start_again("started a new conversation")
 
 
 @_command("[POLICY]", "none", AUTO, *POLICIES)
 def _policy(session: Session, text: str) -> None:
-    """start again with this policy; none for the full cache"""
+    """start a new conversation with this policy; none is the full cache"""
     now = session.conversation
     if not text:
         session.say(f"policy: {now.policy or 'none'}")
@@ -262,24 +263,25 @@ def _policy(session: Session, text: str) -> None:
         changes = options.take(now.model, None, CONVERSATION, session.say, now.generation, **most)
     else:
         changes = {"policy": None if text == "none" else resolve_policy(policy=text)}
-    session.start_again(f"a new conversation with policy {changes['policy'] or 'none'}", **changes)
+    policy = changes["policy"] or "none"
+    session.start_again(f"started a new conversation with policy {policy}", **changes)
 
 
 @_command("[TEXT]")
 def _system(session: Session, text: str) -> None:
-    """start again with this system prompt, or none"""
+    """start a new conversation with this system prompt, or without one"""
     how = "with that" if text else "without a"
-    session.start_again(f"a new conversation {how} system prompt", system=text or None)
+    session.start_again(f"started a new conversation {how} system prompt", system=text or None)
 
 
 @_command()
 def _help(session: Session, _: str) -> None:
-    """this list"""
+    """show this list"""
     for name, command in COMMANDS.items():
         session.say(f"{f'{name} {command.arguments}':24} {command.do.__doc__}")
 
 
 @_command()
 def _quit(session: Session, _: str) -> None:
-    """leave (also Ctrl-D)"""
+    """leave the chat (also Ctrl-D)"""
     raise StopIteration

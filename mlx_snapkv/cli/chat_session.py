@@ -32,7 +32,7 @@ class Lines:
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
         if stream is None:
-            raise SnapKVError("standard input is closed, so there is nothing to chat about")
+            raise SnapKVError("standard input is closed, so no message can be read")
         self._stream, self._on_terminal = stream, stream.isatty()
         self._session: PromptSession | None = None
         if self._on_terminal and not is_dumb_terminal():
@@ -166,7 +166,7 @@ class Session:
         if kept or not self.lines.interactive:
             return True
         if not (agreed := self.lines.agree("This conversation is not saved: replace it?")):
-            self.say("the conversation goes on")
+            self.say("the conversation continues")
         return agreed
 
     def replace(self, conversation: Conversation) -> None:

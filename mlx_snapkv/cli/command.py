@@ -137,7 +137,7 @@ class Command(TyperCommand):
             given, flag = ctx.params[needed], flag_of(name)
             if _source(ctx, name) == "COMMANDLINE" and (given is None or part not in str(given)):
                 other = f"{flag_of(needed)} {part}".rstrip()
-                raise SnapKVError(f"{flag} does nothing without {other}: give that, or drop {flag}")
+                raise SnapKVError(f"{flag} does nothing without {other}: add that, or drop {flag}")
 
 
 def _source(ctx: Any, name: str) -> str:

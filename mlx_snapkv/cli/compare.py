@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from ..evals.compare import Compared
 
 REMARK = (
-    "Entries are per KV head; KL is to the full cache over its answer, in nats a token. KL and same tokens begin after "
-    "the compression."
+    "Entries are per KV head. KL is the divergence from the full cache over the full cache's own answer, in nats per "
+    "token. KL and same tokens begin after the compression."
 )
 
 
 @dataclass(frozen=True)
 class CompareOptions(options.ShownOptions):
     policy: list[str] | None = option(
-        "Such as keydiff:budget=25%; repeat it. By default three for the prompt's length."
+        "Policy to compare, such as keydiff:budget=25%; repeatable. Default: three that suit the prompt's length."
     )
-    output: str | None = option("A page of it (.html).", None, "-o")
+    output: str | None = option("Write the comparison to this page (.html).", None, "-o")
 
 
 def compare(
@@ -43,8 +43,8 @@ def compare(
 ) -> None:
     """Answer your own prompt with the full cache and with policies, and show what differs.
 
-    The prompt is read once for all policies that choose when it has been read; those that evict while it is read, and
-    --memory, read it themselves. Answers are greedy. The page has the answers side by side, and what was kept.
+    Policies that choose after prefill share one reading of the prompt. Policies that evict during prefill, and policies
+    with --memory, read it again. Answers are greedy. The page shows the answers side by side, and the entries kept.
 
     \b
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?"
@@ -115,10 +115,10 @@ def _same(answer: Compared) -> str:
 def _difference(answer: Compared) -> str:
     """A line with the first token that is not the full cache's, in context, or why there was nothing to compare."""
     if answer.reason is not None:
-        return f"{answer.name}: the full cache, since {answer.reason}\n"
+        return f"{answer.name}: answered by the full cache, since {answer.reason}\n"
     if answer.differs is None:
         return ""
     n, before, theirs, ours = answer.differs
     where = f" (“…{' '.join(before.split())}”)" if n else ""
     said, instead = (repr(text) if text else "nothing more" for text in (ours, theirs))
-    return f"{answer.name}: after {n} tokens{where} it says {said}, the full cache {instead}\n"
+    return f"{answer.name}: after {n} tokens{where} it says {said}, the full cache says {instead}\n"

@@ -94,10 +94,12 @@ def _known(table: Table, group: Any, place: str) -> Table:
         if name in below and isinstance(value, dict):
             value = _known(value, below[name], f"{place}, [{key}]")
         elif name not in options:
-            raise SnapKVError(f"{place}: no option is {key}{suggestion(name, {*options, *below})}")
+            raise SnapKVError(
+                f"{place}: unknown option {key}{suggestion(name, {*options, *below})}"
+            )
         elif isinstance(value, dict) or (isinstance(value, list) and not options[name].multiple):
             flag = options[name].opts[0]
-            raise SnapKVError(f"{place}, {key} must be what {flag} takes, got {value!r}")
+            raise SnapKVError(f"{place}, {key} must be a value that {flag} takes, got {value!r}")
         found[name] = value
     return found
 
@@ -116,11 +118,12 @@ def _options(command: Any) -> dict[str, Any]:
 
 
 def config(context: typer.Context) -> None:
-    """Show the settings that apply, where each is from, and to which commands.
+    """Show the settings in effect: where each comes from, and which commands it applies to.
 
-    Any option may be set in ~/.config/mlx-snapkv/config.toml (or XDG_CONFIG_HOME), by the name of its flag, or by a
-    variable such as MLX_SNAPKV_MODEL. Keys at the top are for every command that has the flag, a table such as [chat]
-    is for one. Flags win over variables, variables over the file; --policy none is the full cache, whatever is set.
+    Any option can be set in ~/.config/mlx-snapkv/config.toml (or in XDG_CONFIG_HOME) under its flag's name, or by a
+    variable such as MLX_SNAPKV_MODEL. Keys at the top apply to every command that has the flag; a table such as [chat]
+    applies to one command. Flags override variables, and variables override the file. --policy none always means the
+    full cache.
 
     \b
       mlx-snapkv config
@@ -137,5 +140,5 @@ def config(context: typer.Context) -> None:
     for (flag, value, origin), names in found.items():
         print(f"{flag} {value}, from {origin}: {', '.join(names)}")
     if not found:
-        there = "sets nothing" if config_file().exists() else "is not there"
-        print(f"{config_file()} {there}, and no {PREFIX} variable is set: options have defaults")
+        there = "sets nothing" if config_file().exists() else "does not exist"
+        print(f"{config_file()} {there}, and no {PREFIX} variable is set: the defaults apply")

@@ -32,13 +32,13 @@ def demo(
     seed: DocumentSeed = 0,
     save_document: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Keep the document in this file, to ask more about it."),
+        typer.Option(metavar="FILE", help="Save the document to this file, to ask more about it."),
     ] = None,
 ) -> None:
-    """Hide facts in a long document and ask for them, from all entries and from 1/16; measure decoding at 32,768.
+    """Hide facts in a long document, ask for them with all entries and with 1/16, and time decoding.
 
-    The first question chooses what is kept, so the small cache has its answer. What later questions need is gone,
-    unless all entries stay (--memory recall).
+    The first question chooses the entries kept, so the small cache can answer it. The entries that later questions need
+    are gone, unless all entries stay (--memory recall).
     """
     from rich.console import Console
     from rich.progress import track
@@ -58,8 +58,8 @@ def demo(
     snapkv: Any = {"policy": SnapKV(budget=n // SHARE, obs_window=32, lookahead=0)}
     caches = {FULL: {}, SMALL: snapkv, RECALL: snapkv | {"memory": "recall"}}
     console.print(
-        f"A document of about {n:,} tokens hides {len(facts)} facts, asked for one after the other in three chats: "
-        f"with all entries, with 1/{SHARE} of them, and with 1/{SHARE} that every token chooses anew among all."
+        f"A document of about {n:,} tokens hides {len(facts)} facts. Three chats ask for them one after the other: "
+        f"with all entries, with 1/{SHARE} of them, and with 1/{SHARE} that every token chooses again from all entries."
     )
     columns = [
         _column(loaded, tokenizer, document, facts, options)
@@ -67,7 +67,7 @@ def demo(
     ]
     table = Table("question", "hidden", *caches)
     names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
-    names += [("right", ""), ("entries that a token reads", ""), ("KV memory between turns", "")]
+    names += [("right", ""), ("entries read per token", ""), ("KV memory between turns", "")]
     for i, (name, *cells) in enumerate(zip(names, *columns), start=1):
         table.add_row(*name, *cells, end_section=i == len(facts))
     console.print(table)
@@ -75,7 +75,7 @@ def demo(
     here = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
     program = "mlx-snapkv" if shutil.which("mlx-snapkv") else here
     lines = [
-        "Your own model and text, the full cache's answer beside the small ones', and a chat:",
+        "To compare the caches on your own model and text, and to chat:",
         f"  {program} compare --model MODEL --prompt-file TEXT --prompt QUESTION",
         f"  {program} chat --model MODEL --policy auto",
     ]
@@ -90,7 +90,9 @@ def _save(document: str, name: str) -> None:
     path = path_of(name, "--save-document")
     with refusing(f"--save-document {name}"):
         if path.exists() and path.read_bytes() != document.encode():
-            raise SnapKVError(f"--save-document {name}: is there already, give another name")
+            raise SnapKVError(
+                f"--save-document {name}: the file exists with other content, give another name"
+            )
         put(path, document)
 
 
@@ -129,6 +131,7 @@ def _speed(model: Any) -> str:
     full, small = (median(times[1:]) for times in step_in_turn(model, caches, STEPS))
     sizes = [format_bytes(kv_bytes(cache)) for cache in caches]
     return (
-        f"A token after {LONG:,} ({STEPS} steps, random entries): {1000 * full:.1f} ms and {sizes[0]} with all, "
-        f"{1000 * small:.1f} ms and {sizes[1]} with 1/{SHARE}, {full / small:.1f} times as fast."
+        f"Decoding after {LONG:,} tokens ({STEPS} steps, random entries) takes {1000 * full:.1f} ms a token and "
+        f"{sizes[0]} with all entries; with 1/{SHARE} it takes {1000 * small:.1f} ms and {sizes[1]}, "
+        f"{full / small:.1f} times as fast."
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .results import Run
 
 SETTINGS = "known", "later"
-WHETHER = "Whether the question is in the prompt: known, later or both."
+WHETHER = "When the policy sees the question: in the prompt (known), after the compression (later), or both."
 POOLED = "snapkv:budget=12.5%,n_window=32,obs_window=32,lookahead=0"
 POOLING = [*(f"{POOLED},pool=avg,pool_kernel={width}" for width in (1, 7, 21)), POOLED]
 
@@ -42,7 +42,9 @@ class AskedOptions:
         """The model and its tokenizer; SnapKVError without a chat template."""
         model, tokenizer = load_model(self.model)
         if not tokenizer.has_chat_template:
-            raise SnapKVError(f"--model {self.model} has no chat template, so it can't be asked")
+            raise SnapKVError(
+                f"--model {self.model}: needs a chat template, and this model has none"
+            )
         return model, tokenizer
 
     def asked(
@@ -60,8 +62,10 @@ class GridOptions(AskedOptions):
     """Who is asked for facts at which depths of prompts of which lengths."""
 
     setting: str = option(WHETHER, "known", parser=one_of(*SETTINGS, "both"))
-    length: Any = option("Tokens of the prompts, with commas.", "2048,4096", parser=lengths(256))
-    depths: int = option("Depths to hide at, evenly from start to end.", 5, min=1, max=101)
+    length: Any = option(
+        "Prompt lengths in tokens, separated by commas.", "2048,4096", parser=lengths(256)
+    )
+    depths: int = option("Number of depths, evenly spaced from start to end.", 5, min=1, max=101)
     questions: int = option("Questions per length and depth.", 1, min=1)
     seed: DocumentSeed = 0
 
@@ -85,12 +89,14 @@ class GridOptions(AskedOptions):
 
 @dataclass(frozen=True)
 class NeedleOptions(GridOptions):
-    needles: int = option("Facts hidden in a document; one is asked for.", 1, min=1, max=1000)
-    haystack: list[str] | None = option("Text file to hide facts in; repeat it for several.")
+    needles: int = option(
+        "Facts to hide in a document, of which one is asked for.", 1, min=1, max=1000
+    )
+    haystack: list[str] | None = option("Text file to hide the facts in; repeatable.")
 
 
 def needle(*, options: NeedleOptions, result: ResultOptions) -> None:
-    """Hide a fact at every depth of prompts of every length, and ask for it at the end.
+    """Hide a fact at each depth of prompts of each length, and ask for it at the end.
 
     mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy snapkv:budget=12.5%,lookahead=0
     """
@@ -103,11 +109,11 @@ def needle(*, options: NeedleOptions, result: ResultOptions) -> None:
 
 
 def lines(*, options: GridOptions, result: ResultOptions) -> None:
-    """Ask for one of many lines that differ in a name and a number only (LongEval's lines).
+    """Ask for one of many lines that differ only in a name and a number (LongEval's lines task).
 
-    Without --policy, SnapKV with 1/8 of the entries: without pooling, pooled over 7 and 21 as in the paper, and its
-    default. These use lookahead=0: with a lookahead the full cache would answer the whole number. The embedded
-    models, which don't know LongEval's words, get lines of their own.
+    Without --policy it measures SnapKV with 1/8 of the entries: without pooling, with the paper's pooling over 7 and
+    21, and with its default pooling. All use lookahead=0, since with a lookahead the full cache would answer the whole
+    number. The embedded models, which don't know LongEval's words, get lines of their own.
     """
     from ..evals import tasks
 
@@ -119,19 +125,21 @@ def lines(*, options: GridOptions, result: ResultOptions) -> None:
 class SuiteOptions(AskedOptions):
     model: Model = "demo-tasks"
     by_mask: list[str] | None = option(
-        'Head-wise budgets, whose answers are measured by hiding entries: "adakv of POLICY" or fastgen; repeat it.'
+        'Head-wise budget to measure by masking entries: "adakv of POLICY" or fastgen; repeatable.'
     )
     task: list[str] | None = option(
-        f"Of {', '.join(TASKS)}; repeat it. By default all.", parser=one_of(*TASKS)
+        f"One of {', '.join(TASKS)}; repeatable. Default: all.", parser=one_of(*TASKS)
     )
-    length: Any = option("Tokens of the prompts, with commas.", "2048", parser=lengths(512))
+    length: Any = option(
+        "Prompt lengths in tokens, separated by commas.", "2048", parser=lengths(512)
+    )
     documents: int = option("Documents per task and length.", 4, min=1)
-    questions: int = option("Questions a document, at most.", 5, min=1)
+    questions: int = option("Maximum number of questions per document.", 5, min=1)
     seed: DocumentSeed = 0
 
 
 def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ResultOptions) -> None:
-    """Ask harder questions: look-alikes, several facts, values overwritten, chains; the full cache's answers beside.
+    """Ask harder questions: look-alikes, several facts, overwritten values and chains.
 
     mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
@@ -151,16 +159,16 @@ def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ResultO
 class DataOptions(AskedOptions):
     data: str = option(
         "A .parquet or .jsonl file, or a folder of them, with the columns context, question, answer and "
-        "max_new_tokens, perhaps answer_prefix, task and length.",
+        "max_new_tokens, and optionally answer_prefix, task and length.",
         ...,
     )
-    task: list[str] | None = option("Repeat it for several. By default all there.")
-    documents: int | None = option("Documents per task, from the first on. By default all.", min=1)
+    task: list[str] | None = option("Task of the data set; repeatable. Default: all.")
+    documents: int | None = option("Use the first documents of each task. Default: all.", min=1)
     ignore_chat_template: IgnoreChatTemplate = False
 
 
 def data(*, options: DataOptions, retention: RetentionOptions, result: ResultOptions) -> None:
-    """Ask what a data set asks: RULER, LongBench, InfiniteBench, LooGLE or your own, in the columns kvpress uses.
+    """Ask the questions of a data set in kvpress' columns: RULER, LongBench, InfiniteBench, LooGLE or your own.
 
     mlx-snapkv eval data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
     """

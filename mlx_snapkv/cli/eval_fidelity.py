@@ -18,28 +18,35 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityOptions:
-    text: list[str] = option("Text file, or folder of text files and all below it; repeat it.", ...)
+    text: list[str] = option("Text file, or folder of text files (recursive); repeatable.", ...)
     policy: Policies
     model: Model = "demo"
     setting: list[str] | None = option(
-        "What is judged: how the text goes on (text), or the full cache's own answer to a question that the policy "
-        "sees (known) or that comes after the compression (later). Repeat it for several. By default text.",
+        "What is scored: how the text continues (text), or the full cache's own answer to a question that the policy "
+        "sees (known) or that comes after the compression (later); repeatable. Default: text.",
         parser=one_of("text", "known", "later"),
     )
     length: int = option(
-        "Tokens of a piece, which is compressed; a text may have several.", 1400, min=16
+        "Tokens per piece, which is compressed; a text may give several pieces.", 1400, min=16
     )
-    continuation: int = option("Tokens judged after a piece, or of an answer, at most.", 64, min=1)
-    documents: int = option("Pieces, at most: the first of each text, then the second.", 20, min=1)
+    continuation: int = option(
+        "Tokens to score after a piece, or maximum tokens of an answer.", 64, min=1
+    )
+    documents: int = option(
+        "Maximum number of pieces: the first of each text, then the second of each, and so on.",
+        20,
+        min=1,
+    )
     question: list[str] | None = option(
-        "For the settings known and later; of several, each piece is asked one, in turn. By default three for any text."
+        "Question for the settings known and later; repeatable, the pieces then take turns. Default: three questions "
+        "that suit any text."
     )
 
 
 def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
-    """Compare a model's predictions after a compressed prompt with those after the full one, on your own texts.
+    """Compare a model's predictions after a compressed prompt with those after the full prompt, on your own texts.
 
-    It needs no questions with known answers. A piece is read once for all policies that choose when it has been read.
+    It needs no questions with right answers. Policies that choose after prefill share one reading of a piece.
 
     mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy kvzip:budget=25%
     """
@@ -50,7 +57,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     methods = methods_of(options.policy, [options.length])
     texts = Texts(options.text)
     if texts.n_unread:
-        print(f"Files left out: {texts.n_unread} not UTF-8 text.", file=sys.stderr)
+        print(f"Skipped files that are not UTF-8 text: {texts.n_unread}.", file=sys.stderr)
     files = result.files()
     model, tokenizer = load_model(options.model)
     # The full cache is asked for the first token after a piece; it is fed, and those after it are judged.

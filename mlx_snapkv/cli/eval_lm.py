@@ -18,28 +18,30 @@ from .results import Policies, ResultOptions, methods_of, results_in
 @dataclass(frozen=True)
 class HarnessOptions:
     tasks: list[str] = option(
-        "lm-evaluation-harness' tasks, groups or tags, with commas or repeated; * is any characters.",
+        "Tasks, groups or tags of lm-evaluation-harness, separated by commas; repeatable; * matches any characters.",
         ...,
     )
     include_path: Path | None = option("Folder with yaml files of more tasks.")
-    length: int | None = option("Tokens of prompts that tasks make, such as RULER's.", min=256)
-    limit: int | None = option("Documents per task, from the first on.", min=1)
-    num_shots: int | None = option("Solved examples in front of each question.", min=0)
-    batch_size: int = option("Prompts read and answered together.", 8, min=1)
+    length: int | None = option(
+        "Prompt length in tokens for tasks that make their prompts, such as RULER.", min=256
+    )
+    limit: int | None = option("Use the first documents of each task.", min=1)
+    num_shots: int | None = option("Solved examples before each question.", min=0)
+    batch_size: int = option("Prompts to read and answer together.", 8, min=1)
     max_tokens: int | None = option(
-        "Tokens of an answer, whatever its task says; where choices are compared, of a prompt and a choice (8192).",
+        "Maximum number of answer tokens, in place of the task's; for multiple choice, of prompt and choice (8192).",
         None,
         "-m",
         min=1,
     )
     apply_chat_template: bool | None = option(
-        "Use the chat template; by default if there is one.",
+        "Use the chat template; default: if there is one.",
         None,
         "--apply-chat-template/--no-apply-chat-template",
     )
-    fewshot_as_multiturn: bool = option("Give solved examples as turns of their own.", False)
+    fewshot_as_multiturn: bool = option("Give each solved example as a turn.", False)
     chat_template_config: ChatTemplateConfig = None
-    seed: int = option("Seed of prompts made at random.", 123, min=0)
+    seed: int = option("Seed of random prompts.", 123, min=0)
 
 
 def lm(
@@ -58,12 +60,12 @@ def lm(
         from ..evals import lm as harness
     except ImportError as error:
         raise SnapKVError(
-            f"eval lm needs lm-evaluation-harness: pip install 'mlx-snapkv[lm]' ({error})"
+            f"eval lm needs lm-evaluation-harness: run pip install 'mlx-snapkv[lm]' ({error})"
         ) from error
     methods = methods_of(policy)
     folder = None if options.include_path is None else str(options.include_path)
     if folder is not None and not os.path.isdir(folder):
-        raise SnapKVError(f"--include-path {folder} is no folder")
+        raise SnapKVError(f"--include-path {folder} is not a folder")
     files = result.files()
     names = [name.strip() for given in options.tasks for name in given.split(",") if name.strip()]
     if not names:

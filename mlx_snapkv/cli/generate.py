@@ -23,15 +23,15 @@ FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", 
 
 @dataclass(frozen=True)
 class QuestionOptions(PromptOptions):
-    prompt_cache_file: str | None = option("A prompt saved by cache-prompt, to be continued.")
+    prompt_cache_file: str | None = option("Prompt saved by cache-prompt, to continue from.")
 
 
 @dataclass(frozen=True)
 class OutputOptions(options.ShownOptions):
-    """The same, as mlx-lm has it, too."""
+    """The same, with mlx-lm's own option."""
 
     verbose: str = option(
-        "mlx-lm's: False is --quiet.", "True", parser=one_of("True", "T", "False", "F")
+        "mlx-lm's option; False means --quiet.", "True", parser=one_of("True", "T", "False", "F")
     )
 
     @property
@@ -88,14 +88,14 @@ def generate(
         start = SavedStart(file, model.model, loaded, *chosen)
         keywords |= start.options
         if compression.is_auto:
-            reading.say(f"note: --policy auto changes nothing of {file}, which goes on as saved")
+            reading.say(f"note: --policy auto has no effect on {file}, which continues as saved")
         if start.has(text):
-            reading.say(f"note: {file} has this text already: give the question alone")
+            reading.say(f"note: {file} already holds this text: give only the question")
         raw = prompt.ignore_chat_template
         tokens = reading.wait_for(partial(start.encode, tokenizer, text, raw))
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
-    hint = "" if compression.is_auto else " (no policy; --policy auto takes one where it helps)"
+    hint = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
     _Answer(model.model, keywords, start, output, hint).print(loaded, tokenizer, tokens, reading)
 
 
@@ -144,7 +144,7 @@ class _Answer:
         if not self.output.as_json:
             print(flush=True)
         share = self._accepted
-        drafted = "" if share is None else f" ({share:.0%} of the tokens drafted)"
+        drafted = "" if share is None else f" ({share:.0%} of the tokens were drafted)"
         reading.say(
             f"{how}{last.prompt_tokens} prompt tokens, {self._kept} | prompt {last.prompt_tps:.1f} tokens/s, "
             f"generation {last.generation_tps:.1f} tokens/s{drafted}, peak memory {last.peak_memory:.3g} GB"

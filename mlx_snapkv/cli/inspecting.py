@@ -27,9 +27,11 @@ WIDEST = 160  # columns of a map
 @dataclass(frozen=True)
 class InspectOptions(options.ShownOptions):
     snapkv: cache_options.Snapkv = None
-    policy: list[str] | None = option("Such as keydiff:budget=25%; two are compared.")
+    policy: list[str] | None = option(
+        "Policy to inspect, such as keydiff:budget=25%; give two to compare them."
+    )
     output: str | None = option(
-        "A page to look around in (.html), or a picture for a paper (.png).", None, "-o"
+        "Write an interactive page (.html) or a picture (.png).", None, "-o"
     )
 
 
@@ -41,10 +43,11 @@ def inspect(
     prefill_step_size: cache_options.PrefillStepSize = 2048,
     shown: InspectOptions,
 ) -> None:
-    """Show what a policy keeps of a prompt: by layer and position, by sentence, and where the answer looked.
+    """Show what a policy keeps of a prompt, by layer and position and by sentence, and where the answer attended.
 
-    A line a layer, the prompt from left to right, the brighter the more heads keep what is there. The page has the text
-    itself, each token tinted by the heads that keep it; it is one file and needs no network. The answer is greedy.
+    Each line is a layer and runs from the prompt's start to its end; brighter means that more heads keep the entries
+    there. The page shows the text, with each token tinted by the number of heads that keep it. It is one file and needs
+    no network. The answer is greedy.
 
     \b
       mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \\
@@ -58,7 +61,7 @@ def inspect(
 
     chosen = cache_options.each_policy(shown.policy, shown.snapkv)
     if len(chosen) not in (1, 2):
-        raise SnapKVError(f"give one --policy, or two to compare, got {len(chosen)}")
+        raise SnapKVError(f"--policy must be given once, or twice to compare, got {len(chosen)}")
     path = require_page(shown.output, ".html", ".png")
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
@@ -94,12 +97,12 @@ def _print(found: Inspection) -> None:
     console.print(str(found.report), "", sep="\n")
     _print_map(found, console)
     if found.sentences:
-        best, measure = found.sentences[0], "nothing was chosen: these are kept whatever they say"
+        best, measure = found.sentences[0], "no entry was chosen: these are always kept"
         if best.votes is not None:
-            measure = "by their share of the votes for the entries chosen"
+            measure = "by their share of the votes for the chosen entries"
         elif best.chosen:
-            measure = "by the share of their entries that were chosen"
-        console.print(f"Most kept sentences ({measure})", style="bold")
+            measure = "by the share of their entries that was chosen"
+        console.print(f"Sentences kept most ({measure})", style="bold")
         for rank, sentence in enumerate(found.sentences[:SENTENCES], start=1):
             share = sentence.votes or sentence.chosen
             line = f"{rank:3}  {f'{share:.1%}' if share else 'fixed':>5}  {' '.join(sentence.text.split())}"

@@ -11,7 +11,7 @@ ASK = "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION"
 
 
 class Choice(NamedTuple):
-    """What to take for a situation: why, a command with MODEL, TEXT and QUESTION to fill in, and the pages of docs/."""
+    """A recommendation for one use: why, a command with MODEL, TEXT and QUESTION to fill in, and the pages of docs/."""
 
     when: str
     why: str
@@ -21,47 +21,47 @@ class Choice(NamedTuple):
 
 _CHOICES = f"""
 no setting in mind
-It takes what suits the prompt, the task and this machine of what is below, and says which and why.
+auto chooses one of the settings below for the prompt, the task and this machine, and says which and why.
 {ASK} --policy auto
 choose.md#commands
 
 one question about a long text, such as a contract of 100,000 tokens
-The question's own tokens vote for the entries that the answer needs.
+The question's tokens vote for the entries that the answer needs.
 {ASK} --snapkv top_k=4096
 quality.md
 
 a chat, several questions about one text
-All entries stay in memory, a tenth more than the full cache takes, and every token of an answer chooses which it reads.
+All entries stay in memory, which takes a tenth more than the full cache. Every answer token chooses which it reads.
 mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
 recall.md#what-conversations-find
 
 an agent, or several clients at once
-What prompts have in common is read once, and answers are decoded together.
+A prefix that several prompts share is read once, and answers are decoded together.
 mlx-snapkv serve --model MODEL --snapkv top_k=4096 --memory recall
 server.md#beside-mlx-lms-server recall.md#what-conversations-find
 
 many documents overnight
-Each prompt is read and compressed by itself, and small caches are decoded together.
+Each prompt is read and compressed on its own, and the small caches are decoded together.
 mlx-snapkv batch requests.jsonl -o answers.jsonl --model MODEL --snapkv top_k=4096
 batches.md#what-it-gains
 
 an answer that must equal the full cache's
-Tokens are drafted from few entries, and checked on all. Not for models with linear or sliding-window layers.
+Tokens are drafted from few entries and checked against all. Models with linear or sliding-window layers can't do this.
 {ASK} --snapkv top_k=4096 --memory recall --verify all
 recall.md#what-an-answer-reads
 
 a text too long for memory, such as a book
-It is read within a budget, every entry goes to a file, and every token of an answer chooses among them.
+It is read within a budget, every entry is stored in a file, and every answer token chooses among them.
 mlx-snapkv chat --model MODEL --memory recall:file --policy "keydiff:budget=4096 then snapkv:top_k=1024"
 recall.md#books benchmarks.md#books
 
-a document saved once, for questions that nobody knows yet
-All entries are saved, since any may be asked for. Ask with --snapkv top_k=4096 --memory recall.
+a document to save now and ask about later
+All entries are saved, since the questions are not known yet. Ask with --snapkv top_k=4096 --memory recall.
 mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors
 quality.md
 
-the least memory, while reading and after
-KeyDiff evicts before it knows the question, and loses half of the needles at 1/4. The question chooses from the rest.
+the least memory, during prefill and decoding
+KeyDiff evicts before it sees the question, and at 1/4 loses half of the needles. The question chooses from the rest.
 {ASK} --kv-bits 4 --policy "keydiff:budget=8192 then snapkv:top_k=2048"
 quality.md benchmarks.md#decoding-and-reading
 """
@@ -69,7 +69,7 @@ CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES.strip().split("\n\n"
 
 
 def models(as_json: AsJson = False) -> None:
-    """List the model types that can be compressed, and the refused ones with the reason."""
+    """List the model types that can be compressed, and those that are refused, with the reason."""
     from ..models.table import refused, supported
     from ..reporting.table import Table
     from .results import print_table
@@ -88,12 +88,12 @@ def models(as_json: AsJson = False) -> None:
 
 def policies(
     choose: Annotated[
-        bool, Option("--choose", help="Which to take for what, as commands to paste, instead.")
+        bool, Option("--choose", help="Recommend a policy for each use, with commands to paste.")
     ] = False,
 ) -> None:
     """List the eviction policies with their papers, options and defaults.
 
-    Give one to generate, or two after each other:
+    Pass one of them to generate, or two in sequence:
 
     \b
       --policy keydiff:budget=8192
@@ -106,7 +106,7 @@ def policies(
         for choice in CHOICES:
             pages = ", ".join(f"docs/{page.partition('#')[0]}" for page in choice.pages.split())
             print(f"{choice.when}: {choice.why}\n    {choice.command}\n    measured: {pages}\n")
-        print("Figures: docs/choose.md. Put your own for MODEL, TEXT and QUESTION.")
+        print("Replace MODEL, TEXT and QUESTION with your own. docs/choose.md has the figures.")
         return
     for cls in POLICIES.values():
         print(f"{cls.name}: {cls.summary}{f' ({cls.paper})' if cls.paper else ''}")

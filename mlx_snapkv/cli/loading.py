@@ -22,8 +22,8 @@ ALONE_ONLY = "start it without mlx.launch"
 # What the errors of the Hugging Face hub mean.
 HUB = {
     "LocalEntryNotFoundError": "the Hugging Face hub can't be reached, and the local cache does not hold it",
-    "GatedRepoError": "access has to be granted on its page of the Hugging Face hub, then `hf auth login`",
-    "RepositoryNotFoundError": "the Hugging Face hub has no such repository; for a private one, `hf auth login`",
+    "GatedRepoError": "the repository is gated: request access on its Hugging Face page, then run `hf auth login`",
+    "RepositoryNotFoundError": "the Hugging Face hub has no such repository; for a private one run `hf auth login`",
     "HfHubHTTPError": "the Hugging Face hub failed",
 }
 # A tokenizer has one of these.
@@ -76,7 +76,8 @@ def load_model(
         if n_ranks > 1:
             if changes:
                 raise SnapKVError(
-                    f"mlx-lm reads no rope_parameters on several Macs: give config.json its rope_theta, or {ALONE_ONLY}"
+                    "on several Macs mlx-lm does not read rope_parameters: add rope_theta to config.json, or "
+                    f"{ALONE_ONLY}"
                 )
             model, tokenizer = _load_shard(where, n_ranks, bool(pipeline), **options)
         else:
@@ -119,7 +120,7 @@ def _joined(pipeline: bool | None) -> int:
     if ranks.rank:
         be_silent()
     if ranks.size == 1 and pipeline:
-        how = "start the command by mlx.launch, or drop it"
+        how = "start the command with mlx.launch, or drop it"
         raise SnapKVError(f"--pipeline is for several Macs: {how}")
     ranks.require_same(options=" ".join(sys.argv[1:]))
     if ranks.size > 1 and pipeline is None:
@@ -149,19 +150,19 @@ def _load_shard(folder: str, n_ranks: int, pipeline: bool, **options: Any) -> tu
         if not str(error.filename).endswith(INDEX):
             raise
         raise SnapKVError(
-            f"--pipeline needs {INDEX}, which tells the layers' files: make it with mlx_lm.convert, or drop it"
+            f"--pipeline needs {INDEX}, which lists the layers' files: make it with mlx_lm.convert, or drop --pipeline"
         ) from error
     except ValueError as error:
         if not any(reason in str(error) for reason in UNSPLIT):
             raise
         other = f"{'drop' if pipeline else 'add'} --pipeline, or start fewer processes"
-        raise SnapKVError(f"mlx-lm can't split this model so ({brief(error)}): {other}") from error
+        raise SnapKVError(f"mlx-lm can't split this model ({brief(error)}): {other}") from error
     args = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
     n = getattr(args, "num_key_value_heads", None) or text.get("num_key_value_heads")
     if not pipeline and n and n % n_ranks:
         raise SnapKVError(
-            f"{n} KV heads can't be split over {n_ranks} processes: start as many as divide them, or add --pipeline"
+            f"{n} KV heads can't be split over {n_ranks} processes: start a number that divides {n}, or add --pipeline"
         )
     return model, tokenizer
 
@@ -195,13 +196,13 @@ def _place(name: str, option: str) -> Path:
     folder = MODELS.get(name) or path_of(name, option)
     if os.path.exists(folder):
         if not (folder / "config.json").is_file():
-            raise SnapKVError(f"{option} {name}: no config.json there, so it is not a model folder")
+            raise SnapKVError(f"{option} {name}: not a model folder, since it has no config.json")
         return folder
     try:
         validate_repo_id(name if "/" in name else "")
     except HFValidationError as error:
         raise SnapKVError(
-            f"{option} {name}: no such folder, and not the name of a Hugging Face repository; "
+            f"{option} {name}: no such folder, and not a valid Hugging Face repository name; "
             f"embedded models: {', '.join(MODELS)}"
         ) from error
     return folder
@@ -232,15 +233,15 @@ def _fault(folder: Path, error: Exception) -> str:
 
     weights = sorted(folder.glob("model*.safetensors"))
     if not weights:
-        return "no weights there: model.safetensors, or several model-*.safetensors"
+        return "the folder has no weights (model.safetensors, or several model-*.safetensors)"
     for file in weights:
         try:
             safe_open(file, "np").keys()  # which is as long as its header says
         except (OSError, SafetensorError):
-            return f"{file.name} is damaged or cut short"
+            return f"{file.name} is damaged or incomplete"
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     has_tokenizer = any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
     if "load_tokenizer" in frames and not has_tokenizer:
-        return "no tokenizer there: tokenizer.json, for one"
+        return "the folder has no tokenizer, such as tokenizer.json"
     step = next((about for name, about in STEPS.items() if name in frames), "mlx-lm can't load it")
     return f"{step}: {brief(error)}"

@@ -59,7 +59,7 @@ def lengths(least: int) -> Callable[[Any], list[int]]:
             numbers = [int(part) for part in str(text).split(",") if part.strip()]
             if all(least <= n <= MOST for n in numbers):
                 return list(dict.fromkeys(numbers))
-        raise BadParameter(f"must be whole numbers from {least} to {MOST}, with commas")
+        raise BadParameter(f"must be whole numbers from {least} to {MOST}, separated by commas")
 
     return parse
 
@@ -88,28 +88,28 @@ Model = Annotated[
     str, Option(help=f"Model folder, Hugging Face repository, or: {', '.join(MODELS)}.")
 ]
 IgnoreChatTemplate = Annotated[
-    bool, Option("--ignore-chat-template", help="Take the prompt as raw text.")
+    bool, Option("--ignore-chat-template", help="Use the prompt as raw text.")
 ]
 ChatTemplateConfig = Annotated[
-    Any, Option(parser=json_object, help="Options of the chat template.", metavar="JSON")
+    Any, Option(parser=json_object, help="Options for the chat template.", metavar="JSON")
 ]
-SystemPrompt = Annotated[str | None, Option(help="System message of the chat template.")]
+SystemPrompt = Annotated[str | None, Option(help="System message for the chat template.")]
 MaxTokens = Annotated[
-    int, Option("--max-tokens", "-m", min=1, help="Tokens of an answer, at most.")
+    int, Option("--max-tokens", "-m", min=1, help="Maximum number of answer tokens.")
 ]
-Seed = Annotated[int | None, Option(min=0, max=2**64 - 1, help="Seed of the sampling.")]
-Facts = Annotated[int, Option(min=1, max=32, help="Facts to hide and ask for.")]
+Seed = Annotated[int | None, Option(min=0, max=2**64 - 1, help="Sampling seed.")]
+Facts = Annotated[int, Option(min=1, max=32, help="Number of facts to hide and ask for.")]
 DocumentSeed = Annotated[int, Option(help="Seed of the documents.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress and no figures on stderr.")]
-AsJson = Annotated[bool, Option("--json", help="One JSON object on stdout.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress or figures on stderr.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object on stdout.")]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     model: Model
     adapter_path: str | None = option("Folder of LoRA adapters.")
-    quantize_activations: bool = option("Quantise activations like weights.", False, "-qa")
-    trust_remote_code: bool = option("Allow a tokenizer's own code.", False)
+    quantize_activations: bool = option("Quantise activations as the weights are.", False, "-qa")
+    trust_remote_code: bool = option("Let the tokenizer run its own code.", False)
 
     def load(self, **more: Any) -> tuple[Any, Any]:
         from .loading import load_model
@@ -120,10 +120,10 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class TalkingModelOptions(ModelOptions):
-    """The same, and what its tokenizer is to do besides."""
+    """The same, with options for its tokenizer."""
 
     chat_template_config: ChatTemplateConfig = None
-    extra_eos_token: list[str] | None = option("Token that also ends answers; repeat it.")
+    extra_eos_token: list[str] | None = option("Another token that ends answers; repeatable.")
 
     def load(self, **more: Any) -> tuple[Any, Any]:
         model, tokenizer = super().load(**more)
@@ -136,7 +136,8 @@ class ShardedModelOptions(TalkingModelOptions):
     """The same for a command that several Macs can run."""
 
     pipeline: bool = option(
-        "On several Macs, by mlx.launch: each has some layers, not a slice of each.", False
+        "On several Macs (mlx.launch), give each Mac whole layers instead of a slice of every layer.",
+        False,
     )
 
     def load(self, **more: Any) -> tuple[Any, Any]:
@@ -145,8 +146,8 @@ class ShardedModelOptions(TalkingModelOptions):
 
 @dataclass(frozen=True)
 class DraftOptions:
-    draft_model: str | None = option("Small model of this tokenizer that proposes tokens.")
-    num_draft_tokens: int = option("Tokens that the draft model proposes at a time.", 3, min=1)
+    draft_model: str | None = option("Small model with the same tokenizer that drafts tokens.")
+    num_draft_tokens: int = option("Tokens that the draft model drafts at a time.", 3, min=1)
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         from .loading import load_model
@@ -157,7 +158,7 @@ class DraftOptions:
         model, its_own = load_model(name, None, trust_remote_code, option="--draft-model")
         if its_own.vocab_size != tokenizer.vocab_size:
             raise SnapKVError(
-                f"--draft-model {name}: its tokenizer has {its_own.vocab_size} tokens and the model's "
+                f"--draft-model {name}: its tokenizer has {its_own.vocab_size} tokens, but the model's has "
                 f"{tokenizer.vocab_size}; a draft model needs the model's own tokenizer"
             )
         return {"draft_model": model, "num_draft_tokens": self.num_draft_tokens}
@@ -171,21 +172,23 @@ class ShownOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TogetherOptions:
-    """Of requests that are answered together."""
+    """For requests that are answered together."""
 
-    concurrency: int = option("Requests at once, at most.", 8, min=1, max=1024)
+    concurrency: int = option("Maximum number of requests at once.", 8, min=1, max=1024)
     max_kv_bytes: int | None = option(
-        "KV memory, as 4GB, that requests wait rather than exceed.", parser=n_bytes, metavar="SIZE"
+        "KV memory limit, such as 4GB; a request waits until it fits.",
+        parser=n_bytes,
+        metavar="SIZE",
     )
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     temp: float = option("Sampling temperature; 0 is greedy.", 0.0, min=0, max=100)
-    top_p: float = option("Sampling top-p; 1 is off.", 1.0, min=0, max=1)
-    min_p: float = option("Sampling min-p; 0 is off.", 0.0, min=0, max=1)
-    top_k: int = option("Sampling top-k; 0 is off.", 0, min=0)
-    min_tokens_to_keep: int = option("Tokens that min-p keeps at least.", 1, min=1)
+    top_p: float = option("Sampling top-p; 1 turns it off.", 1.0, min=0, max=1)
+    min_p: float = option("Sampling min-p; 0 turns it off.", 0.0, min=0, max=1)
+    top_k: int = option("Sampling top-k; 0 turns it off.", 0, min=0)
+    min_tokens_to_keep: int = option("Minimum number of tokens that min-p keeps.", 1, min=1)
     xtc_probability: float = option("XTC probability.", 0.0, min=0, max=1)
     xtc_threshold: float = option("XTC threshold.", 0.1, min=0, max=0.5)
     max_tokens: MaxTokens = 256
@@ -209,7 +212,9 @@ class SamplingOptions:
         options, size = dict(vars(self)), len(tokenizer)
         for name in ("top_k", "min_tokens_to_keep"):
             if options[name] >= size:
-                raise SnapKVError(f"{flag_of(name)} must be below the vocabulary's {size}")
+                raise SnapKVError(
+                    f"{flag_of(name)} must be less than the vocabulary's {size}, got {options[name]}"
+                )
         max_tokens = options.pop("max_tokens")
         special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(xtc_special_tokens=special, **options)
@@ -223,12 +228,12 @@ def adapt_tokenizer(
     for token in extra_eos_token or []:
         known = range(len(tokenizer)) if token.isdecimal() else tokenizer.get_vocab()
         if (int(token) if token.isdecimal() else token) not in known:
-            raise SnapKVError(f"--extra-eos-token {token!r}: this tokenizer has no such token")
+            raise SnapKVError(f"--extra-eos-token {token!r}: the tokenizer has no such token")
         tokenizer.add_eos_token(token)
     options = template_options or {}
     own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
     for name in options.keys() & own.keys() - TEMPLATE_OPTIONS:
-        raise SnapKVError(f"--chat-template-config can't set {name!r}: the command does")
+        raise SnapKVError(f"--chat-template-config can't set {name!r}: the command sets it")
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
 
 

@@ -1,4 +1,4 @@
-"""`mlx-snapkv plan`: what prompts will take of a machine's memory, before a model is loaded."""
+"""`mlx-snapkv plan`: how much of a machine's memory prompts will take, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def mac_bytes(text: Any) -> int:
 @dataclass(frozen=True)
 class PlanOptions:
     context: int | None = option(
-        "Tokens of a prompt, such as 128k; by default from 4k to the model's trained length.",
+        "Prompt length in tokens, such as 128k; default: several, from 4k to the model's trained length.",
         parser=n_tokens,
     )
     memory: int | None = option(
-        "Memory of another Mac, such as 16GB, in place of this machine's.", parser=mac_bytes
+        "Plan for a Mac with this much memory, such as 16GB, instead of this machine.",
+        parser=mac_bytes,
     )
     max_tokens: MaxTokens = 256
     as_json: AsJson = False
@@ -43,10 +44,10 @@ class PlanOptions:
 def plan(
     *, model: Model, asked: PlanOptions, policy: AutoPolicyOptions, cache: CacheOptions
 ) -> None:
-    """Show how much memory prompts will take, what fits, and which policy to use, before a single weight is loaded.
+    """Show how much memory prompts will take, what fits, and which policy to use, before any weight is loaded.
 
-    Reads a folder's configuration and the headers of its weights; of a Hugging Face repository, downloads only these.
-    How it is counted, and how near it comes: docs/benchmarks.md.
+    It reads the model's configuration and the headers of its weights; from a Hugging Face repository it downloads only
+    these. docs/benchmarks.md explains the arithmetic and compares it with measurements.
 
     \b
       mlx-snapkv plan --model demo
@@ -74,7 +75,7 @@ def plan(
 
 
 class Choice(NamedTuple):
-    """Plans for a context: those to show, the one to recommend if any fits, and why."""
+    """Plans for one context: those to show, the one to recommend if any fits, and why."""
 
     context: int
     found: list[MemoryPlan]
@@ -84,7 +85,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plans:
-    """What is planned for a model, `trained` to read so many tokens, on a machine: for the policy `asked` for."""
+    """Plans for a model with a `trained` length on a machine, with the policy `asked` for if there is one."""
 
     model: str
     machine: Machine
@@ -99,8 +100,8 @@ class Plans:
         return [*(n for n in CONTEXTS if n < most), most]
 
     def choose(self, n: int) -> Choice:
-        """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""
-        from ..planning.auto import QUESTION, SETTINGS, Asked, recommended
+        """Plans for `n` tokens. The user's policy is recommended if it fits, else what --policy auto chooses."""
+        from ..planning.auto import QUESTION, SETTINGS, AutoRequest, recommended
 
         planner, asked, usable = self.planner, self.asked, self.machine.usable
         shown = [setting.policy for setting in SETTINGS[QUESTION][: 2 * planner.can_compress]]
@@ -112,15 +113,15 @@ class Plans:
         first = made[asked]
         if asked is not None and first.peak <= usable:
             return Choice(n, found, first, "you asked for it, and it fits")
-        question = Asked(n, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
-        taken = recommended(planner, question, usable)
-        if not taken.fits:
+        request = AutoRequest(n, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
+        recommendation = recommended(planner, request, usable)
+        if not recommendation.fits:
             return Choice(n, found)
         would = f"{_policy_text(first)} would take {format_bytes(first.peak)}"
-        over = f"{would}, and {format_bytes(usable)} may be used"
-        best = replace(taken.plan, policy=taken.setting.policy)
+        over = f"{would}, and {format_bytes(usable)} is available"
+        best = replace(recommendation.plan, policy=recommendation.setting.policy)
         found += [] if best in found else [best]
-        return Choice(n, found, best, taken.why if asked is None else over)
+        return Choice(n, found, best, recommendation.why if asked is None else over)
 
     def to_dict(self, choices: list[Choice]) -> dict[str, Any]:
         found = [plan for choice in choices for plan in choice.found]
@@ -134,18 +135,19 @@ class Plans:
             "plans": [plan.to_dict() | {"fits": plan.peak <= usable} for plan in found],
             "taken": [
                 {"context": context, "fits": best is not None, "why": why}
-                | {"policy": best and best.policy, "command": best and self._command(best)}
+                | {"policy": best and best.policy, "memory": best and best.memory}
+                | {"command": best and self._command(best)}
                 for context, _, best, why in choices
             ],
         }
 
     def print(self, choices: list[Choice]) -> None:
-        length = "an unknown number of" if self.trained is None else f"{self.trained:,}"
-        print(f"{self.model} was trained to read {length} tokens.")
+        length = "unknown" if self.trained is None else f"{self.trained:,} tokens"
+        print(f"The trained length of {self.model} is {length}.")
         print_table(self._table(choices))
         if choices[-1].best is None:
             room = format_bytes(min(self.machine.usable, self.kv_memory or self.machine.usable))
-            print(f"Nothing fits {tokens_text(choices[-1].context)} tokens into {room}.")
+            print(f"No setting fits {tokens_text(choices[-1].context)} tokens into {room}.")
         fit = [(choice.best, choice.why) for choice in choices if choice.best is not None]
         for best, why in fit[-1:]:
             what = f"{_policy_text(best)}, because {why}.\n  {self._command(best)}"
@@ -166,8 +168,10 @@ class Plans:
     def _table(self, choices: list[Choice]) -> Table:
         found = [plan for choice in choices for plan in choice.found]
         usable, memory = self.machine.usable, format_bytes(self.machine.memory)
-        remark = "The most in use while reading and answering, weights included. "
-        remark += f"{format_bytes(usable)} of {memory} may be used."
+        remark = (
+            "Peak memory during prefill (reading) and decoding (answering), including the weights. "
+        )
+        remark += f"{format_bytes(usable)} of {memory} is available to models."
         weights = f"Weights {format_bytes(found[0].weights)}"
         columns = ["context", "policy", "KV cache", "reading", "answering", "fits"]
         table = Table(weights, remark, columns)

@@ -97,7 +97,9 @@ class StepBars:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress.stop()
         if kind is KeyboardInterrupt and self._answers is not None:
-            said = f"What was answered is in {self._answers}; the same command goes on from there."
+            said = (
+                f"The answers so far are in {self._answers}; the same command continues from there."
+            )
             self._console.print(said, soft_wrap=True)
 
     def start(self, what: str, total: int) -> None:

@@ -22,15 +22,15 @@ PROBES = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 @dataclass(frozen=True)
 class TextOptions:
-    prompt: str | None = option("Text, or - for stdin.", None, "-p")
-    prompt_file: str | None = option("Text file to read; a --prompt is put after it.")
+    prompt: str | None = option("Prompt text, or - for stdin.", None, "-p")
+    prompt_file: str | None = option("Text file to read; --prompt follows its text.")
     system_prompt: SystemPrompt = None
 
     def read(self) -> str:
         """The file's text, then the prompt's; SnapKVError if there is none, or it can't be read."""
         if self.prompt is None and self.prompt_file is None:
             sources = "--prompt TEXT, --prompt - or --prompt-file FILE"
-            raise SnapKVError(f"nothing to read: give {sources}")
+            raise SnapKVError(f"there is no prompt: give {sources}")
         if self.prompt == "-" and self.prompt_file == "-":
             raise SnapKVError("--prompt and --prompt-file can't both read standard input")
         parts = []
@@ -51,7 +51,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TextOptions):
-    prefill_response: str | None = option("What the answer is to begin with.")
+    prefill_response: str | None = option("Text that the answer begins with.")
     ignore_chat_template: IgnoreChatTemplate = False
 
     def load(self, model: TalkingModelOptions, reading: Reading) -> tuple[Any, Any, list[int]]:
@@ -110,7 +110,7 @@ def _decoded(stream: BinaryIO, source: str) -> str:
         pieces.append(piece)
     text = b"".join(pieces).decode("utf-8-sig", errors="surrogateescape")
     if not text.strip():
-        raise SnapKVError(f"{source}: there is no text in it")
+        raise SnapKVError(f"{source}: there is no text")
     return require_text(text, source)
 
 
@@ -146,5 +146,7 @@ def opening_tokens(
     prompts = [encode_question(tokenizer, text, q, system_prompt, today) for q in PROBES]
     shared = prompts[0][: common_prefix(prompts)]
     if not shared:
-        raise SnapKVError("this model's chat template puts nothing before a question to be saved")
+        raise SnapKVError(
+            "this model's chat template puts nothing before a question, so there is nothing to save"
+        )
     return shared

@@ -110,5 +110,5 @@ def _hint_slow_blas(console: Console) -> None:
     places = ("lib*/*/openblas-pthread/libopenblas.so.0", "lib*/libopenblas.so.0")
     installed = [f"LD_PRELOAD={f}" for place in places for f in sorted(Path("/usr").glob(place))]
     missing = f"OpenBLAS: install {OPENBLAS} and set LD_PRELOAD to its libopenblas.so.0"
-    said = f"Long prompts are read several times faster with {[*installed, missing][0]}"
+    said = f"Prefill of long prompts is several times faster with {[*installed, missing][0]}"
     console.print(said, soft_wrap=True, highlight=False, markup=False)

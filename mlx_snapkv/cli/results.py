@@ -45,7 +45,7 @@ class ResultFiles:
 
     def __init__(self, name: str, endings: Sequence[str]):
         if not Path(name).name or name.endswith(os.sep):
-            raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
+            raise SnapKVError(f"--output {name!r} is a folder: add a name for the files")
         self.base = path_of(name, "--output")
         with refusing(f"--output {name}"):
             self.base.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ Policies = Annotated[
     list[str] | None,
     Option(
         "--policy",
-        help="Such as keydiff:budget=12.5%, a share of the prompt; repeat it for several.",
+        help="Policy to measure, such as keydiff:budget=12.5% (a share of the prompt); repeatable.",
     ),
 ]
 
@@ -133,7 +133,8 @@ class ResultOptions:
     """What becomes of a result: it is printed, and written to files."""
 
     output: str | None = option(
-        "Write OUTPUT.jsonl as results come, and go on from it if it is there; at the end OUTPUT.json and OUTPUT.md."
+        "Write results to OUTPUT.jsonl as they come, or continue from it if it exists; at the end write OUTPUT.json "
+        "and OUTPUT.md."
     )
     as_json: AsJson = False
 

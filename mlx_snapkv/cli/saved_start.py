@@ -47,13 +47,13 @@ class SavedStart:
         if self._saved.tokens is None:  # by mlx-lm, which notes a name alone
             theirs, here = str(notes.get("model", name)), MODELS.get(name, Path(name))
             if theirs != name and Path(theirs).resolve() != here.resolve():
-                raise SnapKVError(f"{file} was made with --model {theirs}, not with {name}")
+                raise SnapKVError(f"{file} was made with --model {theirs}, not {name}")
         else:
             own = notes.get("memory", own)
         compressed = is_compressed(caches)
         if quantization and (compressed or any(c.quantization for c in layer_caches(caches))):
             how = "compressed" if compressed else "quantised"
-            raise SnapKVError(f"{file} is {how} already, its entries stay so: drop --kv-bits")
+            raise SnapKVError(f"{file} is already {how}, and its entries stay so: drop --kv-bits")
         given = {"--memory": memory != "drop", "the policy": policy, "--verify": verify}
         self.n_tokens = n_tokens(caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
@@ -63,7 +63,9 @@ class SavedStart:
             policy = resolve_policy(policy=policy_then)
             memory = own if memory == "drop" else memory
         elif compressed and (what := " and ".join(name for name, x in given.items() if x)):
-            raise SnapKVError(f"{file} is compressed already, the rest is gone: drop {what}")
+            raise SnapKVError(
+                f"{file} is already compressed, and the evicted entries are gone: drop {what}"
+            )
         elif memory == "drop":
             if policy is not None:
                 self.report = self._compress(model, policy, quantization)
@@ -82,16 +84,18 @@ class SavedStart:
         if self._saved.tokens is None:
             return mlx_lm_suffix(tokenizer, question, ignore_chat_template)
         if ignore_chat_template:
-            raise SnapKVError("--ignore-chat-template is settled by --prompt-cache-file: drop it")
+            raise SnapKVError(
+                "--ignore-chat-template can't be combined with --prompt-cache-file: drop it"
+            )
         if "text" not in notes:
             raise SnapKVError(
-                f"{file} holds no text to ask about: go on with a chat's file in mlx-snapkv chat, by /load"
+                f"{file} holds no text to ask about: to continue a saved chat, use /load in mlx-snapkv chat"
             )
         today = datetime.fromisoformat(notes["time"])
         whole = encode_question(tokenizer, notes["text"], question, notes["system_prompt"], today)
         if whole[: self.n_tokens] != self._saved.tokens or len(whole) == self.n_tokens:
             raise SnapKVError(
-                f"with this question the prompt does not begin with the tokens of {file}: "
+                f"the prompt with this question does not begin with the tokens of {file}: "
                 "if the tokenizer or its chat template has changed, save the prompt again"
             )
         return whole[self.n_tokens :]
@@ -119,8 +123,8 @@ class SavedStart:
         for stage in policy.stages:
             if stage.observes:
                 raise SnapKVError(
-                    f"a saved full cache holds no queries for {stage.name} to vote with: "
-                    "add --memory recall, and every token of the answer chooses among its entries"
+                    f"{stage.name} needs queries, and a saved full cache holds none: "
+                    "add --memory recall, with which every answer token chooses among the saved entries"
                 )
         if self.n_tokens < policy.min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"

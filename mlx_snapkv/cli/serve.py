@@ -31,17 +31,19 @@ PREFIX_FILES = "20GB"
 
 @dataclass(frozen=True)
 class HTTPOptions:
-    host: str = option("Address to listen at.", "127.0.0.1")
-    port: int = option("Port to listen at; 0 is any free one.", 8080)
+    host: str = option("Address to listen on.", "127.0.0.1")
+    port: int = option("Port to listen on; 0 means any free port.", 8080)
     api_key: str | None = option(
-        "What clients must send, or MLX_SNAPKV_API_KEY. Other addresses than 127.0.0.1 need one."
+        "Key that clients must send (or set MLX_SNAPKV_API_KEY); required unless --host is a loopback address."
     )
-    allow_origin: list[str] | None = option("Page that may ask (CORS); repeat it.")
-    alias: list[str] | None = option("Another name for the model; repeat it.")
-    timeout: float | None = option("Seconds for a request, at most.", min=0.1)
+    allow_origin: list[str] | None = option(
+        "Origin whose pages may send requests (CORS); repeatable."
+    )
+    alias: list[str] | None = option("Another name for the model; repeatable.")
+    timeout: float | None = option("Maximum seconds per request.", min=0.1)
     volatile_header: list[str] = option(
-        "Lines 'NAME: …' at the start of a system prompt to leave out, so that what follows stays known; repeat it, "
-        "or give '' to keep all. By default Claude Code's.",
+        "NAME of header lines 'NAME: …' to drop from the start of a system prompt, so that the prefix cache matches "
+        "the rest; repeatable; '' drops none. Default: Claude Code's.",
         [BILLING],
     )
 
@@ -55,8 +57,10 @@ class HTTPOptions:
 
 @dataclass(frozen=True)
 class LimitOptions(options.TogetherOptions):
-    queue: int = option("Requests that may wait; more get a 429.", 64, min=0)
-    max_context: int | None = option("Longest prompt in tokens; others get a 400.", min=1)
+    queue: int = option("Maximum number of waiting requests; further ones get a 429.", 64, min=0)
+    max_context: int | None = option(
+        "Maximum prompt length in tokens; longer prompts get a 400.", min=1
+    )
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,13 @@ class PrefixOptions:
     """What stays of the prompts that have been read."""
 
     prefix_bytes: int | None = option(
-        f"Room for earlier prompts; by default {PREFIXES} in memory, {PREFIX_FILES} in files.",
+        f"Size of the prefix cache; default: {PREFIXES} in memory, {PREFIX_FILES} in files.",
         parser=n_bytes,
     )
-    prefix_dir: str | None = option("Keep them in this folder, too: it outlives the server.")
-    prefix_dir_bytes: int = option("Room for that; the oldest go.", PREFIX_FILES, parser=n_bytes)
+    prefix_dir: str | None = option("Also keep prefixes in this folder, across restarts.")
+    prefix_dir_bytes: int = option(
+        "Size limit of --prefix-dir; the oldest prefixes are deleted.", PREFIX_FILES, parser=n_bytes
+    )
 
     def files(self, setting: dict[str, str], found: Loaded) -> PrefixFiles | None:
         """The folder of prefixes, if there is one, for this model and what is set about its entries."""
@@ -86,7 +92,7 @@ class AnswerOptions(options.SamplingOptions):
     """Sampling and length where a request does not say."""
 
     max_tokens: int = option(
-        "Tokens of an answer, where a request does not say.", 32768, "-m", min=1
+        "Maximum number of answer tokens, where a request does not set it.", 32768, "-m", min=1
     )
 
 
@@ -100,7 +106,7 @@ def serve(
     cache: cache_options.CacheOptions,
     compression: cache_options.CompressionOptions,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.
+    """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, with compressed KV caches.
 
     \b
       mlx-snapkv serve --model demo --snapkv top_k=1024 --memory recall
@@ -157,5 +163,5 @@ def _run(settings: Settings | None, model: str, *given: Any) -> None:
         host, port, *_ = place.getsockname()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
-        line = f"{model} at {url} (a page to ask at) | {clients} | API: {url}/docs | Ctrl-C stops"
+        line = f"{model} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
         serve(engine, settings, place, partial(print, line, flush=True))

@@ -109,7 +109,7 @@ def chat_tokens(
     """
     tools, messages = _tools(body), body.template_messages() if context is None else context
     if not tokenizer.has_chat_template:
-        raise SnapKVError("this model has no chat template: ask it by /v1/completions")
+        raise SnapKVError("this model has no chat template: use /v1/completions")
     if tools and not tokenizer.has_tool_calling:
         raise SnapKVError("this model's chat template takes no tools: drop them")
     options = dict(body.chat_template_kwargs or {})
@@ -150,7 +150,7 @@ def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Cal
         how["temp"] = body.temperature
     if how["top_k"] >= len(tokenizer):
         raise SnapKVError(
-            f"top_k must be below the vocabulary's {len(tokenizer)}, got {how['top_k']}"
+            f"top_k must be less than the vocabulary's {len(tokenizer)}, got {how['top_k']}"
         )
     if how["temp"] == 0:
         return None

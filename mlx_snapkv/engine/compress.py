@@ -58,14 +58,16 @@ def compress_prompt_cache(
         raise SnapKVError("compress_prompt_cache needs a policy, such as SnapKV(top_k=4096)")
     layers = attention_layers(model, prompt_cache)
     if is_compressed([layer.cache_in(prompt_cache) for layer in layers]):
-        raise SnapKVError("this prompt cache is compressed already: give one with all entries")
+        raise SnapKVError("this prompt cache is already compressed: give one with all entries")
     if queries is not None and len(queries) != len(prompt_cache):
         raise SnapKVError(
-            f"queries must have one entry for each of {len(prompt_cache)} layers, got {len(queries)}"
+            f"queries must have one item for each of {len(prompt_cache)} layers, got {len(queries)}"
         )
     lengths = {layer.entries_in(prompt_cache).offset for layer in layers}
     if len(lengths) != 1:
-        raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} entries")
+        raise SnapKVError(
+            f"all layers must hold equally many tokens, got {sorted(lengths)} entries"
+        )
     n = lengths.pop()
     report = CompressionReport(str(chosen), n)
     _, decode_policy = chosen.stages

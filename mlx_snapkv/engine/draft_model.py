@@ -148,7 +148,7 @@ def require_rewindable(model, prompt_cache: list | None) -> None:
     _refuse("main", model, [c for c, ours in pairs if not (c.is_trimmable() or ours.is_compressed)])
     if evicts(caches):
         raise SnapKVError(
-            "a prompt cache that chooses entries by itself can't go on with a draft model: drop draft_model, or "
+            "a draft model can't continue from a prompt cache that evicts during decoding: drop draft_model, or "
             "compress the prompt with snapkv and on_full=slide"
         )
 
@@ -157,8 +157,8 @@ def _refuse(role: str, model, caches: list) -> None:
     if caches:
         kinds = " and ".join(sorted({type(c).__name__ for c in caches}))
         raise SnapKVError(
-            f"a draft model needs layers that can take rejected tokens back, and the {role} model's ({type_of(model)}) "
-            f"can't where they hold {kinds}: drop draft_model or use another model"
+            f"a draft model needs layers that can roll rejected tokens back, and the {role} model ({type_of(model)}) "
+            f"has layers with {kinds}, which can't: drop draft_model or use another model"
         )
 
 
@@ -169,19 +169,18 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
     if len({quota.entries for quota in quotas}) > 1:
         raise SnapKVError(
             "a draft model needs a policy that keeps equally many entries in every layer: "
-            "give a number or a share, or drop draft_model"
+            "give budget as a number or a share, or drop draft_model"
         )
     if decode_policy.schedule == "once":
         return
     if decode_policy.observes_answer:
         raise SnapKVError(
-            f"{decode_policy.name} with schedule=block lets every answer token vote, which rejected drafts can't take "
-            "back: use schedule=once, or drop draft_model"
+            f"{decode_policy.name} with schedule=block lets every answer token vote, and the votes of "
+            "rejected drafts can't be undone: use schedule=once, or drop draft_model"
         )
     if num_draft >= decode_policy.block:
         raise SnapKVError(
-            f"num_draft_tokens must be below the {decode_policy.block} tokens that the policy takes in "
-            f"between two evictions, got {num_draft}"
+            f"num_draft_tokens must be less than the policy's block of {decode_policy.block} tokens, got {num_draft}"
         )
 
 

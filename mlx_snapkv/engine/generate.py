@@ -95,7 +95,9 @@ def stream_generate(
     config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
     options.pop("draft_model")
     if draft_model is not None and config.retains:
-        raise SnapKVError(f"a draft model can't be combined with memory={config.memory}: drop one")
+        raise SnapKVError(
+            f"draft_model can't be combined with memory={config.memory}: drop one of them"
+        )
     given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:

@@ -136,14 +136,14 @@ def require_book(config: CompressionConfig) -> None:
     if not config.retains:
         return
     if not config.reads_in_blocks:
-        reads = f"{config.policy} reads the text in full"
+        reads = f"{config.policy} reads the whole text first"
         why = "no policy was given" if config.policy is None else reads
         raise SnapKVError(
-            f"memory={config.memory} saves a text that is read in blocks, and {why}: give a policy such as "
+            f"memory={config.memory} needs a policy that reads in blocks, but {why}: give a policy such as "
             "keydiff:budget=4096 then snapkv:top_k=1024, or drop the memory"
         )
     if config.quantization is not None:
         raise SnapKVError(
-            "kv_bits quantises what answers are decoded from: for all entries, give memory=recall:file:8bit or "
-            "recall:file:4bit"
+            "kv_bits quantises only the entries that answers are decoded from: to quantise all entries, give "
+            "memory=recall:file:8bit or recall:file:4bit"
         )

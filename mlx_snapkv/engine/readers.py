@@ -80,8 +80,8 @@ class Request(Compression, ABC):
             require_quantizable(model, layers, how)
         if self.statistics_from is not None and any(layer.cap for layer in layers):
             raise UnsupportedModelError(
-                f"{self.policy} has no closed form where logits are capped, as those of model type "
-                f"{type_of(model)!r} are: give another policy, such as snapkv"
+                f"{self.policy} can't score models that cap their logits, such as model type "
+                f"{type_of(model)!r}: give another policy, such as snapkv"
             )
         config.require_rollback(prompt_cache, len(layers))
         self._prepare(quotas_of(layers, self.policy.prefill_quotas, n_prompt))
@@ -113,7 +113,9 @@ class Request(Compression, ABC):
 
     def _require_unchanged(self) -> None:
         if any(layer.entries_in(self.prompt_cache).offset != self.n_held for layer in self.layers):
-            raise SnapKVError("another request has filled this prompt cache: give each its own")
+            raise SnapKVError(
+                "another request has filled this prompt cache: give each request its own"
+            )
 
     def prompt_is_read(self) -> None:
         """Stop the prefill's clock, if it was started; the first call counts."""

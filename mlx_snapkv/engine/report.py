@@ -7,9 +7,11 @@ from ..planning.units import format_bytes
 
 SLOWER = 0.9  # times as fast as the full cache, from which on nothing is won
 NO_POLICY = "none"
-STAYING = "kv_bytes_staying", "file_bytes"  # of a report, told where they are any
+STAYING = "kv_bytes_staying", "file_bytes"  # of a report, shown where they are not 0
 ENDED_EARLY = "the answer ended before its prompt was compressed"
-ENDED_IN_BLOCKS = "the answer ended before the policy chose from what reading in blocks had left"
+ENDED_IN_BLOCKS = (
+    "the answer ended before the decode policy chose from the entries that prefill had kept"
+)
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Verified:
     plain_seconds: float = 0.0  # what a token takes on the full cache; 0 if that is not known
 
     def __str__(self) -> str:
-        did = f"{self.accepted / max(1, self.tokens):.0%} of the tokens drafted"
+        did = f"{self.accepted / max(1, self.tokens):.0%} of the tokens were drafted"
         if not self.plain_seconds or not self.seconds:
             return did
         gain = self.tokens * self.plain_seconds / self.seconds
@@ -44,10 +46,10 @@ class Book:
 
     def __str__(self) -> str:
         where = "on disk" if self.file_bytes else "in memory"
-        again = ", their index was missing and made again" if self.index_made_again else ""
+        again = ", their index was missing and was rebuilt" if self.index_made_again else ""
         resident = f"{self.resident} resident ({format_bytes(self.resident_bytes)})"
         stored = f"all {self.stored} {where} ({format_bytes(self.file_bytes or self.stored_bytes)})"
-        return f"{resident}, {stored}{again}, {self.read_again} tokens read again"
+        return f"{resident}, {stored}{again}, {self.read_again} tokens read twice"
 
 
 @dataclass
@@ -59,22 +61,23 @@ class CompressionReport:
         prompt_tokens: tokens of the whole prompt.
         reason: why nothing was compressed, with what to change; None when entries were dropped.
         entries_kept: by layer of the model, entries per KV head; None for layers without a KV cache.
-        kv_bytes_before: of all tokens' entries at the compression, those evicted before included.
-        kv_bytes_after: of all keys and values in memory from then on, and of their index: what a token of the answer
-            reads, whose `kv_dtype` is "float16", say, or "8 bits", and with a `memory` what stays beside that.
-        kv_bytes_staying: of those, what stays.
-        file_bytes: of the entries that stay in files.
-        block: the tokens for which those have room beside the entries kept, if the answer evicts in blocks.
-        attention_share: by layer, the part (0 to 1) of the voters' attention that went to the entries kept, if the
+        kv_bytes_before: bytes of all tokens' entries at the compression, including those evicted earlier.
+        kv_bytes_after: bytes of all keys and values in memory after it, and of their index. This is what an answer
+            token reads (its `kv_dtype` is "float16", for example, or "8 bits") and, with a `memory`, the entries that
+            stay beside that.
+        kv_bytes_staying: the part of `kv_bytes_after` that stays unread.
+        file_bytes: bytes of the entries that stay in files.
+        block: tokens for which the cache has room beside the entries kept, if the answer evicts in blocks.
+        attention_share: by layer, the share (0 to 1) of the voters' attention that the entries kept received, if the
             prompt votes.
-        prefill_seconds: from the first chunk to the compression, selection excluded.
-        selection_seconds: scoring, ranking and gathering, all evictions while reading included.
+        prefill_seconds: from the first chunk to the compression, without the selection.
+        selection_seconds: scoring, ranking and gathering, including all evictions during prefill.
         verified: the answer's drafts and their checks, with `verify`.
-        refreshed: entries per KV head, the most of any layer, that every token of the answer chooses anew, if it does.
+        refreshed: entries per KV head, the most of any layer, that every answer token chooses again, if it does.
         book: where the other entries are, if the prompt was read out of core.
         pulled_to: the trained length, if the prompt is longer and its positions were compacted.
-        auto: what `policy="auto"` took, and why.
-        full_token_seconds, token_seconds: what a token took on the full cache, before the compression, and takes since.
+        auto: the setting that `policy="auto"` chose, and why.
+        full_token_seconds, token_seconds: time of a token on the full cache, before the compression, and after it.
     """
 
     policy: str
@@ -155,8 +158,8 @@ class CompressionReport:
 
     @property
     def recall_text(self) -> str:
-        """After a comma, what became of the entries that the answer is not decoded from."""
-        pulled = f"pulled together beyond the {self.pulled_to} tokens that the model was trained to"
+        """After a comma, what happened to the entries that the answer is not decoded from."""
+        pulled = f"positions compacted to the trained length of {self.pulled_to} tokens"
         parts = (self.book, self.verified, None if self.pulled_to is None else pulled)
         return "".join(f", {part}" for part in parts if part is not None)
 
@@ -167,7 +170,9 @@ class CompressionReport:
         if not self.compressed:
             return f"not compressed: {self.reason}"
         shares = [s for s in self.attention_share if s is not None]
-        share = f", {min(shares):.0%} to {max(shares):.0%} of the votes" if shares else ""
+        share = ""
+        if shares:
+            share = f" ({100 * min(shares):.0f} to {max(shares):.0%} of the attention, by layer)"
         took = f", selection {self.selection_seconds:.2f} s" if self.book is None else ""
         kept = f"{self.entries_text}{share}, {self.memory_text}"
         return f"{self.prompt_tokens} prompt tokens, {kept}{took}{self.recall_text}"

@@ -101,7 +101,9 @@ def require_servable(
 
 def _require_no_conflict(options: dict[str, Any]) -> None:
     if options.get("max_kv_size") is not None:
-        raise SnapKVError("max_kv_size also limits the entries: drop it or the policy")
+        raise SnapKVError(
+            "max_kv_size can't be combined with a policy, since both limit the entries: drop one of them"
+        )
 
 
 def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterator[Any]:
@@ -109,7 +111,7 @@ def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterato
     cache = request.caches
     if options.get("input_embeddings") is not None and evicts(cache):
         raise SnapKVError(
-            "input_embeddings can't go on from a prompt cache that evicts entries: give token ids, or compress "
+            "input_embeddings can't continue from a prompt cache that evicts entries: give token ids, or compress "
             "the prompt with snapkv and on_full=slide"
         )
     model: contextlib.AbstractContextManager = contextlib.nullcontext(request.model)

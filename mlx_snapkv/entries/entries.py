@@ -18,7 +18,7 @@ from .queries import Queries
 ByBlock = Callable[[int, int, list[mx.array]], mx.array]
 
 _NO_LAYER: Any = Missing(
-    "what is known of a layer besides its entries is missing: prefill with mlx_snapkv.prefill",
+    "the policy needs the layer as well as its entries: prefill with mlx_snapkv.prefill",
     latent=False,
     heads=ALONE,
 )
@@ -168,7 +168,7 @@ class Entries:
         """`(B, n_kv_heads, T)` float32: `most_attention` of the queries of the prompt read again."""
         if self.given_repeated is None:
             raise SnapKVError(
-                "the prompt has not been read again, so nobody votes: give the policy to mlx_snapkv.prefill"
+                "the policy needs the prompt to be read twice: give the policy to mlx_snapkv.prefill"
             )
         return self.given_repeated
 
@@ -177,7 +177,7 @@ class Entries:
         """`(B, n_heads, n, head_dim)` float32: the observed queries as they were before the layer's RoPE."""
         start = self.voters.start
         if start is None and self.given_positions is not None:
-            raise SnapKVError("a layer's queries have no positions: give Queries their start")
+            raise SnapKVError("a layer's queries have no positions: give Queries a start")
         start = self.voters.places.start if start is None else start
         return self.layer.undo_rope(self.queries, start)
 

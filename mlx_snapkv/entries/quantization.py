@@ -121,6 +121,6 @@ def fitting_groups(head_sizes: Iterable[int], option: str) -> list[int]:
     fitting = [g for g in GROUP_SIZES if all(size % g == 0 for size in sizes)]
     if not fitting:
         raise SnapKVError(
-            f"{option} needs heads of a size that 32 divides, and this model's are {sizes}: do without it"
+            f"{option} needs head sizes that are multiples of 32, but this model's are {sizes}: drop it"
         )
     return fitting

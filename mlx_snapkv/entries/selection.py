@@ -83,4 +83,4 @@ def take_entries(buffer: mx.array, positions: mx.array) -> mx.array:
 
 
 def nan_scores() -> SnapKVError:
-    return SnapKVError("the scores of the entries contain NaN: the model gave NaN attention")
+    return SnapKVError("the entries' scores contain NaN, so the model's attention produced NaN")

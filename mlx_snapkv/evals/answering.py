@@ -163,7 +163,7 @@ class Answers:
         prompt: Reading | None = None
         for method in methods:
             if not method.shares_reading:
-                yield self._answer(method, i, (make_prompt_cache(self._model), None), ahead=True)
+                yield self._answer(method, i, (make_prompt_cache(self._model), None))
                 continue
             prompt = prompt or self._reading.followed_by(self._suffixes[i])
             full = prompt.answer(self._questions[i].max_tokens, self._tokenizer.eos_token_ids)
@@ -182,7 +182,7 @@ class Answers:
             return
         cache, report = self._document_kept(method)
         for i in numbers:
-            yield self._answer(method, i, (copy.deepcopy(cache), report), ahead=report is None)
+            yield self._answer(method, i, (copy.deepcopy(cache), report))
 
     def _of_full_cache(self, i: int) -> Record:
         if i not in self._full:
@@ -212,22 +212,24 @@ class Answers:
         begun: Sequence[int] = (),
         ahead: bool = False,
     ) -> Record:
-        """What is recorded of an answer; `ahead`: some of its tokens are decoded before the compression."""
+        """What is recorded of an answer; `ahead`: its first tokens were fed before what is kept was compressed."""
         question = self._questions[i]
         asked = self._model, self._tokenizer, question.prompt, begun, kept, question.max_tokens
         answer = decode(*asked, policy=method.policy, **method.options)
         report = answer.report
         n_bytes = report.kv_bytes_after if report.compressed else kv_bytes(answer.cache)
-        n_tokens, before = len(answer.tokens), 0
-        if ahead and (policy := method.scores) is not None:
-            before = min(n_tokens, n_before(policy, len(question.prompt), bool(method.options)))
+        n_tokens, before, policy = len(answer.tokens), 0, method.scores
+        if kept[1] is None:
+            before = answer.n_before + 1
+        elif ahead and policy is not None:
+            before = n_before(policy, len(question.prompt))
         return {
             "score": float(question.score(answer.text)),
             "answer": answer.text,
             "expected": question.expected,
             "tokens": len(question.prompt),
             "answer_tokens": n_tokens,
-            "before": before,
+            "before": min(n_tokens, before),
             "entries": report.entries if report.compressed else None,
             "kv_bytes": n_bytes,
             "file_bytes": file_bytes(answer.cache),

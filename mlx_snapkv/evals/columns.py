@@ -29,10 +29,10 @@ MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't separate
 SPLIT = re.compile(r"(train|test|validation|data)\b")
 PAGE = Page(
     "Questions of a data set",
-    "Scores are those of the tasks: for RULER's the share of the references that stand in the output, for qa whether "
-    "one does; LongBench's own, by lm-evaluation-harness; F1 of words for InfiniteBench's and LooGLE's English "
-    "questions, the letter chosen where there are choices. All other tasks are scored as RULER's, which is not their "
-    f"own score. {SCORES}",
+    "Each task has its own score. RULER: the share of the references that the output contains; for qa, whether it "
+    "contains one. LongBench: its own scores, computed by lm-evaluation-harness. InfiniteBench and LooGLE: F1 of words "
+    "for English questions, the chosen letter for multiple choice. All other tasks get RULER's score, which is not "
+    f"their own. {SCORES}",
 )
 
 Text = Annotated[str, Field(min_length=1)]
@@ -77,7 +77,7 @@ def read_columns(
     found = list(dict.fromkeys(row.task for row in rows))
     for task in tasks or []:
         if task not in found:
-            raise SnapKVError(f"--task must be of {', '.join(found)}, got {task!r}")
+            raise SnapKVError(f"--task must be one of {', '.join(found)}, got {task!r}")
     separate = len({row.length for row in rows}) <= MOST_LENGTHS
     groups: dict[tuple, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -110,7 +110,7 @@ def _rows(path: Path) -> Iterator[Row]:
     except OSError as error:
         raise SnapKVError(f"{path}: {reason(error)}") from error
     if not number:
-        raise SnapKVError(f"{path} has no rows: get the file again, or take it out of the folder")
+        raise SnapKVError(f"{path} has no rows: get the file again, or remove it from the folder")
 
 
 def _lines(path: Path) -> Iterator[dict]:
@@ -121,7 +121,7 @@ def _lines(path: Path) -> Iterator[dict]:
                 json.dumps(row, ensure_ascii=False).encode()  # no halves of characters
             except (ValueError, TypeError, RecursionError):
                 raise SnapKVError(
-                    f"{path}: line {number} is no JSON object in UTF-8: mend or delete it"
+                    f"{path}: line {number} is not a JSON object in UTF-8: fix or delete it"
                 ) from None
             yield row
 
@@ -131,12 +131,12 @@ def _parquet(path: Path) -> Iterator[dict]:
         arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         raise SnapKVError(
-            f"{path}: parquet needs pyarrow, which is not installed: pip install 'mlx-snapkv[data]'"
+            f"{path}: parquet needs pyarrow: run pip install 'mlx-snapkv[data]'"
         ) from None
     try:
         yield from parquet.ParquetFile(path).read().to_pylist()
     except arrow.ArrowException as error:
-        raise SnapKVError(f"{path} is damaged: it is no parquet file, so get it again") from error
+        raise SnapKVError(f"{path} is damaged or not a parquet file: get it again") from error
 
 
 def columns(
@@ -178,7 +178,7 @@ def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -
     taken = max(len(q.prompt) + q.max_tokens for q in dataset.make(place).questions)
     if most is not None and taken > most:
         raise SnapKVError(
-            f"--data has a prompt of {taken} tokens with its answer, and the model was trained to {most}: give "
+            f"--data has a prompt of {taken} tokens with its answer, but the model's trained length is {most}: give "
             "shorter documents, or another model"
         )
 
@@ -237,7 +237,7 @@ def longbench(task: str) -> Callable[[dict[str, Any], str], float]:
             found = load_yaml(Path(tasks.__file__).with_name("longbench") / f"{task}.yaml")
     except ImportError as error:
         raise SnapKVError(
-            f"the score of {task} is lm-evaluation-harness': pip install 'mlx-snapkv[lm]' ({error})"
+            f"the score of {task} needs lm-evaluation-harness: run pip install 'mlx-snapkv[lm]' ({error})"
         ) from error
     of_first_line = "\n" in found["generation_kwargs"]["until"]
 

@@ -108,12 +108,14 @@ def compare(
             if not method.options:
                 more["on_report"] = lambda report: held.append(copy.deepcopy(cache))  # noqa: B023
             found = answered(method.name, [], (cache, None), **more)
-        begins = n_before(policy, n, bool(method.options))
         if held and (method.shares_reading or not policy.stages[1].lookahead):
             logprobs = reference.predictions(held[0])
         else:  # what all of the answer's tokens are decoded from, whether or not they are verified
-            more |= {"verify": None, "prompt_progress_callback": None, "on_report": None}
-            logprobs = reference.generated(**more)[begins:]
+            without = ("on_report", "verify", "prompt_progress_callback")
+            logprobs = reference.generated(**{k: x for k, x in more.items() if k not in without})
+        begins = len(full.tokens) - len(logprobs)
+        if not len(logprobs) and not method.options:
+            begins = n_before(policy, n)
         kl = reference.figures(logprobs)["kl"]
         yield replace(
             found,
@@ -126,7 +128,7 @@ def compare(
 
 
 def _not_yet(policy: AnyPolicy, n: int, n_before: int) -> str:
-    where = "what reading in blocks left" if policy.reads_in_blocks else "all entries"
+    where = "the entries that block prefill kept" if policy.reads_in_blocks else "all entries"
     looks = policy.stages[1].lookahead
     who = (
         f"lookahead decodes the first {n_before}" if looks else f"the first {n_before} are decoded"
@@ -219,4 +221,4 @@ def _tinted(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None
     for level, run in itertools.groupby(range(len(spans)), key=lambda i: levels[i]):
         start, end = end, max(end, spans[list(run)[-1]][1])
         pieces.append(f'<span class="t{level}">{escape(text[start:end])}</span>')
-    return f"<details><summary>What was kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"
+    return f"<details><summary>Entries kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"

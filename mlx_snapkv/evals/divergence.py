@@ -1,6 +1,6 @@
 """How far predictions of known tokens are from the full cache's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..engine.generate import generate_step
+from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from .reading import Reading, judged
 
@@ -48,18 +49,37 @@ class Reference:
         known = [*self._prompt, *self._tokens][held_tokens(model, cache) : -1]
         return log_softmax(judged(model, cache, known)[-len(self) :]) if known else self._first[:0]
 
-    def generated(self, policy: Any, **options: Any) -> mx.array:
-        """Log-probabilities for all tokens by a policy that reads the prompt itself; `options` of `generate_step`."""
-        tokens = iter(self._tokens)
+    def generated(
+        self,
+        policy: Any,
+        on_report: Callable[[CompressionReport], None] = lambda report: None,
+        **options: Any,
+    ) -> mx.array:
+        """Log-probabilities `(m, vocab_size)` for the last `m` tokens by a policy that reads the prompt itself: all but
+        those decoded before the compression; `options` of `generate_step`."""
+        tokens, before = iter(self._tokens), len(self)
+        found: list[mx.array] = []
+
+        def compressed(report: CompressionReport) -> None:
+            nonlocal before
+            before = (
+                len(found) + 2
+            )  # the token that is about to come is fed: the next one is decoded, too
+            on_report(report)
+
         steps = generate_step(
             mx.array(self._prompt),
             self._reading.model,
             policy=policy,
             max_tokens=len(self),
             sampler=lambda logprobs: mx.array([next(tokens, 0)]),
+            on_report=compressed,
             **options,
         )
-        return log_softmax(mx.stack([logprobs for _, logprobs in steps]))
+        for _, logprobs in steps:
+            found.append(logprobs)
+        after = found[before:]
+        return log_softmax(mx.stack(after)) if after else self._first[:0]
 
     def n_agreed(self, cache: list) -> int:
         """The first so many tokens are what a cache predicts, or was fed; one pass feeds it all of them."""

@@ -25,7 +25,7 @@ from . import loop
 from .divergence import Reference
 from .loop import Record, Results
 from .methods import FULL, KNOWN, LATER, Method
-from .reading import AnyPolicy, Reading, n_before, read_once, shares_reading
+from .reading import AnyPolicy, Reading, read_once, shares_reading
 from .tables import Page, Summary, difference, grouped, interval, table_of
 from .texts import Frame, Piece, frame_of
 
@@ -33,29 +33,29 @@ TEXT = "text"
 SETTINGS = (TEXT, KNOWN, LATER)
 AFTER = "after the compression"  # which tokens are judged
 REMARK = (
-    "The same texts and answers for all. KL: how far the model's predictions with the compressed cache are from "
-    "those with the full cache, in nats a token; 0 is not at all. Against the first: how much more that is than the "
-    "first policy's. Same token: share of the tokens where the likeliest one is the same. Loss: the full cache's "
-    "mean negative log-probability of the text's own tokens, in nats, and how much a policy's is higher. All are "
-    "means over a piece's judged tokens, and then over the pieces; 95% intervals are paired, and bootstrapped over "
-    "texts. Entries: kept per KV head, the mean over layers. KV memory: that of the entries held when the prompt is "
-    "compressed, without room for more."
+    "All methods get the same texts and answers. KL: the divergence of the predictions with the compressed cache from "
+    "those with the full cache, in nats per token; 0 means no difference. Against the first: how much higher the KL is "
+    "than the first policy's. Same token: the share of tokens for which both predict the same token. Loss: the full "
+    "cache's mean negative log-probability of the text's own tokens, in nats, and how much higher a policy's is. All "
+    "figures are means over a piece's scored tokens, then over the pieces; 95% intervals are paired and bootstrapped "
+    "over texts. Entries: kept per KV head, the mean over layers. KV memory: the entries held at the compression, "
+    "without spare room."
 )
 # By setting: what the heading says, and what is judged.
 JUDGED = {
     TEXT: (
-        "The text goes on",
-        "The prompt is a piece of a text, and the tokens after it are judged; no policy looks ahead.",
+        "Text after the piece",
+        "The prompt is a piece of a text, and the tokens after it are scored; no policy has a lookahead.",
     ),
     KNOWN: (
         "The full cache's answer, question known",
-        "A question comes after the piece, in the prompt that is compressed. Judged: the answer's tokens from the "
-        "first that is decoded after the compression; those before it don't count. Another lookahead has other "
-        "tokens judged, and then no difference to the first policy is given.",
+        "The prompt that is compressed is the piece and a question. The answer's tokens are scored from the first that "
+        "is decoded after the compression; those before it don't count. A policy with another lookahead has other "
+        "tokens scored, so it has no difference to the first policy.",
     ),
     LATER: (
         "The full cache's answer, question later",
-        "The piece is compressed first, and then question and answer come.",
+        "The piece is compressed before the question and the answer are read.",
     ),
 }
 
@@ -148,8 +148,7 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolic
     if known and policy is not None and not shares_reading(policy):
         cache = make_prompt_cache(reading.model)
         on_report = lambda report: held.append(_held(reading, cache, report))  # noqa: E731
-        predictions = reference.generated(policy, prompt_cache=cache, on_report=on_report)
-        predictions = predictions[n_before(policy, len(reading.tokens)) :]
+        predictions = reference.generated(policy, on_report, prompt_cache=cache)
     else:
         chosen = policy if known else without_lookahead(policy)
         cache, report = reading.compressed(chosen, answering=known)
@@ -223,9 +222,9 @@ def tables(summary: Summary) -> list[Table]:
 def _table(summary: Summary, setting: str) -> Table:
     heading, about = JUDGED[setting]
     one = summary[0]
-    what = "tokens of the answers" if setting == KNOWN else "tokens judged"
+    what = "tokens of the answers" if setting == KNOWN else "tokens scored"
     counts = f"Pieces: {one['pieces']}; texts: {one['texts']}; {what}: {one['tokens']:,}."
-    ended = "{unjudged} of {pieces} answers ended before {method} had compressed their prompt: not judged."
+    ended = "{unjudged} of {pieces} answers are not scored: they ended before {method} had compressed their prompt."
     remarks = [counts, about, *(ended.format_map(s) for s in summary if s["unjudged"])]
     first = next((s for s in summary if s["method"] != FULL), None)
 
@@ -240,7 +239,7 @@ def _table(summary: Summary, setting: str) -> Table:
 
     columns: dict[str, Callable[[Record], str]] = {
         "method": itemgetter("method"),
-        "KL": lambda s: "0" if s["method"] == FULL else "not judged" if s["kl"] is None else kl(s),
+        "KL": lambda s: "0" if s["method"] == FULL else "not scored" if s["kl"] is None else kl(s),
         "against the first": against_first,
         "same token": lambda s: "" if s["same"] is None else f"{s['same']:.1%}",
     }
@@ -248,7 +247,7 @@ def _table(summary: Summary, setting: str) -> Table:
         full, other = "{loss:.3f}".format_map, "{loss_against_full[mean]:+.3f}".format_map
         columns["loss"] = lambda s: (full if s["method"] == FULL else other)(s)
     if setting == KNOWN:
-        columns["tokens judged"] = lambda s: "" if s["method"] == FULL else f"{s['judged']:,}"
+        columns["tokens scored"] = lambda s: "" if s["method"] == FULL else f"{s['judged']:,}"
     columns["entries"] = "{entries:,}".format_map
     columns["KV memory"] = lambda s: format_bytes(s["kv_bytes"])
     return table_of(heading, " ".join(remarks), columns, summary)

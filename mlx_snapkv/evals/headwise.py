@@ -191,7 +191,7 @@ def headwise(text: str) -> HeadWise:
         method: Any = AdaKV.from_string(options)
         return replace(method, policy=resolve_policy(policy=policy.strip()))
     raise UnknownOptionError(
-        f'by mask are measured "adakv of POLICY" and "fastgen", got {text!r}: other policies are given with --policy'
+        f'--by-mask must be "adakv of POLICY" or "fastgen", got {text!r}: give other policies with --policy'
     )
 
 
@@ -221,7 +221,7 @@ def masked(
     """As `Reading.compressed`: a cache of all entries that shows what `heads` keeps, and its report."""
     policy, n_prompt = heads.scores, len(reading.tokens)
     if (reason := gate(policy, n_prompt, None)) is not None:
-        raise SnapKVError(f"{heads} would hide nothing of {n_prompt} tokens: {reason}")
+        raise SnapKVError(f"{heads} would hide none of {n_prompt} tokens: {reason}")
     caches, kinds = reading.request(policy, answering).caches, kinds_of(tokenizer, reading.tokens)
     layers = attention_layers(reading.model, caches)
     shares = []
@@ -229,7 +229,7 @@ def masked(
         family, held = layer.family, layer.cache_in(caches)
         if family.tiled or not family.asks_to_hide:
             raise UnsupportedModelError(
-                f"the heads of {family.module!r} models can't be masked one by one: leave --by-mask out"
+                f"the heads of {family.module!r} models can't be masked one by one: drop --by-mask"
             )
         cache = MaskedKVCache(0, 0, KVCache.step, layer)
         cache.share(held.growing, held.offset)

@@ -139,8 +139,8 @@ def load_tasks(
         whole = task.get_config("output_type") == "loglikelihood_rolling"
         if whole or getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise SnapKVError(
-                f"--tasks {name} judges whole texts (as eval fidelity does for yours), runs code that the model "
-                "writes, or has more than text"
+                f"--tasks {name} is not supported: it scores whole texts (use eval fidelity), runs code that the model "
+                "writes, or needs more than text"
             )
     return tasks
 
@@ -255,7 +255,7 @@ def _by_document(record: Record, metric: str) -> dict[int, float]:
 
 PAGE = tables.Page(
     "lm-evaluation-harness",
-    "Scores are lm-evaluation-harness' metrics, of those that are means over documents; n counts a document for each. "
+    "Scores are those metrics of lm-evaluation-harness that are means over documents; n counts a document per metric. "
     + tables.SCORES,
     summarise,
 )

@@ -61,8 +61,8 @@ class Results:
         for name in [*setting, *found]:
             if found.get(name) != setting.get(name):
                 raise SnapKVError(
-                    f"{path} is of another run, with {name} {found.get(name)!r} and not {setting.get(name)!r}: "
-                    "choose another --output, or delete it"
+                    f"{path} belongs to another run, with {name} {found.get(name)!r} instead of {setting.get(name)!r}: "
+                    "give another --output, or delete the file"
                 )
         for number, line in enumerate(lines, start=2):
             try:

@@ -84,4 +84,6 @@ def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> No
         if (policy := method.scores) is not None:
             reasons = [gate(policy, length, None) for length in lengths]
             if lengths and all(reasons):
-                raise SnapKVError(f"{method.name} would compress nothing here: {reasons[-1]}")
+                raise SnapKVError(
+                    f"{method.name} would compress none of the prompts: {reasons[-1]}"
+                )

@@ -43,10 +43,10 @@ def shares_reading(policy: AnyPolicy | None) -> bool:
     return not chooses.accumulates_attention and chooses.repeats is None
 
 
-def n_before(policy: AnyPolicy, n_prompt: int, retains: bool = False) -> int:
+def n_before(policy: AnyPolicy, n_prompt: int) -> int:
     """Tokens of an answer that are decoded before its prompt is compressed: one from the prompt, and one from each that
-    is fed until then. Where a memory `retains` all entries, its tokens choose by themselves, with no lookahead."""
-    return plan_prompt(policy, n_prompt, refreshes=retains).n_ahead + 1
+    is fed until then."""
+    return plan_prompt(policy, n_prompt).n_ahead + 1
 
 
 class Reading:

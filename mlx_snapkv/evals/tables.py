@@ -17,19 +17,19 @@ Record = dict[str, Any]
 Summary = list[Record]
 
 SCORES = (
-    "The same questions for all; the score, 0 to 100, is the mean over the tasks asked, each weighing the same. The "
-    "difference to the full cache is paired, with a 95% interval bootstrapped over documents. Question known: it "
-    "stands in the prompt that is compressed. Question later: the document is compressed first. Entries: kept per KV "
-    "head, the most of any layer; a block policy holds up to a block more. KV memory: all that is held in memory once "
-    "the prompt is compressed, read from the arrays; a full cache's may have the answer's, too."
+    "All methods answer the same questions. The score, 0 to 100, is the mean over tasks of equal weight. The "
+    "difference to the full cache is paired, with a 95% interval bootstrapped over documents. Question known: the "
+    "compressed prompt contains the question. Question later: the document is compressed before the question is read. "
+    "Entries: kept per KV head, the maximum over layers; a block policy holds up to one block more. KV memory: all "
+    "entries held in memory after the compression, read from the arrays; a full cache's figure may include the answer."
 )
 BEFORE = (
     "Before compression: the share of the answers' tokens that were decoded before the prompt was compressed, on all "
-    "entries or on what reading in blocks had left. They say nothing of the entries kept."
+    "entries or on those that block prefill had kept. These tokens say nothing about the entries kept."
 )
 MASKED = (
-    "By mask: all entries are held, and every head sees what it would keep, entries in the mean; what the answer adds "
-    "stays. Its right answers are measured so, not its memory or speed."
+    'By mask: all entries are held, and every head sees only those that it would keep; "entries" is the mean. The '
+    "answer's own entries stay. This measures accuracy, not memory or speed."
 )
 
 

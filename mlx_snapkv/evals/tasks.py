@@ -30,7 +30,7 @@ from .tables import SCORES, Page
 from .texts import digest_of
 
 RETRIEVAL = Page("Retrieval", f"An answer is right if it contains the exact value. {SCORES}")
-ALONE = "An answer is right if it is the value and nothing else."
+ALONE = "An answer is right if it consists of the value and nothing else."
 SUITE = Page("Tasks that tell policies apart", f"{ALONE} {SCORES}")
 HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # of an answer
 QUESTION_TOKENS = 60  # of the suite's prompts, template included

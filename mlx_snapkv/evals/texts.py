@@ -60,8 +60,8 @@ class Texts:
         found = list(itertools.islice(filter(None, rounds), most))
         if not found:
             raise SnapKVError(
-                f"{self._where}: no text has the {size:,} tokens of a piece and what is judged after it: give longer "
-                "texts, or a lower --length"
+                f"{self._where}: no text has the {size:,} tokens of a piece and the tokens scored after it: give "
+                "longer texts, or a lower --length"
             )
         return found
 

@@ -29,7 +29,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
         special: ids of tokens that are no text.
     """
     if len({found.tokens for found in inspections}) != 1:
-        raise SnapKVError("one page shows one prompt: inspect the same with every policy")
+        raise SnapKVError("a page shows one prompt: inspect the same prompt with every policy")
     one = inspections[0]
     # Tokens that share a span are a group; one without a text is a group of its own.
     keys = [(*span, i if span[0] == span[1] else None) for i, span in enumerate(one.spans)]

@@ -44,7 +44,9 @@ def attentions(model) -> list[Found]:
     if not found:
         # A wrapper around a type that is refused.
         inner = {type_of(m) for m in model.layers[0].modules()}
-        reason = next((REFUSED[n] for n in inner if n in REFUSED), "its layers are not known")
+        reason = next(
+            (REFUSED[n] for n in inner if n in REFUSED), "its layers are unknown to this version"
+        )
         raise _refused(name, reason)
     by_family: dict[AttentionFamily, list[Any]] = {}
     for each in found:

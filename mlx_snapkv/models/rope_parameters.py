@@ -152,6 +152,6 @@ def _by_layer_type(name: str, values: Any, fields: Mapping[str, Any]) -> dict[st
 
 def _refused(name: str, what: str) -> SnapKVError:
     return SnapKVError(
-        f"its config.json has {KEY}, as transformers 5 writes it, and mlx-lm's {name!r} does not read that and has "
+        f"its config.json has {KEY}, as transformers 5 writes it, but mlx-lm's {name!r} does not read that and has "
         f"{what}: its answers would be wrong"
     )

@@ -1,4 +1,4 @@
-"""What to take where nobody says: one answer for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
+"""Which setting to use by default: one answer for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
 
 import dataclasses
 import shlex
@@ -52,24 +52,24 @@ SETTINGS = {
 }
 SETTINGS[BATCH] = SETTINGS[QUESTION]
 WHY = {
-    QUESTION: "the question chooses what the answer needs of so long a prompt",
-    CONVERSATION: "every token then chooses anew among all entries, and reads few",
+    QUESTION: "the question chooses the entries that the answer needs from a long prompt",
+    CONVERSATION: "every token chooses again from all entries, and reads few",
     BATCH: "small caches are decoded together",
 }
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a setting is taken for.
+class AutoRequest:
+    """What `policy="auto"` chooses a setting for.
 
     Attributes:
-        n_prompt: tokens; None for prompts to come.
+        n_prompt: tokens of the prompt; None if the prompts are not known yet.
         task: one of `SETTINGS`.
-        retention: `memory`, `verify`, `refresh` and `far` as of `generate_step`, where they were given; "drop" leaves
-            the memory open.
-        may_retain: the answer can be decoded from what a memory recalls, if none was given.
+        retention: `memory`, `verify`, `refresh` and `far` as of `generate_step`, where the caller set them; with "drop"
+            any memory may be chosen.
+        may_retain: whether a memory that recalls may be chosen if the caller set none.
         kv_bits: of the entries, as of `generate_step`.
-        kv_memory: bytes that entries are to keep to.
+        kv_memory: limit of the entries in bytes.
     """
 
     n_prompt: int | None
@@ -80,7 +80,7 @@ class Asked:
     kv_memory: int | None = None
 
     def settings(self, is_far: bool) -> tuple[Setting, ...]:
-        """Those to choose among, the best first: verified answers, and a memory that was given, need all entries."""
+        """The candidates, best first. Verified answers and a memory that the caller set need all entries."""
         memory, verify = self.retention.get("memory", "drop"), self.retention.get("verify")
         if memory == "drop" and verify is None:
             found = SETTINGS[self.task]
@@ -101,10 +101,10 @@ class Asked:
         return CompressionConfig(found, **self.retention | {"memory": setting.memory})
 
 
-class Taken(NamedTuple):
-    """A setting, how a request is compressed by it, what a prompt then takes, and why it was taken.
+class Recommendation(NamedTuple):
+    """A setting, the config it gives a request, the prompt's memory plan, and why the setting is recommended.
 
-    `fits` is false if none does, and this is the smallest.
+    `fits` is false if no setting fits; the setting is then the one that takes the least memory.
     """
 
     setting: Setting
@@ -117,53 +117,54 @@ class Taken(NamedTuple):
         return f"{AUTO}: {self.setting}, because {self.why}"
 
 
-def recommended(planner: Planner, asked: Asked, usable: int) -> Taken:
-    """The best setting that fits in `usable` bytes: the full cache for few tokens, else what suits the task.
+def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
+    """The best setting that fits in `usable` bytes: the full cache for few tokens, else the best for the task.
 
-    Raises: SnapKVError: what was asked for can't be done by any.
+    Raises: SnapKVError: no setting can be combined with the request's options.
     """
-    n = asked.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
+    n = request.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
     is_far = n > (planner.trained_length or n)
     few = n < FEW or not planner.can_compress
-    settings = asked.settings(is_far) if planner.can_compress else ()
-    possible = _possible(planner, asked, (FULL, *settings) if few else settings, is_far)
+    settings = request.settings(is_far) if planner.can_compress else ()
+    possible = _possible(planner, request, (FULL, *settings) if few else settings, is_far)
     found = {
-        setting: planner.planned(n, config, asked.kv_bits) for setting, config in possible.items()
+        setting: planner.planned(n, config, request.kv_bits) for setting, config in possible.items()
     }
-    kv_most = usable if asked.kv_memory is None else asked.kv_memory
+    kv_most = usable if request.kv_memory is None else request.kv_memory
     fit = [s for s, (plan, kv) in found.items() if plan.peak <= usable and kv <= kv_most]
 
-    def taken(setting: Setting, why: str, fits: bool = True) -> Taken:
-        return Taken(setting, possible[setting], found[setting][0], why, fits)
+    def recommend(setting: Setting, why: str, fits: bool = True) -> Recommendation:
+        return Recommendation(setting, possible[setting], found[setting][0], why, fits)
 
     if not planner.can_compress:
-        return taken(FULL, "this model's entries can't be compressed")
-    first, *_, last = [*found, *found]
+        return recommend(FULL, "this model's entries can't be compressed")
+    ordered = list(found)
+    first, last = ordered[0], ordered[-1]
     if not fit:
         room = format_bytes(min(usable, kv_most))
-        return taken(last, f"nothing fits {room}, and it takes the least", False)
+        return recommend(last, f"no setting fits {room}, and it takes the least memory", False)
     best = next((s for s in fit if found[s][0].beyond is None), fit[0])
     if best is not first and first in fit:
-        return taken(best, _nearer(best))
+        return recommend(best, _nearer(best))
     if best is not first:
         plan, kv = found[first]
         need, limit = (kv, kv_most) if kv > kv_most else (plan.peak, usable)
-        why = f"{first} would take {format_bytes(need)}, and {format_bytes(limit)} may be used"
+        why = f"{first} would take {format_bytes(need)}, and {format_bytes(limit)} is available"
     elif first is FULL:
         why = f"fewer than half of {n:,} entries would be evicted"
     else:
-        why = WHY[CONVERSATION if first.memory != "drop" else asked.task]
-    return taken(best, why)
+        why = WHY[CONVERSATION if first.memory != "drop" else request.task]
+    return recommend(best, why)
 
 
 def _possible(
-    planner: Planner, asked: Asked, settings: tuple[Setting, ...], is_far: bool
+    planner: Planner, request: AutoRequest, settings: tuple[Setting, ...], is_far: bool
 ) -> dict[Setting, CompressionConfig]:
-    """The settings that can be combined with what was asked for, and how. SnapKVError, the last one's, if none can."""
+    """The settings that the request can be combined with, and their configs. SnapKVError, the last one's, if none."""
     found, refusal = {}, None
     for setting in settings:
         try:
-            config = asked.config(setting, is_far)
+            config = request.config(setting, is_far)
             config.require(planner.model)
             found[setting] = config
         except SnapKVError as error:
@@ -174,11 +175,11 @@ def _possible(
 
 
 def _nearer(setting: Setting) -> str:
-    why = "it evicts while it reads, which keeps distances within the length that the model was trained to"
+    why = "it evicts while it reads, which keeps distances within the model's trained length"
     if setting.memory == "drop":
         return why
     where = "files" if in_files(setting.memory) else "memory"
-    return f"{why}, and what it evicts stays in {where} for the answer to choose from"
+    return f"{why}, and the evicted entries stay in {where} for the answer to choose from"
 
 
 def resolve(
@@ -191,14 +192,14 @@ def resolve(
     policy: Policy | Stages | str | None = None,
     max_tokens: int = MAX_TOKENS,
     kv_memory: int | None = None,
-) -> tuple[CompressionConfig, dict[str, Any], Taken | None]:
-    """What the keywords of any way in ask for, and mlx-lm's own options; if that is "auto", also what was taken.
+) -> tuple[CompressionConfig, dict[str, Any], Recommendation | None]:
+    """The config that an entry point's keywords ask for, and mlx-lm's own options; for "auto" the recommendation too.
 
     Args:
-        n_prompt: tokens of the prompt; None for those to come.
-        options: `memory`, `verify`, `refresh`, `far`, and mlx-lm's. A caller's `prompt_cache` and a `draft_model` go on
-            from entries in memory, so that none are put in files unless `memory` says so.
-        kv_memory: bytes that entries are to keep to.
+        n_prompt: tokens of the prompt; None if the prompts are not known yet.
+        options: `memory`, `verify`, `refresh`, `far`, and mlx-lm's. With a caller's `prompt_cache` or a `draft_model`
+            the answer needs entries in memory, so none are put in files unless `memory` says so.
+        kv_memory: limit of the entries in bytes.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
@@ -209,11 +210,11 @@ def resolve(
     others = {name: value for name, value in options.items() if name not in RETENTION}
     require_for_auto(retention)
     own = (others.get(name) is None for name in ("prompt_cache", "draft_model"))
-    asked = Asked(n_prompt, task, retention, all(own), others.get("kv_bits"), kv_memory)
+    request = AutoRequest(n_prompt, task, retention, all(own), others.get("kv_bits"), kv_memory)
     how = {name: others[name] for name in ("prefill_step_size", "kv_group_size") if name in others}
     planner = Planner(model, max_tokens=min(max(0, max_tokens), TYPICAL), **how)
-    taken = recommended(planner, asked, this_machine().usable)
-    return taken.config, others, taken
+    found = recommended(planner, request, this_machine().usable)
+    return found.config, others, found
 
 
 def require_for_auto(retention: dict[str, Any]) -> None:
@@ -223,9 +224,9 @@ def require_for_auto(retention: dict[str, Any]) -> None:
 
 
 def worth_comparing(n_prompt: int) -> list[str]:
-    """Three policies to compare on a prompt: as recommended, a quarter of that, and read within a budget.
+    """Three policies to compare on a prompt: the recommended one, a quarter of it, and one that reads within a budget.
 
-    Of fewer than about 20,000 tokens budgets are smaller, so that something is evicted.
+    Below about 20,000 tokens the budgets are smaller, so that something is evicted.
     """
     top_k = 4096
     while top_k > 16 and 16 * top_k > 3 * n_prompt:  # 4/3 of top_k are kept: at most a quarter

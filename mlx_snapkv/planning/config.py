@@ -1,4 +1,4 @@
-"""What is asked of a request: its policy, and what becomes of the entries that its answer is not decoded from."""
+"""How a request is compressed: its policy, and what happens to the entries that its answer is not decoded from."""
 
 from __future__ import annotations
 
@@ -50,17 +50,19 @@ class CompressionConfig:
                 raise SnapKVError(f"{name} must be {said}, got {got!r}")
         if self.verify is not None and (not self.retains or in_files(self.memory)):
             raise SnapKVError(
-                "verify=all reads all entries for every token, so they must be in memory, not "
-                f"memory={self.memory}: give memory=recall, recall:8bit or recall:4bit, or leave verify out"
+                f"verify=all needs all entries in memory, and with memory={self.memory} they are not there: "
+                "give memory=recall, recall:8bit or recall:4bit, or drop verify"
             )
         if not self.retains or self.policy is None:
             return
         counts = any(stage.accumulates_attention for stage in self.policy.stages)
         if counts or self.policy.stages[1].repeats is not None:
-            what = "counts the attention of all" if counts else "chooses once for all questions"
+            what = (
+                "sums the attention of all queries" if counts else "chooses once for all questions"
+            )
             raise SnapKVError(
                 f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
-                f"and {self.policy} {what}: take keydiff or snapkv, for two, or memory=drop"
+                f"but {self.policy} {what}: use keydiff or snapkv, for example, or memory=drop"
             )
 
     @classmethod
@@ -103,7 +105,7 @@ class CompressionConfig:
         """Raises: SnapKVError: there is nothing to verify, or this can't be done on this model."""
         if self.policy is None and self.verify is not None:
             raise SnapKVError(
-                f"verify={self.verify} needs a policy: without one the full cache answers anyway"
+                f"verify={self.verify} needs a policy: without one the full cache gives the answer anyway"
             )
         if self.far == "pull" and (why := self._keeps_positions_because(model)) is not None:
             raise SnapKVError(f"far=pull {why}")
@@ -113,8 +115,8 @@ class CompressionConfig:
         n_caches = len(members(prompt_cache))
         if self.verify == "all" and n_full < n_caches:
             raise SnapKVError(
-                f"verify=all takes tokens back, and {n_caches - n_full} of {n_caches} layers can't "
-                "(linear or sliding-window attention): leave verify out"
+                f"verify=all rolls tokens back, and {n_caches - n_full} of {n_caches} layers can't "
+                "(linear or sliding-window attention): drop verify"
             )
 
     def compaction(self, model, n_prompt: int) -> Compaction | None:
@@ -134,30 +136,30 @@ class CompressionConfig:
             return None
         if n_prompt <= longest:
             return (
-                f"{n_prompt} tokens are more than the {length} of max_position_embeddings: if this model's linear RoPE "
-                f"factor is in that number already, answers may be wrong; if not, it was trained to read {longest}"
+                f"{n_prompt} tokens are more than the {length} of max_position_embeddings: if that includes this "
+                f"model's linear RoPE factor, answers may be wrong; if not, its trained length is {longest}"
             )
-        why = f"{n_prompt} tokens are more than the {longest} that this model was trained to read: answers may be wrong"
+        why = f"{n_prompt} tokens are more than the model's trained length of {longest}: answers may be wrong"
         if self.reads_in_blocks:
             return why
-        return f"{why}; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
+        return f"{why}; a policy that evicts while it reads, such as keydiff:budget=4096, keeps distances shorter"
 
     def _keeps_positions_because(self, model) -> str | None:
         """Why positions can't be compacted, as the rest of a sentence; None if they can."""
         if not self.reads_in_blocks:
-            reads = f"{self.policy} reads all of a prompt first"
-            what = "there is none" if self.policy is None else reads
-            return f"needs a policy that evicts while a prompt is read, such as keydiff, and {what}"
+            reads = f"{self.policy} reads the whole prompt first"
+            what = "no policy was given" if self.policy is None else reads
+            return f"needs a policy that evicts while a prompt is read, such as keydiff, but {what}"
         if self.verify == "all":
-            return "can't be combined with verify=all, which reads all entries where they are: leave verify out"
+            return "can't be combined with verify=all, which reads all entries at their own positions: drop one of them"
         length, name = longest_trained_length(model), type_of(model)
         if length is None:
-            return f"needs the trained length, and mlx-lm's {name!r} has no max_position_embeddings"
+            return f"needs the trained length, but mlx-lm's {name!r} has no max_position_embeddings"
         layers = attention_layers(model, make_prompt_cache(model))
         ropes = {id(layer.rope): layer for layer in layers if layer.rope is not None}
         size = max(head_sizes(model, layers))
         can_turn = (x.family.can_turn(x.attention, x.rope, size, length) for x in ropes.values())
         if not ropes or not all(can_turn):
-            how = "can't be turned twice" if ropes else "have no RoPE"
-            return f"turns keys on, and those of model type {name!r} {how}"
+            how = "can't be rotated twice" if ropes else "have no RoPE"
+            return f"rotates keys again, but the keys of model type {name!r} {how}"
         return None

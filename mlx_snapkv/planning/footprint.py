@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
-from ..caches.full_view import FEW as LISTED
+from ..caches.full_view import FEW
 from ..caches.layers import AttentionLayer, attention_layers, members, quotas_of, token_caches
 from ..caches.memories import in_files, memory_quantization
 from ..entries.key_index import index_bytes
@@ -137,7 +137,7 @@ class Footprint:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
         if not self.config.retains:
             return 0
-        return n * (self.sizes.of_memory(self.config.memory) + self.sizes.of_index() * (n > LISTED))
+        return n * (self.sizes.of_memory(self.config.memory) + self.sizes.of_index() * (n > FEW))
 
     def kept(self, n_prompt: int) -> list[int]:
         assert self.policy is not None
@@ -204,14 +204,14 @@ class BookCost:
             for folder, need, free in self.disks
         ] or [f"all in memory ({format_bytes(self.stored_bytes)})"]
         resident = f"{self.resident:,} entries resident ({format_bytes(self.resident_bytes)})"
-        return f"{self.tokens:,} tokens to read: at most {', '.join([resident, *where])}"
+        return f"reading {self.tokens:,} tokens will take at most {', '.join([resident, *where])}"
 
     @property
     def warnings(self) -> list[str]:
         return [
-            f"{folder} has not enough room: {format_bytes(need)} are to be written and "
-            f"{format_bytes(free)} are free; give --store-dir another folder, fewer bits (recall:file:4bit), or a "
-            "shorter text"
+            f"{folder} does not have enough room: {format_bytes(need)} will be written and "
+            f"{format_bytes(free)} is free; set --store-dir to another folder, use fewer bits (recall:file:4bit), or "
+            "give a shorter text"
             for folder, need, free in self.disks
             if need > free
         ]

@@ -1,11 +1,11 @@
-"""What is said of prompts before they are read: what will be kept, and whether they are too long."""
+"""What commands print about prompts before they are read: what will be kept, and whether they are too long."""
 
 from typing import Any
 
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .auto import Asked, recommended, worth_comparing
+from .auto import AutoRequest, recommended, worth_comparing
 from .config import RETENTION, CompressionConfig
 from .footprint import EntrySizes, Footprint, total_bytes
 from .machine import this_machine
@@ -49,7 +49,7 @@ class LongPrompts:
         sizes = EntrySizes(self._model)
         before = n * sizes.full(None)
         if policy is None:
-            return f"all {n:,} entries will be kept ({format_bytes(before)}); --policy auto takes what suits the prompt"
+            return f"all {n:,} entries will be kept ({format_bytes(before)}); --policy auto chooses a policy"
         reason = gate(policy, n, None, self._options.get("max_tokens", 0))
         if reason is not None:
             return (
@@ -78,14 +78,14 @@ class LongPrompts:
             plan, _ = self._planner.planned(n_prompt, self._config, self._kv_bits)
             if plan.peak <= self._usable:
                 return None
-            asked = Asked(n_prompt, retention=self._retention, kv_bits=self._kv_bits)
-            taken = recommended(self._planner, asked, self._usable)
+            request = AutoRequest(n_prompt, retention=self._retention, kv_bits=self._kv_bits)
+            found = recommended(self._planner, request, self._usable)
         except SnapKVError:  # it is read all the same
             return None
         said = (
-            f"{n_prompt} tokens will take about {format_bytes(plan.peak)}, and this machine has "
+            f"{n_prompt} tokens will take about {format_bytes(plan.peak)}, but this machine has "
             f"{format_bytes(self._usable)} for models"
         )
-        if not taken.fits:
-            return f"{said}; no policy known here makes them fit"
-        return f"{said}; {taken.setting.flags or 'the full cache'} would take {format_bytes(taken.plan.peak)}"
+        if not found.fits:
+            return f"{said}; no policy makes them fit"
+        return f"{said}; {found.setting.flags or 'the full cache'} would take {format_bytes(found.plan.peak)}"

@@ -118,7 +118,9 @@ class Planner:
         policy = config.policy
         name = policy and policy.stages[1].repeats and policy.stages[1].name
         if name:
-            raise SnapKVError(f"{name} reads a prompt twice, which is not counted: plan another")
+            raise SnapKVError(
+                f"{name} reads a prompt twice, which plan can't count: choose another policy"
+            )
         return Footprint(self._sizes, config, self._step_size)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:

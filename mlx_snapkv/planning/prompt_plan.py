@@ -71,7 +71,7 @@ def gate(
         raise SnapKVError("the prompt is empty: give at least one token")
     # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
     if not all(cache.empty() for cache in members(prompt_cache or [])):
-        return "the prompt cache already holds tokens; only a fresh one is compressed"
+        return "the prompt cache already holds tokens; only an empty one is compressed"
     if n_prompt < policy.min_ctx:
         return (
             f"the prompt's {n_prompt} tokens are below min_ctx={policy.min_ctx}; "

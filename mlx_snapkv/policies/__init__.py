@@ -51,7 +51,7 @@ class Stages:
             )
         if self.decode_policy.repeats is not None:
             raise SnapKVError(
-                f"{self.decode_policy.name} reads all of a prompt again, so no policy can come before it: give it alone"
+                f"{self.decode_policy.name} reads the whole prompt again, so no policy can precede it: give it alone"
             )
 
     reads_in_blocks = True
@@ -85,7 +85,7 @@ def asks_for_auto(snapkv: Any = None, policy: Any = None) -> bool:
     if snapkv is None or snapkv is False:
         return isinstance(policy, str) and policy.strip() == AUTO
     if policy is not None:
-        raise SnapKVError("snapkv and policy both name a policy: give only one of them")
+        raise SnapKVError("snapkv and policy both name a policy: give only one")
     return snapkv is True
 
 
@@ -103,7 +103,7 @@ def resolve_policy(
     """
     if asks_for_auto(snapkv, policy):
         raise SnapKVError(
-            f"policy {AUTO} is for what answers: generate, chat, batch and serve; here, name one (mlx-snapkv policies)"
+            f"policy {AUTO} works only in generate, chat, batch and serve: name a policy here (mlx-snapkv policies)"
         )
     if snapkv is not None and not isinstance(snapkv, bool):
         if isinstance(snapkv, str):
@@ -118,7 +118,9 @@ def resolve_policy(
         raise SnapKVError(f"a policy must be a policy object, a dict or a string, got {kind}")
     stages = [_from_name(*part.split(":", 1)) for part in policy.split(THEN)]
     if len(stages) > 2:
-        raise SnapKVError(f"at most two policies make a pair, got {len(stages)} in {policy!r}")
+        raise SnapKVError(
+            f"policy must be one policy or two joined by 'then', got {len(stages)} in {policy!r}"
+        )
     return stages[0] if len(stages) == 1 else Stages(*stages)
 
 

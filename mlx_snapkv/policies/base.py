@@ -62,15 +62,15 @@ class Policy(ABC):
     """Base of the policies, each a frozen dataclass of hyper-parameters and a `score`.
 
     Attributes:
-        budget: entries kept per KV head: a number, a share of the prompt ("25%"), or either as a mean over
-            the layers: "pyramid:2048" gives low layers more.
-        n_sink: first entries, always kept.
-        n_window: most recent entries, always kept: a number, or a share of the budget ("10%").
-        min_ctx: prompts with fewer tokens are left alone.
-        schedule: "block" evicts while the prompt is read and while the answer is generated, whenever the next
-            tokens would make more than `budget + block` entries. "once" reads the whole prompt first; while
-            decoding, the recent window slides, unless `on_full` says otherwise.
-        block: tokens read at a time, at most, under "block".
+        budget: entries kept per KV head: a number, a share of the prompt ("25%"), or either of them as a mean
+            over the layers ("pyramid:2048"), where lower layers keep more.
+        n_sink: number of first entries, which are always kept.
+        n_window: number of most recent entries, which are always kept, or a share of the budget ("10%").
+        min_ctx: shorter prompts are not compressed.
+        schedule: "block" evicts during prefill and decoding, whenever the next tokens would make more than
+            `budget + block` entries. "once" reads the whole prompt before it evicts; during decoding the recent
+            window slides, unless `on_full` says otherwise.
+        block: under "block", the maximum number of tokens read at a time.
     """
 
     name: ClassVar[str]
@@ -107,7 +107,7 @@ class Policy(ABC):
         name = vars(cls).get("name")
         if name is not None and registered and POLICIES.setdefault(name, cls) is not cls:
             raise SnapKVError(
-                f"{cls.__qualname__} can't be called {name!r}: {POLICIES[name].__qualname__} is"
+                f"{cls.__qualname__} can't be named {name!r}: {POLICIES[name].__qualname__} has that name"
             )
 
     def __post_init__(self):
@@ -223,10 +223,12 @@ class Policy(ABC):
 
     def _require_entries(self, budget: int) -> None:
         if budget < 1:
-            raise SnapKVError(f"{self.name} option budget={self.budget} is no entry of this prompt")
+            raise SnapKVError(
+                f"{self.name} option budget={self.budget} is less than one entry of this prompt"
+            )
         if self.keeps_shape:
             n_window = Quota(budget, self.n_sink, self.window(budget)).shrunk().n_window
-            allowed = "at least 1 entry with schedule=once, where it slides"
+            allowed = "at least 1 entry with schedule=once, where the window slides"
             self._require("n_window", n_window >= 1, allowed)
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:

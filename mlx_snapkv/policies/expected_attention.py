@@ -14,15 +14,15 @@ BLOCK_BYTES = 8 << 20  # of float32 that are made of a block of keys
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-    """The attention that a normally distributed query would give, times the size of the value.
+    """Score entries by the attention that a normally distributed query would give, times the norm of the value.
 
-    Mean and covariance are those of the pre-RoPE queries of all tokens read but the first `n_sink` (of a prompt that
-    has no more, those of its last one), rotated by the mean of the next 512 positions' rotations. The expected weight
-    of a key then has a closed form. Weights are a softmax over the keys behind the sink, averaged over the query
-    heads of a GQA group.
+    Its mean and covariance are those of the pre-RoPE queries of all tokens read except the first `n_sink`, rotated by
+    the mean rotation of the next 512 positions. (If the prompt has no more tokens, those of its last token are used.)
+    The expected weight of a key then has a closed form. Weights are a softmax over the keys after the sink, averaged
+    over the query heads of a GQA group.
 
     Attributes:
-        n_sink: first entries, always kept, whose queries are left out of the statistics.
+        n_sink: number of first entries, which are always kept; their queries are left out of the statistics.
     """
 
     name = "expected_attention"

@@ -11,10 +11,10 @@ from .base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Policy):
-    """The attention that every entry has received from all queries since it was stored (section 4.1).
+    """Keep the entries that have received the most attention from all queries since they were stored (section 4.1).
 
-    Half of the budget are recent entries, as in the paper (algorithm 1). Votes are averaged over the query heads of a
-    GQA group and summed block by block; an evicted entry's votes are lost.
+    Half of the budget goes to recent entries, as in the paper (algorithm 1). Votes are averaged over the query heads of
+    a GQA group and summed block by block; an evicted entry's votes are lost.
     """
 
     name = "h2o"

@@ -12,16 +12,17 @@ TINY = 1e-12  # added to squared norms, so that a key of zeros has a direction o
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(Policy):
-    """The entries whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
+    """Keep the entries whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
 
     Attributes:
         anchor: what keys are compared with: "mean" (of the normalised keys, equation 8), "median" (of each
-            coordinate), or "pairwise": the mean similarity to every key (equation 7), computed in blocks.
-        similarity: "cosine"; "dot" and "euclidean" compare the keys as they are, with the mean or median
-            of the keys as they are (section 4.3).
+            coordinate), or "pairwise", the mean similarity to every key (equation 7), computed in blocks.
+        similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys as they are with their
+            mean or median (section 4.3).
 
-    Differs from the paper in that by default the first entries stay, and half of the budget is a recent window: without
-    sinks Gemma 3's predictions moved three times as far, with a window of 10% SmolLM2's twice (docs/quality.md).
+    It differs from the paper: by default the first entries stay, and half of the budget is a recent window. Without
+    sinks, Gemma 3's predictions moved three times as far; with a window of 10%, SmolLM2's moved twice as far
+    (docs/quality.md).
     """
 
     name = "keydiff"

@@ -10,22 +10,22 @@ from .base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class KVzip(Policy):
-    """The most attention that an entry receives while the model reads the prompt once more (section 3.2).
+    """Score entries by the most attention they receive while the model reads the prompt a second time (section 3.2).
 
-    When the prompt has been read, it is fed again behind itself, 2,048 tokens at a time, each chunk after the 8 tokens
-    before it, and rolled back. Each query's weights are a softmax over the first `n_sink` entries, those of the chunk,
-    and the repetition so far (section 3.4); an entry's score is the maximum over all queries and a GQA group's heads.
-    It needs no question, so it is for texts that are read before their questions are known. Reading takes 2 to 5
-    times as long, and memory for one more chunk. Conversations, whose turns choose again, and `memory="recall"` refuse
-    it.
+    After prefill the model reads the prompt again behind its own entries, 2,048 tokens at a time, each chunk after the
+    8 tokens before it, and rolls them back. Each query's weights are a softmax over the first `n_sink` entries, the
+    entries of the chunk, and the repetition so far (section 3.4). An entry's score is the maximum over all queries and
+    the heads of a GQA group. KVzip needs no question, so it suits texts that are read before their questions are
+    known. Reading takes 2 to 5 times as long, and needs memory for one more chunk. Conversations, whose turns choose
+    again, and `memory="recall"` refuse it.
 
-    All heads and layers keep equally many entries; the paper ranks those of all layers together. It also differs in
-    that no instruction to repeat is read, since a request may have no tokenizer to encode it: a subclass can give one
-    by `lead_in`.
+    It differs from the paper in two ways. All heads and layers keep equally many entries; the paper ranks the entries
+    of all layers together. And no instruction to repeat is read, since a request may have no tokenizer to encode it; a
+    subclass can provide one with `lead_in`.
 
     Attributes:
-        n_sink: first entries, always kept, which every query may look at.
-        schedule: "once": the whole prompt is read before any of it is read again.
+        n_sink: number of first entries, which are always kept and which every query sees.
+        schedule: only "once", since the whole prompt is read before any of it is read again.
     """
 
     name = "kvzip"

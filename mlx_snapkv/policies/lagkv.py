@@ -12,20 +12,20 @@ BLOCK_BYTES = 8 << 20  # of float32 keys or values that are read at a time
 
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Policy):
-    """Behind the sink, entries are compared with the next block of `lag_size` entries.
+    """Compare the entries after the sink with the next block of `lag_size` entries.
 
-    Keys and values are scaled to the minimum and maximum of the block that follows theirs, coordinate by coordinate.
-    The standard deviation of an entry's scaled coordinates, after a softmax over its own block, is its score. The last
-    full block has no successor: it and what follows stay as far as the budget goes, the newest first. So do the newest
-    of fewer than `n_sink + 2 * lag_size` entries.
+    Keys and values are scaled to the minimum and maximum of the next block, coordinate by coordinate. An entry's score
+    is the standard deviation of its scaled coordinates, after a softmax over its own block. The last full block has no
+    successor: it and the entries after it stay as far as the budget goes, the newest first. The same applies to all
+    entries if there are fewer than `n_sink + 2 * lag_size`.
 
     Attributes:
-        n_sink: first entries, always kept, and left out of the blocks.
-        lag_size: entries a block.
-        cross_scoring: compare the scores of all blocks; else an entry's rank in its own block decides, and each block
-            keeps as many.
+        n_sink: number of first entries, which are always kept and are not part of the blocks.
+        lag_size: entries per block.
+        cross_scoring: compare the scores of all blocks. Otherwise an entry's rank in its own block decides, and all
+            blocks keep equally many.
 
-    Differs from the paper in that every eviction counts the blocks anew, among the entries held.
+    It differs from the paper: every eviction divides the entries held into blocks again.
     """
 
     name = "lagkv"

@@ -10,13 +10,13 @@ from .base import Policy, count
 
 @dataclass(frozen=True, kw_only=True)
 class RandomRows(Policy):
-    """A uniformly random set of the prompt's entries, per KV head.
+    """Keep a uniformly random set of the prompt's entries, per KV head.
 
-    An entry's score is a hash of its position, head and `seed`, the same in every block. So a uniform sample of the
-    whole prompt is left at the end, whatever the schedule.
+    An entry's score is a hash of its position, head and `seed`, and does not change from block to block. So under
+    either schedule the entries left at the end are a uniform sample of the whole prompt.
 
     Attributes:
-        seed: of the hash.
+        seed: seed of the hash.
     """
 
     name = "random"

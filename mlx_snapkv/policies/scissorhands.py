@@ -10,17 +10,18 @@ from .base import Policy, count
 
 @dataclass(frozen=True, kw_only=True)
 class ScissorHands(Policy):
-    """How many of the last queries give an entry at least the average weight, 1/t of the t entries that they see.
+    """Score entries by how many of the last queries give them at least the average weight.
 
-    Only whether a weight exceeds the average counts, not by how much. H2O sums the weights of all queries, SnapKV those
-    of the last ones, and TOVA takes the very last's.
+    The average is 1/t for a query that sees t entries. How far a weight exceeds it does not matter. For comparison,
+    H2O sums the weights of all queries, SnapKV sums those of the last queries, and TOVA uses the very last query.
 
     Attributes:
-        obs_window: the last queries, whose weights are counted (the paper's history window).
-        n_window: most recent entries, always kept (the paper's recent window): a number, or a share of the budget.
+        obs_window: number of last queries whose weights are counted (the paper's history window).
+        n_window: number of most recent entries, which are always kept (the paper's recent window), or a share of the
+            budget.
 
-    Differs from the paper in that all layers may have the same budget, and that counts are averaged over the query
-    heads of a GQA group.
+    It differs from the paper: all layers may have the same budget, and counts are averaged over the query heads of a
+    GQA group.
     """
 
     name = "scissorhands"

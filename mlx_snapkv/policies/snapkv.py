@@ -16,35 +16,39 @@ LATEST = (32, 64)  # queries, which "forward" compares with those before them
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Sink + `top_k` voted entries + recent window, by default chosen once, when the prompt has been read.
+    """Keep a sink, the `top_k` entries with the most votes and a recent window, by default chosen once, after prefill.
 
     Attributes:
-        top_k: voted entries kept per KV head.
-        n_sink: first entries, always kept.
-        n_window: most recent entries, always kept: a number, or a share of the budget ("25%").
-        budget: all entries, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
-            layers ("pyramid:2048"). By default the fewest of which `top_k` are voted.
-        obs_window: prompt queries that vote (the paper's L_obs).
-        pool_kernel: width of the pooling over the votes, about that of the values to be found; 1 is none (section 4.1).
-        pool: "avg" and "max" pool over the neighbours on both sides, as in the paper; the width is then odd.
-            "forward" takes the highest of an entry's own votes, which plain text needs, and of two contrasts, which
-            exact values need: how much more the prompt's last 32 or 64 queries vote than those before them, averaged
-            over the entry and the `pool_kernel - 1` before it. A model that looks a value up attends to the words
-            before the value and reads on from there. What all queries attend to, such as line breaks, has no contrast.
-        heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared"
-            keeps one set for all heads, by the highest logit over heads and queries.
-        lookahead: answer tokens decoded on all entries before the compression, whose queries vote too; none with
-            memory=recall after a policy that reads in blocks.
-        min_ctx: prompts with fewer tokens are left alone.
-        prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
+        top_k: entries kept per KV head by their votes.
+        n_sink: number of first entries, which are always kept.
+        n_window: number of most recent entries, which are always kept, or a share of the budget ("25%").
+        budget: all entries kept, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
+            layers ("pyramid:2048"). By default the smallest budget that holds `top_k` voted entries.
+        obs_window: number of prompt queries that vote (the paper's L_obs).
+        pool_kernel: width of the pooling over the votes, about the length of the values to be found; 1 turns pooling
+            off (section 4.1).
+        pool: "avg" and "max" pool over the neighbours on both sides, as in the paper; the width must then be odd.
+            "forward" takes the maximum of an entry's own votes, which plain text needs, and of two contrasts, which
+            exact values need. A contrast is how much more the prompt's last 32 or 64 queries vote than the queries
+            before them, averaged over the entry and the `pool_kernel - 1` entries before it. A model that looks a value
+            up attends to the words before the value and reads on from there. Entries that all queries attend to, such
+            as line breaks, have no contrast.
+        heads: "per_head" ranks the entries of every KV head separately, as in the paper; "shared" keeps one set for
+            all heads, by the highest logit over heads and queries.
+        lookahead: number of answer tokens that are decoded on all entries before the compression and whose queries
+            also vote; ignored with memory=recall, if every answer token chooses what it reads or the first policy reads
+            in blocks.
+        min_ctx: shorter prompts are not compressed.
+        prefill_chunk: maximum number of tokens per prefill chunk; None follows `prefill_step_size`.
         on_full: what happens when the recent window is full. "grow", as in the paper, keeps all of the answer's
-            entries beside the budget. "slide" evicts the window's oldest entry, so that the cache has one shape from
-            the first decoded token to the last, and changes the answer more (docs/quality.md).
-        schedule, block: see `Policy`; "block" is what the papers compare with.
+            entries in addition to the budget. "slide" evicts the window's oldest entry, so that the cache's shape stays
+            the same from the first decoded token to the last; it changes the answer more (docs/quality.md).
+        schedule, block: see `Policy`; papers compare with SnapKV under "block".
 
-    Differs from the paper in what is always kept (its observation window; here a sink and a recent window), in
-    pool="forward", and in pooling over the middle only, so that votes for entries kept anyway don't leak out.
-    The paper's own choice: pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
+    It differs from the paper in three ways: it always keeps a sink and a recent window (the paper keeps its
+    observation window), it has pool="forward", and it pools over the middle only, so that votes for entries that are
+    kept anyway don't leak out.
+    The paper's own settings are pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
     """
 
     name = "snapkv"

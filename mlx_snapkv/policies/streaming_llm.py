@@ -11,10 +11,10 @@ from .budgets import Quota, layer_entries
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Policy):
-    """`n_sink` first entries and as many recent ones as the budget holds (section 3.2); nothing is scored.
+    """Keep the first `n_sink` entries and as many recent ones as the budget holds (section 3.2); nothing is scored.
 
-    Differs from the paper in that keys keep the rotation of their original position. With `far="pull"` they get that of
-    their place in the cache, as in the paper.
+    It differs from the paper: keys keep the rotation of their original position. With `far="pull"` they get the
+    rotation of their place in the cache, as in the paper.
     """
 
     name = "streaming_llm"
@@ -28,7 +28,9 @@ class StreamingLLM(Policy):
 
     def __post_init__(self):
         self._require(
-            "n_window", self.n_window == "100%", "left out: all of the budget but n_sink is recent"
+            "n_window",
+            self.n_window == "100%",
+            "left out, since all of the budget except n_sink is recent",
         )
         super().__post_init__()
 

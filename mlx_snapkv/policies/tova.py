@@ -10,7 +10,10 @@ from .base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
-    """The attention of the last query, averaged over all heads: a layer's heads keep the same entries (section 3.2)."""
+    """Keep the entries that the last query attends to most, averaged over all heads (section 3.2).
+
+    So all heads of a layer keep the same entries.
+    """
 
     name = "tova"
     summary = "the last query's attention, one set for all heads of a layer"

@@ -37,5 +37,5 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise SnapKVError(
-            "the plots need matplotlib: pip install 'mlx-snapkv[plots]', or leave --output out"
+            "plots need matplotlib: run pip install 'mlx-snapkv[plots]', or drop --output"
         ) from None

@@ -103,9 +103,9 @@ def load(path: str | Path, model) -> SavedPrompt:
     found = sealed.metadata(path)
     ours = not {_MARK, sealed.KEY}.isdisjoint(found)
     if ours and not sealed.is_whole(path):
-        raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")
+        raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
     if ours and found[_MARK] != str(FORMAT):
-        why = f"has format {found[_MARK]}, this version reads {FORMAT}"
+        why = f"has format {found[_MARK]}, but this version reads format {FORMAT}"
         raise SnapKVError(f"{path} {why}: save the prompt again")
     try:
         prompt_cache = load_prompt_cache(str(path))
@@ -123,9 +123,9 @@ def load(path: str | Path, model) -> SavedPrompt:
         if ours and book.KEY in found:
             book.open_book(path, found[book.KEY], prompt_cache)
         elif books(prompt_cache):
-            raise SnapKVError("it holds what was resident of a book, and not its other entries")
+            raise SnapKVError("it holds a book's resident entries, but not the others")
     except SnapKVError as error:
-        again = "" if ours else "; save the prompt by mlx-snapkv cache-prompt"
+        again = "" if ours else "; save the prompt with mlx-snapkv cache-prompt"
         raise SnapKVError(f"{path} can't be used: {error}{again}") from error
     adopt(prompt_cache, model)
     return SavedPrompt(prompt_cache, tokens, found["policy"] if ours else NO_POLICY, notes)
@@ -137,7 +137,7 @@ def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
         notes, ids = (zlib.decompress(base64.b64decode(found[name])) for name in _PACKED)
         return json.loads(notes), np.frombuffer(ids, np.uint32).tolist()
     except Exception as error:  # whatever stands there
-        raise SnapKVError("a saved prompt cache's header is damaged, or mlx-lm's") from error
+        raise SnapKVError("the header is damaged, or mlx-lm wrote this prompt cache") from error
 
 
 def require_writable(path: str | Path) -> Path:
@@ -148,7 +148,7 @@ def require_writable(path: str | Path) -> Path:
         with contextlib.suppress(SnapKVError):
             found = sealed.metadata(path)
         if _MARK not in found:
-            why = "is there already, and mlx-snapkv did not save it"
+            why = "exists, and mlx-snapkv did not save it"
             raise SnapKVError(f"{path} {why}: give another name")
     return path
 

@@ -34,7 +34,7 @@ def metadata(path: Path) -> dict[str, str]:
     except Exception as error:  # whatever the file has there
         raise SnapKVError(f"{path} is not a saved prompt cache, or it is damaged") from error
     if size != end:
-        raise SnapKVError(f"{path} is damaged: it should have {end:,} bytes and has {size:,}")
+        raise SnapKVError(f"{path} is damaged: it should have {end:,} bytes, but has {size:,}")
     return given
 
 

@@ -40,7 +40,8 @@ class Settings:
     def __post_init__(self):
         if not self.api_key and not _is_local(self.host):
             raise SnapKVError(
-                f"--host {self.host} lets other machines ask, so it needs --api-key: give one, or keep to 127.0.0.1"
+                f"--host {self.host} accepts requests of other machines, so it needs --api-key: give one, or use "
+                "127.0.0.1"
             )
         for origin in self.origins:
             if not re.fullmatch("[^/A-Z]+://[^/A-Z]+|null", origin):  # the latter of a file's page
@@ -103,12 +104,12 @@ class Gate:
         """After DNS rebinding a page sends its own name as the host; one of another site sends its origin."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if _name(host) not in self._hosts:
-            raise ApiError(403, f"the Host header names {host[:80]!r}, which this server is not")
+            raise ApiError(403, f"the Host header names {host[:80]!r}, which is not this server")
         if origin is None or origin in self._settings.origins:
             return
         if _name(origin.partition("://")[2]) not in self._hosts:
             advice = "start the server with --allow-origin"
-            raise ApiError(403, f"pages of {origin[:80]!r} may not ask: {advice}")
+            raise ApiError(403, f"pages of {origin[:80]!r} may not send requests: {advice}")
 
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:

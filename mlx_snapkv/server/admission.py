@@ -58,7 +58,7 @@ class Admission:
         if not self._places.acquire(blocking=False):
             raise ApiError(
                 429,
-                f"{self._limits.queue} requests are waiting already: try again later",
+                f"{self._limits.queue} requests are already waiting: try again later",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": "5"},
             )

@@ -59,5 +59,5 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error))
     else:
         log.error("request %s failed", number, exc_info=error)
-    sentence = f"the server failed on this request; its log says more under {number}"
+    sentence = f"the server failed on this request; its log has the details under {number}"
     return ApiError(500, sentence, code="internal_error")

@@ -19,9 +19,9 @@ class Metrics:
         self.open_requests = gauge("mlx_snapkv_open_requests", "Requests waiting or being answered")
         self.prompt_tokens = counter("mlx_snapkv_prompt_tokens", "Prompt tokens")
         self.cached_tokens = counter(
-            "mlx_snapkv_cached_tokens", "Prompt tokens that an earlier request had read"
+            "mlx_snapkv_cached_tokens", "Prompt tokens taken from the prefix cache"
         )
-        self.prefix_hits = counter("mlx_snapkv_prefix_hits", "Prompts with a known prefix")
+        self.prefix_hits = counter("mlx_snapkv_prefix_hits", "Prompts with a cached prefix")
         self.generated_tokens = counter("mlx_snapkv_generated_tokens", "Generated tokens")
         self.first_token_seconds = Histogram(
             "mlx_snapkv_first_token_seconds",

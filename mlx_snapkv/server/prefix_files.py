@@ -102,7 +102,7 @@ class PrefixFiles:
         try:
             found = saved.load(file.path, self._model)
             if found.tokens != file.ids.tolist() or found.notes.get("setting") != self._setting:
-                raise SnapKVError(f"{file.path} has become another prompt's")
+                raise SnapKVError(f"{file.path} now holds another prompt")
             os.utime(file.path)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
@@ -129,7 +129,7 @@ class PrefixFiles:
             for part in book.files_of(path):
                 part.chmod(0o600)
         except (SnapKVError, OSError) as error:
-            log.warning("a prefix was not kept: %s", error)
+            log.warning("a prefix was not saved: %s", error)
             return
         for covered in filter(file.covers, list(self.kept)):
             self._remove(covered.path)
@@ -154,4 +154,4 @@ class PrefixFiles:
         try:
             book.remove(path)
         except OSError as error:
-            log.warning("a prefix is not removed: %s can't be: %s", path, error.strerror)
+            log.warning("a prefix can't be removed: %s: %s", path, error.strerror)

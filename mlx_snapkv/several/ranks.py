@@ -72,8 +72,8 @@ class Ranks:
         for rank, theirs in enumerate(others, start=1):
             for name in first:
                 if theirs[name] != first[name]:
-                    what = f"{name} than rank 0, {theirs[name]} and not {first[name]}"
-                    raise SnapKVError(f"rank {rank} has another {what}: start all alike")
+                    got = f"{theirs[name]} on rank {rank} and {first[name]} on rank 0"
+                    raise SnapKVError(f"{name} must be the same on all ranks, got {got}")
 
     def sum(self, x: mx.array) -> mx.array:
         """The element-wise sum over all ranks; lazy."""

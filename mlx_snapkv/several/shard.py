@@ -69,7 +69,9 @@ def shard_of(model: Any) -> Shard:
         ranks = here()
         if ranks.size != size:
             what = f"split over {size} of {ranks.size} processes"
-            raise SnapKVError(f"this model is {what}: split it over all that were started together")
+            raise SnapKVError(
+                f"this model is {what}: split it over all processes that were started together"
+            )
         shard = Shard(ranks, kind)
     elif launched():
         return shard  # it may be split later

@@ -32,7 +32,7 @@ def test_a_batch_answers_as_each_alone(name, memory, few, monkeypatch):
     try:
         run = Run(model, POLICY, memory=memory)
     except SnapKVError as error:
-        assert name in ALONE and "one after the other" in str(error)
+        assert name in ALONE and "one at a time" in str(error)
         return
     uids = run.insert(prompts[:2], [14, 9])
     for _ in range(4):

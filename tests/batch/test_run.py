@@ -153,7 +153,7 @@ def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, m
 
 
 def test_the_index_of_a_recalled_request_is_counted(demo_llama, monkeypatch):
-    for module in ("batch.memory", "caches.full_view"):
+    for module in ("planning.footprint", "caches.full_view"):
         monkeypatch.setattr(f"mlx_snapkv.{module}.FEW", 1000)
     options = options_of(STAGES, memory="recall:file") | {"prefill_step_size": 64}
     run = batch_helpers.Run(demo_llama[0], **options)

@@ -48,11 +48,11 @@ def test_loaded_entries_get_the_bits_asked_for_with_the_next_turn(demo_llama, ha
 
 
 def test_what_is_no_conversation_is_told(path, tokens, demo_llama):
-    with pytest.raises(SnapKVError, match="nothing has been said yet"):
+    with pytest.raises(SnapKVError, match="nothing to save"):
         Conversation(*demo_llama).save(path)
     assert not path.exists()
     saved.save(path, demo_llama[0], read(demo_llama[0], tokens, None), tokens)
-    with pytest.raises(SnapKVError, match="no conversation and no text"):
+    with pytest.raises(SnapKVError, match="neither a conversation nor a text"):
         Conversation.load(path, *demo_llama)
 
 
@@ -118,8 +118,8 @@ def test_a_rotating_cache_has_no_entries_to_choose_among(loaded_llama, path):
 
 def test_a_compressed_prompt_whose_policy_is_not_told_needs_one(loaded_llama, path):
     save_prompt_cache(str(path), prefill(loaded_llama[0], list(range(5, 205)), SMALL)[0])
-    with pytest.raises(SnapKVError, match="needs a policy to go on with"):
+    with pytest.raises(SnapKVError, match="needs a policy to continue"):
         Conversation.load(path, *loaded_llama)
-    with pytest.raises(SnapKVError, match="needs memory=drop, the other entries are gone"):
+    with pytest.raises(SnapKVError, match="needs memory=drop, since the evicted entries are gone"):
         Conversation.load(path, *loaded_llama, policy=SMALL, memory="recall")
     assert ask(Conversation.load(path, *loaded_llama, policy=SMALL, max_tokens=4), "What?")

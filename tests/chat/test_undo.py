@@ -49,7 +49,7 @@ def test_all_turns_can_be_taken_back(demo_model, haystack, memory):
     assert [m["role"] for m in conversation.messages] == ["system"]
     assert (conversation.read, conversation.attached) == ([], [document])
     assert kv_bytes(conversation.prompt_cache) == 0 and conversation.report is None
-    with pytest.raises(SnapKVError, match="nothing to take back"):
+    with pytest.raises(SnapKVError, match="nothing to undo"):
         conversation.undo()
     fresh = begun(demo_model, haystack, 0, **ways)
     assert ask(conversation, facts[2].question) == ask(fresh, facts[2].question)

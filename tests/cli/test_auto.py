@@ -24,7 +24,7 @@ def test_generate_says_what_it_takes(call, story, few):
     assert (code, out.strip()) == (0, facts[0].value)
     assert f"auto: {SMALL}, because the question chooses" in err and "90 entries kept" in err
     code, out, err = call(*asked, "--kv-memory", "3MB")
-    assert "auto: keydiff:" in err and "would take" in err and "3 MB may be used" in err
+    assert "auto: keydiff:" in err and "would take" in err and "3 MB is available" in err
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_where_auto_chooses_nothing(save, ask_saved, refused, story, tmp_path):
     save(text, saved)
     code, out, err = ask_saved(saved, facts[0].question, *AUTO[2:])
     assert (code, out.strip()) == (0, facts[0].value)
-    assert f"note: --policy auto changes nothing of {saved}" in err
-    assert "policy auto is for what answers" in refused(
+    assert f"note: --policy auto has no effect on {saved}" in err
+    assert "policy auto works only in generate" in refused(
         "compare", *AUTO, "--prompt-file", str(text)
     )

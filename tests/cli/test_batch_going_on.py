@@ -65,17 +65,20 @@ def test_two_runs_do_not_write_one_file_and_ctrl_c_says_how_to_go_on(batch, tmp_
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130 and "Traceback" not in said
-    assert f"What was answered is in {output}; the same command goes on from there." in said
-    assert code == 2 and f"{output} is being written by another run" in err
+    assert f"The answers so far are in {output}; the same command continues from there." in said
+    assert code == 2 and f"{output} is in use by another run" in err
     assert 1 <= len(read(output)) < len(MANY)
 
 
 def test_answers_of_another_run_are_refused(batch):
     assert batch([chat("a", 9)], "--policy", SNAPKV)[0] == 0
     for options, words in (
-        ([], f"with policy '{SNAPKV}' and not none"),
-        (["--policy", SNAPKV, "--kv-bits", "8"], "with --kv-bits none and not 8"),
-        (["--policy", SNAPKV, "--model", "demo-tasks"], "with model 'demo' and not 'demo-tasks'"),
+        ([], f"with policy '{SNAPKV}' instead of none"),
+        (["--policy", SNAPKV, "--kv-bits", "8"], "with --kv-bits none instead of 8"),
+        (
+            ["--policy", SNAPKV, "--model", "demo-tasks"],
+            "with model 'demo' instead of 'demo-tasks'",
+        ),
     ):
         code, _, err = batch(None, *options)
         assert code == 2 and words in err

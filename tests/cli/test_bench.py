@@ -9,7 +9,7 @@ def test_table_files_and_picture(call, tmp_path):
     given += ["--policy", "keydiff:budget=2000", "--long-prompts", "3000", "--output", str(base)]
     code, out, err = call("bench", *SMALL, *given)
     assert code == 0, err
-    assert "Decoding and reading by context length" in out and "…" not in out and "6.25%" not in out
+    assert "Decoding and prefill by context length" in out and "…" not in out and "6.25%" not in out
     assert "decoding 1/1" in err and "reading 2/2" in err
     result = json.loads(base.with_suffix(".json").read_text())
     assert result["command"].startswith("mlx-snapkv bench --model demo --context 1024")

@@ -16,7 +16,7 @@ def asked(call, story, *options):
 
 
 def cost(err):
-    return [line for line in err.splitlines() if " tokens to read: at most " in line]
+    return [line for line in err.splitlines() if " tokens will take at most " in line]
 
 
 @pytest.mark.parametrize("memory", ["recall:4bit", "recall:file"])
@@ -28,7 +28,7 @@ def test_what_it_takes_is_said_first_and_what_it_took_at_the_end(call, story, tm
     where = "on disk" if in_files else "in memory"
     found = re.search(
         rf"(\d+) prompt tokens, 96 entries read by every token, KV memory [^,]*\), (\d+) resident \([^)]*\), "
-        rf"all \1 {where} \(([^)]*)\), \d+ tokens read again \| prompt",
+        rf"all \1 {where} \(([^)]*)\), \d+ tokens read twice \| prompt",
         last,
     )
     assert found and int(found[2]) <= 96 + 128

@@ -143,13 +143,13 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
 @pytest.mark.parametrize(
     "saved, options, message",
     [
-        ([], ["--policy", "keydiff then snapkv"], "holds no queries for snapkv to vote with: add --memory recall"),
+        ([], ["--policy", "keydiff then snapkv"], "a saved full cache holds none: add --memory recall"),
         ([], [*HALF, "--kv-bits", "8", "--kv-group-size", "128"], "one of [32, 64]"),
         ([], ["--system-prompt", "x"], "--system-prompt can't be combined"),
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),
-        (HALF, ["--policy", "keydiff"], "is compressed already, the rest is gone: drop the policy"),
-        (HALF, ["--memory", "recall", "--verify", "all"], "the rest is gone: drop --memory and --verify"),
-        (HALF, ["--kv-bits", "4"], "is compressed already, its entries stay so"),
+        (HALF, ["--policy", "keydiff"], "is already compressed, and the evicted entries are gone: drop the policy"),
+        (HALF, ["--memory", "recall", "--verify", "all"], "the evicted entries are gone: drop --memory and --verify"),
+        (HALF, ["--kv-bits", "4"], "is already compressed, and its entries stay so"),
         ([*HALF, "--memory", "recall:file"], HALF, f"has its own policy, {HALF[1]}: drop yours"),
         ([*HALF, "--memory", "recall:file"], ["--memory", "recall:4bit"], "give --memory recall:file or recall"),
     ],
@@ -170,8 +170,8 @@ def test_files_of_others(refused, demo_llama, tmp_path):
     save_prompt_cache(str(theirs), chat.prompt_cache, {"model": "somebody/else"})
     notes.write_bytes(b"hello")
     for file, message in (
-        (talk, "go on with a chat's file in mlx-snapkv chat, by /load"),
-        (theirs, "was made with --model somebody/else, not with demo"),
+        (talk, "to continue a saved chat, use /load in mlx-snapkv chat"),
+        (theirs, "was made with --model somebody/else, not demo"),
         (notes, "is not a saved prompt cache"),
         (tmp_path / "book.txt", "must end in .safetensors"),
     ):

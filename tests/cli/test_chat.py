@@ -25,10 +25,10 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(script, document
     code, out, err = script([*lines, "/reset", "/verify", "/verify none"], *POLICY)
     assert (code, out) == (0, [fact.value for fact in facts])
     assert err.count("verify: all") == 2 and err.endswith("verify: none\n")
-    assert re.search(r", \d+% of the tokens drafted", err)
+    assert re.search(r", \d+% of the tokens were drafted", err)
     assert "notes of today.txt: " in err and "100 entries read by every token" in err
     assert "entries: 100 in layers 0 to 2\n" in err and "tokens/s" in err
-    assert "\n/file FILE               put a document in front of the next message\n" in err
+    assert "\n/file FILE               attach a document to the next message\n" in err
     assert all(f"\n{command} " in err for command in ("/reset", "/policy", "/quit"))
 
 
@@ -41,7 +41,7 @@ def test_a_quiet_chat_keeps_entries_in_a_file_and_leaves_stderr_to_commands(scri
     first, report, layers, held, _ = err.splitlines()
     assert first.startswith("notes of today.txt: ") and "(8 bits)" in report
     assert layers == "entries: 100 in layers 0 to 2"
-    assert re.fullmatch(r"held until the next turn: 0 B in memory, [\d.]+ [kM]B in files", held)
+    assert re.fullmatch(r"held between turns: 0 B in memory, [\d.]+ [kM]B in files", held)
 
 
 def test_a_policy_that_gains_nothing_is_told_once(script, document, monkeypatch):
@@ -64,9 +64,9 @@ def test_reset_policy_and_system_start_again(script, document):
     code, out, err = script(lines, *POLICY)
     assert (code, out) == (0, [facts[0].value])
     waiting = "with policy none, and the document will be read with your next message"
-    for words in ("nothing has been said yet", waiting, "with that system prompt\n"):
+    for words in ("there is no turn yet", waiting, "with that system prompt\n"):
         assert words in err
-    assert err.count("is forgotten") == err.count("policy: none") == 2
+    assert err.count("started a new conversation\n") == err.count("policy: none") == 2
 
 
 def test_a_policy_of_blocks_names_the_block_and_auto_is_taken_for_a_conversation(script, document):
@@ -76,7 +76,7 @@ def test_a_policy_of_blocks_names_the_block_and_auto_is_taken_for_a_conversation
     code, out, err = script(lines, "--policy", "keydiff:budget=64,block=32")
     assert (code, out[-1]) == (0, facts[0].value)
     assert "(float32, with room for a block of 32)" in err
-    assert "auto: snapkv:top_k=4096, --memory recall, because every token then chooses" in err
+    assert "auto: snapkv:top_k=4096, --memory recall, because every token chooses" in err
     assert "\npolicy: snapkv:min_ctx=10932\n" in err and "below min_ctx=10932" in err
 
 
@@ -102,10 +102,10 @@ def test_turns_are_taken_back_and_answered_again(script, document):
     code, out, err = script([*lines, second], *SNAPKV)
     assert code == 0 and out[:2] == [facts[0].value] * 2
     assert out[2] == out[3] and out[4:] == [facts[1].value]
-    assert err.count("the same answer, since temp is 0") == 2
-    held = r"held until the next turn: [\d.]+ kB in memory, [\d.]+ kB in memory for /undo\n"
+    assert err.count("the answer is the same, since temp is 0") == 2
+    held = r"held between turns: [\d.]+ kB in memory, [\d.]+ kB in memory for /undo\n"
     assert re.search(held, err)  # memory is drop
-    assert err.count("taken back: What is the") == 2
+    assert err.count("undid the turn: What is the") == 2
     assert "and the document will be read with your next message" in err
 
 
@@ -114,7 +114,7 @@ def test_files_are_listed_and_detached(script, document):
     lines = [f"/file {path}", "/file LICENSE", "/files", "/files detach LICENSE", facts[0].question]
     code, out, err = script([*lines, "/files", "/reset", "/files"], *POLICY)
     assert (code, out) == (0, [facts[0].value])
-    for words in ("1  notes of today.txt, to be read", "2  LICENSE, to be read", "LICENSE is detached",
+    for words in ("1  notes of today.txt, will be read", "2  LICENSE, will be read", "detached LICENSE",
                   "   notes of today.txt, part of the conversation", "no file is attached"):  # fmt: skip
         assert words in err
 
@@ -136,7 +136,7 @@ def test_a_conversation_is_exported_as_markdown(script, document, tmp_path):
     notes.write_text("mine")
     said = [f"/file {path}", facts[0].question, f'/export "{talk}"', facts[1].question]
     code, _, err = script([*said, f"/export {talk}", f"/export {notes}"], *POLICY)
-    assert code == 2 and f"/export {notes}: is there already" in err
+    assert code == 2 and f"/export {notes}: the file exists" in err
     text = talk.read_text()
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings == ["# Chat with demo", *["## Question", "## Answer"] * 2]
@@ -149,15 +149,15 @@ def test_a_conversation_is_exported_as_markdown(script, document, tmp_path):
     [
         ("/fiel x", "unknown command /fiel (did you mean '/file'?)"),
         ("/sys\\\ntem", "unknown command /sys"),  # a backslash joins lines
-        ("/undo 2", "/undo takes nothing, got '2'"),
+        ("/undo 2", "/undo takes no arguments, got '2'"),
         ("/file nowhere.txt", "/file nowhere.txt: No such file or directory"),
-        ("/file", "/file needs the name of a file"),
+        ("/file", "/file needs a file name"),
         ("/policy keydif", "did you mean 'keydiff'?"),
-        ("/retry", "nothing to answer again"),
+        ("/retry", "there is no question to answer again"),
         ("/set heat 1", "unknown setting heat: one of /set temp, /set top_p, "),
         ("/set temp 200", "/set temp must be from 0 to 100, got '200'"),
         ("/set max-tokens 1.5", "/set max_tokens: "),
-        ("/files detach 1", "detach and the number or name of a waiting file"),
+        ("/files detach 1", "detach and the number or name of a file that has not been read"),
         ("/verify maybe", "/verify takes all or none, got 'maybe'"),
         ("/export nowhere/talk.md", "nowhere/talk.md can't be written: there is no folder"),
         ("\udcff", "standard input is not UTF-8 text: convert it to text first"),

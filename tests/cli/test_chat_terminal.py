@@ -26,7 +26,7 @@ def test_in_a_terminal_mistakes_do_not_end_it_and_end_of_file_does(terminal, doc
     assert "leaves the chat" not in chat.all.partition("leaves the chat")[2]
     chat.drive(
         ("/fiel\r", "did you mean '/file'?"),
-        (f"/file {path}\r", "to be read with your next message"),
+        (f"/file {path}\r", "will be read with your next message"),
         (f"{facts[1].question}\r", facts[1].value),
         ("", PROMPT),
     )
@@ -40,8 +40,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal, document):
     chat.drive(("once upon a time\r", "reading the prompt"))  # the model babbles without end
     chat.drive(("", "\x1b[?25h"), ("", ". "))  # the bar is gone, and the cursor is back
     chat.process.send_signal(signal.SIGINT)
-    chat.drive(("", "the conversation goes on"), ("/stats\r", "tokens/s"))
-    chat.drive((f"/file {path}\r", "to be read"))
+    chat.drive(("", "the conversation continues"), ("/stats\r", "tokens/s"))
+    chat.drive((f"/file {path}\r", "will be read"))
     chat.leave()
 
 
@@ -62,11 +62,14 @@ def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, do
     mine, talk = tmp_path / "mine.md", tmp_path / "talk.safetensors"
     mine.write_text("mine")
     chat = terminal(*POLICY, "--system-prompt", "Be kind.")
-    question, kept = "This conversation is not saved: replace it? [y/N]", "the conversation goes on"
+    question, kept = (
+        "This conversation is not saved: replace it? [y/N]",
+        "the conversation continues",
+    )
     chat.drive(
         ("", PROMPT),
         ("/system Be brief.\r", "with that system prompt"),  # nothing is lost by it
-        (f"/file {path}\r", "to be read"),
+        (f"/file {path}\r", "will be read"),
         (f"{facts[0].question}\r", facts[0].value),
         *(("/reset\r", question), ("\x03", kept)),
         *(("/load x.safetensors\r", question), ("\r", kept)),
@@ -74,8 +77,8 @@ def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, do
         (f"/export {mine}\r", "lready: replace it? [y/N]"),
         ("n\r", "nothing was written"),
         (f"/save {talk}\r", "saved in"),
-        ("/reset\r", "the conversation is forgotten"),
-        (f"/file {path}\r", "to be read"),
+        ("/reset\r", "started a new conversation"),
+        (f"/file {path}\r", "will be read"),
         (f"{facts[1].question}\r", facts[1].value),
         (f"/load {talk}\r", "[y/N]"),
         ("y\r", "tokens loaded"),
@@ -95,10 +98,10 @@ def test_a_dumb_terminal_gets_no_escape_codes(terminal, document):
     except AssertionError:  # a signal before it reads is noticed with the next one
         chat.drive(("\x03", leaves))
     chat.drive(
-        (f"/file {path}\n", "to be read"),
+        (f"/file {path}\n", "will be read"),
         (f"{facts[1].question}\n", facts[1].value),
         ("/reset\n", "[y/N]"),
-        ("y\n", "is forgotten"),
+        ("y\n", "started a new conversation"),
     )
     chat.leave("\x04")
     assert "\x1b" not in chat.all

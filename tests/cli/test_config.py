@@ -75,7 +75,7 @@ def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
     code, _, err = run(text, *asked, "Which code?")
     assert code == 0 and "note:" not in err
     code, _, err = run(text, *asked, f"{LEAD * 4}\n\nWhich code?")
-    assert code == 0 and f"note: {saved} has this text already" in err.replace("\n", " ")
+    assert code == 0 and f"note: {saved} already holds this text" in err.replace("\n", " ")
 
 
 def test_config_tells_what_applies_and_where_it_is_from(run):
@@ -96,8 +96,8 @@ def test_config_tells_what_applies_and_where_it_is_from(run):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ('modle = "demo"', "FILE: no option is modle (did you mean 'model'?)"),
-        ("model = [1]", "FILE, model must be what --model takes, got [1]"),
+        ('modle = "demo"', "FILE: unknown option modle (did you mean 'model'?)"),
+        ("model = [1]", "FILE, model must be a value that --model takes, got [1]"),
         ("temp = 101", "FILE, temp must be from 0 to 100, got 101"),
         ('[generate]\nmax_tokens = "many"', "FILE, [generate], max-tokens: "),
         ('policy = "keydif"', "(--policy is from FILE, policy)"),

@@ -21,5 +21,5 @@ def test_the_demo_shows_what_is_kept_what_is_gone_and_the_speed(call, monkeypatc
     assert call(*asked[asked.index("generate") :])[1].strip() == first[1]
     (tmp_path / "a story.txt").write_text("mine")
     code, out, err = call(*SMALL, "2", *save)
-    assert (code, out) == (2, "") and "a story.txt: is there already" in err
+    assert (code, out) == (2, "") and "a story.txt: the file exists with other content" in err
     assert (tmp_path / "a story.txt").read_text() == "mine"

@@ -27,7 +27,7 @@ def test_a_table_files_and_the_next_run_that_reads_them(call, refused, tmp_path)
     assert (base.parent / "r.1.jsonl").read_bytes() == stored
     own = tmp_path / "own.txt"
     own.write_text("Nothing much happened that day.")
-    assert "of another run, with haystack" in refused(*args, "--haystack", str(own))
+    assert "belongs to another run, with haystack" in refused(*args, "--haystack", str(own))
     page = (base.parent / "r.1.md").read_text()
     assert "# Retrieval" in page and "| full cache | 2 | 100.0 |" in page
     assert "](<r.1-full-cache-known.png>)" in page
@@ -88,13 +88,17 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, tex
     args += ["--policy", "streaming_llm:budget=25%,schedule=once", "--output", str(base)]
     args += "--setting text --setting later --question Who? --question Where?".split()
     code, out, err = call(*args, "--documents", "1")
-    assert code == 0 and "The text goes on" in out and "Files left out: 1 not UTF-8 text." in err
+    assert (
+        code == 0
+        and "Text after the piece" in out
+        and "Skipped files that are not UTF-8 text: 1." in err
+    )
     assert re.search(r"documents 1/1, \d+ s", err)
     before = (tmp_path / "r.jsonl").read_bytes()
     code, out, _ = call(*args, "--documents", "2", "--policy", "random:budget=25%,schedule=once")
     after = (tmp_path / "r.jsonl").read_bytes()
     assert code == 0 and after.startswith(before) and "replaced" in out
-    assert "Pieces: 2; texts: 2; tokens judged: 32." in out
+    assert "Pieces: 2; texts: 2; tokens scored: 32." in out
     full = next(line.split() for line in out.splitlines() if "100.0%" in line)
     assert "0" in full and "151" in full
     assert re.search(r"0\.\d{3} \(0\.\d{3} to 0\.\d{3}\)", out)
@@ -104,4 +108,4 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, tex
     assert asked == ["Who?"] * 3 + ["Where?"] * 3  # of a piece each
     assert (tmp_path / "r.md").read_text().count("\n## ") == 2
     (folder / "picture.png").rename(folder / "now.txt").write_text("It is text now.")
-    assert "of another run, with texts" in refused(*args)
+    assert "belongs to another run, with texts" in refused(*args)

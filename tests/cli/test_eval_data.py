@@ -94,13 +94,16 @@ def test_the_harness_runs_with_the_full_cache_and_each_policy(lm, tmp_path, monk
     assert (tmp_path / "r.jsonl").read_bytes() == stored
     without_models(monkeypatch)
     code, _, err = lm(*asked, "--seed", "3")
-    assert code == 2 and "r.jsonl is of another run, with seed 123 and not 3" in err
+    assert code == 2 and "r.jsonl belongs to another run, with seed 123 instead of 3" in err
 
 
 @pytest.mark.parametrize(
     "args, message",
     (
-        (["--tasks", "facts", "--include-path", "nowhere"], "--include-path nowhere is no folder"),
+        (
+            ["--tasks", "facts", "--include-path", "nowhere"],
+            "--include-path nowhere is not a folder",
+        ),
         (["--tasks", ","], "--tasks is empty"),
     ),
 )

@@ -2,7 +2,7 @@ from model_folders import demo_with
 
 LENGTH = 512
 THEN = "keydiff:budget=96,block=128,n_sink=4 then snapkv:top_k=60,n_sink=4,n_window=32"
-BEYOND = f"more than the {LENGTH} that this model was trained to read: answers may be wrong"
+BEYOND = f"more than the model's trained length of {LENGTH}: answers may be wrong"
 
 
 def test_entries_are_pulled_together_where_a_policy_evicts(call, text_file, tmp_path):
@@ -12,7 +12,7 @@ def test_entries_are_pulled_together_where_a_policy_evicts(call, text_file, tmp_
     ways = ["--policy", THEN, "--memory", "recall", "-m", "12"]
     asked = ["generate", *model, "--prompt-file", str(book), "--prompt", fact.question]
     code, out, err = call(*asked, *ways)
-    pulled = f"pulled together beyond the {LENGTH} tokens that the model was trained to"
+    pulled = f"positions compacted to the trained length of {LENGTH} tokens"
     assert code == 0 and fact.value in out and pulled in err.splitlines()[-1] and BEYOND not in err
     assert "pulled" not in call(*asked, *ways, "--far", "keep")[2]
     lines = f"/file {book}\n{fact.question}\n/stats\n".encode()
@@ -20,7 +20,7 @@ def test_entries_are_pulled_together_where_a_policy_evicts(call, text_file, tmp_
     assert code == 0 and fact.value in out and pulled in err
     saved = ["--prompt-file", str(book), "-o", str(tmp_path / "x.safetensors")]
     assert pulled in call("cache-prompt", *model, *saved, "--policy", THEN[:36])[2]
-    helps = "; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
+    helps = "; a policy that evicts while it reads, such as keydiff:budget=4096, keeps distances shorter"
     left = [*asked, "-m", "1", "--snapkv", "top_k=60"]
     assert f"{BEYOND}{helps}" in call(*left)[2]
     assert BEYOND not in call(*left, "--far", "keep")[2]

@@ -34,7 +34,7 @@ def test_the_answer_goes_to_stdout_and_the_figures_to_stderr(command):
     done = subprocess.run([*command, *PLAIN], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "482913\n")
     assert re.fullmatch(
-        r"\d+ prompt tokens, full cache \(no policy; --policy auto takes one where it helps\) \| "
+        r"\d+ prompt tokens, full cache \(no policy; --policy auto chooses one where it helps\) \| "
         r"prompt [\d.]+ tokens/s, generation [\d.]+ tokens/s, peak memory [\d.]+ GB",
         done.stderr.splitlines()[-1],
     )
@@ -91,14 +91,14 @@ def test_the_share_of_drafted_tokens_is_told(call):
     args = [*PLAIN, "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,lookahead=1"]
     code, out, err = call(*args, "--draft-model", "demo", "--num-draft-tokens", "2")
     assert (code, out) == call(*args)[:2]
-    assert re.search(r"generation [\d.]+ tokens/s \(33% of the tokens drafted\), peak", err)
+    assert re.search(r"generation [\d.]+ tokens/s \(33% of the tokens were drafted\), peak", err)
 
 
 @pytest.mark.parametrize(
     "memory, closing",
     [
         ("recall:file:8bit --refresh turn", r" entries kept, [^|]*: a token reads [^|]*, all \d+ entries stay [^|]*s "),
-        ("recall --verify all", r", \d+% of the tokens drafted, [\d.]+ times as fast as the full cache "),
+        ("recall --verify all", r", \d+% of the tokens were drafted, [\d.]+ times as fast as the full cache "),
     ],
 )  # fmt: skip
 def test_an_answer_that_recalls(call, story, memory, closing):

@@ -94,7 +94,7 @@ def test_without_a_network_the_local_cache_is_all_there_is(tmp_path):
 def test_what_the_hub_refuses(hub, tmp_path):
     for hub.refusal, words in (
         ((404, "RepoNotFound"), "the Hugging Face hub has no such repository"),
-        ((403, "GatedRepo"), "access has to be granted"),
+        ((403, "GatedRepo"), "the repository is gated: request access"),
     ):
         assert words in refused(tmp_path, hub)
 

@@ -79,7 +79,7 @@ def test_answers_a_table_and_a_page(ask, fact, tmp_path):
     assert rows[0][-2:] == ["0.000", "all"] and int(rows[1][1]) < int(rows[0][2].replace(",", ""))
     assert re.search(rf"{SMALL}: after \d+ tokens.* it says .*, the full cache ", table)
     html = page.read_text(encoding="utf-8")
-    assert is_ours(page) and "<del>" in html and "What was kept of the prompt" in html
+    assert is_ours(page) and "<del>" in html and "Entries kept of the prompt" in html
     assert 'class="t4"' in html and 'class="t0"' in html and "script" not in html
 
 

@@ -20,50 +20,50 @@ generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and -
 generate --prompt x --model demo --snapkv top_k=4 --policy auto | --snapkv and --policy both name a policy
 generate --prompt x --model demo --policy auto --verify all --memory recall:file | give --memory recall, recall:8bit
 generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
-generate --prompt x --model demo --memory recall:file --store-dir {}/text | no folder that files can be written to
+generate --prompt x --model demo --memory recall:file --store-dir {}/text | --store-dir must be a writable folder, got
 generate --prompt "" --model demo                        | the prompt is empty: give some text
-generate --model demo                                    | nothing to read: give --prompt TEXT, --prompt - or
+generate --model demo                                    | there is no prompt: give --prompt TEXT, --prompt - or
 generate --prompt - --prompt-file - --model demo         | can't both read standard input
 generate --prompt-file /dev/zero --model demo            | --prompt-file /dev/zero is not UTF-8 text
-generate --prompt x --prompt-file {}/blank --model demo  | --prompt-file {}/blank: there is no text in it
-generate --prompt x --prompt-file - --model demo         | standard input: there is no text in it
-generate --prompt - --prompt-file {}/text --model demo   | standard input: there is no text in it
-compare --prompt x --prompt-file /dev/null --model demo  | --prompt-file /dev/null: there is no text in it
-inspect --prompt x --prompt-file /dev/null --model demo --policy tova | --prompt-file /dev/null: there is no text in it
-cache-prompt --prompt-file /dev/null --model demo -o {}/b.safetensors | --prompt-file /dev/null: there is no text in it
+generate --prompt x --prompt-file {}/blank --model demo  | --prompt-file {}/blank: there is no text
+generate --prompt x --prompt-file - --model demo         | standard input: there is no text
+generate --prompt - --prompt-file {}/text --model demo   | standard input: there is no text
+compare --prompt x --prompt-file /dev/null --model demo  | --prompt-file /dev/null: there is no text
+inspect --prompt x --prompt-file /dev/null --model demo --policy tova | --prompt-file /dev/null: there is no text
+cache-prompt --prompt-file /dev/null --model demo -o {}/b.safetensors | --prompt-file /dev/null: there is no text
 generate --prompt-file ~no-such-user/x --model demo      | --prompt-file ~no-such-user/x: no such home folder
 generate --prompt \udcff --model demo                    | --prompt is not UTF-8 text
-generate --prompt x --model demo --top-k 100000000       | --top-k must be below the vocabulary's 1536
+generate --prompt x --model demo --top-k 100000000       | must be less than the vocabulary's 1536, got 100000000
 generate --prompt x --model demo --temp 101              | --temp must be from 0 to 100, got '101'
 generate --prompt x --model demo --policy tova --quantized-kv-start 9 --kv-bits 8 | --quantized-kv-start is for the full
-generate --prompt x --model demo --max-kv-size 512       | no effect on llama models, since they make their own caches
+generate --prompt x --model demo --max-kv-size 512       | no effect on llama models, which make their own caches
 generate --prompt x --model demo --adapter-path /no/such | --adapter-path /no/such: no adapter_config.json
 generate --prompt x --model demo --ignore-chat-template --system-prompt y | --system-prompt needs a chat template
-generate --prompt x --model demo --pipeline              | start the command by mlx.launch, or drop it
+generate --prompt x --model demo --pipeline              | start the command with mlx.launch, or drop it
 generate --prompt x --model demo --chat-template-config '{"tokenize": 1}' | --chat-template-config can't set 'tokenize'
-generate --prompt x --model demo --extra-eos-token nope  | --extra-eos-token 'nope': this tokenizer has no such token
-generate --prompt x --model a/b/c                        | no such folder, and not the name of a Hugging Face repository
+generate --prompt x --model demo --extra-eos-token nope  | --extra-eos-token 'nope': the tokenizer has no such token
+generate --prompt x --model a/b/c                        | no such folder, and not a valid Hugging Face repository name
 generate --prompt x --model {}                           | no config.json there
 generate --prompt x --model demo-qwen3-next --draft-model demo | the main model's (qwen3_next) can't
 chat --model demo --verify all --memory recall           | --verify all needs a policy
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | and no policy was given
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy keydiff --kv-bits 8 | recall:file:8bit
-inspect --prompt x --model demo --policy tova --policy random --policy keydiff | give one --policy, or two
+inspect --prompt x --model demo --policy tova --policy random --policy keydiff | must be given once, or twice to compare
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
-batch {}/text -o {}/a.jsonl --model demo                 | a JSON object a line, and line 1 is not JSON
-batch {}/requests -o /dev/full --model demo              | is no regular file
-batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | --kv-bits in a batch is for compressed entries
+batch {}/text -o {}/a.jsonl --model demo                 | one JSON object per line, and line 1 is not JSON
+batch {}/requests -o /dev/full --model demo              | is not a regular file
+batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | in a batch --kv-bits needs a policy
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
 plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
-eval needle --policy snapkv:top_k=8000                   | would compress nothing here: the prompt's 4096 entries
+eval needle --policy snapkv:top_k=8000                   | would compress none of the prompts: the prompt's 4096 entries
 eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, with
-eval needle --haystack /dev/null                         | --haystack /dev/null: there is no text in it
+eval needle --haystack /dev/null                         | --haystack /dev/null: there is no text
 eval needle --output {}/                                 | names a folder
-eval data --data {}/text --model none                    | text: line 1 is no JSON object
-eval suite --by-mask keydiff:budget=64                   | are given with --policy
-eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress nothing here
-generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: give that, or drop
+eval data --data {}/text --model none                    | text: line 1 is not a JSON object
+eval suite --by-mask keydiff:budget=64                   | --by-mask must be
+eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress none of the prompts
+generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: add that, or drop
 generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens does nothing without --draft-model
 generate --prompt x --model demo --policy snapkv --refresh turn | --refresh does nothing without --memory recall
 generate --prompt x --model demo --memory recall --store-dir . | --store-dir does nothing without --memory recall:file
@@ -93,7 +93,7 @@ def test_a_mistake_is_one_line(refused, folder, line, words):
 def test_a_file_without_text_is_not_attached(refused, folder):
     stdin = f"/file {folder}/blank\n".encode()
     said = refused("chat", "--model", "demo", stdin=stdin)
-    assert f"/file {folder}/blank: there is no text in it" in said
+    assert f"/file {folder}/blank: there is no text" in said
 
 
 MODELS = [
@@ -101,9 +101,9 @@ MODELS = [
     ("config.json", "{}", "does not describe such a model: KeyError: .model_type"),
     ("config.json", {"model_type": "no_such_type"}, "no_such_type not supported"),
     ("config.json", {"hidden_size": 64}, "weights don't fit its config.json: ValueError: .*shape"),
-    ("model.safetensors", None, "no weights there: model.safe"),
-    ("model.safetensors", 1000, "model.safetensors is damaged or cut short"),
-    ("tokenizer.json", None, "no tokenizer there: tokenizer.json"),
+    ("model.safetensors", None, "the folder has no weights (model.safe"),
+    ("model.safetensors", 1000, "model.safetensors is damaged or incomplete"),
+    ("tokenizer.json", None, "the folder has no tokenizer, such as tokenizer.json"),
     ("tokenizer.json", "hello", "its tokenizer can't be read"),
     ("tokenizer_config.json", {"chat_template": "{{ raise_exception('No system') }}"}, "failed: TemplateError: No sys"),
     ("tokenizer_config.json", {"chat_template": "{# nothing #}"}, "the chat template made an empty prompt"),

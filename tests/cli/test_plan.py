@@ -12,11 +12,11 @@ PLAN = ["plan", "--model", "demo"]
 def test_a_table_of_one_context(call):
     code, out, _ = call(*PLAN, "--context", "16k", "--memory", "300MB")
     lines = out.splitlines()
-    assert code == 0 and lines[0] == "demo was trained to read 16,384 tokens."
+    assert code == 0 and lines[0] == "The trained length of demo is 16,384 tokens."
     rows = [line.split() for line in lines if "B " in line and "may" not in line]
     assert rows[1][:5] == ["16k", "full", "cache", "50.3", "MB"] and rows[1][-1] == "no"
     assert rows[2][0] == "snapkv:top_k=4096" and rows[2][-1] == "recommended"
-    assert "200 MB of 300 MB may be used." in " ".join(out.split())
+    assert "200 MB of 300 MB is available to models." in " ".join(out.split())
     assert "recommended: snapkv:top_k=4096, because the question chooses" in lines[-2]
     asked = "mlx-snapkv generate --model demo --prompt-file FILE --prompt QUESTION"
     assert shlex.split(lines[-1]) == f"{asked} --policy snapkv:top_k=4096".split()
@@ -25,11 +25,11 @@ def test_a_table_of_one_context(call):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ("--context 8k --policy auto --kv-memory 10MB", "would take 26.7 MB, and 10 MB may be used"),
-        ("--context 8k --policy auto --kv-memory 1kB", "Nothing fits 8k tokens into 1 kB."),
+        ("--context 8k --policy auto --kv-memory 10MB", "would take 26.7 MB, and 10 MB is available"),
+        ("--context 8k --policy auto --kv-memory 1kB", "No setting fits 8k tokens into 1 kB."),
         ("--context 2000 --policy keydiff:budget=4096", "because you asked for it, and it fits"),
         ("--context 2000 --policy keydiff:budget=4096", "Nothing is compressed: the prompt's 2000 entries fit the"),
-        ("--context 32k --policy snapkv:top_k=64", "tokens are more than the 16384 that this model was trained"),
+        ("--context 32k --policy snapkv:top_k=64", "tokens are more than the model's trained length of 16384"),
     ],
 )  # fmt: skip
 def test_what_is_recommended_and_why(call, options, said):
@@ -60,7 +60,7 @@ def test_auto_takes_what_is_recommended(call, demo_llama, monkeypatch, n, usable
     (found,) = json.loads(out)["taken"]
     assert found["fits"] == taken.fits
     if taken.fits:
-        assert found["policy"] == taken.setting.policy
+        assert (found["policy"], found["memory"]) == taken.setting
         assert (taken.setting.flags or "QUESTION") in found["command"]
 
 
@@ -82,7 +82,7 @@ def test_all_contexts_up_to_the_trained_length(call):
 def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, monkeypatch):
     monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(10**7, 10**7))
     path, _ = story
-    said = "this machine has 10 MB for models; no policy known here makes them fit"
+    said = "this machine has 10 MB for models; no policy makes them fit"
     text = ["--model", "demo", "--prompt-file", str(path)]
     assert said in call("generate", *text, "-m", "1")[2]
     small = ["--policy", "keydiff:budget=128,block=64"]

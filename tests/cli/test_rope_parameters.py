@@ -51,7 +51,7 @@ def test_several_macs_need_a_plain_configuration(folder, monkeypatch):
     monkeypatch.setattr(loading, "_joined", lambda pipeline: 2)
     with pytest.raises(
         SnapKVError,
-        match=r"reads no rope_parameters on several Macs: give config\.json its rope_theta",
+        match=r"on several Macs mlx-lm does not read rope_parameters: add rope_theta to config\.json",
     ):
         loading.load_model(folder(ROPE), pipeline=False)
 

@@ -28,7 +28,7 @@ def test_an_answer_needs_no_other_stream(redirected):
 
 
 def test_an_answer_that_has_nowhere_to_go_or_cannot_be_written_is_one_line():
-    closed = "mlx-snapkv: standard output is closed, so there is nowhere to answer\n"
+    closed = "mlx-snapkv: standard output is closed, so the answer can't be written\n"
     assert shell(">&-", *PLAIN) == (1, "", closed)
     for args in ([*PLAIN, "-q"], ["--help"]):
         assert shell(">/dev/full", *args) == (1, "", "mlx-snapkv: No space left on device\n")
@@ -58,7 +58,7 @@ def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(terminal, tmp_path
     file = tmp_path / "long.txt"
     file.write_text("It was cold at the market. " * 320)
     (library,) = Path("/usr/lib").glob(OPENBLAS)
-    hint = f"Long prompts are read several times faster with LD_PRELOAD={library}"
+    hint = f"Prefill of long prompts is several times faster with LD_PRELOAD={library}"
     asked = [*PLAIN, "--prompt-file", str(file)]
     for preloaded, told in (("", 1), (str(library), 0)):
         said = terminal(*asked, start=subprocess.Popen, LD_PRELOAD=preloaded).leave("")

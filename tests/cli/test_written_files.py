@@ -26,7 +26,7 @@ def test_a_saved_prompt_replaces_only_saved_prompts(refused, demo_llama, tmp_pat
     files = {file: file.read_bytes() for file in (model, link, *odd)}
     for file in files:
         err = cache_prompt(refused, file)
-        assert f"{file} is there already, and mlx-snapkv did not save it" in err
+        assert f"{file} exists, and mlx-snapkv did not save it" in err
         with pytest.raises(SnapKVError, match="did not save it"):
             chat.save(file)
     assert {file: file.read_bytes() for file in files} == files and link.is_symlink()
@@ -35,11 +35,11 @@ def test_a_saved_prompt_replaces_only_saved_prompts(refused, demo_llama, tmp_pat
 def test_replacing_a_saved_prompt_is_said_and_a_link_stays_one(call, tmp_path):
     file, link = tmp_path / "a.safetensors", tmp_path / "link.safetensors"
     code, _, err = cache_prompt(call, file)
-    assert code == 0 and "in place of" not in err
+    assert code == 0 and "replacing" not in err
     link.symlink_to(file)
     before = file.stat().st_ino
     code, _, err = cache_prompt(call, link)
-    assert code == 0 and f"saved in {link}, in place of the one that was there" in err
+    assert code == 0 and f"saved in {link}, replacing the earlier file" in err
     assert link.is_symlink() and file.stat().st_ino != before
 
 

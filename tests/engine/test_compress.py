@@ -37,7 +37,7 @@ def test_kept_entries_and_their_share_equal_the_float64_reference(tiny_model, to
     "queries, message",
     [
         (None, "queries are missing"),
-        ([(1, 4, 16, 8)], "one entry for each of 2 layers, got 1"),
+        ([(1, 4, 16, 8)], "one item for each of 2 layers, got 1"),
         ([(1, 3, 16, 8)] * 2, "a multiple of 2 heads"),
         ([(1, 4, 16, 9)] * 2, "head_dim=8"),
         ([(2, 4, 16, 8)] * 2, "B=1"),
@@ -58,7 +58,7 @@ def test_caches_that_no_model_filled_so_are_refused(tokens):
     model = make_llama()
     caches, queries = filled_cache(model, tokens, 16)
     caches[1].trim(10)
-    with pytest.raises(SnapKVError, match="all layers must hold the same tokens"):
+    with pytest.raises(SnapKVError, match="all layers must hold equally many tokens"):
         compress_prompt_cache(model, caches, POLICY, queries=queries)
     with pytest.raises(SnapKVError, match="'llama' has no full-attention layer"):
         compress_prompt_cache(model, [RotatingKVCache(8), RotatingKVCache(8)], POLICY)

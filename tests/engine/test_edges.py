@@ -55,7 +55,7 @@ def test_a_prompt_of_a_few_tokens(tiny_model, tokens, policy):
         for each in (report, *reports):
             assert_told(each)
             if each.reason is not None and "a share" in each.reason:
-                assert "is no entry of this prompt" in each.reason
+                assert "is less than one entry of this prompt" in each.reason
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_embeddings_on_entries_that_are_evicted_by_choice_are_refused_at_the_cal
     model = make_llama()
     cache, _ = prefill(model, tokens, "keydiff:budget=20,block=8")
     embeddings = model.model.embed_tokens(tokens[:9])
-    with pytest.raises(SnapKVError, match="input_embeddings can't go on from a prompt cache"):
+    with pytest.raises(SnapKVError, match="input_embeddings can't continue from a prompt cache"):
         generate_step(tokens[:9], model, input_embeddings=embeddings, prompt_cache=cache)
 
 
@@ -118,7 +118,7 @@ def test_an_answer_that_ends_before_the_cut_of_what_was_read_in_blocks_is_no_ful
     options = {"max_tokens": 4, "policy": policy, "on_report": reports.append}
     assert len(list(generate_step(tokens, tiny_model, **options))) == 4
     (report,) = reports
-    assert "reading in blocks had left" in report.reason
+    assert "the entries that prefill had kept" in report.reason
 
 
 @pytest.mark.parametrize("n_read", [0, 1, 9])

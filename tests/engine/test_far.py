@@ -123,7 +123,7 @@ def test_streaming_llm_has_the_papers_positions(short):
     "sentence, options",
     [
         ("a policy that evicts while a prompt is read", {"policy": "snapkv:top_k=60"}),
-        ("there is none", {}),
+        ("no policy was given", {}),
         ("far must be keep or pull, got 'yes'", {"far": "yes"}),
         ("combined with verify=all", {"policy": THEN, "memory": "recall", "verify": "all"}),
     ],
@@ -137,8 +137,8 @@ def test_refused_by_name(short, sentence, options):
     "name, sentence",
     [
         ("gpt2", "'gpt2' has no max_position_embeddings"),
-        ("nemotron_h", "those of model type 'nemotron_h' have no RoPE"),
-        ("hunyuan_v1_dense", "those of model type 'hunyuan_v1_dense' can't be turned twice"),
+        ("nemotron_h", "the keys of model type 'nemotron_h' have no RoPE"),
+        ("hunyuan_v1_dense", "the keys of model type 'hunyuan_v1_dense' can't be rotated twice"),
     ],
 )
 def test_models_that_cant_are_refused_by_name(name, sentence):
@@ -206,7 +206,7 @@ def test_where_a_linear_factor_leaves_the_length_open_positions_stay_up_to_the_l
         assert "more than the 100 of max_position_embeddings" in said and "read 300" in said
         assert each.compaction(model, 300) is None and each.warning(model, 300)
     assert config.compaction(model, 301).length == 300 and config.warning(model, 301) is None
-    assert "more than the 300 that this model was trained to read" in full.warning(model, 301)
+    assert "more than the model's trained length of 300" in full.warning(model, 301)
     assert CompressionConfig(policy, far="pull").compaction(model, 101).length == 300
 
 

@@ -103,7 +103,7 @@ def test_an_index_that_a_book_lacks_is_made_again_and_reported(wide, tokens, mon
             for layer in attention_layers(wide, cache):
                 layer.cache_in(cache).index = None
     assert [r.book.index_made_again for r in reports] == [False, True, False]
-    assert "their index was missing and made again" in str(reports[1])
+    assert "their index was missing and was rebuilt" in str(reports[1])
 
 
 def test_a_book_s_last_tokens_choose_together_and_the_last_one_alone(tokens, monkeypatch):

@@ -24,12 +24,15 @@ from mlx_snapkv.policies import resolve_policy
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,lookahead=0"
 RECALLING = ["recall", "recall:8bit", "recall:file"]
 WRONG = [
-    ({"verify": "all"}, "must be in memory, not memory=drop"),
+    ({"verify": "all"}, "with memory=drop they are not there"),
     ({"verify": "some", "memory": "recall"}, "verify must be all, got 'some'"),
     ({"refresh": "never", "memory": "recall"}, "refresh must be token or turn, got 'never'"),
     ({"memory": "remember"}, "memory must be drop, recall"),
-    ({"verify": "all", "memory": "recall:file"}, "must be in memory, not memory=recall:file"),
-    ({"policy": "h2o:budget=64", "memory": "recall"}, "h2o:budget=64 counts the attention of all"),
+    ({"verify": "all", "memory": "recall:file"}, "with memory=recall:file they are not there"),
+    (
+        {"policy": "h2o:budget=64", "memory": "recall"},
+        "h2o:budget=64 sums the attention of all queries",
+    ),
 ]
 
 

@@ -80,9 +80,9 @@ def test_a_few_lengths_tell_rows_apart_and_many_are_sizes_of_texts(tmp_path):
         ("d.jsonl", {"context": None}, "context: Field required; every row needs context, quest"),
         ("d.jsonl", {"answer": [1]}, "answer.0: Input should be a valid string"),
         ("d.jsonl", b"", "d.jsonl has no rows"),
-        ("d.jsonl", b"\xff\n", "line 1 is no JSON object in UTF-8"),
-        ("d.jsonl", b"[" * 100_000, "line 1 is no JSON"),
-        ("d.parquet", b"no table", "d.parquet is damaged: it is no parquet file"),
+        ("d.jsonl", b"\xff\n", "line 1 is not a JSON object in UTF-8"),
+        ("d.jsonl", b"[" * 100_000, "line 1 is not a JSON"),
+        ("d.parquet", b"no table", "d.parquet is damaged or not a parquet file"),
         ("d.txt", b"a", "no such file, and no folder with .parquet or .jsonl files"),
     ],
 )
@@ -99,11 +99,11 @@ def test_what_will_not_do_is_named(tmp_path, name, content, words):
 
 def test_what_is_not_there(tmp_path, monkeypatch):
     data = write(tmp_path / "d.jsonl", [ROW])
-    with pytest.raises(SnapKVError, match="--task must be of niah_single_1, got 'vt'"):
+    with pytest.raises(SnapKVError, match="--task must be one of niah_single_1, got 'vt'"):
         read_columns(data, ["vt"])
     (tmp_path / "d.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(SnapKVError, match=r"parquet needs pyarrow, .*: pip install 'mlx-snapkv"):
+    with pytest.raises(SnapKVError, match=r"parquet needs pyarrow: run pip install 'mlx-snapkv"):
         read_columns(str(tmp_path))
 
 
@@ -128,7 +128,7 @@ def test_documents_beyond_the_models_length_are_refused(demo_llama, tmp_path):
     model, tokenizer = demo_llama
     rows = [ROW, ROW | {"context": ROW["context"] * 2000}]
     documents, copy = read_columns(write(tmp_path / "d.jsonl", rows))
-    with pytest.raises(SnapKVError, match=r"has a prompt of \d+ tokens .* was trained to \d+"):
+    with pytest.raises(SnapKVError, match=r"has a prompt of \d+ tokens .* trained length is \d+"):
         require_room(model, columns(tokenizer, documents, copy), documents)
     require_room(model, columns(tokenizer, documents[:1], copy), documents[:1])
 

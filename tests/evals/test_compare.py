@@ -60,7 +60,7 @@ def test_kl_is_that_of_fidelity(demo_llama, compared):
 
 
 @pytest.mark.parametrize(
-    "n_before, where", [(0, "all entries"), (1, "what reading in blocks left")]
+    "n_before, where", [(0, "all entries"), (1, "the entries that block prefill kept")]
 )
 def test_an_answer_that_ends_before_the_compression_has_no_kl(demo_llama, ask, n_before, where):
     model, tokenizer = demo_llama

@@ -144,8 +144,8 @@ def test_an_answer_that_ends_before_the_compression_is_not_judged(demo_llama, pi
     assert (ahead["judged"], ahead["unjudged"]) == (0, 2)
     assert (ahead["kl"], ahead["same"], ahead["kl_against_first"]) == (None, None, None)
     (table,) = tables([full, none, ahead])
-    assert table.rows[2][1:5] == ["not judged", "", "", "0"]
-    told = f"2 of 2 answers ended before {methods[2].name} had compressed their prompt: not judged."
+    assert table.rows[2][1:5] == ["not scored", "", "", "0"]
+    told = f"2 of 2 answers are not scored: they ended before {methods[2].name} had compressed their prompt."
     assert told in table.remark
 
 
@@ -174,7 +174,7 @@ def test_the_summary_is_paired_by_piece_and_has_a_table_a_setting(records):
     assert found["kl"]["low"] <= found["kl"]["mean"] <= found["kl"]["high"]
     assert summary[0]["loss"] + found["loss_against_full"]["mean"] == pytest.approx(found["loss"])
     text, known, later = tables(summary)
-    assert text.columns[4] == "loss" and known.columns[4] == "tokens judged"
+    assert text.columns[4] == "loss" and known.columns[4] == "tokens scored"
     assert [row[0] for row in later.rows] == NAMES and later.rows[0][1] == "0"
     alone, *_ = tables(summarise([r for r in records if r["document"] == "b"]))
     assert " to " in text.rows[1][1] and "to" not in alone.rows[1][1]  # one text has no interval

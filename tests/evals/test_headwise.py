@@ -150,7 +150,7 @@ def test_what_shows_everything_answers_as_the_full_cache_does(demo_llama, ask):
     found = answered(*demo_llama, prompt, FastGen(recovery=1, frequent=0, local=1))
     assert found == decoded(*demo_llama, prompt, 12)
     assert answered(*demo_llama, prompt, FastGen(recovery=0)) != found  # special tokens alone
-    with pytest.raises(SnapKVError, match="would hide nothing of 19 tokens"):
+    with pytest.raises(SnapKVError, match="would hide none of 19 tokens"):
         answered(*demo_llama, [5] * 19, AdaKV(policy=resolve_policy(policy=FEW)))
 
 

@@ -182,7 +182,7 @@ def test_a_failing_prompt_ends_the_run_and_mlx_lm_is_as_it_was(lm_of, monkeypatc
     (
         ("nothing_such", "--tasks nothing_such: lm-evaluation-harness has no such task"),
         ("gone", "--tasks gone can't be loaded: FileNotFoundError"),
-        ("rolling", "--tasks rolling judges whole texts"),
+        ("rolling", "--tasks rolling is not supported: it scores whole texts"),
     ),
 )
 def test_tasks_that_cant_be_are_named(folder, name, message):

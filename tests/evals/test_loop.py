@@ -46,9 +46,12 @@ FIRST = json.dumps(SETTING) + "\n"
 @pytest.mark.parametrize(
     "content, words",
     [
-        *((x, "of another run, with task None and not .needle.") for x in ("a poem", "[]\n", "\n")),
-        (FIRST.replace("0", "1"), "of another run, with seed 1 and not 0"),
-        (FIRST.replace("}", ', "model": "m"}'), "with model 'm' and not None"),
+        *(
+            (x, "belongs to another run, with task None instead of .needle.")
+            for x in ("a poem", "[]\n", "\n")
+        ),
+        (FIRST.replace("0", "1"), "belongs to another run, with seed 1 instead of 0"),
+        (FIRST.replace("}", ', "model": "m"}'), "with model 'm' instead of None"),
         *((f"{FIRST}{x}\n{{}}\n", "line 2 is damaged") for x in ("{}", "oops", '{"method": []}')),
     ],
 )

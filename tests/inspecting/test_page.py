@@ -110,7 +110,7 @@ def test_an_answers_token_shows_where_it_looked(page, found, asked):
     positions = found[0].attended.positions[len(buttons) - 1, -1]
     first = [page.run("return panes[0].groupOf(arguments[0])", int(p)) for p in positions[:3]]
     assert set(first) <= set(marked)
-    assert "To say" in page.all(".told")[0].text and "looked at" in page.all(".told")[0].text
+    assert "To predict" in page.all(".told")[0].text and "attended to" in page.all(".told")[0].text
     page.press("\ue00c")  # Escape
     assert page.run("return panes[0].marked") == []
     # a sentence is found in the text

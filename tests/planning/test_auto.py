@@ -27,7 +27,7 @@ from mlx_snapkv.planning.auto import (
     SETTINGS,
     SMALL,
     SNAPKV,
-    Asked,
+    AutoRequest,
     recommended,
     resolve,
     worth_comparing,
@@ -47,7 +47,7 @@ def planner(demo_llama):
 
 def cost(planner, n, setting):
     """The most bytes in use, and those of entries."""
-    plan, kv = planner.planned(n, Asked(n).config(setting, False))
+    plan, kv = planner.planned(n, AutoRequest(n).config(setting, False))
     return plan.peak, kv
 
 
@@ -58,8 +58,8 @@ def cost(planner, n, setting):
         (FEW, QUESTION, None, SNAPKV, "the question chooses"),
         (FEW, BATCH, None, SNAPKV, "decoded together"),
         (FEW, CONVERSATION, None, RECALLED, "every token"),
-        (FEW, CONVERSATION, "memory", BOOK, "and {} may be used"),
-        (FEW, QUESTION, "KV memory", SMALL, "and {} may be used"),
+        (FEW, CONVERSATION, "memory", BOOK, "and {} is available"),
+        (FEW, QUESTION, "KV memory", SMALL, "and {} is available"),
         (9000, QUESTION, "KV memory", SETTINGS[QUESTION][2], "the full cache would take"),
     ],
 )
@@ -69,22 +69,22 @@ def test_what_is_taken(planner, n, task, lacks, setting, why):
     peak, kv = cost(planner, n, first)
     usable = peak - 1 if lacks == "memory" else GB
     most = kv - 1 if lacks == "KV memory" else None
-    taken = recommended(planner, Asked(n, task, kv_memory=most), usable)
+    taken = recommended(planner, AutoRequest(n, task, kv_memory=most), usable)
     limit = module.format_bytes(most or usable)
     assert taken.setting == setting and taken.fits and why.format(limit) in str(taken)
 
 
 def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
-    taken = recommended(planner, Asked(FEW), 10**6)
+    taken = recommended(planner, AutoRequest(FEW), 10**6)
     assert not taken.fits and taken.setting == SETTINGS[QUESTION][-1]
     monkeypatch.setattr(planner, "can_compress", False)
-    assert recommended(planner, Asked(FEW), GB).setting == FULL
+    assert recommended(planner, AutoRequest(FEW), GB).setting == FULL
 
 
 def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
     for task in SETTINGS:
         for setting in SETTINGS[task]:
-            Asked(None, task).config(setting, False).require(demo_llama[0])
+            AutoRequest(None, task).config(setting, False).require(demo_llama[0])
     config, _, taken = resolve(demo_llama[0], None, CONVERSATION, {}, policy=AUTO)
     assert config.policy == SnapKV(top_k=4096, min_ctx=FEW) and taken.setting == RECALLED
 
@@ -157,7 +157,7 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
         lambda: resolve_policy(**asked),
     ]
     for way in ways:
-        with pytest.raises(SnapKVError, match="policy auto is for what answers"):
+        with pytest.raises(SnapKVError, match="policy auto works only in generate"):
             way()
 
 
@@ -190,7 +190,7 @@ def test_a_question_beyond_the_trained_length(demo_llama, options, setting):
         "far": options.get("far"),
     }
     if setting == BOOK and options == {}:
-        assert "what it evicts stays in files for the answer to choose from" in taken.why
+        assert "the evicted entries stay in files for the answer to choose from" in taken.why
 
 
 def test_a_conversation_that_pulls_takes_what_can(demo_llama):
@@ -201,7 +201,7 @@ def test_a_conversation_that_pulls_takes_what_can(demo_llama):
 def test_what_no_setting_can_be_combined_with(demo_llama):
     for options, words in (
         ({"verify": "all", "memory": "recall:file"}, "give memory=recall"),
-        ({"verify": "all", "far": "pull"}, "leave verify out"),
+        ({"verify": "all", "far": "pull"}, "drop one of them"),
         ({"refresh": "never"}, "refresh must be token or turn"),
     ):
         with pytest.raises(SnapKVError, match=words):

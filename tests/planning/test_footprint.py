@@ -61,5 +61,5 @@ def test_other_turns_are_no_books(demo_llama, policy, memory, n):
 def test_warnings(demo_llama):
     """A library is more than any disk has room for."""
     (short,) = book_cost(demo_llama[0], POLICY, "recall:file:4bit", 10**15).warnings
-    assert "has not enough room: " in short and "--store-dir" in short
+    assert "does not have enough room: " in short and "--store-dir" in short
     assert not book_cost(demo_llama[0], POLICY, "recall", 999).warnings

@@ -17,7 +17,7 @@ from mlx_snapkv import KeyDiff, KVzip, SnapKV, SnapKVError, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.planning import long_prompts, shapes
-from mlx_snapkv.planning.auto import BOOK, QUESTION, SETTINGS, Asked, recommended
+from mlx_snapkv.planning.auto import BOOK, QUESTION, SETTINGS, AutoRequest, recommended
 from mlx_snapkv.planning.long_prompts import LongPrompts
 from mlx_snapkv.planning.machine import Machine, mac, this_machine
 from mlx_snapkv.planning.plan import Planner
@@ -134,9 +134,9 @@ def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(
     full, snapkv, keydiff = (planner.plan(n, policy) for policy in (None, *CANDIDATES[:2]))
     assert "more than the 16384" in full.beyond and "16384" in snapkv.beyond
     assert keydiff.beyond is None
-    taken = recommended(planner, Asked(n), snapkv.peak)
+    taken = recommended(planner, AutoRequest(n), snapkv.peak)
     assert taken.setting == BOOK and taken.plan.beyond is None
-    assert "evicts while it reads" in taken.why and "stays in files" in taken.why
+    assert "evicts while it reads" in taken.why and "stay in files" in taken.why
 
 
 def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypa
     policy = shlex.split(said.partition("--policy ")[2])[0]
     assert plan_memory(model, n, policy).peak < 10**9
     assert warnings(4096, 10**9) == []
-    assert "no policy known here" in warnings(n, 10**6)[0]
+    assert "no policy makes them fit" in warnings(n, 10**6)[0]
     assert warnings(n, 10**6, max_kv_size=64) == []
 
 
@@ -175,7 +175,8 @@ def test_machines():
     [
         (1000, {}, None),
         (4096, {}, "all 4,096 entries will be kept (12.6 MB); --policy auto"),
-        (4096, {"policy": SnapKV(budget=512)}, "512 of 4,096 entries will be kept from the answer's token 3 on: KV memory 12.6 MB → 1.57 MB"),
+        (4096, {"policy": SnapKV(budget=512)}, "512 of 4,096 entries will be kept from the answer's token 3 on"),
+        (4096, {"policy": SnapKV(budget=512)}, "KV memory 12.6 MB → 1.57 MB"),
         (4096, {"policy": SnapKV(budget=512), "kv_bits": 8}, "KV memory 12.6 MB → 442 kB"),
         (4096, {"policy": KeyDiff(budget=512)}, "KV memory 12.6 MB → 3.15 MB, room for a block of 512"),
         (4096, {"policy": SnapKV(budget="pyramid:512")}, "132 to 892, by layer, of 4,096 entries"),

@@ -130,7 +130,7 @@ def test_what_is_missing_is_one_sentence(ask, message):
 
 
 def test_a_name_is_given_once():
-    with pytest.raises(SnapKVError, match="can't be called 'tova': TOVA is"):
+    with pytest.raises(SnapKVError, match="can't be named 'tova': TOVA has"):
         type("Other", (Policy,), {"name": "tova"})
 
 

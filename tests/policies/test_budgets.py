@@ -28,7 +28,7 @@ def test_pyramid_by_hand():
 def test_a_bad_budget_is_one_sentence(budget):
     with pytest.raises(SnapKVError, match="keydiff option budget must be a whole number of entr"):
         KeyDiff(budget=budget)
-    with pytest.raises(SnapKVError, match="budget=25% is no entry of this prompt"):
+    with pytest.raises(SnapKVError, match="budget=25% is less than one entry of this prompt"):
         KeyDiff(budget="25%").quotas(3, 4)
 
 

@@ -34,7 +34,7 @@ def test_a_request_is_served(name, way, tokens):
     policy, reports = resolve_policy(policy=text), []
     options = options | {"policy": policy, "on_report": reports.append}
     if "memory" in options and any(stage.accumulates_attention for stage in policy.stages):
-        with pytest.raises(SnapKVError, match="counts the attention of all"):
+        with pytest.raises(SnapKVError, match="sums the attention of all queries"):
             steps(model, tokens, **options)
         return
     items = steps(model, tokens, n=20, prompt_cache=make_prompt_cache(model), **options)

@@ -150,5 +150,7 @@ def test_another_format_is_refused(path, tokens, monkeypatch):
     model = make_llama()
     saved_file(path, model, tokens)
     monkeypatch.setattr(files, "FORMAT", 5)
-    with pytest.raises(SnapKVError, match="has format 4, this version reads 5: save the prompt"):
+    with pytest.raises(
+        SnapKVError, match="has format 4, but this version reads format 5: save the prompt"
+    ):
         saved.load(path, model)

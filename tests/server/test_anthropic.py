@@ -161,7 +161,7 @@ def test_refusals_are_the_clients_own_exceptions(client):
         with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
             ask(client, HELLO)
         client.api_key = "secret"
-        with pytest.raises(anthropic.BadRequestError, match="top_k must be below"):
+        with pytest.raises(anthropic.BadRequestError, match="top_k must be less than"):
             ask(client, HELLO, extra_body={"top_k": 10**6})
         locked.engine.stop()
         with pytest.raises(anthropic.InternalServerError, match="overloaded_error"):

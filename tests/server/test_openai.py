@@ -137,4 +137,4 @@ def test_what_is_too_long_for_the_model_is_told_in_the_log_and_answered(caplog):
             body = {"prompt": [5 + i % 60 for i in range(n)], "max_tokens": 1}
             assert served.post("/v1/completions", body).status_code == 200
     (told,) = caplog.messages
-    assert told.startswith("700 tokens are more than the 600 that this model was trained to")
+    assert told.startswith("700 tokens are more than the model's trained length of 600")

@@ -217,7 +217,7 @@ def test_reasoning_is_folded_and_why_nothing_was_compressed_is_told(page, demo_l
     assert not page(".thought div").is_displayed()
     page(".thought summary").click()
     assert page(".thought div").text == "<i>Let me see.</i>"
-    assert "as many tokens as it may have" in page(".state").text
+    assert "reached its token limit" in page(".state").text
 
 
 @NO_BROWSER

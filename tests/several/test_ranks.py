@@ -48,7 +48,7 @@ def test_two_keep_and_answer_what_one_does(found, name):
     [
         ("raise", "rank 1: MemoryError: no room for the entries", "no room for the entries"),
         ("kill", "rank 1: ended unexpectedly", ""),
-        ("options", "rank 1 has another options than rank 0", "rank 1 has another options"),
+        ("options", "options must be the same on all ranks", "options must be the same"),
         ("save", "prompt caches can't be saved on several Macs", "start it without mlx.launch"),
     ],
 )
