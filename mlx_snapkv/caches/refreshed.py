@@ -150,9 +150,8 @@ class RefreshedKVCache(Choosing, LayerCache):
 
         None where a token reads everything, or its attention function can't be told how to weigh.
         """
-        family, n = self.layer.family, len(self._everything)
-        told = family.asks_to_hide and not (family.tiled or self.layer.borrowers or self.layer.cap)
-        if not told or self._n_read() in (0, self._stop - self._first):
+        n = len(self._everything)
+        if not self.can_weigh(self.layer) or self._n_read() in (0, self._stop - self._first):
             return None
         keys, values = self._everything.read_keys(0, n), self._everything.read_values(0, n)
         pages = mx.stack([page_means(keys), page_means(values)])
@@ -166,6 +165,12 @@ class RefreshedKVCache(Choosing, LayerCache):
             mx.eval(errors)
         log_mass, temperature = best_factors(errors)
         return Rest(pages[0], pages[1], log_mass, temperature)
+
+    @staticmethod
+    def can_weigh(layer: Any) -> bool:
+        """Whether a layer's attention function takes a bias for each of its query heads."""
+        family = layer.family
+        return family.asks_to_hide and not (family.tiled or layer.borrowers or layer.cap)
 
     def _would_read(self, one: Queries, n_window: int) -> mx.array:
         """Which entries a token of the prompt would read, bool `(B, n_kv_heads, 1, n)`, as one of the answer does."""

@@ -77,6 +77,7 @@ class RetainingReader(Request):
             cache = self.refreshed(layer, quota)
             layer.put(self.caches, cache)
             self.report.entries_kept[layer.index] = cache.n_entries - cache.n_means
+            self.report.means = max(self.report.means, cache.n_means)
         self.report.refreshed = max(filter(None, self.report.entries_kept))
         if self.config.verify is not None:
             self.report.verified = Verified()
