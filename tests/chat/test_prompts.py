@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
+from real_models import LARGER, real_folder
 from real_models import MODELS as REAL
-from real_models import real_folder
 from tokenizers import AddedToken, Tokenizer
 
 from mlx_snapkv import Conversation, SnapKVError
@@ -28,7 +28,7 @@ AWKWARD = {
 }
 
 
-@pytest.fixture(scope="module", params=["demo", *REAL])
+@pytest.fixture(scope="module", params=["demo", *REAL, LARGER])
 def tokenizer(request):
     name = request.param
     tokenizer = load(MODELS[name] if name in MODELS else real_folder(name))

@@ -106,13 +106,13 @@ def test_bad_lines_become_error_lines_and_the_rest_is_answered(call, tmp_path):
     before = output.read_bytes()
     code, _, err = call(*args, "--allow-errors")
     assert code == 0 and output.read_bytes() == before
-    assert f"({len(lines) - 1} of them before)" in err
+    assert f"({len(lines) - 1} of them from earlier runs)" in err
 
 
 def test_progress_on_a_terminal(terminal, tmp_path):
     file = write(tmp_path / "r.jsonl", [chat(f"{n}", n) for n in range(5)])
     said = terminal("batch", str(file), "-o", f"{file}.a", *DEMO, COLUMNS="120").leave("")
-    assert "answering" in said and "5/5" in said and "tokens/s read" in said
+    assert "answering" in said and "5/5" in said and "prompts " in said
 
 
 def test_kv_memory_has_a_limit_and_a_policy_that_gains_nothing_is_told_at_the_end(batch):

@@ -15,7 +15,7 @@ def test_stdin_goes_on_by_custom_id(batch, tmp_path):
     assert len(batch(None, stdin=b"\xef\xbb\xbf" + data[0].rstrip())[1]) == 3
     first = (tmp_path / "a.jsonl").read_bytes()
     code, found, err = batch(None, stdin=data[1].replace(b"\n", b"\r\n"))
-    assert code == 0 and len(found) == 6 and "(3 of them before)" in err
+    assert code == 0 and len(found) == 6 and "(3 of them from earlier runs)" in err
     assert (tmp_path / "a.jsonl").read_bytes().startswith(first)
 
 
@@ -50,7 +50,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
             half.write(b'{"id": "batch_req_12", "custom_id": "3' + b"\0" * (n == 14))
         process = started(file, output, "--concurrency", "6")
     _, err = process.communicate()
-    assert process.returncode == 0 and "of them before)" in err
+    assert process.returncode == 0 and "of them from earlier runs)" in err
     assert output.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     found, expected = read(output), read(unbroken)
     assert {k: said(r) for k, r in found.items()} == {k: said(r) for k, r in expected.items()}

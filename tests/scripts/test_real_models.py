@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.tokenizer_utils import load
-from real_models import MODELS, essay, real_folder, real_model
+from real_models import LARGER, MODELS, essay, real_folder, real_model
 
 TEXT = "In 2024, 1,234 people\n\n\n  paid $5.99 — naïve 日本語 🎉\tx  y   z\n<b>"
 
@@ -17,7 +17,7 @@ def test_the_perplexity_of_an_essay(name, most):
     assert mx.exp(losses.mean()).item() < most
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, LARGER])
 def test_tokens_are_the_text_again(name):
     tokenizer = load(real_folder(name))
     text = TEXT + tokenizer.eos_token
