@@ -91,7 +91,7 @@ class LosslessCache(LayerCache):
     """A layer's cache that can give back every entry it was ever fed, wherever they are."""
 
     store: Store  # where they are kept between turns
-    # Of the keys of the first entries, as many as there were when it was last asked, if there is one.
+    # Of the keys of the first entries, as many as there were when it last grew, if there is one.
     index: KeyIndex | None = None
 
     @abstractmethod

@@ -149,7 +149,7 @@ def require_rewindable(model, prompt_cache: list | None) -> None:
     if evicts(caches):
         raise SnapKVError(
             "a draft model can't continue from a prompt cache that evicts during decoding: drop draft_model, or "
-            "compress the prompt with snapkv and on_full=slide"
+            "compress the prompt with snapkv"
         )
 
 

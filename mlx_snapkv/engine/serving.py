@@ -112,7 +112,7 @@ def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterato
     if options.get("input_embeddings") is not None and evicts(cache):
         raise SnapKVError(
             "input_embeddings can't continue from a prompt cache that evicts entries: give token ids, or compress "
-            "the prompt with snapkv and on_full=slide"
+            "the prompt with snapkv"
         )
     model: contextlib.AbstractContextManager = contextlib.nullcontext(request.model)
     if options.get("draft_model") is not None and is_compressed(cache):
@@ -132,13 +132,13 @@ def _compressed(
 
     `keep`: the caller will see the cache, also if the answer ends, or nobody reads on, before it is compressed.
     """
-    on_full = _Timed(items)
+    before = _Timed(items)
     try:
         with request.recording():
-            for item in itertools.islice(on_full, request.n_ahead - 1):
+            for item in itertools.islice(before, request.n_ahead - 1):
                 request.prompt_is_read()
                 yield item
-            item = next(on_full, None)
+            item = next(before, None)
     except GeneratorExit:
         if keep:
             on_report(request.compress())
@@ -150,7 +150,7 @@ def _compressed(
     started = time.perf_counter()
     report = request.compress()
     seconds = time.perf_counter() - started
-    report.full_token_seconds = on_full.mean
+    report.full_token_seconds = before.mean
     on_report(report)
     if item is None:
         return

@@ -49,7 +49,7 @@ def test_tab_completes_commands_and_file_names(terminal, document):
     chat = terminal(*CHAT, cwd=document[0].parent)
     chat.drive(
         ("", PROMPT),
-        ("/he\t\r", "leave (also Ctrl-D)"),
+        ("/he\t\r", "leave the chat (also Ctrl-D)"),
         ("/policy keyd\t\r", "policy keydiff"),
         ("/verify all\r", "give --memory recall"),
         ("/file no\t\r", "notes of today.txt: "),
@@ -74,7 +74,7 @@ def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, do
         *(("/reset\r", question), ("\x03", kept)),
         *(("/load x.safetensors\r", question), ("\r", kept)),
         *(("/policy none\r", question), ("\r", kept)),
-        (f"/export {mine}\r", "lready: replace it? [y/N]"),
+        (f"/export {mine}\r", "exists: replace it? [y/N]"),
         ("n\r", "nothing was written"),
         (f"/save {talk}\r", "saved in"),
         ("/reset\r", "started a new conversation"),

@@ -39,7 +39,7 @@ def test_what_is_kept_is_drawn(ask, fact, tmp_path):
         lines = [line for line in text.splitlines() if line.startswith("layer ")]
         assert [line[:7] for line in lines] == ["layer 0", "layer 1", "layer 2"]
         assert all("▒" in line or "█" in line for line in lines)
-    assert "% " in ours and "fixed" not in ours and "nothing was chosen" in other
+    assert "% " in ours and "fixed" not in ours and "no entry was chosen" in other
     assert path.read_text(encoding="utf-8").count("streaming_llm:budget=6%") == 1 and is_ours(path)
 
 

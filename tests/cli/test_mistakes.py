@@ -43,11 +43,11 @@ generate --prompt x --model demo --pipeline              | start the command wit
 generate --prompt x --model demo --chat-template-config '{"tokenize": 1}' | --chat-template-config can't set 'tokenize'
 generate --prompt x --model demo --extra-eos-token nope  | --extra-eos-token 'nope': the tokenizer has no such token
 generate --prompt x --model a/b/c                        | no such folder, and not a valid Hugging Face repository name
-generate --prompt x --model {}                           | no config.json there
-generate --prompt x --model demo-qwen3-next --draft-model demo | the main model's (qwen3_next) can't
+generate --prompt x --model {}                           | not a model folder, since it has no config.json
+generate --prompt x --model demo-qwen3-next --draft-model demo | the main model (qwen3_next) has layers
 chat --model demo --verify all --memory recall           | --verify all needs a policy
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
-cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | and no policy was given
+cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | but no policy was given
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy keydiff --kv-bits 8 | recall:file:8bit
 inspect --prompt x --model demo --policy tova --policy random --policy keydiff | must be given once, or twice to compare
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
@@ -57,9 +57,9 @@ batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | in a batch --kv-bits 
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
 plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
 eval needle --policy snapkv:top_k=8000                   | would compress none of the prompts: the prompt's 4096 entries
-eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, with
+eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, sep
 eval needle --haystack /dev/null                         | --haystack /dev/null: there is no text
-eval needle --output {}/                                 | names a folder
+eval needle --output {}/                                 | is a folder
 eval data --data {}/text --model none                    | text: line 1 is not a JSON object
 eval suite --by-mask keydiff:budget=64                   | --by-mask must be
 eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress none of the prompts
@@ -101,9 +101,9 @@ MODELS = [
     ("config.json", "{}", "does not describe such a model: KeyError: .model_type"),
     ("config.json", {"model_type": "no_such_type"}, "no_such_type not supported"),
     ("config.json", {"hidden_size": 64}, "weights don't fit its config.json: ValueError: .*shape"),
-    ("model.safetensors", None, "the folder has no weights (model.safe"),
+    ("model.safetensors", None, "the folder has no weights"),
     ("model.safetensors", 1000, "model.safetensors is damaged or incomplete"),
-    ("tokenizer.json", None, "the folder has no tokenizer, such as tokenizer.json"),
+    ("tokenizer.json", None, "the folder has no tokenizer"),
     ("tokenizer.json", "hello", "its tokenizer can't be read"),
     ("tokenizer_config.json", {"chat_template": "{{ raise_exception('No system') }}"}, "failed: TemplateError: No sys"),
     ("tokenizer_config.json", {"chat_template": "{# nothing #}"}, "the chat template made an empty prompt"),

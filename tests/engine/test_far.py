@@ -94,7 +94,7 @@ def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory, fe
     conversation, right = asked(*short, 3000, policy=THEN, memory=memory)
     assert all(right)
     assert conversation.report.pulled_to == LENGTH and conversation.report.refreshed == 96
-    assert f"beyond the {LENGTH} tokens" in str(conversation.report)
+    assert f"to the trained length of {LENGTH} tokens" in str(conversation.report)
     held_with_true_rotations(conversation)
     for layer in attention_layers(short[0], conversation.prompt_cache):
         held = layer.cache_in(conversation.prompt_cache).held()
@@ -203,7 +203,7 @@ def test_where_a_linear_factor_leaves_the_length_open_positions_stay_up_to_the_l
     assert config.warning(model, 100) is None is full.warning(model, 100)
     for each in (config, full):
         said = each.warning(model, 101)
-        assert "more than the 100 of max_position_embeddings" in said and "read 300" in said
+        assert "more than the 100 of max_position_embeddings" in said and "length is 300" in said
         assert each.compaction(model, 300) is None and each.warning(model, 300)
     assert config.compaction(model, 301).length == 300 and config.warning(model, 301) is None
     assert "more than the model's trained length of 300" in full.warning(model, 301)

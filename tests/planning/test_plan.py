@@ -132,7 +132,7 @@ def test_prompts_that_stay_as_they_are(demo_llama):
 def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(demo_llama):
     planner, n = Planner(demo_llama[0]), 16_385
     full, snapkv, keydiff = (planner.plan(n, policy) for policy in (None, *CANDIDATES[:2]))
-    assert "more than the 16384" in full.beyond and "16384" in snapkv.beyond
+    assert "trained length of 16384" in full.beyond and "16384" in snapkv.beyond
     assert keydiff.beyond is None
     taken = recommended(planner, AutoRequest(n), snapkv.peak)
     assert taken.setting == BOOK and taken.plan.beyond is None

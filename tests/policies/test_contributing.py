@@ -50,7 +50,7 @@ def test_a_new_file_is_a_policy_everywhere(tmp_path):
         f"{package}/__init__.py True",
         "| [`every_other`](#every_other) | random entries, as a control | "
         "[2600.00000](https://arxiv.org/abs/2600.00000) |\n",
-        "| `seed` | `0` | of the hash. |\n",
+        "| `seed` | `0` | seed of the hash. |\n",
         "\nevery_other: random entries, as a control (Nobody 2026, arXiv:2600.00000)\n",
     ):
         assert wanted in done.stdout

@@ -149,8 +149,8 @@ def test_damaged_and_foreign_files_are_refused_in_one_sentence(path, tokens):
 def test_another_format_is_refused(path, tokens, monkeypatch):
     model = make_llama()
     saved_file(path, model, tokens)
-    monkeypatch.setattr(files, "FORMAT", 5)
+    monkeypatch.setattr(files, "FORMAT", 6)
     with pytest.raises(
-        SnapKVError, match="has format 4, but this version reads format 5: save the prompt"
+        SnapKVError, match="has format 5, but this version reads format 6: save the prompt"
     ):
         saved.load(path, model)

@@ -115,7 +115,7 @@ def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
     for others, setting in ((model, "recall"), (make_llama(seed=1), "drop")):
         assert PrefixFiles(tmp_path, 1 << 30, others, {"memory": setting}).kept == []
     good.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
-    assert n_known(files, ONE) == 0 and "checksum does not fit" in caplog.records[-1].getMessage()
+    assert n_known(files, ONE) == 0 and "checksum does not match" in caplog.records[-1].getMessage()
     good.write_bytes(data)
     files = PrefixFiles(tmp_path, 1 << 30, model, {"memory": "drop"})
     written(PrefixFiles(tmp_path / "other", 1 << 30, model, {"memory": "drop"}), model, OTHER)
