@@ -13,7 +13,8 @@ from mlx_lm.models.cache import CacheList, _BaseCache
 from ..caches.contract import keys_of
 from ..caches.evicting import EvictingCache
 from ..caches.layers import members
-from ..caches.refreshed import Choosing, RefreshedKVCache
+from ..caches.refreshed import Choosing, RefreshedKVCache, biased
+from ..entries.attention import HIDDEN
 from ..entries.quantization import (
     Quantised,
     Stored,
@@ -92,6 +93,19 @@ class BatchedChoices(Batched, Choosing):
             own = mx.depends(captured.heads[i : i + 1], arrays(chosen[-1:]))
             chosen.append(member.choice(captured._replace(heads=own)))
         return _stacked(chosen)
+
+    def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> Any:
+        """The mask of the attention function's call, with every request's bias, and what pads its entries hidden."""
+        if all(member.bias is None for member in self.members):
+            return mask
+        n, shape = keys.shape[2], (1, queries.shape[1], 1, 0)
+        rows = []
+        for member in self.members:
+            bias = mx.zeros(shape) if member.bias is None else member.bias
+            own = biased(bias, member.n_entries)
+            padding = [(0, 0)] * 3 + [(0, n - member.n_entries)]
+            rows.append(mx.pad(own, padding, constant_values=HIDDEN))
+        return mx.concatenate(rows).astype(queries.dtype)
 
     @property
     def kind(self) -> tuple:

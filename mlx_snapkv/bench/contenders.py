@@ -14,6 +14,8 @@ from ..caches.layers import AttentionLayer, attention_layers, head_sizes
 from ..caches.refreshed import RefreshedKVCache
 from ..caches.stores import MemoryStore
 from ..entries.entries import Entries
+from ..entries.queries import Queries
+from ..entries.rest import FITTED
 from ..policies import Policy, Stages
 
 RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
@@ -49,7 +51,10 @@ class Contender:
         if self.refreshes:
             everything = FullView([MemoryStore(cache=full_cache(entries))], layer)
             everything.index = everything.make_index(None)
-            return RefreshedKVCache(everything, quota, layer)
+            # As after a prompt, whose last queries weigh what a token does not read.
+            heads, n = mx.random.normal((*keys.shape[:2], FITTED, keys.shape[3])), keys.shape[2]
+            observed = Queries(heads, range(n - FITTED, n), keys.shape[3] ** -0.5)
+            return RefreshedKVCache(everything, quota, layer, observed=observed)
         return decode_cache(layer, entries, context, policy, quota, uniform=True)
 
 

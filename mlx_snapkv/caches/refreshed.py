@@ -8,12 +8,23 @@ from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from ..entries.attention import attention_votes
+from ..entries.attention import HIDDEN, attention_votes
 from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes, rows
 from ..entries.queries import Captured, OnQueries, Queries
+from ..entries.rest import (
+    FITTED,
+    Example,
+    Rest,
+    best_factors,
+    distances,
+    page_counts,
+    page_means,
+    span_counts,
+)
 from ..entries.selection import n_of_groups, top_of_groups
 from ..errors import TrimError
 from ..policies.budgets import Quota
@@ -35,6 +46,7 @@ class Choosing(OnQueries, ABC):
     _zeros: Any = None  # what the attention module was given
     _chosen: Any = None  # what it is to be given
     _seen: Any = ()  # what it was given last
+    bias: mx.array | None = None  # of the first entries' logits; see `Rest.bias`
 
     @abstractmethod
     def move(self, n: int) -> None: ...  # the offset on by `n` tokens
@@ -56,6 +68,7 @@ class Choosing(OnQueries, ABC):
         if self._chosen is not None:
             self._seen, self._chosen = self._chosen, None
             return self._seen
+        self.bias = None
         self.add(keys, values)
         shape = (*keys.shape[:2], self.size())
         self._zeros = tuple(mx.zeros((*shape, x.shape[3]), x.dtype) for x in (keys, values))
@@ -108,6 +121,8 @@ class RefreshedKVCache(Choosing, LayerCache):
         layer: Any,
         # Ascending uint32 positions `(m,)` between sink and window, which every head reads.
         shared: mx.array | None = None,
+        # The prompt's last queries, as they vote over all entries; for them the rest is weighed.
+        observed: Queries | None = None,
     ):
         n = len(everything)
         self.offset = self._n_prompt = n
@@ -128,6 +143,46 @@ class RefreshedKVCache(Choosing, LayerCache):
                 places = mx.broadcast_to(places, (*shape, places.size))
                 self.append(everything.lined_up(places, n, end))
             self.offset = n
+        self._rest = None if observed is None else self._weighed_rest(observed, quota.n_window)
+
+    def _weighed_rest(self, observed: Queries, n_window: int) -> Rest | None:
+        """The means of what a token does not read, weighed for the prompt's last queries.
+
+        None where a token reads everything, or its attention function can't be told how to weigh.
+        """
+        n = len(self._everything)
+        if not self.can_weigh(self.layer) or self._n_read() in (0, self._stop - self._first):
+            return None
+        keys, values = self._everything.read_keys(0, n), self._everything.read_values(0, n)
+        pages = mx.stack([page_means(keys), page_means(values)])
+        errors, asked = mx.array(0.0), observed.latest(FITTED)
+        for i in range(len(asked.places)):
+            one = asked.between(i, i + 1)
+            example = Example(
+                one.heads * one.scale, self._would_read(one, n_window), one.places.start, one.sinks
+            )
+            errors = errors + distances(keys, values, pages, example)
+            mx.eval(errors)
+        log_mass, temperature = best_factors(errors)
+        return Rest(pages[0], pages[1], log_mass, temperature)
+
+    @staticmethod
+    def can_weigh(layer: Any) -> bool:
+        """Whether a layer's attention function takes a bias for each of its query heads."""
+        family = layer.family
+        return family.asks_to_hide and not (family.tiled or layer.borrowers or layer.cap)
+
+    def _would_read(self, one: Queries, n_window: int) -> mx.array:
+        """Which entries a token of the prompt would read, bool `(B, n_kv_heads, 1, n)`, as one of the answer does."""
+        own, every = one.places.start, mx.arange(len(self._everything))
+        stop = max(self._first, own - n_window)
+        read = (every < self._first) | ((every >= stop) & (every <= own))
+        shape = self._everything.blocks().shape[:2]
+        read = mx.broadcast_to(read, (*shape, every.size))
+        if stop > self._first:
+            places = self._likeliest(one, stop)
+            read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
+        return read[:, :, None]
 
     def __deepcopy__(self, memo: dict) -> RefreshedKVCache:
         """A copy that chooses from the same entries."""
@@ -154,15 +209,32 @@ class RefreshedKVCache(Choosing, LayerCache):
             return always
         tokens = range(self.offset - heads.shape[2], self.offset)
         asked = self._everything.asked_by(Queries(heads, tokens, scale, sinks, cap=self.layer.cap))
+        places = mx.sort(self._likeliest(asked, self._stop), axis=-1)
+        chosen = self._everything.lined_up(places, tokens.start, self._end).plain()
+        rest = self._rest
+        if rest is None:
+            return join(chosen, always)
+        all_unread = span_counts(self._first, self._stop, rest.n_pages)
+        self.bias = rest.bias(heads * scale, all_unread - page_counts(places, rest.n_pages))
+        pages = (x.astype(y.dtype) for x, y in zip((rest.keys, rest.values), always))
+        return join(tuple(pages), chosen, always)
+
+    def _likeliest(self, asked: Queries, stop: int) -> mx.array:
+        """The places between sink and `stop` that queries attend to most, unordered uint32 `(B, n_kv_heads, n)`."""
         if self._index is not None:
-            scores = self._index.relevance(asked, self._stop)
+            scores = self._index.relevance(asked, stop)
         else:
             scores = attention_votes(self._everything.blocks(), asked)
         if self._shared.size:
             scores = scores.at[..., self._shared].add(-mx.inf)
-        middle = scores[..., self._first : self._stop]
-        places = mx.sort(top_of_groups(middle, self._n_chosen), axis=-1) + self._first
-        return join(self._everything.lined_up(places, tokens.start, self._end).plain(), always)
+        middle = scores[..., self._first : stop]
+        return top_of_groups(middle, self._n_chosen) + self._first
+
+    def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> Any:
+        """The mask of the attention function's call, with the bias of the rest's pages in it."""
+        if self.bias is None:
+            return mask
+        return biased(self.bias, keys.shape[2], mask).astype(queries.dtype)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.n_entries, return_array, window_size)
@@ -176,7 +248,12 @@ class RefreshedKVCache(Choosing, LayerCache):
         return Entries(*self._always.keys_and_values())
 
     def size(self) -> int:
-        return self._n_read() + self._always.offset
+        return self.n_means + self._n_read() + self._always.offset
+
+    @property
+    def n_means(self) -> int:
+        """Of the entries that a token reads, means of what it does not read."""
+        return 0 if self._rest is None else self._rest.n_pages
 
     def _n_read(self) -> int:
         """Chosen entries that a token reads."""
@@ -205,3 +282,18 @@ class RefreshedKVCache(Choosing, LayerCache):
             raise TrimError("only an answer's tokens can be rolled back")
         self._always.trim(n)
         self.offset -= n
+
+
+def biased(bias: mx.array, n: int, mask: Any = None) -> mx.array:
+    """An additive mask `(B, n_heads, L, n)` for entries the first of which have a `bias` `(B, n_heads, L, n_pages)`.
+
+    Args:
+        mask: None, "causal", aligned with the last entry, or a bool one `(..., L, n)`.
+    """
+    B, H, L, n_pages = bias.shape
+    others = mx.zeros((B, H, L, n - n_pages))
+    if isinstance(mask, str):
+        mask = create_causal_mask(L, n - L)
+    if mask is not None:
+        others = mx.where(mask[..., n_pages:], others, HIDDEN)
+    return mx.concatenate([bias, others], axis=-1)

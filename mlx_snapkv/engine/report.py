@@ -74,6 +74,8 @@ class CompressionReport:
         selection_seconds: scoring, ranking and gathering, including all evictions during prefill.
         verified: the answer's drafts and their checks, with `verify`.
         refreshed: entries per KV head, the most of any layer, that every answer token chooses again, if it does.
+        means: the mean entries that every such token reads for the rest, the most of any layer; 0 where it sees nothing
+            of the rest.
         book: where the other entries are, if the prompt was read out of core.
         pulled_to: the trained length, if the prompt is longer and its positions were compacted.
         auto: the setting that `policy="auto"` chose, and why.
@@ -95,6 +97,7 @@ class CompressionReport:
     selection_seconds: float = 0.0
     verified: Verified | None = None
     refreshed: int | None = None
+    means: int = 0
     book: Book | None = None
     pulled_to: int | None = None
     auto: str | None = None
@@ -130,7 +133,8 @@ class CompressionReport:
     def entries_text(self) -> str:
         """The entries kept, or those that every token reads."""
         if self.refreshed is not None:
-            return f"{self.refreshed} entries read by every token"
+            rest = f" and {self.means} means of the rest" if self.means else ""
+            return f"{self.refreshed} entries{rest} read by every token"
         kept = [n for n in self.entries_kept if n is not None] or [0]
         least, most = min(kept), max(kept)
         return (

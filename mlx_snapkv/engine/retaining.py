@@ -74,8 +74,10 @@ class RetainingReader(Request):
 
     def _let_choose(self) -> None:
         for layer, quota in zip(self.layers, self.decode_quotas):
-            layer.put(self.caches, self.refreshed(layer, quota))
-            self.report.entries_kept[layer.index] = layer.entries_in(self.caches).n_entries
+            cache = self.refreshed(layer, quota)
+            layer.put(self.caches, cache)
+            self.report.entries_kept[layer.index] = cache.n_entries - cache.n_means
+            self.report.means = max(self.report.means, cache.n_means)
         self.report.refreshed = max(filter(None, self.report.entries_kept))
         if self.config.verify is not None:
             self.report.verified = Verified()
@@ -88,7 +90,9 @@ class RetainingReader(Request):
 
     def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """A cache whose tokens choose `quota` entries anew among all."""
-        return RefreshedKVCache(self.full_view(layer), quota, layer)
+        view, cache = self.full_view(layer), layer.cache_in(self.prompt_cache)
+        voters = cache.held(1).voters if cache.n_queries else None
+        return RefreshedKVCache(view, quota, layer, observed=voters)
 
     def full_caches(self) -> list:
         full = list(self.prompt_cache)

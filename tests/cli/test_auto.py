@@ -52,7 +52,7 @@ def test_a_chat_and_a_batch_take_it(call, batch, story, few):
     )
     assert (code, out.strip()) == (0, facts[0].value)
     assert f"auto: {SMALL}, --memory recall, because every token" in err
-    assert "entries read by every token" in err
+    assert "means of the rest read by every token" in err
     code, records, err = batch([line("a", COMPLETIONS, prompt=path.read_text())], *AUTO[2:])
     assert code == 0 and f"auto: {SMALL}, because small caches" in err
     assert records["a"]["response"]["body"]["mlx_snapkv"]["entries"] == 90

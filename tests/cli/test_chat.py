@@ -26,7 +26,11 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(script, document
     assert (code, out) == (0, [fact.value for fact in facts])
     assert err.count("verify: all") == 2 and err.endswith("verify: none\n")
     assert re.search(r", \d+% of the tokens were drafted", err)
-    assert "notes of today.txt: " in err and "100 entries read by every token" in err
+    assert (
+        "notes of today.txt: " in err
+        and "100 entries and" in err
+        and "means of the rest read by every token" in err
+    )
     assert "entries: 100 in layers 0 to 2\n" in err and "tokens/s" in err
     assert "\n/file FILE               attach a document to the next message\n" in err
     assert all(f"\n{command} " in err for command in ("/reset", "/policy", "/quit"))
@@ -92,7 +96,11 @@ def test_a_files_own_settings_end_with_it(script, document, tmp_path):
     code, out, err = script([*lines, "/reset", f"/file {path}", facts[1].question], *POLICY)
     assert (code, out) == (0, [f.value for f in (*facts, facts[1])])
     assert "policy keydiff:budget=300, memory drop, as it was saved" in err
-    assert "memory recall\n" in err and "100 entries read by every token" in err
+    assert (
+        "memory recall\n" in err
+        and "100 entries and" in err
+        and "means of the rest read by every token" in err
+    )
 
 
 def test_turns_are_taken_back_and_answered_again(script, document):

@@ -1,0 +1,195 @@
+"""What a token does not read, as weighed means of pages: by NumPy in float64, and through real models."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import make_prompt_cache
+from model_configs import make_model
+from request_helpers import steps
+from tiny_models import make_llama
+
+from mlx_snapkv import batch_generate
+from mlx_snapkv.caches.full_view import FullView
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.refreshed import RefreshedKVCache
+from mlx_snapkv.caches.stores import MemoryStore
+from mlx_snapkv.entries import rest
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.entries.queries import Captured, Queries
+from mlx_snapkv.policies.budgets import Quota
+
+H, GROUP, D, N, M = 2, 3, 32, 150, 5
+SCALE, QUOTA = 0.3, Quota(30, 2, 8)
+
+
+def normal(*shape, seed):
+    return mx.array(np.random.default_rng(seed).normal(0.3, 1, shape).astype(np.float32))
+
+
+def choosing(observed, quantization=None):
+    """A cache of `N` random entries, with its layer's keys and values."""
+    layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]
+    keys, values = normal(1, H, N, D, seed=1), normal(1, H, N, D, seed=2)
+    # In every page one entry that nobody attends to, with large values: here the mean misleads.
+    keys[:, 1, 3::16], values[:, 1, 3::16] = -2.0, 40.0
+    store = MemoryStore(quantization)
+    store.append(Entries(keys, values))
+    view = FullView([store], layer)
+    return RefreshedKVCache(view, QUOTA, layer, observed=observed), view.keys, view.values
+
+
+def softmax(x):
+    x = np.exp(x - x.max(axis=-1, keepdims=True))
+    return x / x.sum(axis=-1, keepdims=True)
+
+
+def read_by(logits, own):
+    """Which of the entries up to `own` a query's logits `(GROUP, N)` read."""
+    seen = np.arange(logits.shape[1]) <= own
+    share = softmax(np.where(seen, logits, -np.inf)).mean(axis=0)
+    stop = own - QUOTA.n_window
+    middle = np.argsort(-share[QUOTA.n_sink : stop], kind="stable") + QUOTA.n_sink
+    read = np.zeros(logits.shape[1], bool)
+    read[: QUOTA.n_sink] = True
+    read[stop : own + 1] = True
+    read[middle[: QUOTA.entries - QUOTA.n_sink - QUOTA.n_window]] = True
+    return read, seen
+
+
+def output(query, keys, values, read, seen, pair):
+    """A head's attention `(head_dim,)` to what it reads, and to the means of the pages of what it does not."""
+    mass, temperature = pair
+    logits, of = [keys[read] @ query], [values[read]]
+    for first in range(0, len(keys), rest.PAGE):
+        page = slice(first, min(first + rest.PAGE, len(keys)))
+        unread = (seen[page] & ~read[page]).sum()
+        if unread and mass:
+            logit = temperature * (keys[page].mean(axis=0) @ query) + np.log(unread * mass)
+            logits.append([logit])
+            of.append(values[page].mean(axis=0)[None])
+    return softmax(np.concatenate(logits)) @ np.concatenate(of)
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    monkeypatch.setattr(rest, "PAGE", 16)
+
+
+def float64(*arrays):
+    return [np.array(x[0], np.float64) for x in arrays]
+
+
+@pytest.mark.parametrize("quantization", [None, Quantization(8, 32)])
+def test_factors_and_outputs_are_those_of_a_reference(small_pages, quantization):
+    queries = normal(1, H * GROUP, M, D, seed=3) + 0.7  # which agree
+    cache, keys, values = choosing(Queries(queries, range(N - M, N), SCALE), quantization)
+    keys, values, asked = float64(keys, values, queries * SCALE)
+    pairs = list(itertools.product(rest.MASSES, rest.TEMPERATURES))
+    best = []
+    for head in range(H * GROUP):
+        kv = head // GROUP
+        errors = np.zeros(len(pairs))
+        for j, own in enumerate(range(N - M, N)):
+            logits = asked[kv * GROUP : (kv + 1) * GROUP, j] @ keys[kv].T
+            read, seen = read_by(logits, own)
+            full = softmax(np.where(seen, keys[kv] @ asked[head, j], -np.inf)) @ values[kv]
+            for i, pair in enumerate(pairs):
+                found = output(asked[head, j], keys[kv], values[kv], read, seen, pair)
+                errors[i] += np.square(found - full).sum()
+        best.append(pairs[int(errors.argmin())])
+    mass = np.exp(np.array(cache._rest.log_mass).reshape(-1))
+    temperature = np.array(cache._rest.temperature).reshape(-1)
+    assert np.allclose(list(zip(mass, temperature)), best)
+    assert len(set(best)) > 1 and max(best)[0] > 0
+
+    # A token of the answer, through the steps of a patched attention module.
+    query, new = normal(1, H * GROUP, 1, D, seed=4), normal(1, H, 1, D, seed=5)
+    mask = cache.make_mask(1)
+    given = cache.update_and_fetch(new, new)
+    cache.record(Captured(query, SCALE))
+    given = cache.attended(*given)
+    mask = cache.hide(query, given[0], mask)
+    out = scaled_dot_product_attention(query, *given, cache, SCALE, mask)
+    assert given[0].shape[2] == cache.n_entries == QUOTA.entries + 1 + cache.n_means
+    (asked,), (new,) = float64(query * SCALE), float64(new)
+    for head in range(H * GROUP):
+        kv = head // GROUP
+        every, of = np.concatenate([keys[kv], new[kv]]), np.concatenate([values[kv], new[kv]])
+        logits = asked[kv * GROUP : (kv + 1) * GROUP, 0] @ keys[kv].T
+        share = softmax(logits).mean(axis=0)
+        stop = N - QUOTA.n_window
+        read = np.ones(N + 1, bool)
+        middle = np.argsort(-share[QUOTA.n_sink : stop], kind="stable") + QUOTA.n_sink
+        read[middle[QUOTA.entries - QUOTA.n_sink - QUOTA.n_window :]] = False
+        wanted = output_of_answer(asked[head, 0], every, of, read, best[head])
+        assert np.allclose(out[0, head, 0], wanted, atol=1e-4)
+
+
+def output_of_answer(query, keys, values, read, pair):
+    """The pages are the prompt's: the answer's own entries are all read."""
+    mass, temperature = pair
+    logits, of = [keys[read] @ query], [values[read]]
+    for first in range(0, N, rest.PAGE):
+        page = slice(first, min(first + rest.PAGE, N))
+        if (unread := (~read[page]).sum()) and mass:
+            logit = temperature * (keys[page].mean(axis=0) @ query) + np.log(unread * mass)
+            logits.append([logit])
+            of.append(values[page].mean(axis=0)[None])
+    return softmax(np.concatenate(logits)) @ np.concatenate(of)
+
+
+def test_positions_are_counted_by_page(small_pages):
+    positions = mx.array([[[0, 15, 16, 47], [31, 32, 33, 34]]], mx.uint32)
+    assert rest.page_counts(positions, 3).tolist() == [[[2, 1, 1], [0, 1, 3]]]
+    assert rest.span_counts(3, 34, 4).tolist() == [13, 16, 2, 0]
+    means = rest.page_means(mx.arange(40, dtype=mx.float32).reshape(1, 1, 40, 1))
+    assert means.flatten().tolist() == [7.5, 23.5, 35.5]
+
+
+def moved(model, prompt, **options):
+    """How far the predictions of the tokens after a prompt are from the full cache's, the mean KL."""
+
+    def logprobs(**more):
+        said = itertools.cycle(range(5, 60))
+        found = steps(model, prompt, 12, sampler=lambda _: mx.array([next(said)]), **more)
+        return mx.stack([logprobs for _, logprobs in found])
+
+    full, other = logprobs(), logprobs(**options)
+    return (mx.exp(full) * (full - other)).sum(axis=-1)[2:].mean().item()
+
+
+FAMILIES = "llama qwen3_next gpt_oss gpt2".split()
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_predictions_come_nearer_to_the_full_caches(name, memory, small_pages, monkeypatch):
+    if memory == "recall:8bit" and name != "llama":
+        pytest.skip("heads of 32 are llama's")
+    model = make_llama(head_dim=32) if name == "llama" else make_model(name)
+    prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
+    options = {"policy": "snapkv:budget=24,n_sink=2,n_window=6", "memory": memory}
+    weighed = moved(model, prompt, **options)
+    monkeypatch.setattr(RefreshedKVCache, "_weighed_rest", lambda *args: None)
+    assert 0 < weighed < 0.6 * moved(model, prompt, **options)
+
+
+def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(demo_llama, small_pages):
+    model, tokenizer = demo_llama
+    prompts = [[5 + i % (40 + n) for i in range(n)] for n in (150, 90, 220)]
+    options = {"policy": "snapkv:budget=24,n_sink=2,n_window=6", "memory": "recall"}
+    together = batch_generate(model, tokenizer, prompts, max_tokens=12, **options).texts
+    alone = [batch_generate(model, tokenizer, [p], max_tokens=12, **options).texts for p in prompts]
+    assert together == [text for (text,) in alone]
+
+
+def test_where_attention_can_not_be_told_nothing_is_weighed():
+    for name in ("deepseek_v3", "gemma2", "plamo", "gemma3n"):
+        model = make_model(name)
+        layers = attention_layers(model, make_prompt_cache(model))
+        special = [layer for layer in layers if layer.borrowers or name != "gemma3n"]
+        assert special and not any(map(RefreshedKVCache.can_weigh, special))
