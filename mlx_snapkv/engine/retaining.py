@@ -91,7 +91,9 @@ class RetainingReader(Request):
     def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """A cache whose tokens choose `quota` entries anew among all."""
         view, cache = self.full_view(layer), layer.cache_in(self.prompt_cache)
-        voters = cache.held(1).voters if cache.n_queries else None
+        # All layers or none: mlx-lm makes one mask for them.
+        weighs = cache.n_queries and all(map(RefreshedKVCache.can_weigh, self.layers))
+        voters = cache.held(1).voters if weighs else None
         return RefreshedKVCache(view, quota, layer, observed=voters)
 
     def full_caches(self) -> list:

@@ -115,5 +115,5 @@ def test_one_that_is_given_up_leaves_what_it_has_read(model, verify):
 
 
 def test_what_cant_be_taken_back_is_not_verified():
-    with pytest.raises(SnapKVError, match="verify=all takes tokens back"):
+    with pytest.raises(SnapKVError, match="verify=all rolls tokens back"):
         Run(make_qwen(), SNAPKV, memory="recall", verify="all")

@@ -16,7 +16,7 @@ from mlx_snapkv.caches.recording import RecordingKVCache
 BOOK = f"{KEYDIFF} then {SNAPKV}"
 # The caches of a prompt, and the class of them; the last ones hold every entry.
 KINDS = {
-    "snapkv": (SNAPKV, "drop", BlockKVCache),
+    "snapkv": (SNAPKV, "drop", SnapKVCache),
     "window": (f"{SNAPKV},on_full=slide", "drop", SnapKVCache),
     "quantised": (f"{SNAPKV},on_full=slide", "drop", SnapKVCache),
     "block": (KEYDIFF, "drop", BlockKVCache),

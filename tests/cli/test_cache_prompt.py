@@ -92,7 +92,7 @@ def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(book, cache, ask, mon
         code, out, err = ask(file, *policy)
         assert (code, out.strip()) == (0, book[2]), err
     code, _, err = ask(file, "--kv-bits", "8")
-    assert code == 2 and "is quantised already" in err
+    assert code == 2 and "is already quantised" in err
 
 
 def test_a_prompt_saved_by_mlx_lm_goes_on(ask, book, monkeypatch, capsys):

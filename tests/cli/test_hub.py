@@ -85,7 +85,7 @@ def test_without_a_network_the_local_cache_is_all_there_is(tmp_path):
     (snapshot / "config.json").write_text("{}")
     (refs := snapshot.parents[1] / "refs").mkdir()
     (refs / "main").write_text(snapshot.name)
-    assert "no weights there" in refused(tmp_path, name="somebody/small")  # what is cached is used
+    assert "has no weights" in refused(tmp_path, name="somebody/small")  # what is cached is used
     config = {"model_type": "glm", "rope_parameters": {"partial_rotary_factor": 0.5}}
     (snapshot / "config.json").write_text(json.dumps(config))
     assert "has no partial_rotary_factor" in refused(tmp_path, name="somebody/small")
