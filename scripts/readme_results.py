@@ -23,7 +23,7 @@ def results() -> list[str]:
         "",
         *table(("model, texts", "SnapKV", "StreamingLLM"), _predictions()),
         "",
-        "**Facts**: RULER's score. *Once*: SnapKV keeps 1/8. *Every token* chooses 1/16 (`--memory recall`, without means).",
+        "**Facts**: RULER's score. *Once*: SnapKV keeps 1/8. *Every token* chooses 1/16 (recall, without means).",
         "",
         *table(("model, prompt", "full cache", "once", "every token (full cache)"), _scores()),
         "",
