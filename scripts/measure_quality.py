@@ -116,8 +116,8 @@ SUITE = "eval suite --model demo-tasks --setting both".split()
 PARTS: dict[str, tuple[list[str], int]] = {
     "code-qwen": (_fidelity(QWEN, ONE_EIGHTH, texts="code"), 10),
     "fidelity-qwen": (_fidelity(QWEN, ONE_EIGHTH), 12),
-    "ruler-qwen-2048": (_ruler(QWEN, 2048, ONE_EIGHTH, TASKS_QWEN), 33),
-    "ruler-qwen-4096": (_ruler(QWEN, 4096, ONE_EIGHTH, TASKS_QWEN), 33),
+    "ruler-qwen-2048": (_ruler(QWEN, 2048, ONE_EIGHTH, TASKS_QWEN), 50),
+    "ruler-qwen-4096": (_ruler(QWEN, 4096, ONE_EIGHTH, TASKS_QWEN), 50),
     "ruler-qwen-2048-recall": (_ruler(QWEN, 2048, EVERY_TOKEN, TASKS_QWEN), 33),
     "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),

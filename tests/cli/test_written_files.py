@@ -35,7 +35,7 @@ def test_a_saved_prompt_replaces_only_saved_prompts(refused, demo_llama, tmp_pat
 def test_replacing_a_saved_prompt_is_said_and_a_link_stays_one(call, tmp_path):
     file, link = tmp_path / "a.safetensors", tmp_path / "link.safetensors"
     code, _, err = cache_prompt(call, file)
-    assert code == 0 and "replacing" not in err
+    assert code == 0 and "replacing the earlier" not in err
     link.symlink_to(file)
     before = file.stat().st_ino
     code, _, err = cache_prompt(call, link)
