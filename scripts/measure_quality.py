@@ -118,7 +118,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "fidelity-qwen": (_fidelity(QWEN, ONE_EIGHTH), 12),
     "ruler-qwen-2048": (_ruler(QWEN, 2048, ONE_EIGHTH, TASKS_QWEN), 50),
     "ruler-qwen-4096": (_ruler(QWEN, 4096, ONE_EIGHTH, TASKS_QWEN), 50),
-    "ruler-qwen-2048-recall": (_ruler(QWEN, 2048, EVERY_TOKEN, TASKS_QWEN), 33),
+    "ruler-qwen-2048-recall": (_ruler(QWEN, 2048, EVERY_TOKEN, TASKS_QWEN), 100),
     "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
     "entries-smollm2": (_fidelity(SMOLLM2, ENTRIES, *SETTINGS), 5),
