@@ -144,6 +144,8 @@ class RefreshedKVCache(Choosing, LayerCache):
                 self.append(everything.lined_up(places, n, end))
             self.offset = n
         self._rest = None if observed is None else self._weighed_rest(observed, quota.n_window)
+        # By page, the entries among which a token chooses: those it does not choose are not read.
+        self._candidates = span_counts(self._first, self._stop, self.n_means)
 
     def _weighed_rest(self, observed: Queries, n_window: int) -> Rest | None:
         """The means of what a token does not read, weighed for the prompt's last queries.
@@ -214,8 +216,8 @@ class RefreshedKVCache(Choosing, LayerCache):
         rest = self._rest
         if rest is None:
             return join(chosen, always)
-        all_unread = span_counts(self._first, self._stop, rest.n_pages)
-        self.bias = rest.bias(heads * scale, all_unread - page_counts(places, rest.n_pages))
+        unread = self._candidates - page_counts(places, rest.n_pages)
+        self.bias = rest.bias(heads * scale, unread)
         pages = (x.astype(y.dtype) for x, y in zip((rest.keys, rest.values), always))
         return join(tuple(pages), chosen, always)
 

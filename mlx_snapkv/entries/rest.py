@@ -40,10 +40,6 @@ class Rest:
     temperature: mx.array
 
     @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    @property
     def n_pages(self) -> int:
         return self.keys.shape[2]
 

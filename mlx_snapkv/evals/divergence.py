@@ -62,9 +62,8 @@ class Reference:
 
         def compressed(report: CompressionReport) -> None:
             nonlocal before
-            before = (
-                len(found) + 2
-            )  # the token that is about to come is fed: the next one is decoded, too
+            # The token that is about to come is fed, so that the next one is decoded, too.
+            before = len(found) + 2
             on_report(report)
 
         steps = generate_step(

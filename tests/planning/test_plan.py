@@ -58,8 +58,8 @@ def test_every_measured_peak_is_planned_within_16_percent(name):
 def test_models_that_no_constant_was_chosen_on_and_quantised_entries(name, n, policy, bits):
     model = make_llama(head_dim=64) if name is None else model_named(name)
     row = measure(model, (n, policy, 256, bits))
-    # How much MLX holds depends on how far it queues ahead, which is less where other processes are busy: a plan may
-    # then be too high, and must not be too low.
+    # Alone these are within 15%. After the other tests in one process four cases take less than planned, and why is
+    # not known: it is not what else the machine does.
     assert 0.85 * row["used"] < row["planned"] < 2.5 * row["used"]
 
 
