@@ -8,11 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
+from ..errors import SnapKVError, brief
 from . import cache_options, options
 from .command import option
 from .loading import require_alone
 from .options import one_of
-from .prompts import PromptOptions
+from .prompts import PromptOptions, read_file
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -39,11 +40,49 @@ class OutputOptions(options.ShownOptions):
         return self.quiet or self.verbose.startswith("F")
 
 
+@dataclass(frozen=True)
+class ConstraintOptions:
+    json_schema: str | None = option(
+        "JSON schema that the answer obeys, as text or in a file.", metavar="FILE_OR_TEXT"
+    )
+
+    def read(self) -> dict[str, Any] | bool | None:
+        """The schema; SnapKVError if it can't be read."""
+        if self.json_schema is None:
+            return None
+        text = self.json_schema.strip()
+        if not text.startswith("{") and text not in ("true", "false"):
+            text = read_file("--json-schema", text)
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise SnapKVError(f"--json-schema is not JSON: {brief(error)}") from error
+        if not isinstance(found, dict | bool):
+            raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
+        return found
+
+
+def _constrained(
+    schema: dict[str, Any] | bool, tokenizer: Any, tokens: list[int], prompt: PromptOptions
+) -> dict[str, Any]:
+    """Options of `stream_generate` for an answer that obeys a schema; SnapKVError if it can't be enforced."""
+    from ..completions.constraint import Constraint, json_form
+    from ..completions.request import initial_state
+
+    if prompt.prefill_response is not None:
+        raise SnapKVError("--json-schema constrains a whole answer: drop --prefill-response")
+    raw = prompt.ignore_chat_template or not tokenizer.has_chat_template
+    state = None if raw else initial_state(tokenizer, tokens)
+    form = json_form(schema, tokenizer, state, "--json-schema")
+    return {"logits_processors": [Constraint(tokenizer, form.grammar)]}
+
+
 def generate(
     *,
     model: options.ShardedModelOptions,
     prompt: QuestionOptions,
     sampling: options.SamplingOptions,
+    constraint: ConstraintOptions,
     seed: options.Seed = None,
     cache: cache_options.MLXCacheOptions,
     draft: options.DraftOptions,
@@ -62,6 +101,8 @@ def generate(
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --snapkv top_k=1024 --memory recall
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
+      mlx-snapkv generate --model demo --prompt "Name a town." \\
+          --json-schema '{"type": "object", "properties": {"town": {"type": "string"}}}'
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
     from ..several.ranks import here
@@ -70,6 +111,7 @@ def generate(
     keywords, file = compression.keywords(), prompt.prompt_cache_file
     keywords |= cache.generation(keywords["policy"])
     text = here().from_first(prompt.read)
+    schema = here().from_first(constraint.read)
     require_alone(draft_model=draft.draft_model)
     loaded, tokenizer = model.load()
     keywords |= draft.load(tokenizer, model.trust_remote_code)
@@ -95,6 +137,8 @@ def generate(
         tokens = reading.wait_for(partial(start.encode, tokenizer, text, raw))
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
+    if schema is not None:
+        keywords |= _constrained(schema, tokenizer, tokens, prompt)
     hint = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
     _Answer(model.model, keywords, start, output, hint).print(loaded, tokenizer, tokens, reading)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ToolCallFormatter
+from mlx_lm.tool_parsers import json_tools
 
 from .request import CompletionRequest
 
@@ -38,6 +39,8 @@ class Completion:
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None
         self._parser = tokenizer.tool_parser
+        if asked.form and asked.form.is_call:
+            self._parser = json_tools.parse_tool_call
         self._detokenizer = tokenizer.detokenizer
         stops = TextStateMachine({"normal": [(text, None) for text in asked.stop]})
         self._until_stop = stops.make_state()
@@ -76,11 +79,16 @@ class Completion:
     def _parsed(self, text: str, is_last: bool) -> Iterator[Said]:
         """Text without stop texts, in its parts."""
         self._parts, segments = TextStateMachine.split(self._parts, text)
+        if self.asked.form and any(state == "normal" and part.strip() for state, part in segments):
+            held = self._parts[3]  # JSON has begun, in which nothing marks thoughts or calls
+            self._parts, more = TextStateMachine.split(TextStateMachine().make_state(), held)
+            segments = [*segments, *more]
         if is_last:
             _, rest, state = TextStateMachine.flush(self._parts)
             segments = [*segments, (state, rest)]
         for self._state, piece in segments:
-            if self._state == "tool":
+            is_forced = self.asked.form and self.asked.form.is_call and self._state == "normal"
+            if self._state == "tool" or is_forced:
                 self._call += piece
                 continue
             yield from self._called()

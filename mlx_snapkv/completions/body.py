@@ -73,10 +73,45 @@ Parts = BeforeValidator(as_parts)
 Spoken = AfterValidator(_spoken)  # content, after a role: only an assistant's may be empty
 
 
-class PlainText(Part):
-    """The only form of an answer; none can be forced on it."""
+def needed_by(kind: str) -> AfterValidator:
+    """A rule for a field after a type: what is of this type has it."""
 
-    type: Literal["text"]
+    def validate(value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("type") == kind:
+            raise ValueError("is missing")
+        return value
+
+    return AfterValidator(validate)
+
+
+class JsonSchema(Part):
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+
+
+class ResponseFormat(Part):
+    """What an answer must be: anything, an object, or JSON that obeys a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[JsonSchema | None, needed_by("json_schema")] = Field(
+        None, validate_default=True
+    )
+
+    @property
+    def schema_wanted(self) -> dict[str, Any] | bool | None:
+        if self.json_schema is not None and self.type == "json_schema":
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class FunctionName(Part):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class ToolChoice(Part):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class StreamOptions(Part):
@@ -129,8 +164,8 @@ class ChatBody(CommonBody):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    response_format: PlainText | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: Unsupported = None
     audio: Unsupported = None

@@ -12,7 +12,8 @@ from mlx_lm.server import process_message_content
 
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError, brief
-from .body import Body, ChatBody
+from .body import Body, ChatBody, ToolChoice
+from .constraint import Constraint, Form, call_form, json_form
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 PENALTIES = {
@@ -47,6 +48,7 @@ class CompletionRequest:
         stop: texts that end the answer, and are no part of it.
         state: of mlx-lm's `TextStateMachine` at the beginning: "normal" or "reasoning".
         chat: whether a message is answered, or a text continued.
+        form: what the answer must be, if its processors force that.
         n_logprobs: how many are wanted besides a token's own; None for not even that.
         ignored: the body's fields that are not known here.
     """
@@ -61,19 +63,28 @@ class CompletionRequest:
     chat: bool
     n_logprobs: int | None
     ignored: list[str]
+    form: Form | None = None
 
 
 def completion_request(
-    body: Body, tokenizer, defaults: Defaults, seed: int | None = None, longest: int = sys.maxsize
+    body: Body,
+    tokenizer,
+    defaults: Defaults,
+    seed: int | None = None,
+    longest: int = sys.maxsize,
+    form: Form | None = None,
 ) -> CompletionRequest:
     """What a body asks of this tokenizer's model, `longest` tokens at most; `seed`, of 64 bits, if it gives none.
 
-    Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+    A text that is continued may have been given a `form`.
+
+    Raises: SnapKVError: the chat template refuses, a token is not one of the vocabulary's, or a form can't be forced.
     """
     tools, state = None, "normal"
     if isinstance(body, ChatBody):
         prompt, tools = chat_tokens(body, tokenizer), _tools(body)
-        state = _initial_state(tokenizer, prompt)
+        state = initial_state(tokenizer, prompt)
+        form = _form(body, tools, tokenizer, state)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
         prompt, n_logprobs = _text_tokens(body.prompt, tokenizer), body.logprobs
@@ -82,22 +93,44 @@ def completion_request(
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     _require_known("logit_bias", bias, tokenizer)
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
+    processors = make_logits_processors(bias or None, **penalties)
+    if form is not None:
+        processors.append(Constraint(tokenizer, form.grammar))
     return CompletionRequest(
         prompt,
         min(body.max_completion_tokens or body.max_tokens or defaults.max_tokens, longest),
         _sampler(body, tokenizer, defaults, seed),
-        make_logits_processors(bias or None, **penalties),
+        processors,
         [text for text in body.stop or [] if text],
         state,
         tools,
         isinstance(body, ChatBody),
         n_logprobs,
         sorted(name for name, value in (body.model_extra or {}).items() if value is not None),
+        form,
     )
 
 
 def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
     return (body.tools or None) if body.tool_choice != "none" else None
+
+
+def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: str) -> Form | None:
+    """What the answer must be: a call that `tool_choice` forces, or else what `response_format` says."""
+    choice = body.tool_choice
+    if choice not in (None, "auto", "none"):
+        if isinstance(choice, ToolChoice):
+            name = choice.function.name
+            tools = [t for t in tools or [] if (t.get("function") or {}).get("name") == name]
+            if not tools:
+                raise SnapKVError(f"tool_choice asks for {name!r}, which is none of the tools")
+        if not tools:
+            raise SnapKVError("tool_choice asks for a call, but there are no tools")
+        return call_form(tools, tokenizer, state)
+    schema = None if body.response_format is None else body.response_format.schema_wanted
+    if schema is None:
+        return None
+    return json_form(schema, tokenizer, state, "response_format's schema", may_call=bool(tools))
 
 
 def chat_tokens(
@@ -161,7 +194,7 @@ def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Cal
     return SeededSampler(make_sampler(**how, xtc_special_tokens=special), chosen, draws)
 
 
-def _initial_state(tokenizer, prompt: list[int]) -> str:
+def initial_state(tokenizer, prompt: list[int]) -> str:
     """As mlx-lm's server has it: the template may have begun the model's thoughts."""
     if tokenizer.response_initial_state:
         return tokenizer.response_initial_state

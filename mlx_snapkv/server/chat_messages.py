@@ -1,18 +1,34 @@
 """What the bodies of Anthropic's messages and OpenAI's responses share: they become a chat completion's body."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from ..completions.body import ChatBody, Part, PlainText, as_body
+from ..completions.body import ChatBody, Part, as_body, needed_by
 
 BREAK = "\n\n"  # between texts that came apart
 SYSTEM = ("system", "developer")
 
 
+class OutputFormat(Part):
+    """As `ResponseFormat`, with the schema in its place."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Annotated[dict[str, Any] | bool | None, needed_by("json_schema")] = Field(
+        None, alias="schema", validate_default=True
+    )
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        """The same as chat completions have it."""
+        has_schema = self.type == "json_schema"
+        more = {"json_schema": {"schema": self.schema_}} if has_schema else {}
+        return {"type": self.type, **more}
+
+
 class OutputConfig(Part):
-    format: PlainText | None = None
+    format: OutputFormat | None = None
 
 
 def own_tools(*types: str | None) -> BeforeValidator:

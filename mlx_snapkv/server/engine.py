@@ -5,11 +5,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from ..completions.body import ChatBody, CommonBody, CompletionBody
+from ..completions.constraint import Form
 from ..completions.request import Defaults, chat_tokens, completion_request
 from ..errors import SnapKVError, sentence
 from ..several.ranks import ALONE, Ranks
@@ -203,16 +205,21 @@ class Engine:
     def _prepare(self, request: EngineRequest) -> None:
         given = request.seed, self._admission.longest_answer
         tokenizer = self.loaded.tokenizer
-        request.asked = completion_request(request.body, tokenizer, self._defaults, *given)
+        request.asked = completion_request(
+            request.body, tokenizer, self._defaults, *given, request.form
+        )
 
     def _sent(self, request: EngineRequest) -> dict[str, Any]:
         """A request as the others get it: the tokens, and what decides which ones follow."""
         body = request.body.model_dump(include=SENT, exclude_unset=True)
         own = {name: getattr(request, name) for name in ("seed", "number", "checkpoints")}
-        return own | {"body": body | {"prompt": request.asked.prompt}}
+        form = request.asked.form and asdict(request.asked.form)
+        return own | {"form": form, "body": body | {"prompt": request.asked.prompt}}
 
     def _received(self, message: dict[str, Any]) -> EngineRequest:
-        request = EngineRequest(**message | {"body": CompletionBody(**message["body"])})
+        form = message["form"] and Form(**message["form"])
+        body = CompletionBody(**message["body"])
+        request = EngineRequest(**message | {"body": body, "form": form})
         self._prepare(request)
         return request
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from ..completions.answer import Completion, Said
 from ..completions.body import Body
+from ..completions.constraint import Form
 from ..completions.request import CompletionRequest
 from ..engine.report import CompressionReport
 from ..planning.footprint import Need
@@ -86,6 +87,7 @@ class EngineRequest:
         checkpoints: after how many of the prompt's tokens the caches are kept for other prompts.
         answer: None while it waits.
         full: tokens, and caches with all their entries.
+        form: what rank 0 found that the answer must be.
     """
 
     body: Body
@@ -100,3 +102,4 @@ class EngineRequest:
     answer: Completion | None = None
     report: CompressionReport | None = None
     full: tuple[list[int], list[Any]] | None = None
+    form: Form | None = None

@@ -15,17 +15,18 @@ from ...completions.body import (
     Count,
     Part,
     Parts,
-    PlainText,
     Positive,
     Probability,
     Spoken,
     Text,
     must,
+    needed_by,
 )
 from ..api_error import ApiError
 from ..chat_messages import (
     BREAK,
     OutputConfig,
+    OutputFormat,
     chat_body,
     function_tool,
     own_tools,
@@ -110,7 +111,15 @@ class Tool(Part):
 
 
 class ToolChoice(Part):
-    type: str
+    type: Literal["auto", "none", "any", "tool"]
+    name: Annotated[Name | None, needed_by("tool")] = Field(None, validate_default=True)
+
+    @property
+    def of_chat(self) -> Any:
+        """The same as chat completions have it."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
 
 
 class ThinkingConfig(Part):
@@ -134,16 +143,19 @@ class CountedMessages(Part):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: PlainText | None = None
+    output_format: OutputFormat | None = None
 
     def chat(self, **sampling: Any) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
         system = ({"role": "system", "content": part.text} for part in self.system)
+        config = self.output_config and self.output_config.format
+        form = self.output_format or config
         thinking = self.thinking and {"enable_thinking": self.thinking.type != "disabled"}
         return chat_body(
             itertools.chain(system, *map(_pieces, self.messages)),
             [function_tool(tool, tool.input_schema) for tool in self.tools],
-            tool_choice=self.tool_choice and self.tool_choice.type,
+            tool_choice=self.tool_choice and self.tool_choice.of_chat,
+            response_format=form and form.response_format,
             chat_template_kwargs=thinking,
             **sampling,
         )

@@ -114,8 +114,17 @@ class ResponsesBody(Part):
             said + [piece for item in self.input for piece in _pieces(item)],
             [function_tool(tool, tool.parameters) for tool in self.tools],
             max_tokens=self.max_output_tokens,
-            **self.model_dump(include={"tool_choice", "temperature", "top_p"}),
+            tool_choice=_tool_choice(self.tool_choice),
+            response_format=self.text and self.text.format and self.text.format.response_format,
+            **self.model_dump(include={"temperature", "top_p"}),
         )
+
+
+def _tool_choice(choice: Any) -> Any:
+    """The same as chat completions have it, which name a function one level deeper."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
 
 
 def _pieces(item: Any) -> Iterator[dict[str, Any]]:

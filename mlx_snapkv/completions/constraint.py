@@ -1,0 +1,272 @@
+"""Constrained decoding: a grammar for a request, and the logits processor that keeps the answer to it."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from mlx_lm.tool_parsers import json_tools, mistral
+
+from ..errors import SnapKVError, brief
+
+Schema = dict[str, Any] | bool
+
+# One space, or a new line with its indentation: a small model would fill its answer with unlimited white space.
+WHITE_SPACE = r" |\n {0,16}"
+# The formats that llguidance enforces; others only annotate, as JSON Schema has it.
+FORMATS = {
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+}
+SHOWN = 200  # characters of what the library says of a schema
+
+_vocabularies: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
+
+
+def vocabulary(tokenizer) -> LLTokenizer:
+    """The bytes of all tokens: made once a tokenizer, which takes seconds for a large vocabulary.
+
+    Raises: SnapKVError: the tokenizer is not one of Hugging Face's tokenizers library.
+    """
+    if tokenizer not in _vocabularies:
+        ends = sorted(token for token in tokenizer.eos_token_ids if token < len(tokenizer))
+        try:
+            _vocabularies[tokenizer] = from_tokenizer(tokenizer._tokenizer, eos_token=ends)
+        except Exception as error:
+            raise SnapKVError(
+                f"this model's tokenizer allows no JSON schema and no forced call: {brief(error)}"
+            ) from error
+    return _vocabularies[tokenizer]
+
+
+class Constraint:
+    """A logits processor that leaves only the tokens that a grammar allows; after its end, the end of the answer.
+
+    mlx-lm's loops ask for it once a token, before they know the token: they hand it over as an array. Loops with
+    drafts go back to an earlier token, and so does this.
+
+    Raises: SnapKVError: the grammar is none.
+    """
+
+    def __init__(self, tokenizer, grammar: str):
+        self._matcher = _matcher(tokenizer, grammar)
+        self._n_prompt: int | None = None
+        self._said: list[int] = []
+        self._n_matched = 0  # of these; the matcher takes no token after its end
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._n_prompt is None:
+            self._n_prompt = tokens.size
+        is_next = tokens.size - self._n_prompt == len(self._said) + 1
+        new = tokens[-1 if is_next else self._n_prompt :]
+        # The device goes on with the logits while the mask is made, which needs only the tokens before them.
+        mx.async_eval(new)
+        mx.async_eval(logits)
+        found: Any = new.tolist()
+        if not is_next:
+            n_same = sum(1 for _ in _same(found, self._said))
+            self._rewind(n_same)
+            found = found[n_same:]
+        self._take(found)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, count=logits.shape[-1], bitorder="little")
+        return mx.where(mx.array(allowed.view(bool)), logits, -mx.inf)
+
+    def _take(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self._said.append(token)
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+                self._n_matched += 1
+        if self._matcher.is_error():
+            raise RuntimeError(f"the answer has left its grammar: {_reason(self._matcher)}")
+
+    def _rewind(self, n: int) -> None:
+        del self._said[n:]
+        if self._n_matched > n:
+            self._matcher.rollback(self._n_matched - n)
+            self._n_matched = n
+
+
+def _same(*sequences: list[int]) -> Iterator[int]:
+    """What they begin with in common."""
+    for a, b in zip(*sequences):
+        if a != b:
+            return
+        yield a
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer must be.
+
+    Attributes:
+        grammar: llguidance's Lark.
+        is_call: the text is a call as JSON, `name` and `arguments`, without the words by which the model marks calls.
+    """
+
+    grammar: str
+    is_call: bool = False
+
+
+def json_form(
+    schema: Schema, tokenizer, state: str | None, what: str, may_call: bool = False
+) -> Form:
+    """JSON that obeys a schema, or instead, if it `may_call`, calls of tools as the model likes.
+
+    `state` is of mlx-lm's `TextStateMachine` at the beginning, None for text that has no thoughts.
+
+    Raises: SnapKVError: the schema can't be enforced; `what` is its name.
+    """
+    answer = f"%json {_enforceable(schema)}"
+    if may_call and tokenizer.tool_call_start:
+        answer = f"({answer} | {_words(tokenizer.tool_call_start, tokenizer)} <[*]>*)"
+    return Form(_grammar(answer, tokenizer, state, {what: schema}))
+
+
+def call_form(tools: list[dict[str, Any]], tokenizer, state: str) -> Form:
+    """One call of one of these tools, in the format that the model's tool parser reads, or else as JSON.
+
+    Raises: SnapKVError: a tool has no name, or the schema of its parameters can't be enforced.
+    """
+    functions = [tool.get("function") for tool in tools]
+    if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
+        raise SnapKVError("tools must each have a function with a name, for a call to be forced")
+    schemas = {f["name"]: _arguments(f.get("parameters")) for f in functions}  # type: ignore[index,union-attr]
+    parser, words = tokenizer.tool_parser, partial(_words, tokenizer=tokenizer)
+    start, end = words(tokenizer.tool_call_start or ""), words(tokenizer.tool_call_end or "")
+    is_call = False
+    if parser is mistral.parse_tool_call and "[ARGS]" in str(tokenizer.chat_template):
+        calls = [f"{words(f'{name}[ARGS]')} %json {_enforceable(s)}" for name, s in schemas.items()]
+        answer = f"{start} ({' | '.join(calls)})"
+    elif parser is mistral.parse_tool_call:
+        answer = f'{start} "[" ({_json_calls(schemas)}) "]"'
+    elif parser is json_tools.parse_tool_call:
+        answer = f'{start} "\\n"? ({_json_calls(schemas)}) "\\n"? {end}'
+    else:
+        answer, is_call = f"({_json_calls(schemas)})", True
+    named = {f"the parameters of the tool {name!r}": s for name, s in schemas.items()}
+    return Form(_grammar(answer, tokenizer, state, named), is_call)
+
+
+def _json_calls(schemas: dict[str, Schema]) -> str:
+    """Calls as JSON objects; their arguments are grammars of their own, which their references stay in."""
+    calls = []
+    for name, schema in schemas.items():
+        start = f'{{"name": {json.dumps(name)}, "arguments": '
+        calls.append(f'{_text(start)} %json {_enforceable(schema)} "}}"')
+    return " | ".join(calls)
+
+
+def _arguments(parameters: Any) -> Schema:
+    """The schema of a call's arguments: an object, of the properties that it names if it names some."""
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, dict):
+        return {"type": "object"}
+    closed = {} if "properties" not in parameters else {"additionalProperties": False}
+    if parameters.keys() & {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}:
+        closed = {}
+    return {"type": "object", **closed, **parameters}
+
+
+def _enforceable(schema: Schema) -> str:
+    """A schema for llguidance, with our white space."""
+    if schema is False:
+        return "false"
+    own = {} if schema is True else _known(schema)
+    return json.dumps(own | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+
+
+def _known(schema: Any) -> Any:
+    """A schema without the formats that only annotate, and with whole numbers such as 2.0 as 2."""
+    if isinstance(schema, list):
+        return [_known(part) for part in schema]
+    if isinstance(schema, float) and schema.is_integer():
+        return int(schema)
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: part if name in ("const", "enum") else _known(part)
+        for name, part in schema.items()
+        if name != "format" or not isinstance(part, str) or part in FORMATS
+    }
+
+
+def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schema]) -> str:
+    """The grammar of an answer after what a model may say before it: its thoughts.
+
+    Raises: SnapKVError: one of the schemas in it can't be enforced; their names say which.
+    """
+    before, rules = "", "TEXT: /(.|\\n)*/\n"
+    if state is not None and tokenizer.has_thinking:
+        words = partial(_pieces, tokenizer=tokenizer)
+        first, *rest = words(tokenizer.think_end)
+        if first.startswith("<["):
+            last = f"TEXT {first}"
+        else:
+            last = "until"
+            rules += f"until[lazy]: TEXT {first}\n"
+        rules += f'thoughts: {" ".join([last, *rest])} "\\n\\n"?\n'
+        before = "thoughts"
+        if state != "reasoning":
+            before = f"({' '.join(words(tokenizer.think_start))} thoughts)?"
+    grammar = f"start: {before} {answer}\n{rules}"
+    try:
+        _matcher(tokenizer, grammar)
+    except SnapKVError:
+        for what, schema in schemas.items():
+            _matcher(tokenizer, f"start: %json {_enforceable(schema)}", what)
+        raise
+    return grammar
+
+
+def _matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatcher:
+    """Raises: SnapKVError: the grammar can't be enforced; `what` is its name."""
+    matcher = LLMatcher(vocabulary(tokenizer), grammar, log_level=0)
+    if matcher.is_error():
+        raise SnapKVError(f"{what} can't be enforced: {_reason(matcher)}")
+    return matcher
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """What the library says, without the lines of the grammar that it quotes."""
+    found = re.sub(r"\n +\d+ \|.*", "", matcher.get_error(), flags=re.DOTALL)
+    found = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", found)
+    return " ".join(found.split())[:SHOWN]
+
+
+def _words(text: str, tokenizer) -> str:
+    return " ".join(_pieces(text, tokenizer))
+
+
+def _pieces(text: str, tokenizer) -> list[str]:
+    """A text in a grammar, in which some tokens, such as a marker of calls, go by their number."""
+    known = vocabulary(tokenizer)
+    special = {
+        str(token): number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if number < known.vocab_size and known.is_special_token(number) and str(token) in text
+    }
+    longest_first = sorted(special, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if special else [text]
+    return [f"<[{special[part]}]>" if part in special else _text(part) for part in parts if part]
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)
