@@ -63,7 +63,11 @@ class ConstraintOptions:
 
 
 def _constrained(
-    schema: dict[str, Any] | bool, tokenizer: Any, tokens: list[int], prompt: PromptOptions
+    schema: dict[str, Any] | bool,
+    tokenizer: Any,
+    tokens: list[int],
+    prompt: PromptOptions,
+    max_tokens: int,
 ) -> dict[str, Any]:
     """Options of `stream_generate` for an answer that obeys a schema; SnapKVError if it can't be enforced."""
     from ..completions.constraint import Constraint, json_form
@@ -74,7 +78,7 @@ def _constrained(
     raw = prompt.ignore_chat_template or not tokenizer.has_chat_template
     state = None if raw else initial_state(tokenizer, tokens)
     form = json_form(schema, tokenizer, state, "--json-schema")
-    return {"logits_processors": [Constraint(tokenizer, form.grammar)]}
+    return {"logits_processors": [Constraint(tokenizer, form, max_tokens)]}
 
 
 def generate(
@@ -138,7 +142,7 @@ def generate(
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
     if schema is not None:
-        keywords |= _constrained(schema, tokenizer, tokens, prompt)
+        keywords |= _constrained(schema, tokenizer, tokens, prompt, sampling.max_tokens)
     hint = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
     _Answer(model.model, keywords, start, output, hint).print(loaded, tokenizer, tokens, reading)
 

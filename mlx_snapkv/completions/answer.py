@@ -38,9 +38,9 @@ class Completion:
         self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None
-        self._parser = tokenizer.tool_parser
-        if asked.form and asked.form.is_call:
-            self._parser = json_tools.parse_tool_call
+        self._constraint = asked.constraint
+        self._is_call = bool(asked.constraint and asked.constraint.form.kind == "call")
+        self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
         self._detokenizer = tokenizer.detokenizer
         stops = TextStateMachine({"normal": [(text, None) for text in asked.stop]})
         self._until_stop = stops.make_state()
@@ -72,14 +72,16 @@ class Completion:
             self.said.reasoning += piece.reasoning
             self.said.calls += piece.calls
         self.finish_reason = finish_reason
-        if finish_reason == "stop" and self.said.calls:
+        if finish_reason == "stop" and self._constraint and self._constraint.is_cut:
+            self.finish_reason = "length"
+        elif finish_reason == "stop" and self.said.calls:
             self.finish_reason = "tool_calls"
         return found
 
     def _parsed(self, text: str, is_last: bool) -> Iterator[Said]:
         """Text without stop texts, in its parts."""
         self._parts, segments = TextStateMachine.split(self._parts, text)
-        if self.asked.form and any(state == "normal" and part.strip() for state, part in segments):
+        if self._constraint and any(state == "normal" and part.strip() for state, part in segments):
             held = self._parts[3]  # JSON has begun, in which nothing marks thoughts or calls
             self._parts, more = TextStateMachine.split(TextStateMachine().make_state(), held)
             segments = [*segments, *more]
@@ -87,8 +89,7 @@ class Completion:
             _, rest, state = TextStateMachine.flush(self._parts)
             segments = [*segments, (state, rest)]
         for self._state, piece in segments:
-            is_forced = self.asked.form and self.asked.form.is_call and self._state == "normal"
-            if self._state == "tool" or is_forced:
+            if self._state == "tool" or (self._is_call and self._state == "normal"):
                 self._call += piece
                 continue
             yield from self._called()

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -18,8 +18,8 @@ from ..errors import SnapKVError, brief
 
 Schema = dict[str, Any] | bool
 
-# One space, or a new line with its indentation: a small model would fill its answer with unlimited white space.
-WHITE_SPACE = r" |\n {0,16}"
+# JSON on one line: a small model would fill its answer with white space wherever it may.
+LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 # The formats that llguidance enforces; others only annotate, as JSON Schema has it.
 FORMATS = {
     "date-time",
@@ -33,6 +33,10 @@ FORMATS = {
     "uuid",
     "uri",
 }
+CLOSERS = '}]",:0'  # what ends JSON soonest, the best first
+QUOTE, IN_STRING = '"', "~"  # what ends a string; where this may come, a string has begun
+LONGEST_END = 512  # tokens
+GROWTH = 3  # by how many tokens the way to the end may grow with a token
 SHOWN = 200  # characters of what the library says of a schema
 
 _vocabularies: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
@@ -54,20 +58,41 @@ def vocabulary(tokenizer) -> LLTokenizer:
     return _vocabularies[tokenizer]
 
 
-class Constraint:
-    """A logits processor that leaves only the tokens that a grammar allows; after its end, the end of the answer.
+@dataclass(frozen=True)
+class Form:
+    """What an answer must be.
 
-    mlx-lm's loops ask for it once a token, before they know the token: they hand it over as an array. Loops with
-    drafts go back to an earlier token, and so does this.
-
-    Raises: SnapKVError: the grammar is none.
+    Attributes:
+        grammar: llguidance's Lark.
+        kind: "json", a "marked call" as the model's tool parser reads it, or the JSON of a "call", name and arguments.
     """
 
-    def __init__(self, tokenizer, grammar: str):
-        self._matcher = _matcher(tokenizer, grammar)
+    grammar: str
+    kind: Literal["json", "call", "marked call"] = "json"
+
+
+class Constraint:
+    """A logits processor that leaves only the tokens that a form allows; after its end, the end of the answer.
+
+    mlx-lm's loops ask for it once a token, before they know the token: they hand it over as an array. Loops with
+    drafts go back to an earlier token, and so does this. JSON that is about to reach `max_tokens` is closed; a call is
+    not, lest somebody carries it out.
+
+    Attributes:
+        is_cut: the answer was closed before the model had said all.
+
+    Raises: SnapKVError: the form's grammar is none.
+    """
+
+    def __init__(self, tokenizer, form: Form, max_tokens: int = -1):
+        self.form, self.is_cut = form, False
+        self._vocabulary = vocabulary(tokenizer)
+        self._matcher = _matcher(tokenizer, form.grammar)
         self._n_prompt: int | None = None
         self._said: list[int] = []
         self._n_matched = 0  # of these; the matcher takes no token after its end
+        self._max_tokens = max_tokens if form.kind == "json" else -1
+        self._next_look = max_tokens  # how many tokens are left when the end is looked for
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._n_prompt is None:
@@ -83,9 +108,11 @@ class Constraint:
             self._rewind(n_same)
             found = found[n_same:]
         self._take(found)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, count=logits.shape[-1], bitorder="little")
-        return mx.where(mx.array(allowed.view(bool)), logits, -mx.inf)
+        allowed = _allowed(self._matcher, logits.shape[-1])
+        if (forced := self._closing()) is not None:
+            allowed[:] = False
+            allowed[forced] = True
+        return mx.where(mx.array(allowed), logits, -mx.inf)
 
     def _take(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -101,6 +128,44 @@ class Constraint:
         if self._n_matched > n:
             self._matcher.rollback(self._n_matched - n)
             self._n_matched = n
+        self.is_cut, self._next_look = False, self._max_tokens
+
+    def _closing(self) -> int | None:
+        """The next token of a short way to the end, if hardly more tokens are left than it has."""
+        n_left = self._max_tokens - len(self._said)
+        if self._max_tokens < 0 or n_left > self._next_look or self._matcher.is_stopped():
+            return None
+        end = _short_end(self._matcher, self._vocabulary, min(n_left, LONGEST_END))
+        n_end = 0 if end is None else len(end)
+        if end:
+            self.is_cut = n_end + 2 * GROWTH >= n_left
+        elif self.is_cut:
+            end = [self._vocabulary.eos_token]
+        n_free = 0 if self.is_cut else (n_left - n_end) // (GROWTH + 1)
+        self._next_look = n_left - 1 - n_free
+        return end[0] if end and self.is_cut else None
+
+
+def _allowed(matcher: LLMatcher, size: int) -> np.ndarray:
+    """Of every token, whether it may come next."""
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(bits, count=size, bitorder="little").view(bool)
+
+
+def _short_end(matcher: LLMatcher, known: LLTokenizer, most: int) -> list[int] | None:
+    """Few tokens, `most` at most, after which the grammar lets an answer end; None if those found are more."""
+    matcher, tokens = matcher.deep_copy(), list[int]()
+    quote, in_string, *closers = (known.tokenize_str(c)[0] for c in (QUOTE, IN_STRING, *CLOSERS))
+    while not matcher.is_accepting():
+        new = matcher.compute_ff_tokens()
+        if not new:
+            allowed = _allowed(matcher, known.vocab_size)
+            best = [quote, *closers] if allowed[in_string] else closers
+            new = [next((token for token in best if allowed[token]), int(allowed.argmax()))]
+        tokens += new
+        if len(tokens) > most or not matcher.consume_tokens(new):
+            return None
+    return tokens
 
 
 def _same(*sequences: list[int]) -> Iterator[int]:
@@ -109,19 +174,6 @@ def _same(*sequences: list[int]) -> Iterator[int]:
         if a != b:
             return
         yield a
-
-
-@dataclass(frozen=True)
-class Form:
-    """What an answer must be.
-
-    Attributes:
-        grammar: llguidance's Lark.
-        is_call: the text is a call as JSON, `name` and `arguments`, without the words by which the model marks calls.
-    """
-
-    grammar: str
-    is_call: bool = False
 
 
 def json_form(
@@ -150,7 +202,7 @@ def call_form(tools: list[dict[str, Any]], tokenizer, state: str) -> Form:
     schemas = {f["name"]: _arguments(f.get("parameters")) for f in functions}  # type: ignore[index,union-attr]
     parser, words = tokenizer.tool_parser, partial(_words, tokenizer=tokenizer)
     start, end = words(tokenizer.tool_call_start or ""), words(tokenizer.tool_call_end or "")
-    is_call = False
+    kind: Any = "marked call"
     if parser is mistral.parse_tool_call and "[ARGS]" in str(tokenizer.chat_template):
         calls = [f"{words(f'{name}[ARGS]')} %json {_enforceable(s)}" for name, s in schemas.items()]
         answer = f"{start} ({' | '.join(calls)})"
@@ -159,9 +211,9 @@ def call_form(tools: list[dict[str, Any]], tokenizer, state: str) -> Form:
     elif parser is json_tools.parse_tool_call:
         answer = f'{start} "\\n"? ({_json_calls(schemas)}) "\\n"? {end}'
     else:
-        answer, is_call = f"({_json_calls(schemas)})", True
+        answer, kind = f"({_json_calls(schemas)})", "call"
     named = {f"the parameters of the tool {name!r}": s for name, s in schemas.items()}
-    return Form(_grammar(answer, tokenizer, state, named), is_call)
+    return Form(_grammar(answer, tokenizer, state, named), kind)
 
 
 def _json_calls(schemas: dict[str, Schema]) -> str:
@@ -186,11 +238,11 @@ def _arguments(parameters: Any) -> Schema:
 
 
 def _enforceable(schema: Schema) -> str:
-    """A schema for llguidance, with our white space."""
+    """A schema for llguidance, whose answers are one line."""
     if schema is False:
         return "false"
     own = {} if schema is True else _known(schema)
-    return json.dumps(own | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+    return json.dumps(own | {"x-guidance": LINE})
 
 
 def _known(schema: Any) -> Any:

@@ -48,7 +48,7 @@ class CompletionRequest:
         stop: texts that end the answer, and are no part of it.
         state: of mlx-lm's `TextStateMachine` at the beginning: "normal" or "reasoning".
         chat: whether a message is answered, or a text continued.
-        form: what the answer must be, if its processors force that.
+        constraint: what forces the answer into a form, the last of the processors.
         n_logprobs: how many are wanted besides a token's own; None for not even that.
         ignored: the body's fields that are not known here.
     """
@@ -63,7 +63,7 @@ class CompletionRequest:
     chat: bool
     n_logprobs: int | None
     ignored: list[str]
-    form: Form | None = None
+    constraint: Constraint | None = None
 
 
 def completion_request(
@@ -94,11 +94,14 @@ def completion_request(
     _require_known("logit_bias", bias, tokenizer)
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
     processors = make_logits_processors(bias or None, **penalties)
+    max_tokens = min(body.max_completion_tokens or body.max_tokens or defaults.max_tokens, longest)
+    constraint = None
     if form is not None:
-        processors.append(Constraint(tokenizer, form.grammar))
+        constraint = Constraint(tokenizer, form, max_tokens)
+        processors.append(constraint)
     return CompletionRequest(
         prompt,
-        min(body.max_completion_tokens or body.max_tokens or defaults.max_tokens, longest),
+        max_tokens,
         _sampler(body, tokenizer, defaults, seed),
         processors,
         [text for text in body.stop or [] if text],
@@ -107,7 +110,7 @@ def completion_request(
         isinstance(body, ChatBody),
         n_logprobs,
         sorted(name for name, value in (body.model_extra or {}).items() if value is not None),
-        form,
+        constraint,
     )
 
 

@@ -213,7 +213,7 @@ class Engine:
         """A request as the others get it: the tokens, and what decides which ones follow."""
         body = request.body.model_dump(include=SENT, exclude_unset=True)
         own = {name: getattr(request, name) for name in ("seed", "number", "checkpoints")}
-        form = request.asked.form and asdict(request.asked.form)
+        form = request.asked.constraint and asdict(request.asked.constraint.form)
         return own | {"form": form, "body": body | {"prompt": request.asked.prompt}}
 
     def _received(self, message: dict[str, Any]) -> EngineRequest:

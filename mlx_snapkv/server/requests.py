@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Read(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """A token of the answer with its log-probability, and the likeliest tokens with theirs; tokens as text."""
+    """A token of the answer with its log-probability, and the likeliest possible ones with theirs; tokens as text."""
 
     token: str
     logprob: float
@@ -61,8 +62,9 @@ class TokenLogprob(NamedTuple):
             found = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
             best = found[mx.argsort(-logprobs[found])].tolist()  # type: ignore[assignment]
         text, *texts = [tokenizer.decode([i]) for i in (token, *best)]
-        top = zip(texts, (logprobs[i].item() for i in best))
-        return cls(text, logprobs[token].item(), list(top))
+        top = [(text, logprobs[i].item()) for text, i in zip(texts, best)]
+        possible = [(text, logprob) for text, logprob in top if logprob > -math.inf]
+        return cls(text, logprobs[token].item(), possible)
 
 
 class Finished(NamedTuple):

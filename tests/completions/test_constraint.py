@@ -1,0 +1,239 @@
+"""Answers that obey a JSON schema, or are the call that was asked for, whatever the model would rather say."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tokenizer_utils import load
+from mlx_lm.tool_parsers import json_tools, mistral, pythonic
+from real_models import MODELS, real_folder
+
+from mlx_snapkv import SnapKVError, stream_generate
+from mlx_snapkv.completions.answer import Completion
+from mlx_snapkv.completions.body import CHAT, parse
+from mlx_snapkv.completions.constraint import Constraint, json_form
+from mlx_snapkv.completions.request import Defaults, completion_request
+from mlx_snapkv.demo import MODELS as EMBEDDED
+
+DOOR = {"type": "object", "properties": {"door": {"enum": ["green", "red"]}}, "required": ["door"]}
+TREE = {
+    "$defs": {"tree": {"properties": {"left": {"$ref": "#/$defs/tree"}}, "required": []}},
+    "$ref": "#/$defs/tree",
+    "type": "object",
+}
+# A schema, and what tells that a value obeys it.
+SCHEMAS = {
+    "anything": (True, lambda value: True),
+    "an object": ({"type": "object"}, lambda value: isinstance(value, dict)),
+    "a whole number": (
+        {"type": "integer", "minimum": 12, "maximum": 40},
+        range(12, 41).__contains__,
+    ),
+    "a choice": ({"enum": ["a", 5, None, {"b": [1]}]}, ["a", 5, None, {"b": [1]}].__contains__),
+    "required properties": (
+        {"properties": {"a": {"type": "string"}, "b": {"type": "boolean"}}, "required": ["b", "a"]}
+        | {"type": "object", "additionalProperties": False},
+        lambda value: value.keys() == {"a", "b"} and isinstance(value["b"], bool),
+    ),
+    "a list": (
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3.0},
+        lambda value: 2 <= len(value) <= 3 and all(isinstance(item, int) for item in value),
+    ),
+    "places in a list": (
+        {"prefixItems": [{"type": "null"}, {"const": "x"}], "items": False, "minItems": 2}
+        | {"type": "array"},
+        [None, "x"].__eq__,
+    ),
+    "a pattern": (
+        {"type": "string", "pattern": "^[a-c]{3}-[0-9]+$", "maxLength": 8},
+        lambda value: set(value[:3]) <= set("abc") and value[3] == "-" and value[4:].isdigit(),
+    ),
+    "a format": ({"type": "string", "format": "date"}, lambda value: len(value.split("-")) == 3),
+    "a format that annotates": (
+        {"type": "array", "items": {"format": "x-ours", "type": "null"}, "minItems": 1},
+        lambda value: {None} == set(value),
+    ),
+    "one of two": (
+        {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "boolean"}}]},
+        lambda value: isinstance(value, bool | list),
+    ),
+    "a reference to itself": (TREE, lambda value: isinstance(value, dict)),
+}
+
+
+def answer(loaded, schema, max_tokens, prompt="The key of", **options):
+    """The text of an answer, its number of tokens, and its constraint."""
+    model, tokenizer = loaded
+    constraint = Constraint(tokenizer, json_form(schema, tokenizer, None, "the schema"), max_tokens)
+    options |= {"max_tokens": max_tokens, "logits_processors": [constraint]}
+    *_, last = texts = list(stream_generate(model, tokenizer, tokenizer.encode(prompt), **options))
+    return "".join(r.text for r in texts), last.generation_tokens, constraint
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_an_answer_obeys_the_schema(demo_llama, name):
+    schema, obeys = SCHEMAS[name]
+    text, _, _ = answer(demo_llama, schema, 60)
+    assert obeys(json.loads(text)), text
+
+
+@pytest.mark.parametrize("max_tokens", [20, 21, 40, 150])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "minItems": 1},  # this model opens lists for ever
+        {"type": "array", "items": {"type": "string", "minLength": 2}, "minItems": 1},
+        {"type": "object", "additionalProperties": DOOR, "minProperties": 1},
+    ],
+)
+def test_json_that_reaches_the_limit_is_closed(demo_llama, schema, max_tokens):
+    text, n, constraint = answer(demo_llama, schema, max_tokens)
+    json.loads(text)
+    assert constraint.is_cut and max_tokens - 12 <= n <= max_tokens
+
+
+def test_an_answer_that_is_cut_has_the_reason_length(demo_llama):
+    for schema, reason in ((True, "length"), (DOOR, "stop")):
+        body = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+        # "[" is what the model is made to like
+        likes = (
+            {str(demo_llama[1].encode("[", add_special_tokens=False)[0]): 100}
+            if schema is True
+            else {}
+        )
+        (found,) = answers(demo_llama, max_tokens=40, logit_bias=likes, **body)
+        assert found.finish_reason == reason and json.loads(found.said.text)
+
+
+def answers(loaded, n=1, **body):
+    """The completions of chats' bodies, from mlx-lm's own loop."""
+    model, tokenizer = loaded
+    body |= {"messages": [{"role": "user", "content": "open the door"}]}
+    for _ in range(n):
+        asked = completion_request(parse(CHAT, dict(body)), tokenizer, Defaults(max_tokens=120))
+        found = Completion(asked, tokenizer)
+        options = {"max_tokens": asked.max_tokens, "logits_processors": asked.processors}
+        for r in stream_generate(model, tokenizer, asked.prompt, **options):
+            found.add(r.token, r.finish_reason)
+        yield found
+
+
+TEMPLATE = "{% for t in tools or [] %}{{ t.function.name if t.function }} {% endfor %}{{ messages[0].content }}\n"
+# By format: the parser, the words around a call, what the template has, and what is said.
+CALLS = {
+    "json": (json_tools, "", '<tool_call>{"name": "open", "arguments": '),
+    "mistral": (mistral, "", '[TOOL_CALLS][{"name": "open", "arguments": '),
+    "mistral's header": (mistral, "{# [ARGS] #}", "[TOOL_CALLS]open[ARGS]"),
+    "another": (pythonic, "", '{"name": "open", "arguments": '),
+}
+
+
+def calling(parser, template=TEMPLATE):
+    """The embedded tokenizer, as one of a model whose calls this parser reads."""
+    tokenizer = load(EMBEDDED["demo"])
+    tokenizer.chat_template = template
+    tokenizer._tool_parser = parser.parse_tool_call
+    tokenizer._tool_call_start = parser.tool_call_start
+    tokenizer._tool_call_end = parser.tool_call_end
+    return tokenizer
+
+
+def tool(name, parameters=None):
+    about = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **about}}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forced_call_is_one_that_is_parsed(demo_llama, name):
+    parser, template, start = CALLS[name]
+    loaded = demo_llama[0], calling(parser, TEMPLATE + template)
+    tools = [tool("shut"), tool("open", DOOR)]
+    chosen = {"type": "function", "function": {"name": "open"}}
+    (found,) = answers(loaded, tools=tools, tool_choice=chosen)
+    (call,) = found.said.calls
+    assert call["function"]["name"] == "open" and found.finish_reason == "tool_calls"
+    assert json.loads(call["function"]["arguments"])["door"] in ("green", "red")
+    assert found.said.text.strip() == ""
+    (found,) = answers(loaded, tools=tools, tool_choice="required")
+    assert [c["function"]["name"] for c in found.said.calls] in (["open"], ["shut"])
+    # Cut off, it is text: nobody shall carry out half a call.
+    (found,) = answers(loaded, tools=tools, tool_choice=chosen, max_tokens=25)
+    assert found.said.calls == [] and found.finish_reason == "length"
+    assert (parser.tool_call_start + found.said.text).endswith(start[-8:]) or found.said.text
+
+
+def test_json_keeps_what_marks_thoughts_and_calls_elsewhere(demo_llama):
+    tokenizer = calling(json_tools)
+    said = '{"a": "<tool_call>{}</tool_call>"}'
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": {"type": "json_object"},
+    }
+    for asked, text in ((body, said), ({**body, "response_format": None}, '{"a": ""}')):
+        found = Completion(completion_request(parse(CHAT, asked), tokenizer, Defaults()), tokenizer)
+        for token in tokenizer.encode(said, add_special_tokens=False):
+            found.add(token, None)
+        found.add(tokenizer.eos_token_id, "stop")
+        assert (found.said.text == said) is (text == said)
+
+
+def test_drafts_are_constrained_too(demo_llama):
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 6}
+    whole = answer(demo_llama, schema, 40)[0]
+    drafted = answer(demo_llama, schema, 40, draft_model=demo_llama[0], num_draft_tokens=3)[0]
+    assert drafted == whole and 3 <= len(json.loads(whole)) <= 6
+
+
+def test_a_compressed_answer_obeys(demo_llama):
+    prompt = "It was cold at the market. " * 60 + "The key of"
+    text, _, _ = answer(demo_llama, DOOR, 40, prompt, snapkv="top_k=24,n_sink=4,n_window=8")
+    assert json.loads(text)["door"] in ("green", "red")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_kinds_of_tokenizers(name):
+    """A text that obeys is allowed token by token, as the tokenizer has it; then nothing but the end."""
+    tokenizer = load(real_folder(name))
+    schema = {"type": "object", "properties": {"a b": {"type": "string"}}, "required": ["a b"]}
+    form = json_form(schema | {"additionalProperties": False}, tokenizer, None, "the schema")
+    constraint, size = Constraint(tokenizer, form), len(tokenizer) + 7
+    tokens, logits = [5, 6], mx.zeros((1, size))
+    for token in tokenizer.encode('{"a b": "é😀 \\n tea"}', add_special_tokens=False):
+        masked = constraint(mx.array(tokens), logits)[0]
+        assert masked[token].item() == 0 and masked[-1].item() == -mx.inf
+        tokens.append(token)
+    (last,) = mx.argsort(-constraint(mx.array(tokens), logits)[0])[:1].tolist()
+    assert last in tokenizer.eos_token_ids
+    assert constraint(mx.array(tokens), logits)[0].max(keepdims=True).item() == 0
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [
+        (False, "Unsatisfiable schema"),
+        ({"uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
+        ({"type": "thing"}, "Invalid type: thing"),
+        ({"pattern": "(?=a)"}, "look-around"),
+        ({"$ref": "https://example.com/x"}, "example.com"),
+        ({"$ref": "#/$defs/x"}, "does not exist"),
+    ],
+)
+def test_a_schema_that_cant_be_enforced_is_one_sentence(demo_llama, schema, words):
+    with pytest.raises(SnapKVError, match=r"^the schema can't be enforced: ") as error:
+        json_form(schema, demo_llama[1], None, "the schema")
+    assert words in str(error.value) and "\n" not in str(error.value)
+    tokenizer = calling(json_tools)
+    tools = [tool("shut"), tool("open", {"properties": {"x": schema}, "required": ["x"]})]
+    with pytest.raises(SnapKVError, match=r"^the parameters of the tool 'open' can't be enforced"):
+        list(answers((demo_llama[0], tokenizer), tools=tools, tool_choice="required"))
+
+
+def test_forced_calls_that_nobody_can_make(demo_llama):
+    loaded = demo_llama[0], calling(json_tools)
+    with pytest.raises(SnapKVError, match="there are no tools"):
+        list(answers(loaded, tool_choice="required"))
+    with pytest.raises(SnapKVError, match="asks for 'shut', which is none of the tools"):
+        chosen = {"type": "function", "function": {"name": "shut"}}
+        list(answers(loaded, tools=[tool("open")], tool_choice=chosen))
+    with pytest.raises(SnapKVError, match="have a function with a name"):
+        list(answers(loaded, tools=[{"type": "function"}], tool_choice="required"))
