@@ -13,6 +13,11 @@ def chat(words, **fields):
     return CHAT, {**HELLO, **fields}, words
 
 
+def schema(words, given):
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": given}}
+    return chat(words, response_format=wanted)
+
+
 def text(words, **fields):
     return TEXT, {"prompt": "The key of", "max_tokens": 4, **fields}, words
 
@@ -47,14 +52,24 @@ BAD = [
     said("tokenizer failed", content="\ud800"),
     said("failed", "assistant", content="hi", tool_calls=[{"function": {"arguments": "{"}}]),
     chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # this model's template
-    chat("response_format.type should be 'text'", response_format={"type": "json_schema"}),
+    chat("response_format.type should be 'text', 'json_object' or", response_format={"type": "x"}),
+    chat("response_format.json_schema is missing", response_format={"type": "json_schema"}),
+    schema("json_schema.schema should be a valid object", 5),
+    schema("response_format's schema can't be enforced: Unimplemented keys", {"not": {}}),
+    schema("response_format's schema can't be enforced: Unsatisfiable", False),
+    schema("can't be enforced", {"minimum": "\ud800"}),
+    chat("tool_choice should be 'auto', 'none', 'required'", tool_choice="any"),
+    chat("tool_choice.function is missing", tool_choice={"type": "function"}),
+    chat("tool_choice asks for a call, but there are no tools", tool_choice="required"),
     chat("leave the prompt a list of tokens", chat_template_kwargs={"tokenize": False}),
     chat("audio is not supported: drop the field", audio={"voice": "x"}),
     (CHAT, [], "body must be an object, got []"),
     (CHAT, None, ""),
     anthropic("tag 'image' found", messages=[{"role": "user", "content": [IMAGE]}]),
     anthropic("none can be continued", messages=[{"role": "assistant", "content": "a"}]),
-    anthropic("tool_choice should be 'auto' or 'none'", tool_choice={"type": "any"}),
+    anthropic("tool_choice.type should be 'auto', 'none', 'any'", tool_choice={"type": "x"}),
+    anthropic("tool_choice.name is missing", tool_choice={"type": "tool"}),
+    anthropic("tool_choice asks for a call, but there are", tool_choice={"type": "any"}),
     anthropic(
         "output_config.format.type should be 'text'", output_config={"format": {"type": "x"}}
     ),
@@ -62,7 +77,7 @@ BAD = [
     response("input.0 tag 'item_reference' found", input=[{"type": "item_reference", "id": "a"}]),
     response("previous_response_id can't be honoured", previous_response_id="resp_1"),
     response("tools.0.parameters.most should be a finite number", tools=[FUNCTION]),
-    response("text.format.type should be 'text'", text={"format": {"type": "json_object"}}),
+    response("text.format.schema is missing", text={"format": {"type": "json_schema"}}),
     response("not UTF-8", stream=True, metadata={"a": "\ud800"}),
 ]
 RAW = [

@@ -108,10 +108,16 @@ class FunctionName(Part):
 
 
 class ToolChoice(Part):
-    """The one tool to call."""
+    """Whether tools may or must be called, or the one to call."""
 
-    type: Literal["function"]
-    function: FunctionName
+    type: Literal["auto", "none", "required", "function"]
+    function: Annotated[FunctionName | None, needed_by("function")] = Field(
+        None, validate_default=True
+    )
+
+
+def _as_choice(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
 
 
 class StreamOptions(Part):
@@ -164,7 +170,7 @@ class ChatBody(CommonBody):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: Unsupported = None

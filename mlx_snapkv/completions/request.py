@@ -12,7 +12,7 @@ from mlx_lm.server import process_message_content
 
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError, brief
-from .body import Body, ChatBody, ToolChoice
+from .body import Body, ChatBody
 from .constraint import Constraint, Form, call_form, json_form
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
@@ -115,14 +115,15 @@ def completion_request(
 
 
 def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    return (body.tools or None) if body.tool_choice != "none" else None
+    is_none = body.tool_choice is not None and body.tool_choice.type == "none"
+    return None if is_none else body.tools or None
 
 
 def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: str) -> Form | None:
     """What the answer must be: a call that `tool_choice` forces, or else what `response_format` says."""
     choice = body.tool_choice
-    if choice not in (None, "auto", "none"):
-        if isinstance(choice, ToolChoice):
+    if choice is not None and choice.type in ("required", "function"):
+        if choice.function is not None:
             name = choice.function.name
             tools = [t for t in tools or [] if (t.get("function") or {}).get("name") == name]
             if not tools:

@@ -47,6 +47,26 @@ def test_requests_of_every_kind_are_answered_together(batch, demo_llama, policy)
     assert len({record["id"], found["text 2"]["id"], body["id"], other["id"]}) == 4
 
 
+@pytest.mark.parametrize("policy", ["none", SNAPKV])
+def test_each_request_has_its_own_form(batch, policy):
+    kinds = {"integer": int, "boolean": bool, "array": list, "object": dict, "string": str}
+    requests = [
+        chat(kind, 9 * n, max_tokens=30, response_format=as_schema({"type": kind}))
+        for n, kind in enumerate(kinds)
+    ]
+    free = chat("free", 3, max_tokens=6)
+    bad = chat("bad", 3, response_format=as_schema({"contains": {}}))
+    _, found, _ = batch([*requests, free, bad], "--policy", policy)
+    for kind, python in kinds.items():
+        assert isinstance(json.loads(answer(found[kind])), python)
+    assert answer(found["free"]) == "482913"
+    assert "response_format's schema can't be enforced" in found["bad"]["error"]["message"]
+
+
+def as_schema(schema):
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
     requests = [text(f"{n}", 3) for n in range(3)] + [text("own", 3, temperature=0, max_tokens=3)]
     options = ["-m", "9", "--temp", "3", "--top-k", "40", "--seed", "5"]

@@ -24,6 +24,7 @@ LEFT_OUT = {
 ONE_PROMPT = {
     "--prompt", "-p", "--prompt-file", "--prompt-cache-file", "--prefill-response",
     "--ignore-chat-template", "--draft-model", "--num-draft-tokens", "--verbose", "--json",
+    "--json-schema",
 }  # fmt: skip
 
 
@@ -54,6 +55,17 @@ def test_compression_is_reported(call, tmp_path):
         r"prompt tokens, 52 entries kept, KV memory [\d.]+ [kM]B → [\d.]+ kB \(float32, with room for more\) \| prompt",
         err.splitlines()[-1],
     )
+
+
+def test_an_answer_obeys_a_schema(call, tmp_path):
+    schema = {"type": "object", "properties": {"code": {"type": "integer"}}, "required": ["code"]}
+    text = json.dumps(schema | {"additionalProperties": False})
+    (file := tmp_path / "schema.json").write_text(text)
+    for given in (text, str(file)):
+        code, out, _ = call(*RAW, "--prompt", LEAD, "--json-schema", given, "-q", "-m", "40")
+        assert code == 0 and isinstance(json.loads(out)["code"], int)
+    code, out, _ = call(*PLAIN, "--json-schema", text, "--json", "-m", "40")
+    assert code == 0 and list(json.loads(json.loads(out)["text"])) == ["code"]
 
 
 def test_stdin_and_file_make_one_prompt(call, tmp_path):

@@ -45,6 +45,11 @@ generate --prompt x --model demo --extra-eos-token nope  | --extra-eos-token 'no
 generate --prompt x --model a/b/c                        | no such folder, and not a valid Hugging Face repository name
 generate --prompt x --model {}                           | not a model folder, since it has no config.json
 generate --prompt x --model demo-qwen3-next --draft-model demo | the main model (qwen3_next) has layers
+generate --prompt x --model demo --json-schema {}/none   | --json-schema {}/none: No such file
+generate --prompt x --model demo --json-schema {}/text   | --json-schema is not JSON: JSONDecodeError
+generate --prompt x --model demo --json-schema '{"a": 1' | --json-schema is not JSON: JSONDecodeError
+generate --prompt x --model demo --json-schema '{"uniqueItems": true}' | --json-schema can't be enforced: Unimplemented
+generate --prompt x --model demo --json-schema true --prefill-response y | drop --prefill-response
 chat --model demo --verify all --memory recall           | --verify all needs a policy
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | but no policy was given

@@ -141,6 +141,21 @@ def test_reasoning_and_tools(obeying):
     assert roles == ["user", "tool", "tool", "user"]  # many templates know only a first system
 
 
+def test_a_schema_and_a_forced_call(obeying):
+    for choice in ({"type": "any"}, {"type": "tool", "name": "open"}):
+        message = ask(obeying, f"SAY: {CALL}", tools=[TOOL], tool_choice=choice)
+        (call,) = message.content
+        assert (call.type, call.input, message.stop_reason) == (
+            "tool_use",
+            {"door": "green"},
+            "tool_use",
+        )
+    schema = {"type": "object", "properties": {"door": {"enum": ["red"]}}, "required": ["door"]}
+    about = {"type": "json_schema", "schema": schema | {"additionalProperties": False}}
+    for field in ({"output_format": about}, {"output_config": {"format": about}}):
+        assert text_of(ask(obeying, 'SAY: {"door": "red"}', extra_body=field)) == '{"door": "red"}'
+
+
 def test_tools_and_reasoning_reach_the_template(agent, obeying):
     encode = agent.engine.loaded.tokenizer.encode
     n_plain = n_prompt(obeying)

@@ -1,5 +1,7 @@
 """OpenAI's completions, asked by OpenAI's own client."""
 
+import json
+
 import openai
 import pytest
 from batch_file_helpers import COLD, FACT
@@ -57,6 +59,68 @@ def test_calls_of_tools(agent):
     chunks = chat(connect(agent), said, stream=True, **options)
     calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
     assert [c.index for c in calls] == [0, 1] and len({c.id for c in calls}) == 2
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"door": {"enum": ["green", "red"]}, "keys": {"type": "array", "maxItems": 2}},
+    "required": ["door", "keys"],
+    "additionalProperties": False,
+}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+
+
+def test_an_answer_obeys_a_schema_also_in_a_stream_and_with_others(client):
+    how = {"max_tokens": 60, "temperature": 1.0, "seed": 4, "n": 3, "response_format": AS_SCHEMA}
+    whole = chat(client, "Which door?", **how, logprobs=True, top_logprobs=5)
+    texts = [choice.message.content for choice in whole.choices]
+    for text in texts:
+        found = json.loads(text)
+        assert found["door"] in ("green", "red") and len(found["keys"]) <= 2
+    tokens = whole.choices[0].logprobs.content
+    assert all(top.logprob <= 0 for t in tokens for top in t.top_logprobs)
+    assert min(len(t.top_logprobs) for t in tokens) == 1  # what can't be is none of the likely
+    streamed = ["", "", ""]
+    for chunk in chat(client, "Which door?", **how, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == texts
+    (choice,) = chat(client, "x", max_tokens=2, response_format=AS_SCHEMA).choices
+    assert choice.finish_reason == "length"
+
+
+def test_thoughts_come_before_what_obeys(agent):
+    said = 'SAY: <think>It is {shut}.</think>\n\n{"door": "green","keys": []}'
+    (choice,) = chat(connect(agent), said, max_tokens=200, response_format=AS_SCHEMA).choices
+    assert choice.message.reasoning == "It is {shut}." and choice.finish_reason == "stop"
+    assert json.loads(choice.message.content) == {"door": "green", "keys": []}
+    with pytest.raises(openai.APIError):  # what it is made to say is no JSON
+        chat(connect(agent), "SAY: The door.", max_tokens=200, response_format=AS_SCHEMA)
+
+
+DOORS = {
+    "type": "object",
+    "properties": {"door": SCHEMA["properties"]["door"]},
+    "required": ["door"],
+}
+OPEN = {"type": "function", "function": {"name": "open", "parameters": DOORS}}
+SHUT = {"type": "function", "function": {"name": "shut"}}
+
+
+def test_a_forced_call(agent):
+    tools = {"tools": [SHUT, OPEN], "max_tokens": 200}
+    client, only_open = connect(agent), {"type": "function", "function": {"name": "open"}}
+    said = 'SAY: <think>Which?</think>\n\n<tool_call>{"name": "open", "arguments": {"door": "red"}}</tool_call>'
+    for choice in ("required", only_open):
+        (found,) = chat(client, said, tool_choice=choice, **tools).choices
+        (call,) = found.message.tool_calls
+        assert found.finish_reason == "tool_calls" and found.message.reasoning == "Which?"
+        assert (call.function.name, call.function.arguments) == ("open", '{"door": "red"}')
+    # With a form for text, calls are still the model's to make.
+    (found,) = chat(client, said, response_format=AS_SCHEMA, **tools).choices
+    assert [c.function.name for c in found.message.tool_calls] == ["open"]
+    said = 'SAY: <think>Which?</think>\n\n{"door": "green","keys": []}'
+    (found,) = chat(client, said, response_format=AS_SCHEMA, **tools).choices
+    assert json.loads(found.message.content)["door"] == "green"
 
 
 def test_completions(client, demo_llama):

@@ -30,6 +30,17 @@ def streamed(client, given, **options):
         return list(stream), stream.get_final_response()
 
 
+def test_a_schema_and_a_forced_call(obeying):
+    schema = {"type": "object", "properties": {"door": {"enum": ["red"]}}, "required": ["door"]}
+    about = {"type": "json_schema", "name": "x", "schema": schema | {"additionalProperties": False}}
+    said = 'SAY: {"door": "red"}'
+    assert json.loads(ask(obeying, said, text={"format": about}).output_text) == {"door": "red"}
+    assert json.loads(ask(obeying, said, text={"format": {"type": "json_object"}}).output_text)
+    for choice in ("required", {"type": "function", "name": "open"}):
+        (call,) = ask(obeying, f"SAY: {CALL}", tools=[TOOL], tool_choice=choice).output
+        assert (call.type, json.loads(call.arguments)) == ("function_call", {"door": "green"})
+
+
 def said(role, text, kind="input_text"):
     return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
 

@@ -1,6 +1,7 @@
 """A server that two processes are: their clients, and how they end."""
 
 import contextlib
+import json
 import re
 import signal
 import time
@@ -43,7 +44,11 @@ def conversation(client):
     follow_up = ask(client, talk(about(60), first[0], QUESTION))
     assert follow_up[1] > 400
     sampled = ask(client, talk(about(3)), temperature=2.0, top_p=0.9, seed=5, stop="9")
-    found = [response["choices"] for *_, response in (first, other, follow_up, sampled)]
+    wanted = {"response_format": {"type": "json_object"}, "temperature": 1.0, "seed": 3}
+    constrained = ask(client, talk(about(3)), **wanted)
+    assert isinstance(json.loads(constrained[0]), dict)
+    every = first, other, follow_up, sampled, constrained
+    found = [response["choices"] for *_, response in every]
     return found, follow_up[2]["mlx_snapkv"]["entries"]
 
 
