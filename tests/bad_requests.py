@@ -77,7 +77,7 @@ BAD = [
     response("input.0 tag 'item_reference' found", input=[{"type": "item_reference", "id": "a"}]),
     response("previous_response_id can't be honoured", previous_response_id="resp_1"),
     response("tools.0.parameters.most should be a finite number", tools=[FUNCTION]),
-    response("text.format.schema is missing", text={"format": {"type": "json_schema"}}),
+    response("text.format needs a schema", text={"format": {"type": "json_schema"}}),
     response("not UTF-8", stream=True, metadata={"a": "\ud800"}),
 ]
 RAW = [

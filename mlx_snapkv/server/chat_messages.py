@@ -1,11 +1,11 @@
 """What the bodies of Anthropic's messages and OpenAI's responses share: they become a chat completion's body."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from ..completions.body import ChatBody, Part, as_body, needed_by
+from ..completions.body import ChatBody, Part, as_body
 
 BREAK = "\n\n"  # between texts that came apart
 SYSTEM = ("system", "developer")
@@ -15,9 +15,13 @@ class OutputFormat(Part):
     """As `ResponseFormat`, with the schema in its place."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema_: Annotated[dict[str, Any] | bool | None, needed_by("json_schema")] = Field(
-        None, alias="schema", validate_default=True
-    )
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "OutputFormat":
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("needs a schema")
+        return self
 
     @property
     def response_format(self) -> dict[str, Any]:
