@@ -55,7 +55,7 @@ BAD = [
     chat("response_format.type should be 'text', 'json_object' or", response_format={"type": "x"}),
     chat("response_format.json_schema is missing", response_format={"type": "json_schema"}),
     schema("json_schema.schema should be a valid object", 5),
-    schema("response_format's schema can't be enforced: Unimplemented keys", {"not": {}}),
+    schema("response_format's schema can't be enforced: unsupported keywords", {"not": {}}),
     schema("response_format's schema can't be enforced: Unsatisfiable", False),
     schema("can't be enforced", {"minimum": "\ud800"}),
     chat("tool_choice should be 'auto', 'none', 'required'", tool_choice="any"),

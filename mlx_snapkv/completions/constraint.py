@@ -33,6 +33,14 @@ FORMATS = {
     "uuid",
     "uri",
 }
+SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+# Keywords that llguidance doesn't know, by the values with which they demand nothing.
+IDLE: dict[str, tuple] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+}
 CLOSERS = '}]",:0'  # what ends JSON soonest, the best first
 QUOTE, IN_STRING = '"', "~"  # what ends a string; where this may come, a string has begun
 LONGEST_END = 512  # tokens
@@ -246,18 +254,29 @@ def _enforceable(schema: Schema) -> str:
 
 
 def _known(schema: Any) -> Any:
-    """A schema without the formats that only annotate, and with whole numbers such as 2.0 as 2."""
+    """A schema without what demands nothing, and with whole numbers such as 2.0 as 2."""
     if isinstance(schema, list):
         return [_known(part) for part in schema]
     if isinstance(schema, float) and schema.is_integer():
         return int(schema)
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: part if name in ("const", "enum") else _known(part)
-        for name, part in schema.items()
-        if name != "format" or not isinstance(part, str) or part in FORMATS
-    }
+    found = {}
+    for name, part in schema.items():
+        if name in SCHEMAS_BY_NAME and isinstance(part, dict):
+            found[name] = {own: _known(its) for own, its in part.items()}
+        elif name in ("const", "enum"):
+            found[name] = part
+        elif not _is_idle(name, part):
+            found[name] = _known(part)
+    return found
+
+
+def _is_idle(name: str, part: Any) -> bool:
+    """Whether a keyword with this value demands nothing, though llguidance refuses it."""
+    if name == "format":
+        return isinstance(part, str) and part not in FORMATS
+    return any(type(part) is type(idle) and part == idle for idle in IDLE.get(name, ()))
 
 
 def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schema]) -> str:
@@ -300,7 +319,9 @@ def _reason(matcher: LLMatcher) -> str:
     """What the library says, without the lines of the grammar that it quotes."""
     found = re.sub(r"\n +\d+ \|.*", "", matcher.get_error(), flags=re.DOTALL)
     found = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", found)
-    return " ".join(found.split())[:SHOWN]
+    if "coerce_one_of" in found:
+        return "parts of a oneOf may overlap, so use anyOf"
+    return " ".join(found.split()).replace("Unimplemented keys", "unsupported keywords")[:SHOWN]
 
 
 def _words(text: str, tokenizer) -> str:

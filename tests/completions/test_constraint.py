@@ -53,6 +53,16 @@ SCHEMAS = {
         {"type": "array", "items": {"format": "x-ours", "type": "null"}, "minItems": 1},
         lambda value: {None} == set(value),
     ),
+    "keywords that demand nothing": (
+        {
+            "type": "object",
+            "propertyNames": {"type": "string"},
+            "required": ["uniqueItems", "format"],
+        }
+        | {"properties": {"uniqueItems": {"type": "null"}, "format": {"const": {"format": "x"}}}}
+        | {"uniqueItems": False, "unevaluatedProperties": {}, "additionalProperties": False},
+        {"uniqueItems": None, "format": {"format": "x"}}.__eq__,
+    ),
     "one of two": (
         {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "boolean"}}]},
         lambda value: isinstance(value, bool | list),
@@ -211,9 +221,10 @@ def test_both_kinds_of_tokenizers(name):
     "schema, words",
     [
         (False, "Unsatisfiable schema"),
-        ({"uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
+        ({"uniqueItems": True}, 'unsupported keywords: ["uniqueItems"]'),
         ({"type": "thing"}, "Invalid type: thing"),
         ({"pattern": "(?=a)"}, "look-around"),
+        ({"oneOf": [{"minimum": 1}, {"maximum": 2}]}, "use anyOf"),
         ({"$ref": "https://example.com/x"}, "example.com"),
         ({"$ref": "#/$defs/x"}, "does not exist"),
     ],
