@@ -237,4 +237,6 @@ class _Answer:
             "compression": report.to_dict(),
             "prompt_cache": self.start and self.start.to_dict(),
         }
+        if any(constraint.is_cut for constraint in self.keywords.get("logits_processors", ())):
+            found["finish_reason"] = "length"
         return {name: value for name, value in found.items() if value is not None}

@@ -164,12 +164,18 @@ def _short_end(matcher: LLMatcher, known: LLTokenizer, most: int) -> list[int] |
     """Few tokens, `most` at most, after which the grammar lets an answer end; None if those found are more."""
     matcher, tokens = matcher.deep_copy(), list[int]()
     quote, in_string, *closers = (known.tokenize_str(c)[0] for c in (QUOTE, IN_STRING, *CLOSERS))
+    was_in_string = False
     while not matcher.is_accepting():
         new = matcher.compute_ff_tokens()
         if not new:
-            allowed = _allowed(matcher, known.vocab_size)
-            best = [quote, *closers] if allowed[in_string] else closers
-            new = [next((token for token in best if allowed[token]), int(allowed.argmax()))]
+            bits = matcher.compute_bitmask()
+            may_come = [t for t in (in_string, quote, *closers) if bits[t // 8] >> t % 8 & 1]
+            is_in_string = may_come[:2] == [in_string, quote]
+            if is_in_string and was_in_string:
+                return None  # a quote ends every string of JSON, so these are thoughts
+            was_in_string = is_in_string
+            best = [quote] if is_in_string else [t for t in closers if t in may_come]
+            new = best[:1] or [int(_allowed(matcher, known.vocab_size).argmax())]
         tokens += new
         if len(tokens) > most or not matcher.consume_tokens(new):
             return None

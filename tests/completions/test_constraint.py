@@ -4,9 +4,10 @@ import json
 
 import mlx.core as mx
 import pytest
-from mlx_lm.tokenizer_utils import load
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from mlx_lm.tool_parsers import json_tools, mistral, pythonic
 from real_models import MODELS, real_folder
+from transformers import AutoTokenizer
 
 from mlx_snapkv import SnapKVError, stream_generate
 from mlx_snapkv.completions.answer import Completion
@@ -170,6 +171,32 @@ def test_a_forced_call_is_one_that_is_parsed(demo_llama, name):
     (found,) = answers(loaded, tools=tools, tool_choice=chosen, max_tokens=25)
     assert found.said.calls == [] and found.finish_reason == "length"
     assert (parser.tool_call_start + found.said.text).endswith(start[-8:]) or found.said.text
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("begun", ["", "<think>"])
+def test_thoughts_are_free(begun, is_special):
+    """Begun by the template or by the model; their marks are tokens of their own, as of real models, or text."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["demo"])
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=is_special)
+    tokenizer.chat_template = TEMPLATE + begun
+    tokenizer = TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id])
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200}
+    asked = completion_request(
+        parse(CHAT, body | {"response_format": {"type": "json_object"}}), tokenizer, Defaults()
+    )
+    assert asked.state == ("reasoning" if begun else "normal")
+    thoughts, text = 'It is {"a": "b"} or "no".', '{"door": "red"}'
+    said = f"{'' if begun else '<think>'}{thoughts}</think>\n\n{text}"
+    found, tokens, logits = Completion(asked, tokenizer), [5, 6], mx.zeros((1, len(tokenizer)))
+    for token in tokenizer.encode(said, add_special_tokens=False):
+        assert asked.constraint(mx.array(tokens), logits)[0, token].item() == 0
+        tokens.append(token)
+        found.add(token, None)
+    assert asked.constraint(mx.array(tokens), logits)[0].argmax().item() == tokenizer.eos_token_id
+    found.add(tokenizer.eos_token_id, "stop")
+    assert (found.said.reasoning, found.said.text) == (thoughts, "\n\n" + text)
+    assert found.finish_reason == "stop"
 
 
 def test_json_keeps_what_marks_thoughts_and_calls_elsewhere(demo_llama):
