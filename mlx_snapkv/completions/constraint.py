@@ -21,18 +21,7 @@ Schema = dict[str, Any] | bool
 # JSON on one line: a small model would fill its answer with white space wherever it may.
 LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 # The formats that llguidance enforces; others only annotate, as JSON Schema has it.
-FORMATS = {
-    "date-time",
-    "time",
-    "date",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uuid",
-    "uri",
-}
+FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 # Keywords that llguidance doesn't know, by the values with which they demand nothing.
 IDLE: dict[str, tuple] = {
@@ -117,6 +106,8 @@ class Constraint:
             found = found[n_same:]
         self._take(found)
         allowed = _allowed(self._matcher, logits.shape[-1])
+        if self._matcher.is_error():
+            raise RuntimeError(f"the answer has left its grammar: {_reason(self._matcher)}")
         if (forced := self._closing()) is not None:
             allowed[:] = False
             allowed[forced] = True
@@ -128,8 +119,6 @@ class Constraint:
             if not self._matcher.is_stopped():
                 self._matcher.consume_token(token)
                 self._n_matched += 1
-        if self._matcher.is_error():
-            raise RuntimeError(f"the answer has left its grammar: {_reason(self._matcher)}")
 
     def _rewind(self, n: int) -> None:
         del self._said[n:]
@@ -163,7 +152,7 @@ def _allowed(matcher: LLMatcher, size: int) -> np.ndarray:
 def _short_end(matcher: LLMatcher, known: LLTokenizer, most: int) -> list[int] | None:
     """Few tokens, `most` at most, after which the grammar lets an answer end; None if those found are more."""
     matcher, tokens = matcher.deep_copy(), list[int]()
-    quote, in_string, *closers = (known.tokenize_str(c)[0] for c in (QUOTE, IN_STRING, *CLOSERS))
+    quote, in_string, *closers = (known.greedy_tokenize(c)[0] for c in (QUOTE, IN_STRING, *CLOSERS))
     was_in_string = False
     while not matcher.is_accepting():
         new = matcher.compute_ff_tokens()
@@ -210,10 +199,7 @@ def call_form(tools: list[dict[str, Any]], tokenizer, state: str) -> Form:
 
     Raises: SnapKVError: a tool has no name, or the schema of its parameters can't be enforced.
     """
-    functions = [tool.get("function") for tool in tools]
-    if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
-        raise SnapKVError("tools must each have a function with a name, for a call to be forced")
-    schemas = {f["name"]: _arguments(f.get("parameters")) for f in functions}  # type: ignore[index,union-attr]
+    schemas = {name_of(tool): _arguments(tool["function"].get("parameters")) for tool in tools}
     parser, words = tokenizer.tool_parser, partial(_words, tokenizer=tokenizer)
     start, end = words(tokenizer.tool_call_start or ""), words(tokenizer.tool_call_end or "")
     kind: Any = "marked call"
@@ -228,6 +214,15 @@ def call_form(tools: list[dict[str, Any]], tokenizer, state: str) -> Form:
         answer, kind = f"({_json_calls(schemas)})", "call"
     named = {f"the parameters of the tool {name!r}": s for name, s in schemas.items()}
     return Form(_grammar(answer, tokenizer, state, named), kind)
+
+
+def name_of(tool: dict[str, Any]) -> str:
+    """Raises: SnapKVError: it has none."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise SnapKVError("tools must each have a function with a name, for a call to be forced")
+    return name
 
 
 def _json_calls(schemas: dict[str, Schema]) -> str:

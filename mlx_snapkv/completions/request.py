@@ -13,7 +13,7 @@ from mlx_lm.server import process_message_content
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError, brief
 from .body import Body, ChatBody
-from .constraint import Constraint, Form, call_form, json_form
+from .constraint import Constraint, Form, call_form, json_form, name_of
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 PENALTIES = {
@@ -125,7 +125,7 @@ def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: 
     if choice is not None and choice.type in ("required", "function"):
         if choice.function is not None:
             name = choice.function.name
-            tools = [t for t in tools or [] if (t.get("function") or {}).get("name") == name]
+            tools = [tool for tool in tools or [] if name_of(tool) == name]
             if not tools:
                 raise SnapKVError(f"tool_choice asks for {name!r}, which is none of the tools")
         if not tools:
