@@ -60,6 +60,10 @@ class FullView(Entries):
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as queries from `start` on vote for them."""
         return self._compaction.seen_from(self.gather(positions), start)
 
+    def turned(self, keys: mx.array, positions: mx.array, start: int) -> mx.array:
+        """Keys `(B, n_kv_heads, n, head_dim)` near these positions, as queries from `start` on vote for them."""
+        return self._compaction.turned(keys, positions, start, self.layer)
+
     def lined_up(self, positions: mx.array, start: int, end: int) -> Entries:
         """The entries at ascending uint32 `positions` `(B, n_kv_heads, n)`, plain; see `Compaction.lined_up`."""
         return self._compaction.lined_up(self.gather(positions), start, end)

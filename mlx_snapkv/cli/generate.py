@@ -116,12 +116,10 @@ class _Answer:
     def print(self, model: Any, tokenizer: Any, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
         from ..engine.generate import stream_generate
-        from ..planning.footprint import book_cost
+        from ..planning.footprint import file_cost
 
         show = not self.output.as_json
-        n_before = 0 if self.start is None else self.start.n_tokens
-        kept = self.keywords["policy"], self.keywords["memory"]
-        cost = partial(book_cost, model, *kept, n_before=n_before) if show else None
+        cost = partial(file_cost, model, self.keywords["memory"]) if show else None
         options = {"on_report": self.reports.append, **self.keywords}
         try:
             with reading.bar(cost) as update:

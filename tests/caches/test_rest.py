@@ -14,7 +14,7 @@ from tiny_models import make_llama
 from mlx_snapkv import batch_generate
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.refreshed import RefreshedKVCache
+from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries import rest
 from mlx_snapkv.entries.entries import Entries
@@ -39,7 +39,7 @@ def choosing(observed, quantization=None):
     store = MemoryStore(quantization)
     store.append(Entries(keys, values))
     view = FullView([store], layer)
-    return RefreshedKVCache(view, QUOTA, layer, observed=observed), view.keys, view.values
+    return SparseKVCache(view, QUOTA, layer, observed=observed), view.keys, view.values
 
 
 def softmax(x):
@@ -174,7 +174,7 @@ def test_predictions_come_nearer_to_the_full_caches(name, memory, small_pages, m
     prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
     options = {"policy": "snapkv:budget=24,n_sink=2,n_window=6", "memory": memory}
     weighed = moved(model, prompt, **options)
-    monkeypatch.setattr(RefreshedKVCache, "_weighed_rest", lambda *args: None)
+    monkeypatch.setattr(SparseKVCache, "_weighed_rest", lambda *args: None)
     assert 0 < weighed < 0.6 * moved(model, prompt, **options)
 
 
@@ -192,4 +192,4 @@ def test_where_attention_can_not_be_told_nothing_is_weighed():
         model = make_model(name)
         layers = attention_layers(model, make_prompt_cache(model))
         special = [layer for layer in layers if layer.borrowers or name != "gemma3n"]
-        assert special and not any(map(RefreshedKVCache.can_weigh, special))
+        assert special and not any(map(SparseKVCache.can_weigh, special))

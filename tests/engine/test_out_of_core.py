@@ -10,7 +10,7 @@ from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
-from mlx_snapkv.caches.refreshed import RefreshedKVCache
+from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.engine.retaining import CHOOSING
 from mlx_snapkv.planning.config import CompressionConfig
@@ -107,14 +107,14 @@ def test_an_index_that_a_book_lacks_is_made_again_and_reported(wide, tokens, mon
 
 
 def test_a_book_s_last_tokens_choose_together_and_the_last_one_alone(tokens, monkeypatch):
-    chosen, choose = [], RefreshedKVCache.record
+    chosen, choose = [], SparseKVCache.record
 
     def noted(self, queries, *args, **options):
         if self.layer.index == 0:
             chosen.append(queries.heads.shape[2])
         return choose(self, queries, *args, **options)
 
-    monkeypatch.setattr(RefreshedKVCache, "record", noted)
+    monkeypatch.setattr(SparseKVCache, "record", noted)
     policy = "keydiff:budget=100,block=64 then snapkv:budget=90,n_window=60,obs_window=8"
     steps(make_llama(head_dim=32), tokens, 3, policy=policy, memory="recall")
     assert chosen[0] == CHOOSING - 1 and set(chosen[1:]) == {1}
