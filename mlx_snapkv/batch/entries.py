@@ -103,8 +103,8 @@ class BatchedChoices(Batched, Choosing):
         rows = []
         for member in self.members:
             bias = mx.zeros(shape) if member.bias is None else member.bias
-            own = biased(bias, member.n_entries)
-            padding = [(0, 0)] * 3 + [(0, n - member.n_entries)]
+            own = biased(bias, member.n_seen)
+            padding = [(0, 0)] * 3 + [(0, n - member.n_seen)]
             rows.append(mx.pad(own, padding, constant_values=HIDDEN))
         return mx.concatenate(rows).astype(queries.dtype)
 

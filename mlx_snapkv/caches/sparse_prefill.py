@@ -28,16 +28,22 @@ RANK = "max"
 class SparsePrefillKVCache(Choosing, LayerCache):
     """Adds to a cache that holds all entries; each chunk reads some of them.
 
-    Chunks that may read as many entries as there are read all of them, and so do those from `dense_from` on.
+    Chunks that may read as many entries as there are read all of them. Those from position `last_from` on read what
+    `last` says, or everything if that is None.
     """
 
     keys = keys_of(lambda cache: cache.everything.growing)
 
     def __init__(
-        self, everything: RecordingKVCache, view: FullView, reach: Reach, dense_from: float
+        self,
+        everything: RecordingKVCache,
+        view: FullView,
+        reach: Reach,
+        last: Reach | None,
+        last_from: float,
     ):
         self.everything, self.layer, self._view = everything, everything.layer, view
-        self._reach, self._dense_from = reach, dense_from
+        self._reach, self._last, self._last_from = reach, last, last_from
         self._first = reach.n_sink // PAGE  # page that may be chosen
         self._means: mx.array | None = None  # of the keys of the first pages, float32
 
@@ -50,11 +56,11 @@ class SparsePrefillKVCache(Choosing, LayerCache):
 
         It chooses none where it reads everything.
         """
-        stop = max(0, start - self._reach.n_window) // PAGE
-        n = self._reach.n_chosen // PAGE
-        if start >= self._dense_from or stop - self._first <= n:
-            return stop, 0
-        return stop, n
+        reach = self._last if start >= self._last_from else self._reach
+        if reach is None:
+            return 0, 0
+        stop, n = max(0, start - reach.n_window) // PAGE, reach.n_chosen // PAGE
+        return stop, 0 if stop - self._first <= n else n
 
     def _n_read(self, start: int) -> int:
         """Entries that a chunk from `start` on reads of those before it."""

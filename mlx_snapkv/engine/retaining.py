@@ -11,11 +11,15 @@ class RetainingReader(Request):
     """Reads on the caller's own caches, which go on holding all entries; compressed copies serve the answer only."""
 
     def _prepare(self, quotas: list[Quota]) -> None:
-        capacity = self.plan.n_prompt + self.plan.n_ahead + 1
         for layer in self.layers:
             cache = layer.cache_in(self.caches)
-            cache.observe(self.plan.first, self.plan.last, capacity, self.statistics_from)
+            cache.observe(self.plan.first, self.plan.last, self._capacity, self.statistics_from)
             cache.layer = layer
+
+    @property
+    def _capacity(self) -> int:
+        """Entries to allocate at once, those held among them."""
+        return self.plan.n_prompt + self.plan.n_ahead + 1
 
     def keep(self, choices: list[Choice]) -> None:
         small = copies_but_entries(self.caches, self.layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -54,6 +54,8 @@ class CompressionConfig:
                 f"verify=all needs all entries in memory, and with memory={self.memory} they are not there: "
                 "give memory=recall, recall:8bit or recall:4bit, or drop verify"
             )
+        if self.is_sparse and self.verify is not None:  # by what the full cache would hold
+            object.__setattr__(self, "policy", replace(self.policy, read="dense"))  # type: ignore[type-var]
         if self.is_sparse and self.quantization is not None:
             raise SnapKVError(
                 "kv_bits quantises the entries that a policy keeps, and sparse keeps all: give memory=recall:8bit or "

@@ -13,6 +13,7 @@ from .method import Method, choice, count, entry_count, option
 CHUNK = 256  # tokens that are read at a time and choose together
 WINDOW = 256  # tokens before a chunk that it reads
 LAST = 64  # tokens of the prompt that read everything before them: the question is among these
+LAST_WIDER = 4  # times as many entries as others they choose where they can't read everything
 PAGE = 16  # neighbours that a chunk chooses together
 READ_TOP_K = 1024  # entries that a chunk chooses by default
 READ_SHARE = 32  # of a longer prompt at least one entry in so many
@@ -29,6 +30,14 @@ class Reach(NamedTuple):
     def most(self) -> int:
         """Entries at most: a window may begin in the middle of a page."""
         return self.n_sink + self.n_chosen + self.n_window + PAGE - 1
+
+    def within(self, most: int) -> Reach:
+        """The same, of at most so many entries."""
+        chosen = max(0, most - (self.most - self.n_chosen))
+        return self._replace(n_chosen=min(self.n_chosen, chosen // PAGE * PAGE))
+
+    def wider(self, times: int) -> Reach:
+        return self._replace(n_chosen=times * self.n_chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
