@@ -33,6 +33,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     """
 
     keys = keys_of(lambda cache: cache.everything.growing)
+    _is_new = True  # the tokens of the call are: it is not the second for them
 
     def __init__(
         self,
@@ -68,7 +69,8 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return (self._first + n - stop) * PAGE + start if n else start
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._chosen is None and self._pages(self.offset)[1] == 0:
+        self._is_new = self._chosen is None
+        if self._is_new and self._pages(self.offset)[1] == 0:
             return self.everything.update_and_fetch(keys, values)
         return super().update_and_fetch(keys, values)
 
@@ -83,7 +85,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return self._n_read(self.offset - self._n_new) + self._n_new
 
     def record(self, captured: Captured) -> None:
-        if self._zeros is not None or self._seen == ():
+        if self._is_new or captured.borrowed:
             self.everything.record(captured)
         super().record(captured)
 
