@@ -11,7 +11,6 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from ..entries.attention import LOG2_E
 from ..entries.entries import Entries
 from ..entries.quantization import join
 from ..entries.queries import Captured
@@ -22,7 +21,6 @@ from .full_view import FullView
 from .recording import RecordingKVCache
 
 STRIDE = 4  # one query in so many ranks the pages
-RANK = "max"
 
 
 class SparsePrefillKVCache(Choosing, LayerCache):
@@ -107,25 +105,20 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return join(self._view.lined_up(places, start, start).plain(), self._own)
 
     def _likeliest(self, captured: Captured, start: int, stop: int, n: int) -> mx.array:
-        """The pages before `stop` that the chunk's queries attend to most, unordered uint32 `(B, n_kv_heads, n)`."""
+        """The pages before `stop` that come nearest to any query's best, unordered uint32 `(B, n_kv_heads, n)`.
+
+        A query ranks pages by the logits of their mean keys; a page counts by how far it is below the query's largest,
+        as `KeyIndex.relevance` ranks entries.
+        """
         means = self._grown_means(stop)[:, :, self._first :]
         B, H, _, D = means.shape
         first = self._first * PAGE + PAGE // 2
         places = mx.arange(first, stop * PAGE, PAGE)
         means = self._view.turned(means, mx.broadcast_to(places, (B, H, places.size)), start)
-        queries = captured.heads[:, :, ::-STRIDE].astype(mx.float32) * (captured.scale * LOG2_E)
+        queries = captured.heads[:, :, ::-STRIDE].astype(mx.float32) * captured.scale
         logits = queries.reshape(B, H, -1, D) @ means.mT
-        if RANK == "mean":
-            votes = mx.power(
-                2, logits - mx.logsumexp(logits / LOG2_E, axis=-1, keepdims=True) * LOG2_E
-            ).sum(axis=2)
-        elif RANK == "max":
-            votes = (logits - mx.logsumexp(logits / LOG2_E, axis=-1, keepdims=True) * LOG2_E).max(
-                axis=2
-            )
-        elif RANK == "top":
-            votes = (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
-        return mx.argpartition(-votes, n - 1, axis=-1)[..., :n].astype(mx.uint32) + self._first
+        below = (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
+        return mx.argpartition(-below, n - 1, axis=-1)[..., :n].astype(mx.uint32) + self._first
 
     def _grown_means(self, stop: int) -> mx.array:
         """Mean keys of the first `stop` pages."""

@@ -10,7 +10,7 @@ from ..errors import SnapKVError
 from .budgets import amount, is_amount, smallest_budget
 from .method import Method, choice, count, entry_count, option
 
-CHUNK = 256  # tokens that are read at a time and choose together
+CHUNK = 512  # tokens that are read at a time and choose together
 WINDOW = 256  # tokens before a chunk that it reads
 LAST = 64  # tokens of the prompt that read everything before them: the question is among these
 LAST_WIDER = 4  # times as many entries as others they choose where they can't read everything
