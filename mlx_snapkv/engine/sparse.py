@@ -69,6 +69,11 @@ class SparseReader(RetainingReader):
         """Entries that may be read at once: beyond the trained length, half of it, since they stand in line."""
         return UNLIMITED if self._length is None else self._length // 2
 
+    def step_size(self, limit: int | None) -> int:
+        """Beyond the trained length a chunk is a quarter of it at most, so that what it reads is near enough."""
+        size = super().step_size(limit)
+        return size if self._length is None else min(size, max(1, self._length // 4))
+
     @property
     def decode_quotas(self) -> list[Quota]:
         return [

@@ -173,8 +173,6 @@ class CompressionConfig:
                 "needs sparse attention, or a policy that evicts while a prompt is read, such as keydiff, but "
                 f"{what}"
             )
-        if self.verify == "all":
-            return "can't be combined with verify=all, which reads all entries at their own positions: drop one of them"
         length, name = longest_trained_length(model), type_of(model)
         if length is None:
             return f"needs the trained length, but mlx-lm's {name!r} has no max_position_embeddings"

@@ -32,9 +32,10 @@ class Reach(NamedTuple):
         return self.n_sink + self.n_chosen + self.n_window + PAGE - 1
 
     def within(self, most: int) -> Reach:
-        """The same, of at most so many entries."""
-        chosen = max(0, most - (self.most - self.n_chosen))
-        return self._replace(n_chosen=min(self.n_chosen, chosen // PAGE * PAGE))
+        """The same, of at most so many entries, a quarter of them the newest."""
+        window = min(self.n_window, most // 4 // PAGE * PAGE)
+        chosen = max(0, most - self.n_sink - window - (PAGE - 1))
+        return Reach(self.n_sink, min(self.n_chosen, chosen // PAGE * PAGE), window)
 
     def wider(self, times: int) -> Reach:
         return self._replace(n_chosen=times * self.n_chosen)
