@@ -13,12 +13,16 @@ where α and the seconds are measured as the answer goes on.
 from collections import deque
 
 MOST_DRAFTS = 16
-PROBES = 2  # rounds of one draft: the first also computes what later ones find ready
+# Drafts of the first rounds. The very first draft also computes what later ones find ready. To verify several takes less
+# than several times one alone; that is not tried where a draft by itself takes this part of a token's time.
+PROBES = (1, 1, 4)
+TOO_MUCH = 0.85
 RECENT = 3  # measurements, of which the least counts: what else a machine does only adds to them
 PRIOR = 9  # drafts, 8 of them accepted, before there are any
 FORGET = 1 / 64  # of the drafts counted, at each further one
 MEASURE_EVERY = 64  # tokens between two rounds without drafts while drafting pays
-PATIENCE = 4  # tokens of the full cache, measured anew, before one more probe where drafts would not pay, and behind it
+PATIENCE = 4  # tokens of the full cache, which measure it anew, until drafts that would not pay are given up
+NEARLY = 0.9  # of the full cache's speed, from which on a last probe comes before that
 
 
 class DraftLength:
@@ -29,12 +33,13 @@ class DraftLength:
         self._draft: deque[float] = deque(maxlen=RECENT)
         self._further: deque[float] = deque(maxlen=RECENT)
         self._checked, self._accepted = float(PRIOR), PRIOR - 1.0
-        self._n_probes = self._n_since_plain = self._n_unpaid = 0
+        self._probes, self._last_probe = list(PROBES), True
+        self._n_since_plain = self._n_unpaid = 0
 
     @property
     def stopped(self) -> bool:
         """Whether the rest of the answer is the full cache's, without drafts."""
-        return self._n_unpaid > 2 * PATIENCE
+        return self._n_unpaid > PATIENCE
 
     @property
     def plain(self) -> float:
@@ -43,17 +48,21 @@ class DraftLength:
 
     def next(self) -> int:
         """Drafts of the next round; 0 is a token of the full cache."""
-        if self.stopped or len(self._plain) < PROBES:
+        if self.stopped or len(self._plain) < 2:
             return 0
-        if self._n_probes < PROBES:
-            return 1
-        lengths = range(MOST_DRAFTS + 1)
-        best = max(lengths, key=self._tokens_per_second)
-        if best == 0:
-            self._n_unpaid += 1
-            return int(self._n_unpaid == PATIENCE)
-        self._n_unpaid = 0
-        return 0 if self._n_since_plain >= MEASURE_EVERY else best
+        if len(self._probes) == 1 and min(self._draft) > TOO_MUCH * self.plain:
+            self._probes.clear()
+        if self._probes:
+            return self._probes.pop(0)
+        best = max(range(1, MOST_DRAFTS + 1), key=self._speed)
+        if self._speed(best) > 1:
+            self._n_unpaid = 0
+            return 0 if self._n_since_plain >= MEASURE_EVERY else best
+        if self._n_unpaid == PATIENCE and self._last_probe and self._speed(best) > NEARLY:
+            self._n_unpaid, self._last_probe = 0, False
+            return PROBES[-1]
+        self._n_unpaid += 1
+        return 0
 
     def took(self, n_drafts: int, draft_seconds: float, pass_seconds: float) -> None:
         """Count the seconds of a round, its drafts and its pass over all entries."""
@@ -61,7 +70,6 @@ class DraftLength:
             self._plain.append(pass_seconds)
             self._n_since_plain = 0
             return
-        self._n_probes += 1
         self._n_since_plain += 1 + n_drafts
         self._draft.append(draft_seconds / n_drafts)
         self._further.append(max(0.0, pass_seconds - self.plain) / n_drafts)
@@ -72,10 +80,9 @@ class DraftLength:
             self._checked += 1 - FORGET * self._checked
             self._accepted += (i < n_accepted) - FORGET * self._accepted
 
-    def _tokens_per_second(self, n_drafts: int) -> float:
-        if n_drafts == 0:
-            return 1 / self.plain
+    def _speed(self, n_drafts: int) -> float:
+        """Of rounds of so many drafts, in times the full cache's."""
         accepted = self._accepted / self._checked
         tokens = sum(accepted**i for i in range(n_drafts + 1))
         step = min(self._draft) + min(self._further)
-        return tokens / (self.plain + n_drafts * step)
+        return tokens * self.plain / (self.plain + n_drafts * step)

@@ -5,7 +5,7 @@ those of the full caches: already computed if it asks for a token that was draft
 are drafted, and when none are any more: from then on the calls are the model's own, on the full caches.
 """
 
-import time
+from time import perf_counter
 
 import mlx.core as mx
 
@@ -37,13 +37,13 @@ class SelfSpeculation:
             self._verified.accepted += 1
             return self._ahead.pop(0)[1]
         self._length.yielded(self._n_drafts, self._n_drafts - len(self._ahead))
-        started = time.perf_counter()
+        started = perf_counter()
         self.close()
         # By the clock, which every rank has its own of.
         ranks = shard_of(self._model).ranks
         n_drafts, stopped = ranks.first((self._length.next(), self._length.stopped))
         logits = self._round(token, n_drafts)
-        self._verified.seconds += time.perf_counter() - started
+        self._verified.seconds += perf_counter() - started
         self._verified.plain_seconds = self._length.plain
         if stopped:
             self._verified.stopped = self._verified.tokens
@@ -63,13 +63,13 @@ class SelfSpeculation:
 
     def _round(self, token: int, n_drafts: int) -> mx.array:
         """Logits `(1, 1, vocab_size)` after a token, and drafts ahead of it."""
-        started = time.perf_counter()
+        started = perf_counter()
         drafted = self._drafted(token, n_drafts)
-        drafted_by = time.perf_counter()
+        drafted_by = perf_counter()
         with blockwise():
             logits = self._model(drafted, cache=self._full)
             mx.eval(logits)
-        self._length.took(n_drafts, drafted_by - started, time.perf_counter() - drafted_by)
+        self._length.took(n_drafts, drafted_by - started, perf_counter() - drafted_by)
         drafts: list[int] = drafted[0, 1:].tolist()  # type: ignore[assignment]
         self._ahead = [(draft, logits[:, i : i + 1]) for i, draft in enumerate(drafts, start=1)]
         self._verified.drafted += n_drafts
