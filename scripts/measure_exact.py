@@ -1,6 +1,6 @@
-"""How fast answers with `verify="all"` are beside the full cache's, by length; writes docs/exact.json.
+"""How fast answers with `verify="all"` are beside the full cache's, by length; prints the table of docs/recall.md.
 
-    LD_PRELOAD=.../libopenblas.so.0 OPENBLAS_NUM_THREADS=1 python scripts/measure_exact.py; make docs
+    LD_PRELOAD=.../libopenblas.so.0 OPENBLAS_NUM_THREADS=1 python scripts/measure_exact.py
 
 The random LLaMA's caches are filled with random entries, since only shapes matter for speed. Nearly all its drafts are
 right; so that --accepted of them are, now and then the answer goes on with another token than the likeliest. Both
@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import Result, clock, shared_options
+from results_page import clock, figures, options
 
 from mlx_snapkv.bench.contenders import (
     VOCABULARY,
@@ -33,6 +33,15 @@ from mlx_snapkv.engine.self_speculation import SelfSpeculation
 from mlx_snapkv.policies import SnapKV
 
 SEED = 0
+COLUMNS = {
+    "entries": "{length:,}",
+    "a draft reads": "1/{share}",
+    "drafts, accepted": "{drafted}, {right}",
+    "stopped after tokens": "{stopped}",
+    "tokens that differ": "{differ}",
+    "a token of the full cache": "{plain_seconds:.3f} s",
+    "times as fast": "{speed:.2f}",
+}
 
 
 def small_caches(model, full: list, share: int, n: int) -> list:
@@ -96,20 +105,19 @@ def measured(model, full: list, n: int, share: int, asked: tuple[int, float]) ->
 
 
 def main() -> None:
-    parser = shared_options(__doc__, "exact")
+    parser = options(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--shares", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--accepted", type=float, default=0.98)
     parser.add_argument("--tokens", type=int, default=100)
     args = parser.parse_args()
-    result, model = (
-        Result(args.out, accepted=args.accepted, tokens=args.tokens),
-        make_random_model(),
-    )
+    model, n_printed = make_random_model(), 0
     for n in args.lengths:
         full = decoding_cache(model, Contender("full cache", n), n)
         for share in args.shares:
-            result.add(measured(model, full, n, share, (args.tokens, args.accepted)))
+            row = measured(model, full, n, share, (args.tokens, args.accepted))
+            print(*figures([row], COLUMNS)[2 if n_printed else 0 :], sep="\n", flush=True)
+            n_printed += 1
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ where α and the seconds are measured as the answer goes on.
 from collections import deque
 
 MOST_DRAFTS = 16
-# Drafts of the first rounds. The very first draft also computes what later ones find ready. To verify several takes less
-# than several times one alone; that is not tried where a draft by itself takes this part of a token's time.
+# Drafts of the first rounds. The very first draft also computes what later ones find ready. To verify several takes
+# less than several times one alone; that is not tried where a draft by itself takes `TOO_MUCH` of a token's time.
 PROBES = (1, 1, 4)
 TOO_MUCH = 0.85
 RECENT = 3  # measurements, of which the least counts: what else a machine does only adds to them
