@@ -21,11 +21,19 @@ class Verified:
     tokens: int = 0  # fed to the model after the compression
     drafted: int = 0
     accepted: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # until drafting stopped
     plain_seconds: float = 0.0  # what a token takes on the full cache; 0 if that is not known
+    stopped: int | None = (
+        None  # tokens after which drafting stopped, as it did not pay; None while it goes on
+    )
 
     def __str__(self) -> str:
-        did = f"{self.accepted / max(1, self.tokens):.0%} of the tokens were drafted"
+        did = (
+            f"{self.accepted / max(1, self.tokens):.0%} of the tokens were drafted "
+            f"({self.drafted} drafts, {self.accepted} accepted)"
+        )
+        if self.stopped is not None:
+            return f"{did}, none after {self.stopped} tokens: drafts were no faster than the full cache"
         if not self.plain_seconds or not self.seconds:
             return did
         gain = self.tokens * self.plain_seconds / self.seconds

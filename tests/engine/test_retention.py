@@ -9,14 +9,17 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from request_helpers import plain, steps
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVError, generate_step, prefill
+from mlx_snapkv import SnapKVError, prefill
 from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import layer_caches
 from mlx_snapkv.caches.memories import make_caches
+from mlx_snapkv.caches.refreshed import RefreshedKVCache
 from mlx_snapkv.engine import self_speculation
+from mlx_snapkv.engine.draft_length import DraftLength
 from mlx_snapkv.engine.prefill import mlx_generate, read
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.engine.serving import served
+from mlx_snapkv.entries import blockwise
 from mlx_snapkv.entries.quantization import n_bytes
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import resolve_policy
@@ -86,6 +89,19 @@ def test_a_compressed_prompt_cache_has_nothing_to_recall(wide, tokens, memory):
 ALL = {"policy": POLICY, "memory": "recall", "verify": "all"}
 
 
+def in_turn(draft, further):
+    """`DraftLength.took` by another clock, on which a token of the full cache takes one second."""
+    took = DraftLength.took
+    return lambda self, n, *_: took(self, n, n * draft, 1 + n * further)
+
+
+@pytest.fixture
+def drafting(monkeypatch):
+    """A clock on which drafts pay, which a model as small as this needs; they are verified in several blocks."""
+    monkeypatch.setattr(DraftLength, "took", in_turn(draft=0.1, further=0.1))
+    monkeypatch.setattr(blockwise, "BLOCK", 64)
+
+
 def ids(items):
     return [token for token, _ in items]
 
@@ -94,20 +110,32 @@ def ids(items):
 @pytest.mark.parametrize(
     "policy", [POLICY, "keydiff:budget=40,schedule=once", "tova:budget=40,schedule=once,block=8"]
 )
-def test_the_full_caches_own_answer(tokens, policy, lookahead):
+def test_the_full_caches_own_answer(drafting, tokens, policy, lookahead):
     model = make_llama(seed=3)
     policy = policy.replace("lookahead=0", f"lookahead={lookahead}")
     reports = []
-    found = steps(model, tokens, 120, **ALL | {"policy": policy}, on_report=reports.append)
-    wanted = plain(model, tokens, 120)
+    found = steps(model, tokens, 200, **ALL | {"policy": policy}, on_report=reports.append)
+    wanted = plain(model, tokens, 200)
     assert ids(found) == ids(wanted)
     for (_, a), (_, b) in zip(found, wanted):
         assert mx.allclose(a, b, atol=1e-4)
     verified = reports[0].verified
-    assert 0 < verified.accepted <= verified.drafted and verified.tokens >= 119 - lookahead
+    assert 100 < verified.accepted <= verified.drafted and verified.tokens >= 199 - lookahead
 
 
-def test_rejected_drafts_are_rolled_back_from_small_and_full_caches(tokens, monkeypatch):
+def test_drafts_choose_by_themselves_and_see_the_rest(drafting, tokens, monkeypatch):
+    """Each from a cache that reads 36 of 200 entries, and a mean of the others."""
+    small, read = [], RefreshedKVCache.choice
+    monkeypatch.setattr(
+        RefreshedKVCache, "choice", lambda self, asked: small.append(self) or read(self, asked)
+    )
+    reports = []
+    steps(make_llama(seed=3), tokens, 40, **ALL, on_report=reports.append)
+    assert len(small) == reports[0].verified.drafted * len({*map(id, small)})
+    assert all(cache.n_means == 1 and cache.bias is not None for cache in small)
+
+
+def test_rejected_drafts_are_rolled_back_from_small_and_full_caches(drafting, tokens, monkeypatch):
     """Else later drafts would follow tokens that nobody said."""
     close, apart = self_speculation.SelfSpeculation.close, []
 
@@ -121,7 +149,7 @@ def test_rejected_drafts_are_rolled_back_from_small_and_full_caches(tokens, monk
     assert len(apart) > 5 and not any(apart)
 
 
-def test_samples_and_processors_see_the_full_caches_logits(tokens):
+def test_samples_and_processors_see_the_full_caches_logits(drafting, tokens):
     model = make_llama(seed=3)
     for temp in (0.0, 0.7):
         options = {"sampler": make_sampler(temp, top_p=0.9)}
@@ -133,7 +161,7 @@ def test_samples_and_processors_see_the_full_caches_logits(tokens):
         assert answers[0] == answers[1]
 
 
-def test_quantised_entries_give_the_quantised_caches_answer(tokens):
+def test_quantised_entries_give_the_quantised_caches_answer(drafting, tokens):
     model = make_llama(seed=3, head_dim=32)
     cache = [KVCache() for _ in model.layers]
     first = mx.argmax(read(model, tokens, cache, {}), axis=-1)
@@ -148,18 +176,17 @@ def test_quantised_entries_give_the_quantised_caches_answer(tokens):
     assert ids(found) == wanted
 
 
-def test_goes_on_plainly_when_drafts_gain_nothing(tokens, monkeypatch):
-    """Of ten tokens, judged by the clock: a plain round that took no time can't be beaten."""
-    monkeypatch.setattr(self_speculation, "PATIENCE", 10)
+def test_goes_on_as_the_full_cache_when_drafts_gain_nothing(tokens, monkeypatch):
+    """A draft step of three layers takes as long as a token of the full cache, by any clock."""
+    monkeypatch.setattr(DraftLength, "took", in_turn(draft=1.0, further=0.5))
     model = make_llama(seed=3)
     reports = []
-    answer = generate_step(tokens, model, max_tokens=80, on_report=reports.append, **ALL)
-    for n, _ in enumerate(answer):
-        if n == 4:
-            reports[0].verified.plain_seconds = 0.0
-        if n == 40:
-            drafted = reports[0].verified.drafted
-    assert reports[0].verified.drafted == drafted
+    found = steps(model, tokens, 80, **ALL, on_report=reports.append)
+    wanted = plain(model, tokens, 80)
+    verified = reports[0].verified
+    assert verified.stopped < 20 and verified.drafted == 2 and verified.tokens == 79
+    assert f"none after {verified.stopped} tokens" in str(reports[0])
+    assert ids(found) == ids(wanted)
 
 
 BOOK = "keydiff:budget=64,block=32 then snapkv:budget=40,n_sink=4,n_window=16,obs_window=8"
