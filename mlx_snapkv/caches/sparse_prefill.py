@@ -32,6 +32,8 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     """
 
     keys = keys_of(lambda cache: cache.everything.growing)
+    _reads_all = False  # the newest tokens did
+    _again = False  # they came a second time
 
     def __init__(
         self, everything: RecordingKVCache, view: FullView, reach: Reach, dense_from: float
@@ -40,10 +42,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         self._reach, self._dense_from = reach, dense_from
         self._first = reach.n_sink // PAGE  # page that may be chosen
         self._means: mx.array | None = None  # of the keys of the first pages, float32
-
-    @property
-    def offset(self) -> int:  # type: ignore[override]
-        return self.everything.offset
+        self.offset = everything.offset
 
     def _pages(self, start: int) -> tuple[int, int]:
         """For a chunk from `start` on, the page behind the last that it may choose, and how many it chooses.
@@ -62,12 +61,18 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return (self._first + n - stop) * PAGE + start if n else start
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._chosen is None and self._pages(self.offset)[1] == 0:
+        self._again = self._chosen is not None
+        self._reads_all = not self._again and self._pages(self.offset)[1] == 0
+        if self._reads_all:
+            self.move(keys.shape[2])
             return self.everything.update_and_fetch(keys, values)
         return super().update_and_fetch(keys, values)
 
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.everything.keys_and_values() if self._reads_all else super().keys_and_values()
+
     def move(self, n: int) -> None:
-        """The cache of all entries has moved already."""
+        self.offset += n
 
     def add(self, keys: mx.array, values: mx.array) -> None:
         self._own = keys, values
@@ -77,7 +82,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return self._n_read(self.offset - self._n_new) + self._n_new
 
     def record(self, captured: Captured) -> None:
-        if self._zeros is not None or self._seen == ():
+        if captured.borrowed or not self._again:
             self.everything.record(captured)
         super().record(captured)
 
@@ -141,6 +146,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
 
     def rollback(self, n: int) -> None:
         self.everything.rollback(n)
+        self.offset -= n
         self._means = None
 
     @property
