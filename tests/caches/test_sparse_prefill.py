@@ -99,7 +99,7 @@ def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(make, m
 def test_attention_is_that_of_numpy_over_what_was_chosen():
     """The entries before a chunk come first, then its own tokens, each of which sees those up to itself."""
     model = make_llama(num_hidden_layers=1)
-    caches, (view,) = sparse_caches(model, REACH)
+    caches, _ = sparse_caches(model, REACH)
     read_by(model, caches, START)
     seen, attend = [], mx.fast.scaled_dot_product_attention
 
@@ -228,7 +228,9 @@ def test_the_last_queries_are_recorded_of_all_readers(name):
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit"])  # fmt: skip
+@pytest.mark.parametrize(
+    "memory", ["recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit"]
+)
 def test_every_memory_reads_the_same_prompt(make, memory):
     """Quantised entries are chosen among as they are read; those in files are exactly those in memory."""
     model = make(head_dim=32)
@@ -247,7 +249,7 @@ def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, memory):
     """They read sparsely in what earlier requests have read, as one request would that had read both."""
     model, reports = make_model(name), []
     options = {"memory": memory, "max_tokens": 1, "on_report": reports.append}
-    cache, follow_up = make_prompt_cache(model), TOKENS[: CHUNK + LAST]
+    follow_up = TOKENS[: CHUNK + LAST]
 
     def away(sparse):
         cache = make_prompt_cache(model)
