@@ -9,7 +9,7 @@ gathered, so that a chunk is one ordinary call of the attention function.
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_lm.models.cache import create_attention_mask
+from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from ..entries.attention import LOG2_E
 from ..entries.entries import Entries
@@ -42,6 +42,8 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         self._reach, self._dense_from = reach, dense_from
         self._first = reach.n_sink // PAGE  # page that may be chosen
         self._means: mx.array | None = None  # of the keys of the first pages, float32
+        if everything.growing is not everything.store.cache:
+            everything.growing.step = KVCache.step  # a chunk goes to the store before the next
         self.offset = everything.offset
 
     def _pages(self, start: int) -> tuple[int, int]:
