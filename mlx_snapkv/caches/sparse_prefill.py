@@ -34,6 +34,9 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     keys = keys_of(lambda cache: cache.everything.growing)
     _reads_all = False  # the newest tokens did
     _again = False  # they came a second time
+    n_read: int | None = (
+        None  # the most entries that a chunk that chose has read of those before it
+    )
 
     def __init__(
         self, everything: RecordingKVCache, view: FullView, reach: Reach, dense_from: float
@@ -95,6 +98,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
         start = self.offset - self._n_new
         stop, n = self._pages(start)
+        self.n_read = max(self.n_read or 0, self._n_read(start))
         pages = mx.sort(self._likeliest(captured, start, stop, n), axis=-1)
         chosen = (pages[..., None] * PAGE + mx.arange(PAGE, dtype=mx.uint32)).flatten(-2)
         ends = (

@@ -36,8 +36,6 @@ class SparseReader(RetainingReader):
             everything = layer.cache_in(self.prompt_cache)
             view = FullView([everything.store], layer, self.compaction)
             layer.put(self.caches, SparsePrefillKVCache(everything, view, reach, self._dense_from))
-        if n_prompt > reach.most:
-            self.report.read_per_chunk = reach.most
         self.observes, self.hook = True, self._read
 
     @property
@@ -61,6 +59,11 @@ class SparseReader(RetainingReader):
     def choose(self) -> list[Choice]:
         """Nothing: the answer's tokens choose."""
         return []
+
+    def prompt_is_read(self) -> None:
+        super().prompt_is_read()
+        if self.sparse.read == "sparse" and not self.is_compressed:
+            self.report.read_per_chunk = self.layers[0].cache_in(self.caches).n_read
 
     def leave_entries(self) -> None:
         """Store all entries for requests to come; the report says where they are."""

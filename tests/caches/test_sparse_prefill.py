@@ -267,7 +267,9 @@ def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, memory):
     assert 0 < nearly < 0.7 * little
     assert [r.prompt_tokens for r in reports[:2]] == [LONG.size, LONG.size + 1 + follow_up.size]
     most = Reach(PAGE, (n_pages - 1) * PAGE, WINDOW).most
-    assert [r.read_per_chunk for r in reports[:2]] == [most, most]
+    # Of the first request no chunk had more to choose from.
+    assert reports[0].read_per_chunk is None and most - PAGE < reports[1].read_per_chunk <= most
+    assert all(REACH.most > r.read_per_chunk > WINDOW for r in reports[2:])
 
 
 def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
@@ -278,7 +280,10 @@ def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
     for mine, theirs in zip(cache, request.prompt_cache):
         for a, b in zip(mine.keys_and_values(), theirs.keys_and_values()):
             assert mx.allclose(a, b, atol=1e-5)
-    assert report.read_per_chunk == REACH.most and report.entries_kept == [LONG.size] * 2
+    assert (
+        REACH.most - PAGE < report.read_per_chunk <= REACH.most
+        and report.entries_kept == [LONG.size] * 2
+    )
 
 
 def test_what_can_not_be_read_sparsely_is_one_sentence():

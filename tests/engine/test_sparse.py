@@ -12,7 +12,7 @@ from model_configs import make_model
 from request_helpers import assert_same, fail_in, plain, steps
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVError, generate_step
+from mlx_snapkv import SnapKVError, generate_step, stream_generate
 from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
@@ -133,6 +133,12 @@ WRONG = [
 def test_what_can_not_be_done_is_one_sentence(tokens, options, sentence):
     with pytest.raises(SnapKVError, match=sentence):
         steps(make_llama(), tokens, **options)
+
+
+def test_a_draft_model_is_refused(tokens):
+    model, what = make_llama(), {"sparse": True, "draft_model": make_llama()}
+    with pytest.raises(SnapKVError, match="^draft_model can't be combined with sparse: drop one"):
+        stream_generate(model, None, tokens, **what)
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:file"])
