@@ -137,7 +137,7 @@ def test_what_can_not_be_done_is_one_sentence(tokens, options, sentence):
 
 def test_a_draft_model_is_refused(tokens):
     model, what = make_llama(), {"sparse": True, "draft_model": make_llama()}
-    with pytest.raises(SnapKVError, match="^draft_model can't be combined with sparse: drop one"):
+    with pytest.raises(SnapKVError, match=r"^draft_model can't be combined with sparse: drop one"):
         stream_generate(model, None, tokens, **what)
 
 
