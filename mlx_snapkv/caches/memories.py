@@ -131,7 +131,11 @@ def filled(empty: Any, found: Any) -> Any:
     if loaded.offset == 0:
         return empty
     if isinstance(empty, LosslessCache):
-        empty.fill(loaded.held())
+        if isinstance(found, RecordingKVCache):  # as they are stored, which is not quantised twice
+            found.offload()
+            empty.fill(found.store.held())
+        else:
+            empty.fill(loaded.held())
         return empty
     return full_cache(loaded.held().packed(None))
 

@@ -139,13 +139,13 @@ class SparseKVCache(Choosing, LayerCache):
         asked = self._everything.asked_by(Queries(heads, tokens, scale, sinks, cap=self.layer.cap))
         places = mx.sort(self._likeliest(asked, self._stop), axis=-1)
         chosen = self._everything.lined_up(places, tokens.start, self._end).plain()
-        rest = self._rest
+        parts, rest = [chosen, always], self._rest
         if rest is not None:
             unread = self._candidates - page_counts(places, rest.n_pages)
             self.bias = rest.bias(heads * scale, unread)
             means = (x.astype(y.dtype) for x, y in zip((rest.keys, rest.values), always))
-            chosen = join(tuple(means), chosen)
-        found = join(chosen, always)
+            parts = [tuple(means), *parts]
+        found = join(*parts)
         if self._n_recent > RECENT and not self._everything.is_far(self.offset):
             self._move_recent(RECENT // 2)
         return found

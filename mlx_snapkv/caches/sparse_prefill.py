@@ -31,7 +31,9 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     """
 
     keys = keys_of(lambda cache: cache.everything.growing)
-    _is_new = True  # the tokens of the call are: it is not the second for them
+    _reads_all = False  # the newest tokens did
+    _again = False  # they came a second time
+    n_read: int | None = None  # the most of those before it that a chunk has chosen to read
 
     def __init__(
         self,
@@ -45,10 +47,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         self._reach, self._last, self._last_from = reach, last, last_from
         self._first = reach.n_sink // PAGE  # page that may be chosen
         self._means: mx.array | None = None  # of the keys of the first pages, float32
-
-    @property
-    def offset(self) -> int:  # type: ignore[override]
-        return self.everything.offset
+        self.offset = everything.offset
 
     def _pages(self, start: int) -> tuple[int, int]:
         """For a chunk from `start` on, the page behind the last that it may choose, and how many it chooses.
@@ -67,13 +66,18 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return (self._first + n - stop) * PAGE + start if n else start
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._is_new = self._chosen is None
-        if self._is_new and self._pages(self.offset)[1] == 0:
+        self._again = self._chosen is not None
+        self._reads_all = not self._again and self._pages(self.offset)[1] == 0
+        if self._reads_all:
+            self.move(keys.shape[2])
             return self.everything.update_and_fetch(keys, values)
         return super().update_and_fetch(keys, values)
 
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.everything.keys_and_values() if self._reads_all else super().keys_and_values()
+
     def move(self, n: int) -> None:
-        """The cache of all entries has moved already."""
+        self.offset += n
 
     def add(self, keys: mx.array, values: mx.array) -> None:
         self._own = keys, values
@@ -83,7 +87,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return self._n_read(self.offset - self._n_new) + self._n_new
 
     def record(self, captured: Captured) -> None:
-        if self._is_new or captured.borrowed:
+        if captured.borrowed or not self._again:
             self.everything.record(captured)
         super().record(captured)
 
@@ -94,6 +98,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
         start = self.offset - self._n_new
         stop, n = self._pages(start)
+        self.n_read = max(self.n_read or 0, self._n_read(start))
         pages = mx.sort(self._likeliest(captured, start, stop, n), axis=-1)
         chosen = (pages[..., None] * PAGE + mx.arange(PAGE, dtype=mx.uint32)).flatten(-2)
         ends = (
@@ -142,6 +147,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
 
     def rollback(self, n: int) -> None:
         self.everything.rollback(n)
+        self.offset -= n
         self._means = None
 
     @property

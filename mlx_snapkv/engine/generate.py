@@ -96,9 +96,8 @@ def stream_generate(
     config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
     options.pop("draft_model")
     if draft_model is not None and config.retains:
-        raise SnapKVError(
-            f"draft_model can't be combined with memory={config.memory}: drop one of them"
-        )
+        what = "sparse" if config.is_sparse else f"memory={config.memory}"
+        raise SnapKVError(f"draft_model can't be combined with {what}: drop one of them")
     given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.memories import lasting_forms, make_caches
+from ..caches.memories import lasting_forms, make_caches, saved_forms
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
@@ -81,11 +81,16 @@ def prefill(
     with request.recording():
         if isinstance(request, Uncompressed):
             read(request.model, tokens, cache, options | quantised)  # by mlx-lm, on the way
+            if prompt_cache is None:
+                cache = saved_forms(model, cache)
         elif config.retains:
             cache = request.prompt_cache
             read(request.model, tokens, request.caches, options)
             request.leave_entries()
             cache = lasting_forms(model, cache, config.memory)
+            if prompt_cache is not None:
+                prompt_cache[:] = cache
+                cache = prompt_cache
         else:
             following = read(request.model, tokens, request.caches, options)
             request.prompt_is_read()

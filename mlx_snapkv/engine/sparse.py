@@ -44,8 +44,6 @@ class SparseReader(RetainingReader):
             view = FullView([everything.store], layer, self.compaction)
             reads = SparsePrefillKVCache(everything, view, reach, last, self._last_from)
             layer.put(self.caches, reads)
-        if n_prompt > reach.most:
-            self.report.read_per_chunk = reach.most
         self.observes, self.hook = True, self._read
 
     @property
@@ -98,6 +96,11 @@ class SparseReader(RetainingReader):
     def choose(self) -> list[Choice]:
         """Nothing: the answer's tokens choose."""
         return []
+
+    def prompt_is_read(self) -> None:
+        super().prompt_is_read()
+        if self.sparse.read == "sparse" and not self.is_compressed:
+            self.report.read_per_chunk = self.layers[0].cache_in(self.caches).n_read
 
     def leave_entries(self) -> None:
         """Store all entries for requests to come; the report says where they are."""

@@ -63,6 +63,11 @@ class CompressionConfig:
             )
         if not self.retains or self.policy is None or self.is_sparse:
             return
+        if self.reads_in_blocks:
+            raise SnapKVError(
+                f"memory={self.memory} keeps all entries, but {self.policy} evicts while it reads: give sparse "
+                "instead, which reads a prompt of any length in the same memory, or memory=drop"
+            )
         counts = any(stage.accumulates_attention for stage in self.policy.stages)
         if counts or self.policy.stages[1].repeats is not None:
             what = (

@@ -94,13 +94,16 @@ def chunk_size(policy: Method | Stages, limit: int | None, plan: PromptPlan, n_n
 
     Where it doesn't, the size leaves the voters to a short last chunk, so that the queries of a whole chunk never wait,
     in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is
-    needed. A prompt of one chunk stays one; `n_new` of its tokens are still to be read.
+    needed. A prompt of one chunk stays one; `n_new` of its tokens are still to be read. Where chunks choose what they
+    read, the last tokens come in a call of their own anyway.
     """
     prefill_policy, _ = policy.stages
     if policy.reads_in_blocks:
         return min(limit or prefill_policy.block, prefill_policy.block)
     largest = LARGEST_CHUNK[mx.default_device().type]
     size = prefill_policy.prefill_chunk or min(limit or largest, largest)
+    if policy.reads_little:
+        return size
     n_before = plan.first - (plan.n_prompt - n_new)
     if n_new - 1 <= size or not 0 < n_before < n_new or not prefill_policy.observes:
         return size

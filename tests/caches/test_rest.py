@@ -172,7 +172,7 @@ def test_predictions_come_nearer_to_the_full_caches(name, memory, small_pages, m
         pytest.skip("heads of 32 are llama's")
     model = make_llama(head_dim=32) if name == "llama" else make_model(name)
     prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
-    options = {"policy": "snapkv:budget=24,n_sink=2,n_window=6", "memory": memory}
+    options = {"sparse": "budget=24,n_sink=2,n_window=6,read=dense", "memory": memory}
     weighed = moved(model, prompt, **options)
     monkeypatch.setattr(SparseKVCache, "_weighed_rest", lambda *args: None)
     assert 0 < weighed < 0.6 * moved(model, prompt, **options)
@@ -181,7 +181,7 @@ def test_predictions_come_nearer_to_the_full_caches(name, memory, small_pages, m
 def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(demo_llama, small_pages):
     model, tokenizer = demo_llama
     prompts = [[5 + i % (40 + n) for i in range(n)] for n in (150, 90, 220)]
-    options = {"policy": "snapkv:budget=24,n_sink=2,n_window=6", "memory": "recall"}
+    options = {"sparse": "budget=24,n_sink=2,n_window=6"}
     together = batch_generate(model, tokenizer, prompts, max_tokens=12, **options).texts
     alone = [batch_generate(model, tokenizer, [p], max_tokens=12, **options).texts for p in prompts]
     assert together == [text for (text,) in alone]
