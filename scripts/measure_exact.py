@@ -1,4 +1,4 @@
-"""How fast answers with `verify="all"` are beside the full cache's, by length; prints the table of docs/recall.md.
+"""How fast answers with `verify="all"` are beside the full cache's, by length; prints the table of docs/sparse.md.
 
     LD_PRELOAD=.../libopenblas.so.0 OPENBLAS_NUM_THREADS=1 python scripts/measure_exact.py
 
@@ -30,7 +30,7 @@ from mlx_snapkv.engine import self_speculation
 from mlx_snapkv.engine.loop_model import observing
 from mlx_snapkv.engine.report import Verified
 from mlx_snapkv.engine.self_speculation import SelfSpeculation
-from mlx_snapkv.policies import SnapKV
+from mlx_snapkv.policies import Sparse
 
 SEED = 0
 COLUMNS = {
@@ -46,8 +46,8 @@ COLUMNS = {
 
 def small_caches(model, full: list, share: int, n: int) -> list:
     """Caches whose tokens choose 1/`share` of the full caches' entries, and see the rest by its means."""
-    policy = SnapKV(budget=f"{100 / share}%")
-    contender = Contender("drafts", policy.quotas(n, 1)[0].entries, policy, refreshes=True)
+    sparse = Sparse(budget=f"{100 / share}%")
+    contender = Contender("drafts", sparse.quotas(n, 1)[0].entries, sparse)
     small = make_prompt_cache(model)
     for layer in attention_layers(model, small):
         entries = layer.cache_in(full).keys_and_values()
