@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,7 +14,6 @@ from ..errors import SnapKVError
 from . import BILLING
 from .anthropic.messages import MessageFormatter
 from .api_error import ApiError, as_api_error
-from .chat_messages import SYSTEM
 from .formatter import ResponseFormatter
 from .metrics import Metrics
 
@@ -56,10 +55,11 @@ class Settings:
         They change with every request, and nothing behind them would be known from an earlier one.
         """
         names = "|".join(map(re.escape, self.volatile_headers))
-        if names and isinstance(body, ChatBody) and body.messages[0].role in SYSTEM:
-            first = body.messages[0].content[0]
+        if names and isinstance(body, ChatBody) and body.messages[0].role == "system":
+            first = body.messages[0]
             lines = rf"\A(\s*({names})[^\S\n]*:.*\n*)+"
-            first.text = re.sub(lines, "", first.text, flags=re.IGNORECASE)
+            text = re.sub(lines, "", first.text, flags=re.IGNORECASE)
+            body.messages[0] = replace(first, text=text)
 
 
 class Gate:

@@ -32,10 +32,14 @@ class Accepted(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The prompt is about to be read; `n_cached` of its tokens are known from an earlier request."""
+    """The prompt is about to be read; `n_cached` of its tokens are known from an earlier request.
+
+    `warnings` are sentences on what of the request is left out.
+    """
 
     n_prompt: int
     n_cached: int
+    warnings: list[str]
 
 
 class Read(NamedTuple):

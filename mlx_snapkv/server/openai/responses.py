@@ -8,73 +8,36 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, Tag
 
-from ...completions.body import ChatBody, Part, Parts, Positive, Probability, must, require
+from ...completions.body import AtMost, ChatBody, Messages, Part, Probability
+from ...completions.checks import must, require
+from ...completions.messages import Message
 from ..api_error import ApiError
 from ..chat_messages import (
+    ForeignTool,
+    MayBeNone,
     OutputConfig,
     chat_body,
     function_tool,
-    own_tools,
-    tool_call,
-    tool_result,
+    own,
 )
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
 
 KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
-REPEATED = {"instructions", "max_output_tokens", "temperature", "tools", "top_p"}
+REPEATED = {"instructions", "max_output_tokens", "temperature", "top_p"}
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 router = APIRouter(tags=["OpenAI"])
 
 
-class Text(Part):
-    type: Literal["input_text", "output_text", "text", "reasoning_text"]
-    text: str
-
-
-Texts = Annotated[list[Text], Parts]
-
-
-class Message(Part):
-    type: Literal["message"]
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Texts
-
-
-class FunctionCall(Part):
-    type: Literal["function_call"]
-    call_id: str
-    name: Annotated[str, Field(min_length=1)]
-    arguments: str
-
-
-class FunctionCallOutput(Part):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Texts
-
-
-class Reasoning(Part):
-    """From an earlier response; other servers hide its content, and it is left out then."""
-
-    type: Literal["reasoning"]
-    content: Texts = Field([])
-
-
-Item = Annotated[
-    Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")
-]
-
-
 def _items(value: Any) -> Any:
-    """A text is a user's message; an item without a type is a message."""
+    """A text is a user's message."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     require(isinstance(value, list), "must be text or a list", value)
-    return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+    return value
 
 
 class Function(Part):
@@ -84,23 +47,30 @@ class Function(Part):
     parameters: dict[str, JsonValue] | None = None  # finite numbers only: responses repeat it
 
 
+AnyTool = Annotated[
+    Annotated[Function, Tag("own")] | Annotated[ForeignTool, Tag("foreign")], own("function")
+]
+
 STATELESS = "can't be honoured: nothing is stored here, so send the whole conversation as input"
 Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 
 
 class ResponsesBody(Part):
-    """The body of `/v1/responses`."""
+    """The body of `/v1/responses`; unknown fields go on to the chat completion."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    input: Annotated[list[Item], BeforeValidator(_items), Field(min_length=1)]
+    input: Annotated[Messages, BeforeValidator(_items)]
     instructions: str | None = None
-    tools: Annotated[list[Function], own_tools("function")] = Field([])
+    tools: Annotated[list[AnyTool], MayBeNone] = Field([])
     tool_choice: Any = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: AtMost | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Probability | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
+    reasoning: Any = None
+    metadata: dict[str, Any] | None = None
     text: OutputConfig | None = None
     previous_response_id: Stored = None
     conversation: Stored = None
@@ -109,29 +79,14 @@ class ResponsesBody(Part):
 
     def chat(self) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
-        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        said = [Message("system", self.instructions)] if self.instructions else []
         return chat_body(
-            said + [piece for item in self.input for piece in _pieces(item)],
-            [function_tool(tool, tool.parameters) for tool in self.tools],
+            self,
+            said + self.input,
+            [function_tool(tool, getattr(tool, "parameters", None)) for tool in self.tools],
             max_tokens=self.max_output_tokens,
-            **self.model_dump(include={"tool_choice", "temperature", "top_p"}),
+            **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )
-
-
-def _pieces(item: Any) -> Iterator[dict[str, Any]]:
-    match item:
-        case Message():
-            yield {"role": item.role, "content": _text(item.content)}
-        case Reasoning() if item.content:
-            yield {"role": "assistant", "reasoning_content": _text(item.content)}
-        case FunctionCall():
-            yield tool_call(item.call_id, item.name, item.arguments)
-        case FunctionCallOutput():
-            yield tool_result(item.call_id, _text(item.output))
-
-
-def _text(parts: list[Text]) -> str:
-    return "".join(part.text for part in parts)
 
 
 @router.post("/v1/responses")
@@ -219,6 +174,8 @@ class ResponsesFormatter(BlockFormatter):
             "error": None,
             "incomplete_details": None,
             **body.model_dump(include=REPEATED),
+            "tools": [tool.model_dump() for tool in body.tools if isinstance(tool, Function)],
+            "reasoning": body.reasoning,
             "metadata": body.metadata or {},
             "model": self._model,
             "output": [],
@@ -226,6 +183,7 @@ class ResponsesFormatter(BlockFormatter):
             "store": False,
             "tool_choice": body.tool_choice or "auto",
             "usage": None,
+            **self.warnings,
             **fields,
         }
 
