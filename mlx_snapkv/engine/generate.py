@@ -173,11 +173,19 @@ def figures(response: Any) -> str:
     )
 
 
+def take_any_length(tokenizer) -> None:
+    """Have transformers not say that texts beyond the tokenizer's own limit fail: here they don't."""
+    noted = getattr(tokenizer, "deprecation_warnings", None)  # what it says once, and has said
+    if isinstance(noted, dict):
+        noted["sequence-length-is-longer-than-the-specified-maximum"] = True
+
+
 def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
     """Token ids `(T,)` of a prompt, with special tokens where mlx-lm's `stream_generate` adds them."""
     if isinstance(prompt, str):
         if not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
+        take_any_length(tokenizer)
         bos = tokenizer.bos_token
         special = bos is None or not prompt.startswith(bos)
         return mx.array(tokenizer.encode(prompt, add_special_tokens=special))

@@ -15,7 +15,7 @@ from ...engine.report import STAYING
 from ..api_error import ApiError
 from ..exchange import respond
 from ..formatter import ResponseFormatter, server_sent
-from ..requests import Event, Finished, Read, Started, TokenLogprob
+from ..requests import Event, Finished, Likely, Read, Started, TokenLogprob
 
 DONE = "data: [DONE]\n\n"
 
@@ -135,15 +135,14 @@ class CompletionFormatter(ResponseFormatter):
         if self._is_chat:
             return {
                 "content": [
-                    _logprob(t.token, t.logprob)
-                    | {"top_logprobs": [_logprob(*top) for top in t.top]}
+                    _logprob(t.said) | {"top_logprobs": [_logprob(top) for top in t.top]}
                     for t in tokens
                 ]
             }
         return {
-            "tokens": [t.token for t in tokens],
-            "token_logprobs": [t.logprob for t in tokens],
-            "top_logprobs": [dict(t.top) for t in tokens],
+            "tokens": [t.said.token for t in tokens],
+            "token_logprobs": [t.said.logprob for t in tokens],
+            "top_logprobs": [{top.token: top.logprob for top in t.top} for t in tokens],
         }
 
     def _ending(self) -> dict[str, Any]:
@@ -165,5 +164,5 @@ class CompletionFormatter(ResponseFormatter):
         return {"usage": used, "mlx_snapkv": about, **self.warnings}
 
 
-def _logprob(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+def _logprob(found: Likely) -> dict[str, Any]:
+    return {"token": found.token, "logprob": found.logprob, "bytes": list(found.own)}
