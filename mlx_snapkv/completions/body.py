@@ -54,7 +54,7 @@ def _read(item: Any) -> list[Message]:
 def _all(items: list[list[Message]]) -> list[Message]:
     """The messages of all items; the last one has to say something, unless it is an assistant's or a tool's."""
     found = list(itertools.chain(*items))
-    last = found[-1]
+    last = found[-1] if found else Message("user")
     empty = last.role in ("user", "system") and not last.text
     require(not empty, f".{len(items) - 1}.content must not be empty", last.text)
     return found

@@ -183,8 +183,8 @@ def _item(item: dict[str, Any], kind: str) -> list[Message]:
             " refers to an earlier response, and nothing is stored here: send the item itself"
         )
     if kind == "reasoning":
-        parts = shown(item.get("content") or [])
-        return [Message("assistant", reasoning="".join(part.text for part in parts))]
+        text = "".join(part.text for part in shown(item.get("content")))
+        return [Message("assistant", reasoning=text)] if text else []  # others hide theirs
     if kind.endswith("_output"):
         return [result(item.get("call_id"), item.get("output", item.get("tools")))]
     if kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):

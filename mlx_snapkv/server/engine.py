@@ -80,6 +80,11 @@ class Engine:
     # From other threads.
 
     @property
+    def most_at_once(self) -> int:
+        """Requests that are answered or wait at the same time."""
+        return self._limits.concurrency + self._limits.queue
+
+    @property
     def is_alive(self) -> bool:
         return not self._stopping and self._thread.is_alive()
 

@@ -31,6 +31,8 @@ async def respond(
     Raises: ApiError: as long as nothing has been sent.
     """
     state = request.app.state
+    if len(chats) > (most := state.engine.most_at_once):
+        raise ApiError(400, f"{len(chats)} answers at once are more than {most}: ask for fewer")
     for chat in chats:
         state.settings.drop_volatile_lines(chat)
     events = _events(request, chats)
