@@ -115,7 +115,7 @@ def completion_request(
     warnings += [f"{name[:80]} is left out: it is not known here" for name in sorted(left)]
     return CompletionRequest(
         prompt,
-        min(_at_most(body, defaults), longest),
+        _at_most(body, defaults, longest),
         _sampler(body, tokenizer, defaults, seed),
         make_logits_processors(bias or None, **penalties),
         [text for text in body.stop or [] if text],
@@ -128,9 +128,9 @@ def completion_request(
     )
 
 
-def _at_most(body: Body, defaults: Defaults) -> int:
+def _at_most(body: Body, defaults: Defaults, longest: int) -> int:
     given = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
-    return sys.maxsize if given == NO_LIMIT else given
+    return longest if given == NO_LIMIT else min(given, longest)
 
 
 def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[str]]:
