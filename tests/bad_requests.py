@@ -55,6 +55,8 @@ BAD = [
     (CHAT, [], "body must be an object, got []"),
     (CHAT, None, ""),
     anthropic("0.content has an image", messages=[{"role": "user", "content": [IMAGE]}]),
+    anthropic("system.content has an image", system=[IMAGE]),
+    anthropic("tools.0.input_schema is missing", tools=[{"name": "open"}]),
     anthropic("none can be continued", messages=[{"role": "assistant", "content": "a"}]),
     anthropic("tool_choice should be 'auto' or 'none'", tool_choice={"type": "any"}),
     anthropic(

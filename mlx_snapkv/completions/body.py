@@ -121,10 +121,15 @@ class ChatBody(CommonBody):
     logprobs: bool | None = None
     top_logprobs: NLogprobs | None = None
     # How much to think: see `thinking_options`.
-    reasoning_effort: str | None = None
+    reasoning_effort: Any = None
     reasoning: Any = None
     thinking: Any = None
-    enable_thinking: bool | None = None
+    enable_thinking: Any = None
+
+
+def _as_number(value: Any) -> Any:
+    """Log-probabilities as chats ask for them: those of the answer's own tokens."""
+    return {True: 0, False: None}[value] if isinstance(value, bool) else value
 
 
 class CompletionBody(CommonBody):
@@ -134,7 +139,7 @@ class CompletionBody(CommonBody):
     best_of: Annotated[Literal[1], Whole] | None = None
     echo: Literal[False] | None = None
     suffix: Unsupported = None
-    logprobs: NLogprobs | None = None
+    logprobs: Annotated[NLogprobs | None, BeforeValidator(_as_number)] = None
 
     def each(self) -> list["CompletionBody"]:
         """A body for each text."""

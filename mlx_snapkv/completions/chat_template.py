@@ -51,9 +51,11 @@ def render(
     if any(name in options for name in RESERVED):
         raise NO_ARRAY
     refusal: Exception | None = None
+    given_tools = {"tools": tools} if tools else {}
+    options = {name: value for name, value in options.items() if name != "tools"} | given_tools
     turns = in_turns(messages)
     for changes in WAYS:
-        changed, how = turns, options | ({"tools": tools} if tools else {})
+        changed, how = turns, options
         for change in changes:
             changed, how = change(changed, how)
         given = [for_template(message) for message in changed]

@@ -11,7 +11,7 @@ from .checks import require
 BREAK = "\n\n"  # between texts that came apart
 TEXTS = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
 MEDIA = ("image", "audio", "video", "file", "document", "pdf")
-FIELDS = ("text", "refusal", "content", "source", "resource", "data", "url", "input")
+OWN = ("user", "system")  # whose words have to be read as they are
 
 
 class Shown(NamedTuple):
@@ -21,21 +21,18 @@ class Shown(NamedTuple):
     note: str | None = None
 
 
-def shown(content: Any, is_users: bool = False) -> Iterator[Shown]:
+def shown(content: Any, role: str = "tool") -> Iterator[Shown]:
     """The parts of a content of any form: a text, a part, a list of both, none.
 
-    Args:
-        is_users: it is what the user says, which has to be read as it is.
-
-    Raises: ValueError: the user's own image, or another part that is no text.
+    Raises: ValueError: the user's or system's own image, or another part that is no text.
     """
     for part in as_list(content):
         if isinstance(part, dict):
-            yield _part(part, is_users)
+            yield _part(part, role)
         elif isinstance(part, str):
             yield Shown(part)
         elif part is not None:
-            require(not is_users, ".content should be texts or parts", part)
+            require(role not in OWN, ".content should be texts or parts", part)
             yield Shown(as_json(part))
 
 
@@ -56,7 +53,7 @@ def named(part: dict[str, Any]) -> str:
     return kind[:40] if isinstance(kind, str) else "part"
 
 
-def _part(part: dict[str, Any], is_users: bool) -> Shown:
+def _part(part: dict[str, Any], role: str) -> Shown:
     kind = named(part)
     if kind in TEXTS or ("type" not in part and isinstance(part.get("text"), str)):
         text = part.get("text") or ""
@@ -66,15 +63,17 @@ def _part(part: dict[str, Any], is_users: bool) -> Shown:
         return Shown(str(part.get("refusal") or ""))
     if kind == "tool_reference":  # whose name is all there is
         return Shown(f"[tool {part.get('tool_name') or part.get('name')}]")
-    if kind == "json" or not (is_users or "type" in part):
+    if kind == "json" or not (role in OWN or "type" in part):
         return Shown(as_json(part.get("json", part)))
     text = _text_within(part)
     if text is not None:
         return Shown(_titled(part, text))
     media = next((name for name in MEDIA if name in kind), None)
-    if is_users and media is not None:
+    if role in OWN and media is not None:
         what = f".content has {'an' if media[0] in 'aeiou' else 'a'} {media}"
         raise ValueError(f"{what}, and this model reads text only: leave it out")
+    if role == "tool" and media is None:  # a tool of a service has answered it
+        return Shown(as_json({k: v for k, v in part.items() if not k.startswith("encrypted")}))
     name = media or kind
     about = ", ".join([f"[{name}", *_size(part), "not shown to this model]"])
     return Shown(f"\n{about}\n", f"a part of the type {kind} is not shown to the model")

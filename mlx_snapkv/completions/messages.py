@@ -105,7 +105,7 @@ def _extra(item: dict[str, Any]) -> dict[str, Any]:
 def _content(content: Any, role: str) -> Iterator[Message]:
     for kind, parts in groupby(as_list(content), _kind):
         if kind == "text":
-            yield _message(role, shown(list(parts), role == "user"), "")
+            yield _message(role, shown(list(parts), role), "")
             continue
         for part in parts:
             if kind == "thought":
@@ -189,6 +189,11 @@ def _item(item: dict[str, Any], kind: str) -> list[Message]:
         return [result(item.get("call_id"), item.get("output", item.get("tools")))]
     if kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
         return [Message("assistant", calls=(call_of(item),))]
+    if kind.endswith("_call") and "output" in item:  # a service's, with its result
+        return [
+            Message("assistant", calls=(call_of(item),)),
+            result(item.get("id"), item["output"]),
+        ]
     if kind in ("tool_use", "tool_result", *THOUGHTS):
         return list(_content([item], "assistant"))
     note = f"an item of the type {kind[:40]} is left out"

@@ -35,7 +35,16 @@ HARMLESS = {
         "cache_prompt",
         "cache_control",
     ),
-    *("include", "betas", "stream", "truncation", "inference_geo", "keep_alive", "extra_headers"),
+    *(
+        "parallel_tool_calls",
+        "include",
+        "betas",
+        "stream",
+        "truncation",
+        "inference_geo",
+        "keep_alive",
+        "extra_headers",
+    ),
 }
 EMPTY: tuple[Any, ...] = ({}, [], "", False)
 PENALTIES = {
@@ -112,6 +121,8 @@ def completion_request(
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     left = [name for name, value in unknown.items() if name not in HARMLESS and value not in EMPTY]
+    if unknown.get("parallel_tool_calls") is False and tools:
+        warnings.append("parallel_tool_calls is left out: an answer may call several tools")
     warnings += [f"{name[:80]} is left out: it is not known here" for name in sorted(left)]
     return CompletionRequest(
         prompt,

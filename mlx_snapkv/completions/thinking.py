@@ -27,12 +27,17 @@ def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[st
         if not found and (thinks or tokenizer.has_thinking):
             notes.append(f"{field} is left out: this model's chat template has no variable for it")
         options |= found
+    kinds = {"enable_thinking": bool, "reasoning_effort": str}
+    for name, kind in kinds.items():
+        value = getattr(body, name)
+        if not (value is None or isinstance(value, kind)):
+            notes.append(f"{name} is left out: it should be a {kind.__name__}")
     return options | (body.chat_template_kwargs or {}), notes
 
 
 def _wishes(body: ChatBody) -> Iterator[tuple[str, bool, str | None, int | None]]:
     """What clients ask for: a field, whether to think, with what effort, and how many tokens of it."""
-    if body.enable_thinking is not None:
+    if isinstance(body.enable_thinking, bool):
         yield "enable_thinking", body.enable_thinking, None, None
     thinking = body.thinking if isinstance(body.thinking, dict) else {}
     if body.thinking is not None:

@@ -70,7 +70,7 @@ class ResponsesBody(Part):
     top_p: Probability | None = None
     stream: bool | None = None
     reasoning: Any = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
     text: OutputConfig | None = None
     previous_response_id: Stored = None
     conversation: Stored = None
