@@ -71,12 +71,15 @@ class Completion:
 
     def _until_stopped(self, parts: Iterator[Said], is_last: bool) -> Iterator[Said]:
         """The parts up to a stop text; what may begin one is held back until it is certain."""
+        if not self.asked.stop:
+            yield from parts
+            return
         for part in parts:
             if not part.text:
                 yield from self._held_back()
                 yield part
                 continue
-            if self.said.reasoning and not self.said.text.strip() and not part.text.strip():
+            if not part.text.strip() and self.said.reasoning and not self.said.text.strip():
                 yield part  # what parts the answer from the thoughts is no part of it
                 continue
             pending = self._until_stop[3] + part.text

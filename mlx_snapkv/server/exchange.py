@@ -35,6 +35,7 @@ async def respond(
         raise ApiError(400, f"{len(chats)} answers at once are more than {most}: ask for fewer")
     for chat in chats:
         state.settings.drop_volatile_lines(chat)
+        state.changing_lines.compare(chat)
     events = _events(request, chats)
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
     begun: list[bytes] = []  # encoded here, where what can't be is the client's mistake
