@@ -30,6 +30,8 @@ FAMILIES = {
 {%- for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
 <|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+    # No tools, and nothing that is refused.
+    "plain": """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>""",
     # A model that thinks, as much as it is told.
     "thinking": """{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}
 {%- if add_generation_prompt %}[{{ reasoning_effort | default('usual') }}]<|assistant|>

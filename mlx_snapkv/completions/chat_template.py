@@ -55,6 +55,8 @@ def render(
     options = {name: value for name, value in options.items() if name != "tools"} | given_tools
     turns = in_turns(messages)
     for changes in WAYS:
+        if _drops_calls(tokenizer, turns) and _alternating not in changes:
+            continue
         changed, how = turns, options
         for change in changes:
             changed, how = change(changed, how)
@@ -72,6 +74,13 @@ def render(
         return Rendered(found, given, how, notes)
     assert refusal is not None
     raise SnapKVError(f"the chat template or tokenizer failed: {brief(refusal)}") from refusal
+
+
+def _drops_calls(tokenizer, turns: list[Message]) -> bool:
+    """Whether there are calls, and the template has no word for them: it would leave them out in silence."""
+    template = tokenizer.chat_template
+    is_text = isinstance(template, str) and getattr(tokenizer, "_chat_template", None) is None
+    return is_text and "tool_calls" not in template and any(turn.calls for turn in turns)
 
 
 Given = tuple[list[Message], dict[str, Any]]
@@ -152,7 +161,7 @@ WAYS: list[tuple[Callable[..., Given], ...]] = [
 ]
 NOTES = {
     _without_system: "the chat template refuses this system message: the user says it instead",
-    _alternating: "the chat template refuses this order of roles and calls: calls and results are put as text",
+    _alternating: "the chat template takes no such calls or order of roles: calls and results are put as text",
 }
 
 

@@ -164,6 +164,7 @@ STRICT = [
     ("gemma", [SYSTEM, user("a")], ["<|user|>Be brief.\n\na"]),
     ("gemma", [SYSTEM, user("a"), chat_call('{"a": 1}'), RESULT], ["Be brief.", "open", '{"a": 1}', "Done."]),
     ("gemma", [SYSTEM], ["<|user|>Be brief."]),
+    ("plain", [user(), chat_call('{"a": 1}'), RESULT], ['<|assistant|>[open {"a": 1}]', "Done."]),
     ("llama3", [user(), TWO_CALLS, RESULT, RESULT], ["[open {}]\n[open {}]", "Done.", "Done."]),
     ("llama3", [user(), chat_call(""), RESULT], ['"parameters": {}', "<|tool|>Done."]),
 ]  # fmt: skip

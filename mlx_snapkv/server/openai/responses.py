@@ -1,6 +1,7 @@
 """OpenAI's `/v1/responses`, as Codex asks; nothing of a response is stored."""
 
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Iterator
@@ -41,15 +42,27 @@ def _items(value: Any) -> Any:
 
 
 class Function(Part):
-    type: Literal["function"]
+    """A function, or Codex' custom tool, which is one of a text."""
+
+    type: Literal["function", "custom"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None  # finite numbers only: responses repeat it
 
 
 AnyTool = Annotated[
-    Annotated[Function, Tag("own")] | Annotated[ForeignTool, Tag("foreign")], own("function")
+    Annotated[Function, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
+    own("function", "custom"),
 ]
+
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def _parameters(tool: Function | ForeignTool) -> dict[str, Any] | None:
+    if isinstance(tool, ForeignTool):
+        return None
+    return INPUT if tool.type == "custom" else tool.parameters
+
 
 STATELESS = "can't be honoured: nothing is stored here, so send the whole conversation as input"
 Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
@@ -83,7 +96,7 @@ class ResponsesBody(Part):
         return chat_body(
             self,
             said + self.input,
-            [function_tool(tool, getattr(tool, "parameters", None)) for tool in self.tools],
+            [function_tool(tool, _parameters(tool)) for tool in self.tools],
             max_tokens=self.max_output_tokens,
             **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )
@@ -105,6 +118,9 @@ class ResponsesFormatter(BlockFormatter):
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
         self._model, self._body = model, body
         self._numbers = itertools.count()
+        self._custom = {
+            t.name for t in body.tools if isinstance(t, Function) and t.type == "custom"
+        }
 
     def begin(self) -> Iterator[str]:
         for kind in ("created", "in_progress"):
@@ -123,7 +139,7 @@ class ResponsesFormatter(BlockFormatter):
             "output_tokens_details": {"reasoning_tokens": answer.n_reasoning},
             "total_tokens": started.n_prompt + answer.n_tokens,
         }
-        output = [_item(block) for block in self.blocks]
+        output = [self._item(block) for block in self.blocks]
         if answer.finish_reason != "length":
             return self._response("completed", output=output, usage=usage)
         if output:
@@ -141,11 +157,16 @@ class ResponsesFormatter(BlockFormatter):
             yield self._block_event("content_part.added", block, part=_part(block))
 
     def added(self, block: Block, text: str) -> Iterator[str]:
-        yield self._block_event(f"{KINDS[block.kind]}.delta", block, delta=text, **_logprobs(block))
+        kind = f"{KINDS[block.kind]}.delta"
+        if self._is_custom(block):
+            kind, text = "custom_tool_call_input.delta", _input(block)
+        yield self._block_event(kind, block, delta=text, **_logprobs(block))
 
     def closed(self, block: Block) -> Iterator[str]:
         done = f"{KINDS[block.kind]}.done"
-        if block.call is not None:
+        if self._is_custom(block):
+            yield self._block_event("custom_tool_call_input.done", block, input=_input(block))
+        elif block.call is not None:
             name = block.call["function"]["name"]
             yield self._block_event(done, block, name=name, arguments=block.text)
         else:
@@ -154,8 +175,25 @@ class ResponsesFormatter(BlockFormatter):
         yield self._output_item("done", block)
 
     def _output_item(self, what: str, block: Block) -> str:
-        item = _item(block, is_new=what == "added")
+        item = self._item(block, is_new=what == "added")
         return self._event(f"response.output_item.{what}", output_index=block.index, item=item)
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.call is not None and block.call["function"]["name"] in self._custom
+
+    def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
+        """An item of the output, still empty if it is new."""
+        head = {"id": _id(block), "status": "in_progress" if is_new else "completed"}
+        if block.call is not None:
+            call = {"call_id": block.call["id"], "name": block.call["function"]["name"]}
+            if self._is_custom(block):
+                text = "" if is_new else _input(block)
+                return {"type": "custom_tool_call", **head, **call, "input": text}
+            return {"type": "function_call", **head, **call, "arguments": block.text}
+        content = [] if is_new else [_part(block)]
+        if block.kind == "reasoning":
+            return {"type": "reasoning", **head, "summary": [], "content": content}
+        return {"type": "message", **head, "role": "assistant", "content": content}
 
     def _block_event(self, kind: str, block: Block, **fields: Any) -> str:
         place = {"output_index": block.index, "item_id": _id(block)}
@@ -192,16 +230,10 @@ def _id(block: Block) -> str:
     return f"{PREFIXES[block.kind]}_{block.id}"
 
 
-def _item(block: Block, is_new: bool = False) -> dict[str, Any]:
-    """An item of the output, still empty if it is new."""
-    head = {"id": _id(block), "status": "in_progress" if is_new else "completed"}
-    if block.call is not None:
-        call = {"call_id": block.call["id"], "name": block.call["function"]["name"]}
-        return {"type": "function_call", **head, **call, "arguments": block.text}
-    content = [] if is_new else [_part(block)]
-    if block.kind == "reasoning":
-        return {"type": "reasoning", **head, "summary": [], "content": content}
-    return {"type": "message", **head, "role": "assistant", "content": content}
+def _input(block: Block) -> str:
+    """The text that a custom tool is called with."""
+    arguments = json.loads(block.text)
+    return arguments["input"] if isinstance(arguments.get("input"), str) else block.text
 
 
 def _part(block: Block) -> dict[str, Any]:
