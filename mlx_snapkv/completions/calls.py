@@ -5,8 +5,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .contents import as_json
-from .messages import arguments_of
+from .messages import arguments_of, mended
 
 JSON = json.JSONDecoder(strict=False)  # models put line breaks into texts
 
@@ -46,7 +45,7 @@ def _json_values(text: str) -> list[Any]:
     while rest.strip("}]`, \n\t"):
         try:
             value, end = JSON.raw_decode(rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             return [None]
         values.append(value)
         rest = rest[end:].lstrip(", \n\t")
@@ -71,9 +70,13 @@ def _call(value: Any) -> dict[str, Any] | None:
     arguments = arguments_of(given)
     if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
         return None
+    try:
+        written = mended(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except (ValueError, RecursionError):  # NaN, which is no JSON
+        return None
     call_id = value.get("id")
     return {
-        "function": {"name": name.strip(), "arguments": as_json(arguments)},
+        "function": {"name": mended(name.strip()), "arguments": written},
         "type": "function",
         "id": call_id if isinstance(call_id, str) and call_id else str(uuid.uuid4()),
     }

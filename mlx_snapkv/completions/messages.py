@@ -169,7 +169,7 @@ def arguments_of(value: Any) -> Any:
         return value
     try:
         found = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
     if isinstance(found, str) and found.lstrip().startswith("{"):  # JSON in JSON
         return arguments_of(found)
@@ -251,14 +251,18 @@ def for_template(message: Message) -> dict[str, Any]:
     return found
 
 
+def mended(text: str) -> str:
+    """A text with U+FFFD where it has half a character."""
+    with contextlib.suppress(UnicodeEncodeError):
+        text.encode()
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def whole(value: Any) -> Any:
     """A value whose texts have no half characters, as a text that was cut may have; a text of nothing else stays."""
     if isinstance(value, str):
-        with contextlib.suppress(UnicodeEncodeError):
-            value.encode()
-            return value
-        mended = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return mended if mended.strip("\ufffd") else value
+        return found if (found := mended(value)).strip("\ufffd") else value
     if isinstance(value, list):
         return [whole(each) for each in value]
     if isinstance(value, dict):
