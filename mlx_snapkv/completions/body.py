@@ -1,16 +1,15 @@
 """What OpenAI's two completion endpoints take, checked: any mistake is one sentence."""
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    InstanceOf,
     ValidationError,
 )
 
@@ -47,22 +46,31 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-def _read(item: Any) -> list[Message]:
-    return [item] if isinstance(item, Message) else messages_of(item)
+def _messages(items: Any) -> list[Message]:
+    """The messages of a list of them in any form, or of a response's items.
 
-
-def _all(items: list[list[Message]]) -> list[Message]:
-    """The messages of all items; the last one has to say something, unless it is an assistant's or a tool's."""
-    found = list(itertools.chain(*items))
+    The last one has to say something, unless it is an assistant's or a tool's.
+    """
+    require(isinstance(items, list), "should be a valid list", items)
+    require(bool(items), "must not be empty", items)
+    found: list[Message] = []
+    for number, item in enumerate(items):
+        follows_result = bool(found) and found[-1].role == "tool"
+        try:
+            new = [item] if isinstance(item, Message) else messages_of(item, follows_result)
+        except ValueError as error:
+            said = str(error)
+            raise ValueError(
+                f".{number}{said}" if said.startswith(".") else f".{number} {said}"
+            ) from None
+        found += new
     last = found[-1] if found else Message("user")
     empty = last.role in ("user", "system") and not last.text
     require(not empty, f".{len(items) - 1}.content must not be empty", last.text)
     return found
 
 
-Messages = Annotated[
-    list[Annotated[Any, BeforeValidator(_read)]], Field(min_length=1), AfterValidator(_all)
-]
+Messages = Annotated[list[InstanceOf[Message]], BeforeValidator(_messages)]
 
 
 class PlainText(Part):
@@ -187,7 +195,7 @@ def problem(error: Mapping[str, Any], body: Any) -> str:
         return f"body must be an object, got {short(body)}"
     if kind == "value_error":
         said = str(error["ctx"]["error"])
-        return f"{place}{said}" if said.startswith(".") else f"{place} {said.lstrip()}"
+        return f"{place}{said}" if said.startswith(".") else f"{place} {said}"
     if kind == "missing":
         return f"{place} is missing"
     if kind == "too_short":

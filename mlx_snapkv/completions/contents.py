@@ -4,14 +4,13 @@ import base64
 import binascii
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .checks import require
 
 BREAK = "\n\n"  # between texts that came apart
 TEXTS = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
 MEDIA = ("image", "audio", "video", "file", "document", "pdf")
-OWN = ("user", "system")  # whose words have to be read as they are
 
 
 class Shown(NamedTuple):
@@ -21,18 +20,21 @@ class Shown(NamedTuple):
     note: str | None = None
 
 
-def shown(content: Any, role: str = "tool") -> Iterator[Shown]:
+def shown(content: Any, whose: Literal["own", "tool", "other"] = "tool") -> Iterator[Shown]:
     """The parts of a content of any form: a text, a part, a list of both, none.
 
-    Raises: ValueError: the user's or system's own image, or another part that is no text.
+    Args:
+        whose: the user's or system's own words, which have to be read as they are; a tool's result; another's.
+
+    Raises: ValueError: the user's own image, or another part that is no text.
     """
     for part in as_list(content):
         if isinstance(part, dict):
-            yield _part(part, role)
+            yield _part(part, whose)
         elif isinstance(part, str):
             yield Shown(part)
         elif part is not None:
-            require(role not in OWN, ".content should be texts or parts", part)
+            require(whose != "own", ".content should be texts or parts", part)
             yield Shown(as_json(part))
 
 
@@ -53,7 +55,7 @@ def named(part: dict[str, Any]) -> str:
     return kind[:40] if isinstance(kind, str) else "part"
 
 
-def _part(part: dict[str, Any], role: str) -> Shown:
+def _part(part: dict[str, Any], whose: str) -> Shown:
     kind = named(part)
     if kind in TEXTS or ("type" not in part and isinstance(part.get("text"), str)):
         text = part.get("text") or ""
@@ -63,16 +65,16 @@ def _part(part: dict[str, Any], role: str) -> Shown:
         return Shown(str(part.get("refusal") or ""))
     if kind == "tool_reference":  # whose name is all there is
         return Shown(f"[tool {part.get('tool_name') or part.get('name')}]")
-    if kind == "json" or not (role in OWN or "type" in part):
+    if kind == "json" or not (whose == "own" or "type" in part):
         return Shown(as_json(part.get("json", part)))
     text = _text_within(part)
     if text is not None:
         return Shown(_titled(part, text))
     media = next((name for name in MEDIA if name in kind), None)
-    if role in OWN and media is not None:
+    if whose == "own" and media is not None:
         what = f".content has {'an' if media[0] in 'aeiou' else 'a'} {media}"
         raise ValueError(f"{what}, and this model reads text only: leave it out")
-    if role == "tool" and media is None:  # a tool of a service has answered it
+    if whose == "tool" and media is None:  # a tool of a service has answered it
         return Shown(as_json({k: v for k, v in part.items() if not k.startswith("encrypted")}))
     name = media or kind
     about = ", ".join([f"[{name}", *_size(part), "not shown to this model]"])

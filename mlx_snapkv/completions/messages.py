@@ -39,6 +39,7 @@ OTHER_FORMS = (
     "reasoning",
 )
 GIVEN = ("arguments", "input", "action", "operation")  # by which a call's arguments go
+OWN = ("user", "system")  # whose words have to be read as they are
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 
 
@@ -62,8 +63,14 @@ class Message:
     notes: tuple[str, ...] = ()
 
 
-def messages_of(item: Any) -> list[Message]:
-    """A message, or an item of a response's input, as a client has it. Raises: ValueError: nobody can read it."""
+def messages_of(item: Any, follows_result: bool = False) -> list[Message]:
+    """A message, or an item of a response's input, as a client has it.
+
+    Args:
+        follows_result: a tool's result comes before. Some clients put a tool's images into a user's message behind it.
+
+    Raises: ValueError: nobody can read it.
+    """
     require(isinstance(item, dict), "should be a valid object", item)
     kind = item.get("type")
     if "role" not in item and isinstance(kind, str) and kind != "message":
@@ -76,12 +83,14 @@ def messages_of(item: Any) -> list[Message]:
     if role == "tool":
         call_id = item.get("tool_call_id") or item.get("name") or ""
         return [replace(result(call_id, item.get("content")), extra=_extra(item))]
-    return _spoken(item, role)
+    return _spoken(item, role, follows_result)
 
 
-def _spoken(item: dict[str, Any], role: str) -> list[Message]:
+def _spoken(item: dict[str, Any], role: str, follows_result: bool) -> list[Message]:
     """A message with a role, in the order of its parts; what tools answered comes before what else the user says."""
-    found = list(_content(item.get("content"), role))
+    parts = as_list(item.get("content"))
+    has_results = follows_result or any(_kind(part) == "result" for part in parts)
+    found = list(_content(parts, role, is_own=role in OWN and not has_results))
     thought = item.get("reasoning_content") or item.get("reasoning")
     if role == "assistant" and isinstance(thought, str):
         found.insert(0, Message(role, reasoning=thought))
@@ -102,10 +111,10 @@ def _extra(item: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in item.items() if name not in taken and value is not None}
 
 
-def _content(content: Any, role: str) -> Iterator[Message]:
-    for kind, parts in groupby(as_list(content), _kind):
+def _content(content: list[Any], role: str, is_own: bool = False) -> Iterator[Message]:
+    for kind, parts in groupby(content, _kind):
         if kind == "text":
-            yield _message(role, shown(list(parts), role), "")
+            yield _message(role, shown(list(parts), "own" if is_own else "other"), "")
             continue
         for part in parts:
             if kind == "thought":
@@ -180,7 +189,7 @@ def _item(item: dict[str, Any], kind: str) -> list[Message]:
     """An item of a response's input that is no message."""
     if kind == "item_reference":
         raise ValueError(
-            " refers to an earlier response, and nothing is stored here: send the item itself"
+            "refers to an earlier response, and nothing is stored here: send the item itself"
         )
     if kind == "reasoning":
         text = "".join(part.text for part in shown(item.get("content")))

@@ -76,7 +76,7 @@ def _system(value: Any) -> list[Message]:
     """The system's message; some clients have one of each part."""
     return [
         Message("system", part.text, notes=(part.note,) if part.note else ())
-        for part in shown(value, "system")
+        for part in shown(value, "own")
     ]
 
 
