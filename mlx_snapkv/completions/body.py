@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     InstanceOf,
     ValidationError,
+    WithJsonSchema,
 )
 
 from ..errors import SnapKVError
@@ -70,7 +71,10 @@ def _messages(items: Any) -> list[Message]:
     return found
 
 
-Messages = Annotated[list[InstanceOf[Message]], BeforeValidator(_messages)]
+ANY_FORM = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+Messages = Annotated[
+    list[InstanceOf[Message]], BeforeValidator(_messages), WithJsonSchema(ANY_FORM)
+]
 
 
 class PlainText(Part):
