@@ -7,7 +7,7 @@ from itertools import chain, compress, count, pairwise
 from operator import ne
 from typing import Any
 
-from ..engine.generate import take_any_length
+from ..engine.any_length import take_any_length
 from ..errors import SnapKVError
 
 MARKER = "<query>"

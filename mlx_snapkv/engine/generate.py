@@ -12,6 +12,7 @@ from ..errors import SnapKVError
 from ..planning.auto import QUESTION, resolve
 from ..planning.config import CompressionConfig
 from ..policies import Policy, SnapKV, Stages
+from .any_length import take_any_length
 from .draft_model import DraftedRequest, require_rewindable
 from .prefill import mlx_generate
 from .report import CompressionReport
@@ -171,13 +172,6 @@ def figures(response: Any) -> str:
         f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )
-
-
-def take_any_length(tokenizer) -> None:
-    """Have transformers not say that texts beyond the tokenizer's own limit fail: here they don't."""
-    noted = getattr(tokenizer, "deprecation_warnings", None)  # what it says once, and has said
-    if isinstance(noted, dict):
-        noted["sequence-length-is-longer-than-the-specified-maximum"] = True
 
 
 def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
