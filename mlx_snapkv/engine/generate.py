@@ -12,6 +12,7 @@ from ..errors import SnapKVError
 from ..planning.auto import QUESTION, resolve
 from ..planning.config import CompressionConfig
 from ..policies import Policy, SnapKV, Sparse, Stages
+from .any_length import take_any_length
 from .draft_model import DraftedRequest, require_rewindable
 from .prefill import mlx_generate
 from .report import CompressionReport
@@ -179,6 +180,7 @@ def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
     if isinstance(prompt, str):
         if not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
+        take_any_length(tokenizer)
         bos = tokenizer.bos_token
         special = bos is None or not prompt.startswith(bos)
         return mx.array(tokenizer.encode(prompt, add_special_tokens=special))

@@ -12,7 +12,7 @@ from .method import Method, choice, count, entry_count, option
 
 CHUNK = 512  # tokens that are read at a time and choose together
 WINDOW = 256  # tokens before a chunk that it reads
-LAST = 256  # tokens of the prompt that read everything before them: the question is among these
+LAST = 512  # tokens of the prompt that read everything before them: the question is among these
 LAST_WIDER = 4  # times as many entries as others they choose where they can't read everything
 PAGE = 16  # neighbours that a chunk chooses together
 READ_TOP_K = 1024  # entries that a chunk chooses by default

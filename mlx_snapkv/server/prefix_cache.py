@@ -17,6 +17,7 @@ from ..caches.layers import file_bytes, memory_bytes
 from ..caches.memories import books
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
+from ..completions.messages import Message
 from ..completions.request import chat_tokens
 from ..planning.units import format_bytes
 from .api_error import log
@@ -191,10 +192,10 @@ class Checkpoints:
             files.write(*full)
 
     def _system_end(self, body: ChatBody, prompt: list[int]) -> int:
-        system = list(takewhile(lambda m: m["role"] == "system", body.template_messages()))
+        system = list(takewhile(lambda message: message.role == "system", body.messages))
         if not system:
             return 0
-        other = [*system, {"role": "user", "content": ""}]
+        other = [*system, Message("user")]
         return common_prefix([chat_tokens(body, self._tokenizer, other), prompt])
 
     def _reasoning_start(self, prompt: list[int]) -> int:

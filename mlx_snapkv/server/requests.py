@@ -15,6 +15,7 @@ import mlx.core as mx
 from ..completions.answer import Completion, Said
 from ..completions.body import Body
 from ..completions.request import CompletionRequest
+from ..completions.token_bytes import token_bytes
 from ..engine.report import CompressionReport
 from ..planning.footprint import Need
 
@@ -32,10 +33,14 @@ class Accepted(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The prompt is about to be read; `n_cached` of its tokens are known from an earlier request."""
+    """The prompt is about to be read; `n_cached` of its tokens are known from an earlier request.
+
+    `warnings` are sentences on what of the request is left out.
+    """
 
     n_prompt: int
     n_cached: int
+    warnings: list[str]
 
 
 class Read(NamedTuple):
@@ -45,12 +50,19 @@ class Read(NamedTuple):
     n_prompt: int
 
 
-class TokenLogprob(NamedTuple):
-    """A token of the answer with its log-probability, and the likeliest tokens with theirs; tokens as text."""
+class Likely(NamedTuple):
+    """A token as text and as its own bytes, and its log-probability."""
 
     token: str
     logprob: float
-    top: list[tuple[str, float]]
+    own: bytes
+
+
+class TokenLogprob(NamedTuple):
+    """A token of the answer, and the likeliest ones in its place."""
+
+    said: Likely
+    top: list[Likely]
 
     @classmethod
     def of(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
@@ -59,9 +71,11 @@ class TokenLogprob(NamedTuple):
         if n_top:
             found = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
             best = found[mx.argsort(-logprobs[found])].tolist()  # type: ignore[assignment]
-        text, *texts = [tokenizer.decode([i]) for i in (token, *best)]
-        top = zip(texts, (logprobs[i].item() for i in best))
-        return cls(text, logprobs[token].item(), list(top))
+        said, *top = [
+            Likely(tokenizer.decode([i]), logprobs[i].item(), token_bytes(tokenizer, i))
+            for i in (token, *best)
+        ]
+        return cls(said, top)
 
 
 class Finished(NamedTuple):

@@ -77,7 +77,7 @@ class ServedBatch:
         self._metrics.prompt_tokens.inc(len(prompt))
         self._metrics.cached_tokens.inc(n_known)
         self._metrics.prefix_hits.inc(n_known > 0)
-        request.put(Started(len(prompt), n_known))
+        request.put(Started(len(prompt), n_known, asked.warnings))
 
     def _known(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
         """The prefix that all ranks know; none, unless it is the same on all."""

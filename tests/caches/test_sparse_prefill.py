@@ -138,7 +138,7 @@ def test_the_last_chunk_reads_everything_after_chunks_that_did_not():
     """Of one layer, whose entries are the full cache's in any case."""
     model = make_llama(num_hidden_layers=1)
     ends, plain = (START, N, N + LAST), make_prompt_cache(model)
-    found = read_by(model, sparse_caches(model, REACH, dense_from=N)[0], *ends)
+    found = read_by(model, sparse_caches(model, REACH, last_from=N)[0], *ends)
     wanted = read_by(model, plain, *ends)
     same = [mx.array_equal(a, b) for a, b in zip(found, wanted, strict=True)]
     assert same == [True, False, True]
