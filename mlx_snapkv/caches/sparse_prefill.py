@@ -20,7 +20,7 @@ from .contract import LayerCache, keys_of
 from .full_view import FullView
 from .recording import RecordingKVCache
 
-STRIDE = 4  # one query in so many ranks the pages
+STRIDE = 8  # one query in so many ranks the pages
 
 
 class SparsePrefillKVCache(Choosing, LayerCache):
@@ -110,11 +110,8 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return join(self._view.lined_up(places, start, start).plain(), self._own)
 
     def _likeliest(self, captured: Captured, start: int, stop: int, n: int) -> mx.array:
-        """The pages before `stop` that come nearest to any query's best, unordered uint32 `(B, n_kv_heads, n)`.
-
-        A query ranks pages by the logits of their mean keys; a page counts by how far it is below the query's largest,
-        as `KeyIndex.relevance` ranks entries.
-        """
+        """The pages before `stop` that get the largest share of any query's attention, unordered uint32 `(B, n_kv_heads,
+        n)`: of that to their mean keys alone, the largest of the sampled queries and of a GQA group's heads."""
         means = self._grown_means(stop)[:, :, self._first :]
         B, H, _, D = means.shape
         first = self._first * PAGE + PAGE // 2
@@ -122,8 +119,8 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         means = self._view.turned(means, mx.broadcast_to(places, (B, H, places.size)), start)
         queries = captured.heads[:, :, ::-STRIDE].astype(mx.float32) * captured.scale
         logits = queries.reshape(B, H, -1, D) @ means.mT
-        below = (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
-        return mx.argpartition(-below, n - 1, axis=-1)[..., :n].astype(mx.uint32) + self._first
+        shares = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).max(axis=2)
+        return mx.argpartition(-shares, n - 1, axis=-1)[..., :n].astype(mx.uint32) + self._first
 
     def _grown_means(self, stop: int) -> mx.array:
         """Mean keys of the first `stop` pages."""

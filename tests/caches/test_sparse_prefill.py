@@ -64,8 +64,8 @@ def entries_and_queries(model):
 
 
 def chosen_pages(keys, queries, scale):
-    """Pages `(n_kv_heads, N_CHOSEN)` that a chunk from `START` on chooses: by how far the logit of a page's mean key is
-    below the best one of the same query, the least of all sampled queries of the heads that read it."""
+    """Pages `(n_kv_heads, N_CHOSEN)` that a chunk from `START` on chooses: by the share of a sampled query's attention
+    that a page's mean key receives, the largest one of all heads that read it."""
     keys, queries = np.float64(keys)[0], np.float64(queries)[0, :, START:N]
     asking = range(CHUNK - 1, -1, -STRIDE)
     n_pages, group = (START - WINDOW) // PAGE, len(queries) // len(keys)
@@ -74,7 +74,7 @@ def chosen_pages(keys, queries, scale):
         means = [own[p * PAGE : (p + 1) * PAGE].mean(axis=0) for p in range(1, n_pages)]
         readers = queries[head * group : (head + 1) * group]
         logits = np.array([[scale * np.stack(means) @ one[t] for t in asking] for one in readers])
-        most = (logits - logits.max(axis=-1, keepdims=True)).max(axis=(0, 1))
+        most = reference.softmax(logits).max(axis=(0, 1))
         found.append({*(1 + np.argsort(-most)[:N_CHOSEN])})
     return found
 
