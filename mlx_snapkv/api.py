@@ -28,5 +28,6 @@ from .policies import LagKV as LagKV
 from .policies import RandomRows as RandomRows
 from .policies import ScissorHands as ScissorHands
 from .policies import SnapKV as SnapKV
+from .policies import Sparse as Sparse
 from .policies import Stages as Stages
 from .policies import StreamingLLM as StreamingLLM

@@ -35,11 +35,12 @@ TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery")
 SUMMARY = "Summarise the text above in three sentences."
 CHARACTERS = 6000  # of an essay
 LAST_TOKENS = 64  # of a prompt, which hold its question and are read for every way
-# By name: when entries are chosen, and the fewest that an index is asked for.
+ONCE, SPARSE = "snapkv:budget={}%", "budget={}%,read=dense"
+# By name: options of an answer that reads so many percent, and the fewest entries that an index is asked for.
 WAYS = {
-    "the prompt, once": ("turn", full_view.FEW),
-    "every token, by its votes": ("token", full_view.FEW),
-    "every token, by the index": ("token", 0),
+    "SnapKV, once": ({"policy": ONCE, "memory": "recall"}, full_view.FEW),
+    "sparse, by its votes": ({"sparse": SPARSE}, full_view.FEW),
+    "sparse, by the index": ({"sparse": SPARSE}, 0),
 }
 
 # Its kind, what the user says, the answer's first words, and tokens of the answer.
@@ -86,10 +87,10 @@ def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[s
     given = {"max_tokens": most, "prompt_cache": copy.deepcopy(caches)}
     tokens = [token for token, _ in generate_step(mx.array(last), model, **given)]
     full, plain_seconds = answered(model, caches, last, tokens)
-    for share, (way, (refresh, few)) in itertools.product(shares, WAYS.items()):
-        options = {"policy": f"snapkv:budget={100 / share}%,lookahead=0", "memory": "recall"}
+    for share, (way, (options, few)) in itertools.product(shares, WAYS.items()):
+        given = {name: text.format(100 / share) for name, text in options.items()}
         with patch.object(full_view, "FEW", few):
-            found, seconds = answered(model, caches, last, tokens, refresh=refresh, **options)
+            found, seconds = answered(model, caches, last, tokens, **given)
         same = mx.argmax(full, axis=-1) == mx.argmax(found, axis=-1)
         yield {
             "kind": kind,

@@ -1,4 +1,4 @@
-"""What a book costs: a long prompt read once within a budget, and then questions about it, one after the other.
+"""What a book costs: a long prompt read once from files, and then questions about it, one after the other.
 
     python scripts/measure_books.py                      # writes docs/books.json; then: make docs
     python scripts/measure_books.py --lengths 1048576 --out build/books
@@ -19,23 +19,23 @@ from mlx_snapkv.bench.contenders import RANDOM, make_random_model, random_prompt
 from mlx_snapkv.bench.speed import ANSWER, Row, ask
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes
 from mlx_snapkv.engine.request import held_tokens
-from mlx_snapkv.policies import KeyDiff, SnapKV, Stages
+from mlx_snapkv.policies import Sparse
 
-READS = KeyDiff(budget=2048, block=512)
-VOTES = SnapKV(top_k=1024, n_sink=128, n_window=512, lookahead=0)
+READS = Sparse(budget=1664, n_sink=128, n_window=512, read_top_k=1024)
 QUESTION = 32  # tokens
 ASKED = 3
 
-Case = tuple[int, str, int, dict[str, Any]]  # tokens, name, resident entries, options of an answer
+Case = tuple[
+    int, str, int, dict[str, Any]
+]  # tokens, name, entries that a chunk reads, options of an answer
 
 
 def cases(lengths: list[int]) -> list[Case]:
-    n, resident = lengths[0], READS.quotas(0, 1)[0].entries
-    book = {"policy": Stages(READS, VOTES), "memory": "recall:file"}
+    n, read = lengths[0], READS.reach(lengths[0]).most
+    book = {"sparse": READS, "memory": "recall:file"}
     return [
-        *((length, "book", resident, book) for length in lengths),
-        (n, "book, 4 bits", resident, book | {"memory": "recall:file:4bit"}),
-        (n, "read in full, file", n, book | {"policy": VOTES}),
+        *((length, "book", read, book) for length in lengths),
+        (n, "book, 4 bits", read, book | {"memory": "recall:file:4bit"}),
         *((n // part, "full cache", n // part, {}) for part in (4, 2, 1)),
     ]
 
@@ -58,7 +58,7 @@ def measure(model, case: Case) -> Row:
         "context": length,
         "contender": name,
         "entries": entries,
-        "read_seconds": report.prefill_seconds if report.book else seconds,
+        "read_seconds": report.prefill_seconds if options else seconds,
         "peak_bytes": mx.get_peak_memory(),
         "process_bytes": max(held),
         "kv_bytes": kv_bytes(cache),

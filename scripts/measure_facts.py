@@ -39,6 +39,7 @@ class Way:
     policy: str | None = None
     memory: str = "drop"
     share: int = SHARE
+    sparse: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,12 +47,19 @@ def snapkv(entries: int) -> str:
     return f"snapkv:budget={entries},lookahead=0"
 
 
+def sparse(entries: int) -> str:
+    return f"budget={entries}"
+
+
 def ways(tokens: int) -> Iterator[Way]:
     kept = tokens // SHARE
     keydiff = f"keydiff:budget={kept},{FEW_RECENT},block={BLOCK}"
     yield Way("memories", "full cache")
     for memory in MEMORIES:
-        yield Way("memories", f"SnapKV, {memory}", snapkv(kept), memory)
+        if memory != "drop":
+            yield Way("memories", f"sparse, {memory}", memory=memory, sparse=sparse(kept))
+    yield Way("memories", "SnapKV, drop", snapkv(kept))
+    yield Way("memories", "SnapKV, recall", snapkv(kept), "recall")
     yield Way("memories", "KeyDiff, drop", keydiff)
     for name, policy in (("full cache", None), ("SnapKV", snapkv(kept)), ("KeyDiff", keydiff)):
         for bits in (8, 4):
@@ -61,10 +69,12 @@ def ways(tokens: int) -> Iterator[Way]:
         n = tokens // share
         alone = f"keydiff:budget={n},{FEW_RECENT},block={BLOCK}"
         both = f"{alone} then {snapkv(max(n, LEAST))}"
-        yield Way("resident", "read in full, recall", snapkv(max(n, LEAST)), "recall", share)
-        yield Way("resident", "KeyDiff alone", alone, share=share)
-        yield Way("resident", "both policies, drop", both, share=share)
-        yield Way("resident", "a book: both, recall:file", both, "recall:file", share)
+        dense = f"{sparse(max(n, LEAST))},read=dense"
+        few = f"{sparse(max(n, LEAST))},read_top_k={max(n, LEAST)}"
+        yield Way("resident", "sparse, read densely", share=share, memory="recall", sparse=dense)
+        yield Way("resident", "sparse", share=share, memory="recall:file", sparse=few)
+        yield Way("resident", "KeyDiff", alone, share=share)
+        yield Way("resident", "KeyDiff, then SnapKV", both, share=share)
 
 
 def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int) -> dict[str, Any]:
@@ -73,8 +83,8 @@ def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int)
     right, peak, first, later = 0, 0, [], []
     for n in range(documents):
         document, asked = make_haystack(tokenizer, random.Random(SEED + n), facts, tokens)
-        given = {"policy": way.policy, "memory": way.memory, "max_tokens": 24, **way.options}
-        conversation = Conversation(model, tokenizer, **given)
+        given = {"policy": way.policy, "sparse": way.sparse, "memory": way.memory, "max_tokens": 24}
+        conversation = Conversation(model, tokenizer, **given, **way.options)
         conversation.attach(document)
         for i, fact in enumerate(asked):
             mx.reset_peak_memory()

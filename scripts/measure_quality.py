@@ -67,7 +67,7 @@ LATER = (
     *("snapkv:budget=25%", "kvzip:budget=25%"),
     *(f"{name}:budget=25%,schedule=once" for name in KEPT_FOR_LATER),
 )
-EVERY_TOKEN = ("snapkv:budget=6.25%",)
+SPARSE = ("budget=6.25%",)
 BLOCKS = (
     "snapkv:budget=25%,schedule=block",
     *(f"{name}:budget=25%" for name in KEPT_FOR_LATER),
@@ -99,11 +99,14 @@ def _ruler(
     policies: Iterable[str] = ASKED,
     tasks: Iterable[str] = TASKS,
     setting: str = "known",
+    option: str = "--policy",
 ) -> list[str]:
     words = ["eval", "data", "--model", str(model), "--data", str(RULER / model.name / str(length))]
-    memory = ["--memory", "recall"] if policies is EVERY_TOKEN else []
-    asked = [*_each("--task", tasks), "--setting", setting, *memory]
-    return [*words, *asked, *_each("--policy", policies)]
+    return [*words, *_each("--task", tasks), "--setting", setting, *_each(option, policies)]
+
+
+def _sparse(model: Path, length: int, *more: Any) -> list[str]:
+    return _ruler(model, length, SPARSE, *more, option="--sparse")
 
 
 COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
@@ -118,7 +121,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "fidelity-qwen": (_fidelity(QWEN, ONE_EIGHTH), 12),
     "ruler-qwen-2048": (_ruler(QWEN, 2048, ONE_EIGHTH, TASKS_QWEN), 50),
     "ruler-qwen-4096": (_ruler(QWEN, 4096, ONE_EIGHTH, TASKS_QWEN), 50),
-    "ruler-qwen-2048-recall": (_ruler(QWEN, 2048, EVERY_TOKEN, TASKS_QWEN), 100),
+    "ruler-qwen-2048-sparse": (_sparse(QWEN, 2048, TASKS_QWEN), 100),
     "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
     "entries-smollm2": (_fidelity(SMOLLM2, ENTRIES, *SETTINGS), 5),
@@ -128,15 +131,16 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "on-full-gemma": (_fidelity(GEMMA, ON_FULL, "--continuation", "200"), 10),
     "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
     "ruler-smollm2-4096": (_ruler(SMOLLM2, 4096), 2),
-    "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),
+    "ruler-smollm2-2048-sparse": (_sparse(SMOLLM2, 2048), 2),
+    "ruler-smollm2-4096-sparse": (_sparse(SMOLLM2, 4096), 2),
     "ruler-gemma-2048": (_ruler(GEMMA, 2048), 2),
     "ruler-gemma-4096": (_ruler(GEMMA, 4096), 2),
     "more-smollm2-2048": (_ruler(SMOLLM2, 2048, ASKED_MORE, MORE), 2),
     "more-gemma-2048": (_ruler(GEMMA, 2048, ASKED_MORE, MORE_GEMMA), 2),
     "later-smollm2-2048": (_ruler(SMOLLM2, 2048, LATER, FEWER, "later"), 12),
     "later-gemma-2048": (_ruler(GEMMA, 2048, LATER, FEWER, "later"), 12),
-    "later-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN, FEWER, "later"), 12),
-    "later-gemma-2048-recall": (_ruler(GEMMA, 2048, EVERY_TOKEN, FEWER, "later"), 12),
+    "later-smollm2-2048-sparse": (_sparse(SMOLLM2, 2048, FEWER, "later"), 12),
+    "later-gemma-2048-sparse": (_sparse(GEMMA, 2048, FEWER, "later"), 12),
     "sinks-smollm2": (_fidelity(SMOLLM2, SINKS), 4),
     "sinks-gemma": (_fidelity(GEMMA, SINKS), 4),
     "blocks-fidelity-smollm2": (_fidelity(SMOLLM2, BLOCKS), 12),

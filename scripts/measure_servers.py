@@ -35,10 +35,9 @@ NEVER = -100.0  # OpenAI's least logit_bias
 WAIT = 600  # seconds until a server answers
 SERVERS = {
     "mlx_lm.server": ("mlx_lm", "server"),
-    "ours, recall": ("mlx_snapkv", "serve", "--memory", "recall"),
-    "ours, drop": ("mlx_snapkv", "serve", "--memory", "drop"),
+    "ours, sparse": ("mlx_snapkv", "serve", "--sparse", "budget=6.25%"),
+    "ours, SnapKV": ("mlx_snapkv", "serve", "--snapkv", "budget=6.25%"),
 }
-POLICY = "snapkv:budget=6.25%"
 
 
 @dataclass
@@ -178,7 +177,7 @@ def main() -> None:
         for n in args.clients:
             for server, command in SERVERS.items():
                 ours = command[0] == "mlx_snapkv"
-                given = ["--policy", POLICY, "--concurrency", str(n)] if ours else []
+                given = ["--concurrency", str(n)] if ours else []
                 row = measure([*command, *given, "--model", str(folder)], tokenizer, args.length, n)
                 result.add({"clients": n, "server": server, **row})
 

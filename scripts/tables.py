@@ -61,12 +61,11 @@ def _folded(command: str) -> str:
 # What it costs
 
 BOOKS = (
-    "A prompt of random tokens is read once. KeyDiff reads a book within the given number of resident entries, and "
-    'every entry goes to a file. "Process" is the memory that the process itself holds, on Linux without cached files. '
-    '"Entries" is the memory of the entries after reading, including space for the next block. The full cache was not '
-    "read beyond {full:,} tokens, because its time grows with the square of the length. A question has 32 tokens, each "
-    'of which reads the entries that it gathers. "Question" is the time to the first token of the answer, the median '
-    "of 3."
+    "A prompt of random tokens is read once, sparsely, and every entry goes to a file. "
+    '"Process" is the memory that the process itself holds, on Linux without cached files. "Entries" is the memory of '
+    "the entries after reading, with their index. The full cache was not read beyond {full:,} tokens, because its time "
+    "grows with the square of the length. A question has 32 tokens, and a token of its answer gathers the given number "
+    'of entries. "Question" is the time to the first token of the answer, the median of 3.'
 )
 
 
@@ -94,7 +93,7 @@ def books() -> list[str]:
     columns = {
         "prompt": "{context:,}",
         "cache": "{contender}",
-        "resident": "{entries:,}",
+        "a chunk reads": "{entries:,}",
         "read": "{read_seconds:.1f} s",
         "tokens/s": "{speed:.0f}",
         "peak": "{peak_bytes:bytes}",

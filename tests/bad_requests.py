@@ -47,10 +47,12 @@ BAD = [
     (CHAT, {}, "messages is missing"),
     chat("messages must not be empty", messages=[]),
     chat("messages.0 should be a valid object", messages=[5]),
-    said("messages.0.content.0.type should be 'text', got 'image'", content=[IMAGE]),
+    said("messages.0.content has an image, and this model reads text", content=[IMAGE]),
     said("messages.0.content must not be empty"),
     said("tokenizer failed", content="\ud800"),
-    said("failed", "assistant", content="hi", tool_calls=[{"function": {"arguments": "{"}}]),
+    said("messages.0.role should be one of", "wizard", content="hi"),
+    chat("messages.0.role is missing", messages=[{"content": "hi"}]),
+    said("messages.0.content should be texts or parts, got 7", content=7),
     chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # this model's template
     chat("response_format.type should be 'text', 'json_object' or", response_format={"type": "x"}),
     chat("response_format.json_schema is missing", response_format={"type": "json_schema"}),
@@ -65,7 +67,9 @@ BAD = [
     chat("audio is not supported: drop the field", audio={"voice": "x"}),
     (CHAT, [], "body must be an object, got []"),
     (CHAT, None, ""),
-    anthropic("tag 'image' found", messages=[{"role": "user", "content": [IMAGE]}]),
+    anthropic("0.content has an image", messages=[{"role": "user", "content": [IMAGE]}]),
+    anthropic("system.content has an image", system=[IMAGE]),
+    anthropic("tools.0.input_schema is missing", tools=[{"name": "open"}]),
     anthropic("none can be continued", messages=[{"role": "assistant", "content": "a"}]),
     anthropic("tool_choice.type should be 'auto', 'none', 'any'", tool_choice={"type": "x"}),
     anthropic("tool_choice.name is missing", tool_choice={"type": "tool"}),
@@ -74,7 +78,9 @@ BAD = [
         "output_config.format.type should be 'text'", output_config={"format": {"type": "x"}}
     ),
     response("input must be text or a list", input=5),
-    response("input.0 tag 'item_reference' found", input=[{"type": "item_reference", "id": "a"}]),
+    response(
+        "input.0 refers to an earlier response", input=[{"type": "item_reference", "id": "a"}]
+    ),
     response("previous_response_id can't be honoured", previous_response_id="resp_1"),
     response("tools.0.parameters.most should be a finite number", tools=[FUNCTION]),
     response("text.format needs a schema", text={"format": {"type": "json_schema"}}),

@@ -10,10 +10,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, _BaseCache
 
+from ..caches.choosing import Choosing, biased
 from ..caches.contract import keys_of
 from ..caches.evicting import EvictingCache
 from ..caches.layers import members
-from ..caches.refreshed import Choosing, RefreshedKVCache, biased
+from ..caches.sparse import SparseKVCache
 from ..entries.attention import HIDDEN
 from ..entries.quantization import (
     Quantised,
@@ -71,10 +72,10 @@ class BatchedChoices(Batched, Choosing):
     """Caches whose tokens choose anew what they read: each request chooses from its own entries, and one call of the
     attention function sees what all have chosen."""
 
-    members: list[RefreshedKVCache]
+    members: list[SparseKVCache]
     keys = keys_of(lambda batch: batch.members[0])
 
-    def __init__(self, members: Sequence[RefreshedKVCache]):
+    def __init__(self, members: Sequence[SparseKVCache]):
         super().__init__(members)
         self.layer = members[0].layer
 
@@ -102,8 +103,8 @@ class BatchedChoices(Batched, Choosing):
         rows = []
         for member in self.members:
             bias = mx.zeros(shape) if member.bias is None else member.bias
-            own = biased(bias, member.n_entries)
-            padding = [(0, 0)] * 3 + [(0, n - member.n_entries)]
+            own = biased(bias, member.n_seen)
+            padding = [(0, 0)] * 3 + [(0, n - member.n_seen)]
             rows.append(mx.pad(own, padding, constant_values=HIDDEN))
         return mx.concatenate(rows).astype(queries.dtype)
 
@@ -111,7 +112,7 @@ class BatchedChoices(Batched, Choosing):
     def kind(self) -> tuple:
         return "chosen", self.members[0].n_after_next.bit_length()
 
-    def extract(self, idx: int) -> RefreshedKVCache:
+    def extract(self, idx: int) -> SparseKVCache:
         """A request's cache by itself; this one keeps it, too."""
         return copy.deepcopy(self.members[idx])
 
@@ -272,6 +273,6 @@ def batched(cache: Any) -> Any:
         return CacheList(*map(batched, cache.caches))
     if isinstance(cache, EvictingCache):
         return BatchedEntries([cache])
-    if isinstance(cache, RefreshedKVCache):
+    if isinstance(cache, SparseKVCache):
         return BatchedChoices([cache])
     return cache.merge([cache])

@@ -14,7 +14,7 @@ from ..engine.request import NO_POLICY_REASON
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.auto import BATCH, resolve
-from ..policies import Policy, SnapKV, Stages
+from ..policies import Policy, SnapKV, Sparse, Stages
 from .generator import CompressedBatchGenerator
 
 
@@ -38,13 +38,14 @@ def batch_generate(
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
+    sparse: Sparse | dict[str, Any] | str | bool | None = None,
     on_report: Callable[[CompressionReport], None] | None = None,
     **kwargs: Any,
 ) -> MlxBatchResponse:
     """`mlx_lm.batch_generate` with compressed prompts; without a policy it is mlx-lm's own.
 
     Args:
-        snapkv, policy: as of `generate_step`.
+        snapkv, policy, sparse: as of `generate_step`.
         on_report: receives one `CompressionReport` a prompt, in their order.
         **kwargs: `kv_bits`, `kv_group_size`, and mlx-lm's, for `CompressedBatchGenerator`.
 
@@ -58,7 +59,12 @@ def batch_generate(
         raise SnapKVError(f"prompt {given.index([])} is empty: give at least one token")
     longest = max(map(len, given), default=0)
     most = max_tokens if isinstance(max_tokens, int) else max(max_tokens, default=0)
-    how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "max_tokens": most}
+    how: dict[str, Any] = {
+        "snapkv": snapkv,
+        "policy": policy,
+        "sparse": sparse,
+        "max_tokens": most,
+    }
     config, others, _ = resolve(model, longest, BATCH, kwargs, **how)
     chosen = config.policy
     on_report = on_report or (lambda report: None)

@@ -18,7 +18,7 @@ from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
-from ..policies import Policy, SnapKV, Stages, resolve_policy
+from ..policies import Method, SnapKV, Sparse, Stages, resolve_method
 from .groups import Groups, Guard, Single, decoding, of_all_ranks, request_errors
 from .job import BatchReport, BatchSettings, Job
 
@@ -46,7 +46,7 @@ class CompressedBatchGenerator(BatchGenerator):
 
     Args:
         model: an mlx-lm model.
-        snapkv, policy: as of `generate_step` but for "auto"; without one of them, and without `turns`, this is
+        snapkv, policy, sparse: as of `generate_step` but for "auto"; without one of them, and without `turns`, this is
             mlx-lm's generator.
         on_report: receives a request's number and its `CompressionReport`.
         on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
@@ -56,7 +56,7 @@ class CompressedBatchGenerator(BatchGenerator):
         reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
             fewer and fuller steps.
         on_pause: called about once a second while a chunk is read; what it raises fails the request.
-        **kwargs: `memory`, `verify`, `refresh`, `far` as of `generate_step`: answers that are verified decode by
+        **kwargs: `memory`, `verify`, `far` as of `generate_step`: answers that are verified decode by
             themselves, in turn with the others. `kv_bits`, `kv_group_size` of compressed entries; full ones
             stay plain. mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `completion_batch_size` and so on.
 
@@ -71,7 +71,8 @@ class CompressedBatchGenerator(BatchGenerator):
         model,
         *,
         snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
-        policy: Policy | Stages | str | None = None,
+        policy: Method | Stages | str | None = None,
+        sparse: Sparse | dict[str, Any] | str | bool | None = None,
         on_report: BatchReport | None = None,
         on_recall: Callable[[int, list, list[int]], None] | None = None,
         turns: bool = False,
@@ -79,7 +80,7 @@ class CompressedBatchGenerator(BatchGenerator):
         on_pause: Callable[[int, int], None] = lambda done, total: None,
         **kwargs: Any,
     ):
-        chosen = resolve_policy(snapkv, policy)
+        chosen = resolve_method(snapkv, policy, sparse)
         config, kwargs = CompressionConfig.taken_from(kwargs, chosen, turns=turns)
         if chosen is None and not turns:
             config.require(model)

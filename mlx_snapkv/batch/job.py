@@ -89,7 +89,7 @@ class Job:
 
     def extracted(self) -> list:
         """The caches as they are, for others to go on with."""
-        caches = saved_forms(self.model, copy.deepcopy(self.request.caches))
+        caches = saved_forms(self.model, copy.deepcopy(self.request.read_caches))
         for cache in members(caches):
             if isinstance(cache, KVCache) and cache.offset:
                 # Without the room that there is for the rest of the prompt.

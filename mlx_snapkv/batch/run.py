@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from ..completions.answer import Completion, answer_body
 from ..completions.request import CompletionRequest, Defaults, completion_request
 from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
 from ..errors import SnapKVError, brief
+from ..models.rope import trained_length
 from ..planning.footprint import Need
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
@@ -67,6 +69,7 @@ class Run:
         require_together(self.model)
         self.progress = Progress()
         most = self.max_kv_bytes
+        self._longest = trained_length(self.model) or sys.maxsize
         self._memory = None if most is None else Memory(self.model, self.options, most)
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
@@ -114,7 +117,7 @@ class Run:
         if self.seed is not None:
             name = f"{self.seed} {line.custom_id}".encode(errors="replace")
             seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-        wanted = completion_request(line.body, self.tokenizer, self.defaults, seed)
+        wanted = completion_request(line.body, self.tokenizer, self.defaults, seed, self._longest)
         size = len(wanted.prompt), wanted.max_tokens
         need = None if self._memory is None else self._memory.need(*size)
         return Request(line, wanted, need, Completion(wanted, self.tokenizer))

@@ -1,6 +1,6 @@
 """How a prompt's KV entries can be held, measured side by side, and the model that is measured by default."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -11,12 +11,12 @@ from ..caches.adapter import full_cache
 from ..caches.decode import decode_cache
 from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, attention_layers, head_sizes
-from ..caches.refreshed import RefreshedKVCache
+from ..caches.sparse import SparseKVCache
 from ..caches.stores import MemoryStore
 from ..entries.entries import Entries
 from ..entries.queries import Queries
 from ..entries.rest import FITTED
-from ..policies import Policy, Stages
+from ..policies import Method, Stages
 
 RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
 KEEP = 4  # entries that mlx-lm's rotating cache pins at the front
@@ -29,11 +29,15 @@ class Contender:
 
     name: str
     entries: int  # per KV head, that a decoding step attends to
-    policy: Policy | Stages | None = None  # what compresses; None is mlx-lm alone
+    policy: Method | Stages | None = None  # what compresses; None is mlx-lm alone
     bits: int | None = None  # of mlx-lm's quantisation of the full cache
     group_size: int = 64
     rotates: bool = False  # mlx-lm's `--max-kv-size`
-    refreshes: bool = False  # all entries stay, and every token chooses so many anew
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether all entries stay, and every token chooses so many anew."""
+        return self.policy is not None and not self.policy.evicts
 
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
         """A layer's cache in the state of decoding after a prompt of `context` tokens.
@@ -48,14 +52,14 @@ class Contender:
             return cache if self.bits is None else cache.to_quantized(self.group_size, self.bits)
         _, policy = self.policy.stages
         (quota,) = policy.quotas(context, 1)
-        if self.refreshes:
+        if self.is_sparse:
             everything = FullView([MemoryStore(cache=full_cache(entries))], layer)
             everything.index = everything.make_index(None)
             # As after a prompt, whose last queries weigh what a token does not read.
             heads, n = mx.random.normal((*keys.shape[:2], FITTED, keys.shape[3])), keys.shape[2]
             observed = Queries(heads, range(n - FITTED, n), keys.shape[3] ** -0.5)
-            return RefreshedKVCache(everything, quota, layer, observed=observed)
-        return decode_cache(layer, entries, context, policy, quota, uniform=True)
+            return SparseKVCache(everything, quota, layer, observed=observed)
+        return decode_cache(layer, entries, context, policy, quota, uniform=True)  # type: ignore[arg-type]
 
 
 def make_random_model() -> llama.Model:
@@ -73,7 +77,7 @@ def random_prompt(n_tokens: int) -> mx.array:
     return prompt
 
 
-def compressed(context: int, policies: list[Policy | Stages]) -> list[Contender]:
+def compressed(context: int, policies: list[Method | Stages]) -> list[Contender]:
     """The policies that drop entries of a prompt of `context` tokens."""
     return [
         Contender(str(policy), policy.stages[1].quotas(context, 1)[0].entries, policy)
@@ -82,7 +86,7 @@ def compressed(context: int, policies: list[Policy | Stages]) -> list[Contender]
     ]
 
 
-def contenders(model, context: int, policies: list[Policy | Stages]) -> list[Contender]:
+def contenders(model, context: int, policies: list[Method | Stages]) -> list[Contender]:
     """What decodes after `context` tokens: the full cache, mlx-lm's options, and the policies."""
     ours = compressed(context, policies)
     found = [Contender("full cache", context)]
@@ -94,8 +98,7 @@ def contenders(model, context: int, policies: list[Policy | Stages]) -> list[Con
     # MLX has no products with batches of quantised entries on CUDA.
     for bits in (8, 4) if group is not None and not mx.cuda.is_available() else ():
         found.append(Contender(f"--kv-bits {bits}", context, bits=bits, group_size=group or 0))
-    again = [c for c in ours if c.policy is not None and not c.policy.reads_in_blocks]
-    return found + ours + [replace(c, name=f"{c.name}, recall", refreshes=True) for c in again]
+    return found + ours
 
 
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
@@ -105,7 +108,7 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     """
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))
-    n = contender.entries if contender.policy and not contender.refreshes else context
+    n = contender.entries if contender.policy and not contender.is_sparse else context
     for layer in attention_layers(model, prompt_cache):
         read = layer.cache_in(prompt_cache).keys_and_values()
         keys, values = (

@@ -14,7 +14,7 @@ from ..caches.layers import kv_bytes, layer_caches, members
 from ..engine.generate import generate_step
 from ..engine.loop_model import observing
 from ..engine.report import CompressionReport
-from ..policies import Policy, Stages
+from ..policies import Method, Stages
 from .contenders import Contender, compressed, contenders, decoding_cache, random_prompt
 
 WARM_UP = 3
@@ -30,14 +30,14 @@ class Plan:
     contexts: list[int]  # lengths to decode `steps` tokens at
     prompts: list[int]  # lengths that the full cache and all policies read, `trials` of each
     long_prompts: list[int]  # the same of those that only policies read that evict meanwhile
-    policies: list[Policy | Stages]
+    policies: list[Method | Stages]
     trials: int
     steps: int
 
     def readers(self, length: int) -> list[Contender]:
         if length in self.prompts:
             return [Contender("full cache", length), *compressed(length, self.policies)]
-        return compressed(length, [policy for policy in self.policies if policy.reads_in_blocks])
+        return compressed(length, [policy for policy in self.policies if policy.reads_little])
 
 
 def measure_speed(
@@ -68,7 +68,7 @@ def measure_speed(
 
 
 def decoding(
-    model, context: int, policies: list[Policy | Stages], steps: int
+    model, context: int, policies: list[Method | Stages], steps: int
 ) -> list[tuple[Contender, dict[str, Any]]]:
     """The contenders with their median step after a prompt of `context` tokens, and their entries' bytes."""
     held = [(c, decoding_cache(model, c, context)) for c in contenders(model, context, policies)]
@@ -76,7 +76,7 @@ def decoding(
     seconds = step_in_turn(model, [cache for _, cache in held], steps)
     figures = []
     for (contender, cache), times in zip(held, seconds):
-        n_bytes = _entries_bytes(cache, contender.refreshes)
+        n_bytes = _entries_bytes(cache, contender.is_sparse)
         figures.append((contender, {"step_seconds": statistics.median(times), "kv_bytes": n_bytes}))
     return figures
 
@@ -116,10 +116,10 @@ def _trim(cache: list[Any]) -> None:
             member.trim(1)
 
 
-def _entries_bytes(prompt_cache: list[Any], refreshes: bool) -> int:
-    """Bytes of the keys and values of all caches, also rotating ones, and of all entries that some `refreshes` from."""
+def _entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
+    """Bytes of the keys and values of all caches, also rotating ones, and of all that sparse attention chooses from."""
     caches = layer_caches(prompt_cache)
-    if refreshes:
+    if is_sparse:
         return sum(c.kv_nbytes + (c.full_nbytes if c.observes else 0) for c in caches)
     rotating = (c.nbytes for c in members(prompt_cache) if hasattr(c, "max_size"))
     return sum(c.kv_nbytes for c in caches) + sum(rotating)

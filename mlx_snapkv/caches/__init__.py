@@ -3,9 +3,9 @@
 from mlx_lm.models import cache as mlx_cache
 
 from .block import BlockKVCache
-from .out_of_core import OutOfCoreKVCache
+from .book import BookKVCache
 from .window import SnapKVCache
 
 # mlx-lm's `load_prompt_cache` looks classes up by name.
-for _kind in (SnapKVCache, BlockKVCache, OutOfCoreKVCache):
+for _kind in (SnapKVCache, BlockKVCache, BookKVCache):
     setattr(mlx_cache, _kind.__name__, _kind)

@@ -64,22 +64,31 @@ class Compaction:
 
     def seen_from(self, entries: Entries, start: int) -> Entries:
         """Entries as they were read, turned to where queries from `start` on vote for them."""
-        size, far = self._pages(start)
-        if far <= 0 or not len(entries):
+        if not self.is_far(start) or not len(entries):
             return entries
-        places = entries.positions.astype(mx.int32)
+        return entries.rekeyed(self.turned(entries.keys, entries.positions, start, entries.layer))
+
+    def turned(self, keys: mx.array, positions: mx.array, start: int, layer: Any) -> mx.array:
+        """The same of keys `(B, n_kv_heads, n, head_dim)` alone."""
+        size, far = self._pages(start)
+        if far <= 0:
+            return keys
+        places = positions.astype(mx.int32)
         before = AFTER + size - 1 - places % size
-        steps = mx.where(places < far, start - before - places, 0)
-        return entries.rekeyed(entries.layer.turn(entries.keys, steps))
+        return layer.turn(keys, mx.where(places < far, start - before - places, 0))
 
     def lined_up(self, entries: Entries, start: int, end: int) -> Entries:
         """Entries in order of position, as queries from `start` on read them: where some are too far away, turned to
         the places before `end`, without gaps."""
-        if self._pages(start)[1] <= 0 or not len(entries):
+        if not self.is_far(start) or not len(entries):
             return entries
         new = end - len(entries) + mx.arange(len(entries), dtype=mx.int32)
         steps = new - entries.positions.astype(mx.int32)
         return entries.rekeyed(entries.layer.turn(entries.keys, steps))
+
+    def is_far(self, start: int) -> bool:
+        """Whether some entries are too far away for queries from `start` on."""
+        return self._pages(start)[1] > 0
 
     def _pages(self, start: int) -> tuple[int, int]:
         """Entries of a page, and how many entries lie in pages that are too far from `start`."""

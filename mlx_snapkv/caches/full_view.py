@@ -1,5 +1,7 @@
 """The full view: all entries of a layer, wherever they are, while an answer is decoded from a few."""
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Sequence
@@ -29,16 +31,22 @@ class FullView(Entries):
         layer: Any,
         compaction: Compaction | None = None,  # None leaves distances as they are
         index: KeyIndex | None = None,  # finds the likeliest entries, unless they are few
-        n_entries: int | None = None,  # the first so many; None is all
     ):
         super().__init__(None, None, layer=layer)
         self._compaction = compaction or Compaction(ANY)
         self._entries = JoinedView(views)
-        self._n = n_entries
         self.index = index if len(self) > FEW else None
 
     def __len__(self) -> int:
-        return self._entries.n_entries if self._n is None else self._n
+        return self._entries.n_entries
+
+    def followed_by(self, view: EntryView) -> FullView:
+        """The same entries with others behind them, without an index."""
+        return FullView([self._entries, view], self.layer, self._compaction)
+
+    def is_far(self, start: int) -> bool:
+        """Whether some entries are too far from queries from `start` on to be read where they are."""
+        return self._compaction.is_far(start)
 
     def voted_by(self, observed: Queries | None) -> Entries:
         """The entries, as a policy scores them."""
@@ -59,6 +67,10 @@ class FullView(Entries):
     def seen_from(self, positions: mx.array, start: int) -> Entries:
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as queries from `start` on vote for them."""
         return self._compaction.seen_from(self.gather(positions), start)
+
+    def turned(self, keys: mx.array, positions: mx.array, start: int) -> mx.array:
+        """Keys `(B, n_kv_heads, n, head_dim)` near these positions, as queries from `start` on vote for them."""
+        return self._compaction.turned(keys, positions, start, self.layer)
 
     def lined_up(self, positions: mx.array, start: int, end: int) -> Entries:
         """The entries at ascending uint32 `positions` `(B, n_kv_heads, n)`, plain; see `Compaction.lined_up`."""

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from ..entries.quantization import arrays
 from ..errors import SnapKVError
 from .adapter import layer_cache
+from .book import BookKVCache
 from .contract import LayerCache
 from .evicting import EvictingCache
 from .layers import attention_layers, layer_caches, members, slots, token_caches
@@ -67,6 +68,8 @@ def problem_of(cache: Any, like: Any) -> str | None:
         return None if cache.empty() == like.empty() else "holds other tokens than other caches"
     if not isinstance(cache, _INSTEAD):
         return _difference(cache.state, like.state, exact=hasattr(cache, "cache"))
+    if isinstance(cache, BookKVCache):
+        return _difference(cache.first_entry, (like.keys, like.values))
     how, n = layer_cache(cache).quantization, layer_cache(cache).n_entries
     if how is not None:
         like = like.to_quantized(how.group_size, how.bits)

@@ -1,14 +1,13 @@
 """The memories of a conversation: what is kept of its entries between turns, and where."""
 
-import copy
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from ..entries.quantization import Quantization, fitting_groups
 from ..errors import SnapKVError
-from ..policies import Policy, Stages
 from .adapter import full_cache, has_all_entries, layer_cache
+from .book import BookKVCache
 from .contract import LosslessCache
 from .file_store import FileStore
 from .layers import (
@@ -20,7 +19,6 @@ from .layers import (
     members,
     require_quantised_attention,
 )
-from .out_of_core import OutOfCoreKVCache
 from .recording import RecordingKVCache
 from .stores import MemoryStore, Store
 
@@ -39,11 +37,8 @@ def in_files(memory: str) -> bool:
     return "file" in memory.split(":")
 
 
-def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> list:
+def make_caches(model, memory: str) -> list:
     """A model's empty caches; unless `memory` is "drop", its full-attention layers keep all entries.
-
-    Args:
-        policy: if it evicts while a prompt is read, some entries are resident, and all are in a store.
 
     Raises:
         SnapKVError: the model's entries can't be kept that way.
@@ -55,11 +50,11 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
     layers = attention_layers(model, caches)
     quantization = memory_quantization(model, layers, memory)
     for layer in layers:
-        store = FileStore(quantization) if in_files(memory) else MemoryStore(quantization)
-        if policy is not None and policy.reads_in_blocks:
-            layer.put(caches, OutOfCoreKVCache(store, layer))
+        if in_files(memory):
+            empty: Any = BookKVCache(0, 0, KVCache.step, layer, FileStore(quantization))
         else:
-            layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer, store))
+            empty = RecordingKVCache(0, 0, KVCache.step, layer, MemoryStore(quantization))
+        layer.put(caches, empty)
     return caches
 
 
@@ -73,18 +68,16 @@ def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Qua
     return Quantization(int(bits[0]), 64 if 64 in groups else 32)
 
 
-def recalling_caches(
-    model, prompt_cache: list, memory: str, policy: Policy | Stages | None = None
-) -> list:
+def recalling_caches(model, prompt_cache: list, memory: str) -> list:
     """Caches that keep all entries as `memory` says, beginning with a prompt cache's, which stays as it is.
 
     Raises: SnapKVError: some of its entries are gone, or the model's can't be kept that way.
     """
-    if is_compressed([x for x in members(prompt_cache) if not isinstance(x, OutOfCoreKVCache)]):
+    if is_compressed(prompt_cache):
         raise SnapKVError(
             f"memory={memory} needs a prompt cache with all entries, and this one is compressed"
         )
-    empty = make_caches(model, memory, policy)
+    empty = make_caches(model, memory)
     layers = attention_layers(model, empty)
     caches = copies_but_entries(prompt_cache, layers)
     for layer in layers:
@@ -122,12 +115,15 @@ def filled(empty: Any, found: Any) -> Any:
 
     Raises: SnapKVError: it does not hold all entries, or they are stored otherwise.
     """
-    if isinstance(found, OutOfCoreKVCache) and not found.empty():
-        return _reopened(empty, found)
     loaded = layer_cache(found)
     stores = [x.store for x in (empty, found) if isinstance(x, RecordingKVCache)]
     if loaded.is_compressed or (len(stores) == 2 and _alike(*stores)):
         return found
+    if books([found]) and books([empty]):
+        either = (
+            f"memory={book_memory([found])} or {str(book_memory([found])).replace(':file', '')}"
+        )
+        raise SnapKVError(f"the entries of this prompt are stored otherwise: give {either}")
     if not has_all_entries(found):
         raise SnapKVError(
             f"its {type(found).__name__} has no entries that a policy can choose among: load it without a policy"
@@ -135,43 +131,26 @@ def filled(empty: Any, found: Any) -> Any:
     if loaded.offset == 0:
         return empty
     if isinstance(empty, LosslessCache):
-        empty.fill(loaded.held())
+        if isinstance(found, RecordingKVCache):  # as they are stored, which is not quantised twice
+            found.offload()
+            empty.fill(found.store.held())
+        else:
+            empty.fill(loaded.held())
         return empty
     return full_cache(loaded.held().packed(None))
 
 
 def _alike(a: Store, b: Store) -> bool:
     """Whether entries of one need not be moved to the other: both are in files, or in memory as they are."""
-    in_memory = isinstance(a, MemoryStore)
-    return type(a) is type(b) and (not in_memory or a.quantization == b.quantization)
-
-
-def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
-    """A book's cache with its entries where they are, or read into memory if `empty` holds them there."""
-    if not isinstance(empty, OutOfCoreKVCache):
-        raise SnapKVError(
-            "a book is asked by a policy that reads in blocks, such as keydiff:budget=4096 then snapkv:top_k=1024, "
-            "with a memory that recalls"
-        )
-    if empty.store.quantization != found.store.quantization:
-        fits = str(book_memory([found]))
-        either = f"memory={fits} or {fits.replace(':file', '')}"
-        raise SnapKVError(f"this book's entries are stored otherwise: give {either}")
-    if isinstance(empty.store, FileStore) or isinstance(found.store, MemoryStore):
-        return found
-    found.offload()
-    other = copy.deepcopy(found)
-    other.store = empty.store
-    other.store.append(found.store.held())
-    return other
+    return type(a) is type(b) and a.quantization == b.quantization
 
 
 def book_memory(caches: list) -> str | None:
-    """The memory in files that fits the caches of a book; None if they are no book's."""
+    """The memory in files that fits these caches; None if their entries are not in files."""
     found = {cache.store.quantization for cache in books(caches)}
     return next((f"recall:file:{how.bits}bit" if how else "recall:file" for how in found), None)
 
 
-def books(prompt_cache: list) -> list[OutOfCoreKVCache]:
-    """The caches whose entries are stored elsewhere."""
-    return [cache for cache in members(prompt_cache) if isinstance(cache, OutOfCoreKVCache)]
+def books(prompt_cache: list) -> list[BookKVCache]:
+    """The caches whose entries are in files."""
+    return [cache for cache in members(prompt_cache) if isinstance(cache, BookKVCache)]

@@ -82,6 +82,11 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         self.growing.update_and_fetch(keys, values)
         return self.keys_and_values()
 
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        """The same without a look at what there is; those before go to where they are kept."""
+        self.offload()
+        self.growing.update_and_fetch(keys, values)
+
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All there are; what the store gives is computed one after the other, for less memory."""
         if self._n_stored == 0:

@@ -21,7 +21,7 @@ from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
-from ..policies import Policy, Stages
+from ..policies import Policy, Sparse, Stages
 from ..several.shard import shard_of
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
@@ -43,8 +43,8 @@ class Conversation:
         model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
         policy: a policy object or string; without one the full cache is kept. "auto" takes a policy, and a memory,
             that suit the model and this machine, as docs/choose.md has it.
-        memory, verify, refresh, far: as of `generate_step`. With "drop" later turns vote over the entries that are left
-            and their own; with the others over all that were ever read.
+        sparse, memory, verify, far: as of `generate_step`. With a policy and "drop" later turns vote over the entries
+            that are left and their own; with another memory over all that were ever read.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer. With a policy, `kv_bits` and
             `kv_group_size` apply to compressed entries; a turn that is not compressed stays plain until one is.
@@ -67,9 +67,9 @@ class Conversation:
         tokenizer,
         *,
         policy: Policy | Stages | str | None = None,
+        sparse: Sparse | dict[str, Any] | str | bool | None = None,
         memory: str = "drop",
         verify: str | None = None,
-        refresh: str = "token",
         far: str | None = None,
         system: str | None = None,
         **generation: Any,
@@ -77,13 +77,17 @@ class Conversation:
         _require_known(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
-        retention = {"memory": memory, "verify": verify, "refresh": refresh, "far": far}
-        how = {"policy": policy, "max_tokens": generation.get("max_tokens", MAX_TOKENS)}
+        retention = {"memory": memory, "verify": verify, "far": far}
+        how = {
+            "policy": policy,
+            "sparse": sparse,
+            "max_tokens": generation.get("max_tokens", MAX_TOKENS),
+        }
         config, _, _ = resolve(model, None, CONVERSATION, {**generation, **retention}, **how)
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
         self._rendered = Rendering(tokenizer)
         self.policy, self.memory, self.verify = config.policy, config.memory, config.verify
-        self.refresh, self.far = config.refresh, config.far
+        self.far = config.far
         if self.policy is None:
             self._config.require(model)
         elif self.policy.stages[1].repeats is not None:
@@ -98,7 +102,7 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
-        kept = self.memory, self.verify, self.refresh, self.far
+        kept = self.memory, self.verify, self.far
         return CompressionConfig(self.policy, *kept, turns=True)
 
     def verify_answers(self, verify: str | None) -> None:
@@ -120,7 +124,7 @@ class Conversation:
         if self.policy is None:
             self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
         else:
-            self.prompt_cache = make_caches(self.model, self.memory, self.policy)
+            self.prompt_cache = make_caches(self.model, self.memory)
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.report: CompressionReport | None = None

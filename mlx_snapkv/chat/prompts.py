@@ -7,6 +7,7 @@ from itertools import chain, compress, count, pairwise
 from operator import ne
 from typing import Any
 
+from ..engine.any_length import take_any_length
 from ..errors import SnapKVError
 
 MARKER = "<query>"
@@ -37,6 +38,7 @@ class Rendering:
     """
 
     def __init__(self, tokenizer):
+        take_any_length(tokenizer)
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}  # tokens of the last text's pieces
 

@@ -10,7 +10,7 @@ from ..caches.memories import book_memory, filled, make_caches, require_memory
 from ..engine.report import NO_POLICY
 from ..engine.rewind import Rewind
 from ..errors import SnapKVError
-from ..policies import Policy, Stages, resolve_policy
+from ..policies import Method, Stages, method_named
 
 NOTED = ("messages", "said", "attached", "pending_tokens", "memory", "system", "n_unknown")
 REPLACED = ("messages", "said", "read", "pending_tokens", "report")  # by every turn
@@ -36,7 +36,7 @@ class Before(Rewind):
 
 
 def load(
-    path: str | Path, model, policy: Policy | Stages | str | None, memory: str
+    path: str | Path, model, policy: Method | Stages | str | None, memory: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a saved conversation, or a text that waits for its first question: what a `Conversation` is made with, and
     attributes that it then gets; see `Conversation.load`."""
@@ -48,11 +48,11 @@ def load(
         )
     policy, memory = _resumed(path, found, notes, policy, memory)
     require_memory(memory)
-    policy = resolve_policy(policy=policy)
+    method = method_named(policy) if isinstance(policy, str) else policy
     caches = list(found.prompt_cache)
     try:
-        if policy is not None:
-            empty = make_caches(model, memory, policy)
+        if method is not None:
+            empty = make_caches(model, memory)
             for layer in attention_layers(model, empty):
                 layer.put(caches, filled(layer.cache_in(empty), layer.cache_in(found.prompt_cache)))
     except SnapKVError as error:
@@ -66,7 +66,7 @@ def load(
     if found.tokens is None:
         n = n_tokens(found.prompt_cache)
         state |= {"n_unknown": n, "read": [0] * n}
-    options = {"policy": policy, "memory": memory, "system": system}
+    options = {"policy": method, "memory": memory, "system": system}
     return options, state | options
 
 

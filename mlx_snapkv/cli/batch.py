@@ -63,7 +63,7 @@ def batch(
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
     if compression.memory != "drop":
-        about |= {name: keywords[name] for name in ("memory", "verify", "refresh")}
+        about |= {name: keywords[name] for name in ("memory", "verify")}
     if files.requests == "-" and sys.stdin is None:
         raise SnapKVError("standard input is closed: give a file of requests")
     with refusing(files.requests):

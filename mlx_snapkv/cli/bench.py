@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
-from .cache_options import each_policy
+from .cache_options import each_method
 from .command import option
 from .loading import load_model
 from .options import lengths
@@ -13,6 +13,7 @@ from .results import ResultFiles, about, print_table, write_json, write_result
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
 POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
+SPARSE = ("budget=6.25%",)
 CONTEXTS, LONG = "4096,16384,32768,65536,131072", "16384,32768,65536"
 
 
@@ -25,6 +26,9 @@ class BenchOptions:
         f"Policy to measure; repeatable; default: {' and '.join(POLICIES)}."
     )
     snapkv: str | None = option("SnapKV with these options, as one more policy.")
+    sparse: list[str] | None = option(
+        f"Sparse attention to measure; repeatable; default, unless a policy is given: {SPARSE[0]}."
+    )
     context: Any = option("Context lengths to decode at.", CONTEXTS, parser=lengths(LEAST))
     prompt_tokens: Any = option(
         "Prompt lengths to read with every cache.", "8192,16384", "-p", parser=lengths(LEAST)
@@ -46,7 +50,8 @@ def bench(*, options: BenchOptions) -> None:
     from .progress import StepBars
 
     model, asked = options.model, (options.context, options.prompt_tokens, options.long_prompts)
-    policies = each_policy(options.policy or (None if options.snapkv else POLICIES), options.snapkv)
+    given: Any = options.policy, options.snapkv, options.sparse
+    policies = each_method(*(given if any(given) else (POLICIES, None, SPARSE)))
     for policy, n in product(policies, chain(*asked)):
         policy.prefill_quotas(n, 1)  # which finds mistakes
     endings = ".json", ".md", ".png"

@@ -18,7 +18,7 @@ from .options import n_bytes, one_of
 
 if TYPE_CHECKING:
     from ..entries.quantization import Quantization
-    from ..policies import Policy, Stages
+    from ..policies import Method, Stages
 
 PrefillStepSize = Annotated[int, Option(min=1, help="Maximum number of prompt tokens per chunk.")]
 Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "top_k=1024".')]
@@ -70,7 +70,7 @@ class MLXCacheOptions(CacheOptions):
         min=0,
     )
 
-    def generation(self, policy: Policy | Stages | None) -> dict[str, Any]:
+    def generation(self, policy: Method | Stages | None) -> dict[str, Any]:
         """The same as options of `stream_generate`; SnapKVError if one has no effect on a policy's entries."""
         if self.quantized_kv_start is not None and policy is not None:
             raise SnapKVError(
@@ -94,28 +94,38 @@ class MLXCacheOptions(CacheOptions):
                 raise SnapKVError(f"--max-kv-size can't be combined with {flag}: drop one of them")
 
 
-def each_policy(policy: Iterable[str] | None, snapkv: str | None = None) -> list[Policy | Stages]:
-    """That of --snapkv, and those of every --policy. Raises: SnapKVError: one can't be read."""
-    from ..policies import resolve_policy
+def each_method(
+    policy: Iterable[str] | None, snapkv: str | None = None, sparse: Iterable[str] | None = None
+) -> list[Method | Stages]:
+    """That of --snapkv, and those of every --policy and --sparse. Raises: SnapKVError: one can't be read."""
+    from ..policies import resolve_method
 
-    given = [resolve_policy(snapkv), *(resolve_policy(policy=text) for text in policy or [])]
+    given = [
+        resolve_method(snapkv),
+        *(resolve_method(policy=text) for text in policy or []),
+        *(resolve_method(sparse=text) for text in sparse or []),
+    ]
     return [each for each in given if each is not None]
 
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The policy that compresses prompts, if any does."""
+    """The policy that compresses prompts, or the sparse attention that reads them, if any does."""
 
     snapkv: Snapkv = None
     policy: str | None = option(
         'A policy, such as "keydiff:budget=25%"; mlx-snapkv policies lists them.'
     )
+    sparse: str | None = option(
+        'Sparse attention with these options, such as "top_k=2048" ("" for the defaults): all entries stay, and chunks '
+        "of the prompt and tokens of the answer choose which few they read."
+    )
 
-    def resolve(self) -> Policy | Stages | None:
-        """The policy; SnapKVError for a mistake in it, or for two."""
-        from ..policies import resolve_policy
+    def resolve(self) -> Method | Stages | None:
+        """The policy or sparse attention; SnapKVError for a mistake in it, or for two."""
+        from ..policies import resolve_method
 
-        return resolve_policy(self.snapkv, self.policy)
+        return resolve_method(self.snapkv, self.policy, self.sparse)
 
 
 @dataclass(frozen=True)
@@ -136,24 +146,28 @@ class AutoPolicyOptions(PolicyOptions):
 
         return asks_for_auto(self.snapkv, self.policy)
 
-    def resolve(self) -> Policy | Stages | None:
-        """The policy; None while auto has not chosen one."""
+    def resolve(self) -> Method | Stages | None:
+        """The same; None while auto has not chosen one."""
+        if self.is_auto and self.sparse is not None:
+            raise SnapKVError(
+                "--policy auto and --sparse both say how entries are used: give only one"
+            )
         return None if self.is_auto else super().resolve()
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
     memory: str = option(
-        "What happens to evicted entries: they are gone (drop), or all entries stay available to later turns and to "
-        "--refresh, in memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, "
-        "recall:file:4bit). A policy that evicts during prefill, such as keydiff, then reads within its budget.",
+        "What happens to evicted entries: they are gone (drop), or all entries stay available to later turns, in "
+        "memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). With "
+        "--sparse it says where all entries are; the default is then recall.",
         "drop",
     )
     store_dir: Path | None = option("Folder for --memory recall:file; default: TMPDIR.")
     far: str | None = option(
         "Positions of entries farther away than the trained length: compact them so that distances fit (pull), or "
-        "leave them as they are (keep). Default: pull if the prompt is longer than the trained length and the policy "
-        "evicts during prefill."
+        "leave them as they are (keep). Default: pull if the prompt is longer than the trained length and no chunk of "
+        "it reads everything."
     )
 
     def __post_init__(self):
@@ -183,13 +197,8 @@ class RetentionOptions(MemoryOptions):
     """The same, and what an answer does with these entries."""
 
     verify: str | None = option(
-        "all: give the full cache's own answer, by self-speculative decoding. Tokens are drafted from few entries "
-        "and checked against all entries, which --memory keeps."
-    )
-    refresh: str = option(
-        "With --memory, how often the answer chooses the entries it reads: at every token (token), or once per turn "
-        "(turn), which is faster but farther from the full cache's answer; see docs/recall.md.",
-        "token",
+        "all: give the full cache's own answer, by self-speculative decoding. --sparse drafts its tokens, and they are "
+        "checked against all entries."
     )
 
 
@@ -206,7 +215,10 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         require_for_auto(self.retention())
 
     def keywords(self) -> dict[str, Any]:
-        return {"policy": self.resolve(), **self.retention()}
+        from ..planning.config import CompressionConfig
+
+        method = self.resolve()
+        return {"policy": method, **CompressionConfig(method, **self.retention()).retention}
 
     def take(
         self,

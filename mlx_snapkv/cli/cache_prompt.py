@@ -25,27 +25,28 @@ def cache_prompt(
 ) -> None:
     """Read a long text once and save its KV cache, compressed if a policy is given.
 
-    generate --prompt-cache-file then starts each answer from the saved cache. With --memory recall, a text of any
-    length is read within the policy's budget, and all entries are saved in a folder beside the file.
+    generate --prompt-cache-file then starts each answer from the saved cache. With --sparse all entries are saved, for
+    answers to choose from; with --memory recall:file a text of any length is read in the same memory, and its entries
+    are saved in a folder beside the file.
 
     \b
       mlx-snapkv cache-prompt --model demo --prompt-file book.txt -o book.safetensors
-      mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?" \\
-          --snapkv top_k=4096 --memory recall
-      mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors --memory recall:file \\
-          --policy "keydiff:budget=4096 then snapkv:top_k=1024"
+      mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?" --sparse top_k=2048
+      mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors --sparse "" \\
+          --memory recall:file
     """
     from .. import saved
     from ..caches.layers import kv_bytes
     from ..caches.memories import saved_forms
-    from ..engine.prefill import require_book
+    from ..engine.prefill import require_no_question
     from ..planning.config import CompressionConfig
-    from ..planning.footprint import book_cost
+    from ..planning.footprint import file_cost
     from .progress import writing_bar
 
-    chosen, memory = policy.resolve(), retention.memory
+    chosen = policy.resolve()
     config = CompressionConfig(chosen, **retention.retention(), quantization=cache.quantization)
-    require_book(config)
+    require_no_question(config)
+    memory = config.memory
     path, text = saved.require_writable(output), prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
@@ -53,10 +54,10 @@ def cache_prompt(
     now, reading = datetime.now(), Reading(quiet)
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = reading.wait_for(opening)
-    keywords = {"policy": chosen, **retention.retention(), **vars(cache)}
+    keywords = {"policy": chosen, "memory": memory, "far": config.far, **vars(cache)}
     reading.warn(loaded, len(tokens), was_chosen=chosen is None, **keywords)
     where = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
-    cost = partial(book_cost, loaded, chosen, memory, saved_in=path.resolve().parent)
+    cost = partial(file_cost, loaded, memory, saved_in=path.resolve().parent)
     with reading.bar(cost) as bar:
         read, report = _read(loaded, tokens, **keywords, prompt_progress_callback=bar)
     notes = {"text": text, "system_prompt": prompt.system_prompt, "time": now.isoformat()}
@@ -68,7 +69,12 @@ def cache_prompt(
         saved.save(path, loaded, forms, tokens, used, notes, update)
     if writing.done:
         where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
-    kept = report.entries_text if memory == "drop" else f"{report.entries} entries resident"
+    kept = report.entries_text
+    if memory != "drop":
+        chunks = (
+            "" if report.read_per_chunk is None else f", {report.read_per_chunk:,} read by a chunk"
+        )
+        kept = f"all {report.entries:,} entries{chunks}"
     kept = f"{kept}{report.recall_text}" if report.compressed else f"full cache: {report.reason}"
     held = format_bytes(report.kv_bytes_after or kv_bytes(forms))
     reading.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {held} | {where}")

@@ -214,7 +214,7 @@ def _load(session: Session, path: str) -> None:
     if not session.may_replace():
         return
     now = session.conversation
-    options: Any = {**session.wanted, "refresh": now.refresh, "far": now.far}
+    options: Any = {**session.wanted, "far": now.far}
     loaded = Conversation.load(path, now.model, now.tokenizer, **options, **now.generation)
     if loaded.memory != "drop":
         loaded.verify_answers(now.verify)
@@ -256,7 +256,7 @@ def _policy(session: Session, text: str) -> None:
         session.say(f"policy: {now.policy or 'none'}")
         return
     if text == AUTO:
-        own = {"memory": session.wanted["memory"], "refresh": now.refresh, "far": now.far}
+        own = {"memory": session.wanted["memory"], "far": now.far}
         kv_memory = session.context.params["kv_memory"]
         options = CompressionOptions(policy=AUTO, verify=now.verify, kv_memory=kv_memory, **own)
         most = {"max_tokens": now.generation.get("max_tokens", 256)}

@@ -17,12 +17,12 @@ from typer import Context
 
 from ..chat.conversation import Conversation
 from ..errors import SnapKVError
-from ..planning.footprint import BookCost, book_cost
+from ..planning.footprint import FileCost, file_cost
 from ..several.ranks import Ranks, here
 from .options import SamplingOptions
 from .progress import stderr_console
 from .prompts import require_text
-from .reading import Reading
+from .reading import LONG, Reading
 
 SETTINGS = "policy", "memory", "verify", "far"
 
@@ -182,7 +182,7 @@ class Session:
             return
         now = self.conversation
         self.wanted |= {name: changes[name] for name in self.wanted if name in changes}
-        kept = {name: getattr(now, name) for name in ("system", "refresh", "far", "verify")}
+        kept = {name: getattr(now, name) for name in ("system", "far", "verify")}
         options = {**kept, **self.wanted, **changes}
         if options["policy"] is None or options["memory"] == "drop":
             options["verify"] = None
@@ -205,9 +205,7 @@ class Session:
             parts.append(content.strip())
         return "\n\n".join(parts) + "\n"
 
-    def _cost(self, n_new: int) -> BookCost | None:
-        """What a turn will cost that reads more of a book than a block."""
+    def _cost(self, n_new: int) -> FileCost | None:
+        """What a turn with a document will write to files."""
         now = self.conversation
-        if now.policy is None or n_new <= now.policy.stages[0].block:
-            return None
-        return book_cost(now.model, now.policy, now.memory, n_new, n_before=len(now.read))
+        return file_cost(now.model, now.memory, n_new) if n_new > LONG else None

@@ -71,17 +71,16 @@ NEEDS = {
     "kv_group_size": ("kv_bits", ""),
     "quantized_kv_start": ("kv_bits", ""),
     "num_draft_tokens": ("draft_model", ""),
-    "refresh": ("memory", "recall"),
     "store_dir": ("memory", "recall:file"),
     "kv_memory": ("policy", "auto"),
     "prefix_dir_bytes": ("prefix_dir", ""),
 }
-LATER = {"refresh", "store_dir"}  # which a chat, or what --policy auto takes, may need
+LATER = {"store_dir"}  # which a chat, or what --policy auto takes, may need
 
 # What a prompt saved before has settled.
 SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
 # What it has its own of, unless the command line says otherwise.
-BROUGHT = ("snapkv", "policy", "memory", "verify", "refresh", "far", "kv_bits")
+BROUGHT = ("snapkv", "policy", "memory", "verify", "far", "kv_bits")
 
 
 class Command(TyperCommand):
@@ -159,7 +158,7 @@ def refusal(name: str, option: Any, value: Any, error: Any) -> str:
 
 # Arguments of the library that are flags by the same name.
 FLAGS = (
-    "memory", "verify", "refresh", "far", "kv_bits", "kv_group_size", "max_kv_size", "max_tokens",
+    "memory", "verify", "far", "kv_bits", "kv_group_size", "max_kv_size", "max_tokens",
     "num_draft_tokens", "draft_model", "prefill_step_size",
 )  # fmt: skip
 _NAMES, _LONG = "|".join(FLAGS), "|".join(name for name in FLAGS if "_" in name)

@@ -27,7 +27,11 @@ REMARK = (
 @dataclass(frozen=True)
 class CompareOptions(options.ShownOptions):
     policy: list[str] | None = option(
-        "Policy to compare, such as keydiff:budget=25%; repeatable. Default: three that suit the prompt's length."
+        "Policy to compare, such as keydiff:budget=25%; repeatable. Default, without --sparse either: sparse attention "
+        "and two policies that suit the prompt's length."
+    )
+    sparse: list[str] | None = option(
+        'Sparse attention to compare, such as budget=6.25% ("" for the defaults); repeatable.'
     )
     output: str | None = option("Write the comparison to this page (.html).", None, "-o")
 
@@ -56,10 +60,13 @@ def compare(
     from ..planning.auto import worth_comparing
 
     path, retained = require_page(shown.output, ".html"), retention.retention()
-    methods_of(shown.policy, **retained)  # which finds mistakes
+    methods_of(shown.policy, sparse=shown.sparse, **retained)  # which finds mistakes
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
-    methods = methods_of(shown.policy or worth_comparing(len(tokens)), **retained)
+    policies, sparse = shown.policy, shown.sparse
+    if not policies and not sparse:
+        policies, sparse = worth_comparing(len(tokens)), [""]
+    methods = methods_of(policies, sparse=sparse, **retained)
     answers: list[Compared] = []
     begun: set[str] = set()
 

@@ -17,7 +17,11 @@ else:
     import tomli as tomllib
 
 PREFIX = "MLX_SNAPKV_"
-ONE_OF = {"snapkv", "policy"}  # who gives one drops the other that a less specific place has
+ONE_OF = {
+    "snapkv",
+    "policy",
+    "sparse",
+}  # who gives one drops the other that a less specific place has
 OWN = {("plan", "memory")}  # no retention, but a size: shared settings pass it over
 SECRET = "api_key"
 

@@ -65,18 +65,20 @@ class ConstraintOptions:
 def _constrained(
     schema: dict[str, Any] | bool,
     tokenizer: Any,
+    text: str,
     tokens: list[int],
     prompt: PromptOptions,
     max_tokens: int,
 ) -> dict[str, Any]:
     """Options of `stream_generate` for an answer that obeys a schema; SnapKVError if it can't be enforced."""
+    from ..completions.chat_template import Rendered, initial_state
     from ..completions.constraint import Constraint, json_form
-    from ..completions.request import initial_state
 
     if prompt.prefill_response is not None:
         raise SnapKVError("--json-schema constrains a whole answer: drop --prefill-response")
     raw = prompt.ignore_chat_template or not tokenizer.has_chat_template
-    state = None if raw else initial_state(tokenizer, tokens)
+    chat = Rendered(tokens, [{"role": "user", "content": text}], {"add_generation_prompt": True})
+    state = None if raw else initial_state(tokenizer, chat)
     form = json_form(schema, tokenizer, state, "--json-schema")
     return {"logits_processors": [Constraint(tokenizer, form, max_tokens)]}
 
@@ -142,7 +144,7 @@ def generate(
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
     if schema is not None:
-        keywords |= _constrained(schema, tokenizer, tokens, prompt, sampling.max_tokens)
+        keywords |= _constrained(schema, tokenizer, text, tokens, prompt, sampling.max_tokens)
     hint = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
     _Answer(model.model, keywords, start, output, hint).print(loaded, tokenizer, tokens, reading)
 
@@ -164,12 +166,10 @@ class _Answer:
     def print(self, model: Any, tokenizer: Any, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
         from ..engine.generate import stream_generate
-        from ..planning.footprint import book_cost
+        from ..planning.footprint import file_cost
 
         show = not self.output.as_json
-        n_before = 0 if self.start is None else self.start.n_tokens
-        kept = self.keywords["policy"], self.keywords["memory"]
-        cost = partial(book_cost, model, *kept, n_before=n_before) if show else None
+        cost = partial(file_cost, model, self.keywords["memory"]) if show else None
         options = {"on_report": self.reports.append, **self.keywords}
         try:
             with reading.bar(cost) as update:

@@ -59,7 +59,7 @@ def inspect(
     from ..inspecting.page import page, write_picture
     from ..inspecting.sentences import special_tokens
 
-    chosen = cache_options.each_policy(shown.policy, shown.snapkv)
+    chosen = cache_options.each_method(shown.policy, shown.snapkv)
     if len(chosen) not in (1, 2):
         raise SnapKVError(f"--policy must be given once, or twice to compare, got {len(chosen)}")
     path = require_page(shown.output, ".html", ".png")
@@ -70,7 +70,7 @@ def inspect(
         with reading.bar() as update:
             how: Any = {"prefill_step_size": prefill_step_size, "prompt_progress_callback": update}
             given = loaded, tokenizer, tokens, max_tokens
-            found.append(inspect_prompt(*given, policy=policy, **how))
+            found.append(inspect_prompt(*given, policy=policy, **how))  # type: ignore[arg-type]
     if shown.as_json:
         one, policies = found[0], [each.to_dict() for each in found]
         asked = {"prompt_tokens": one.n_tokens, "text": one.text, "spans": one.spans}

@@ -25,20 +25,25 @@ auto chooses one of the settings below for the prompt, the task and this machine
 {ASK} --policy auto
 choose.md#commands
 
-one question about a long text, such as a contract of 100,000 tokens
-The question's tokens vote for the entries that the answer needs.
+a long text whose entries fit in memory
+Sparse attention: all entries stay, and chunks of the prompt and tokens of the answer choose which few they read.
+{ASK} --sparse budget=6.25%
+sparse.md
+
+one question about a long text, and little memory
+SnapKV: the question's tokens vote for the entries that the answer needs, and all others leave memory.
 {ASK} --snapkv top_k=4096
 quality.md
 
 a chat, several questions about one text
-All entries stay in memory, which takes a tenth more than the full cache. Every answer token chooses which it reads.
-mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
-recall.md#what-conversations-find
+All entries stay in memory, which takes a fifth more than the full cache. Every answer token chooses which it reads.
+mlx-snapkv chat --model MODEL --sparse budget=6.25%
+sparse.md#what-conversations-find
 
 an agent, or several clients at once
 A prefix that several prompts share is read once, and answers are decoded together.
-mlx-snapkv serve --model MODEL --snapkv top_k=4096 --memory recall
-server.md#beside-mlx-lms-server recall.md#what-conversations-find
+mlx-snapkv serve --model MODEL --sparse budget=6.25%
+server.md#beside-mlx-lms-server sparse.md#what-conversations-find
 
 many documents overnight
 Each prompt is read and compressed on its own, and the small caches are decoded together.
@@ -47,18 +52,18 @@ batches.md#what-it-gains
 
 an answer that must equal the full cache's
 Tokens are drafted from few entries and checked against all. Models with linear or sliding-window layers can't do this.
-{ASK} --snapkv top_k=4096 --memory recall --verify all
-recall.md#what-an-answer-reads
+{ASK} --sparse budget=6.25% --verify all
+sparse.md#exact-answers
 
 a text too long for memory, such as a book
-It is read within a budget, every entry is stored in a file, and every answer token chooses among them.
-mlx-snapkv chat --model MODEL --memory recall:file --policy "keydiff:budget=4096 then snapkv:top_k=1024"
-recall.md#books benchmarks.md#books
+Every entry goes to a file, from which chunks of the prompt and tokens of the answer read few.
+mlx-snapkv chat --model MODEL --sparse top_k=1024 --memory recall:file
+sparse.md#books benchmarks.md#books
 
 a document to save now and ask about later
-All entries are saved, since the questions are not known yet. Ask with --snapkv top_k=4096 --memory recall.
-mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors
-quality.md
+All entries are saved, since the questions are not known yet; generate --prompt-cache-file asks.
+mlx-snapkv cache-prompt --model MODEL --prompt-file TEXT -o TEXT.safetensors --sparse budget=6.25%
+sparse.md#follow-ups-and-saved-prompts
 
 the least memory, during prefill and decoding
 KeyDiff evicts before it sees the question, and at 1/4 loses half of the needles. The question chooses from the rest.

@@ -101,10 +101,10 @@ class Plans:
 
     def choose(self, n: int) -> Choice:
         """Plans for `n` tokens. The user's policy is recommended if it fits, else what --policy auto chooses."""
-        from ..planning.auto import QUESTION, SETTINGS, AutoRequest, recommended
+        from ..planning.auto import SNAPKV, SPARSE, AutoRequest, recommended
 
         planner, asked, usable = self.planner, self.asked, self.machine.usable
-        shown = [setting.policy for setting in SETTINGS[QUESTION][: 2 * planner.can_compress]]
+        shown = [SPARSE.method, SNAPKV.method] if planner.can_compress else []
         others = shown if asked is None else [asked]
         made = {policy: planner.plan(n, policy, self.kv_bits) for policy in (None, *others)}
         found = [planner.plan(n)] if self.kv_bits is not None else []
@@ -119,7 +119,7 @@ class Plans:
             return Choice(n, found)
         would = f"{_policy_text(first)} would take {format_bytes(first.peak)}"
         over = f"{would}, and {format_bytes(usable)} is available"
-        best = replace(recommendation.plan, policy=recommendation.setting.policy)
+        best = replace(recommendation.plan, policy=recommendation.setting.method)
         found += [] if best in found else [best]
         return Choice(n, found, best, recommendation.why if asked is None else over)
 
@@ -173,7 +173,7 @@ class Plans:
         )
         remark += f"{format_bytes(usable)} of {memory} is available to models."
         weights = f"Weights {format_bytes(found[0].weights)}"
-        columns = ["context", "policy", "KV cache", "reading", "answering", "fits"]
+        columns = ["context", "method", "KV cache", "reading", "answering", "fits"]
         table = Table(weights, remark, columns)
         for choice in choices:
             for i, plan in enumerate(choice.found):
@@ -186,6 +186,7 @@ class Plans:
 
 
 def _policy_text(plan: MemoryPlan) -> str:
-    policy = plan.policy or "full cache"
-    policy += "" if plan.memory == "drop" else f", memory {plan.memory}"
+    from ..planning.auto import Setting
+
+    policy = str(Setting(plan.policy, plan.memory)) if plan.policy else "full cache"
     return policy if plan.kv_bits is None else f"{policy}, {plan.kv_bits} bits"

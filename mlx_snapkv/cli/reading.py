@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..engine.report import CompressionReport
-    from ..planning.footprint import BookCost
+    from ..planning.footprint import FileCost
     from ..planning.prompt_plan import ProgressCallback
 
 Result = TypeVar("Result")
@@ -80,7 +80,7 @@ class Reading:
 
     @contextmanager
     def bar(
-        self, cost: Callable[[int], BookCost | None] | None = None
+        self, cost: Callable[[int], FileCost | None] | None = None
     ) -> Iterator[ProgressCallback]:
         """A bar for mlx-lm's `prompt_progress_callback`; it says first what reading will `cost` if that is a book."""
         from .progress import prefill_bar

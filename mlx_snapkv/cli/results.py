@@ -18,7 +18,7 @@ from ..errors import SnapKVError
 from ..paths import path_of, put_result, refusing, require_place
 from ..reporting import files as reported
 from ..reporting.table import Table
-from .cache_options import each_policy
+from .cache_options import each_method
 from .command import option
 from .options import AsJson
 
@@ -128,6 +128,15 @@ Policies = Annotated[
 ]
 
 
+Sparses = Annotated[
+    list[str] | None,
+    Option(
+        "--sparse",
+        help='Sparse attention to measure, such as budget=6.25% ("" for the defaults); repeatable.',
+    ),
+]
+
+
 @dataclass(frozen=True)
 class ResultOptions:
     """What becomes of a result: it is printed, and written to files."""
@@ -189,9 +198,10 @@ def methods_of(
     policies: Sequence[str] | None,
     lengths: Sequence[int] = (),
     by_mask: Sequence[str] | None = None,
+    sparse: Sequence[str] | None = None,
     **retention: Any,
 ) -> list[Method]:
-    """The full cache, each policy with the memory and the verification, and what is measured by mask.
+    """The full cache, each policy and sparse attention with its memory, and what is measured by mask.
 
     Raises: SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
     """
@@ -199,11 +209,13 @@ def methods_of(
     from ..evals.methods import Method, require_compression
     from ..planning.config import CompressionConfig
 
-    options = {k: x for k, x in retention.items() if x not in ("drop", "token", None)}
-    chosen = each_policy(dict.fromkeys(policies or []))
-    for policy in chosen:
-        CompressionConfig(policy, **retention)
+    chosen = each_method(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
+    kept = {each: CompressionConfig(each, **retention).retention for each in chosen}
+    options = {
+        each: {k: x for k, x in how.items() if x not in ("drop", None)}
+        for each, how in kept.items()
+    }
     masked = [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]
-    methods = [Method(), *(Method(policy, options) for policy in chosen), *masked]
+    methods = [Method(), *(Method(each, how) for each, how in options.items()), *masked]
     require_compression(methods, lengths)
     return methods

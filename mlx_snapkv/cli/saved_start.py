@@ -15,7 +15,7 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..planning.units import format_bytes
-from ..policies import Policy, Stages, resolve_policy
+from ..policies import Method, Stages, method_named
 from .prompts import encode_question
 
 
@@ -35,7 +35,7 @@ class SavedStart:
         file: str,
         name: str,
         model,
-        policy: Policy | Stages | None,
+        policy: Method | Stages | None,
         memory: str,
         verify: str | None,
         quantization: Quantization | None,
@@ -60,7 +60,7 @@ class SavedStart:
         if own != "drop" and policy_then != NO_POLICY and "messages" not in notes:
             if policy is not None:
                 raise SnapKVError(f"{file} has its own policy, {policy_then}: drop yours")
-            policy = resolve_policy(policy=policy_then)
+            policy = method_named(policy_then)
             memory = own if memory == "drop" else memory
         elif compressed and (what := " and ".join(name for name, x in given.items() if x)):
             raise SnapKVError(
@@ -118,7 +118,7 @@ class SavedStart:
         return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}
 
     def _compress(
-        self, model, policy: Policy | Stages, quantization: Quantization | None
+        self, model, policy: Method | Stages, quantization: Quantization | None
     ) -> CompressionReport:
         for stage in policy.stages:
             if stage.observes:
@@ -129,4 +129,4 @@ class SavedStart:
         if self.n_tokens < policy.min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"
             return CompressionReport(str(policy), self.n_tokens, reason)
-        return compress_prompt_cache(model, self._caches, policy, quantization=quantization)
+        return compress_prompt_cache(model, self._caches, policy, quantization=quantization)  # type: ignore[arg-type]

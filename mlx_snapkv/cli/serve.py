@@ -39,6 +39,10 @@ class HTTPOptions:
     allow_origin: list[str] | None = option(
         "Origin whose pages may send requests (CORS); repeatable."
     )
+    allow_host: list[str] | None = option(
+        "Another name of this machine by which clients without a key may reach it, such as host.docker.internal; "
+        "repeatable."
+    )
     alias: list[str] | None = option("Another name for the model; repeatable.")
     timeout: float | None = option("Maximum seconds per request.", min=0.1)
     volatile_header: list[str] = option(
@@ -52,6 +56,7 @@ class HTTPOptions:
 
         origins, headers = tuple(self.allow_origin or ()), tuple(self.volatile_header)
         how: Any = {"timeout": self.timeout, "volatile_headers": headers}
+        how["hosts"] = tuple(self.allow_host or ())
         return Settings(self.host, self.port, self.api_key or None, origins, **how)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
-from mlx_lm.server import ToolCallFormatter
 from mlx_lm.tool_parsers import json_tools
 
+from .calls import calls_in, is_unfinished
 from .request import CompletionRequest
 
 
@@ -23,7 +23,8 @@ class Said:
 
 
 class Completion:
-    """One request's answer. Stop texts are matched in the text, since their tokens may be split in several ways.
+    """One request's answer. Stop texts are matched in its text, since their tokens may be split in several ways; in
+    thoughts and calls they end nothing.
 
     Attributes:
         said: so far.
@@ -40,13 +41,15 @@ class Completion:
         self.stopped_by: str | None = None
         self._constraint = asked.constraint
         self._is_call = bool(asked.constraint and asked.constraint.form.kind == "call")
+        self._is_open = asked.constraint is not None  # whether it has yet to say what has a form
         self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
+        self._call_end = tokenizer.tool_call_end
         self._detokenizer = tokenizer.detokenizer
-        stops = TextStateMachine({"normal": [(text, None) for text in asked.stop]})
-        self._until_stop = stops.make_state()
+        self._stops = TextStateMachine({"normal": [(text, None) for text in asked.stop]})
+        self._until_stop = self._stops.make_state()
         # What continues a text has no place for thoughts and calls: it stays as it is.
-        parts = make_text_state_machine(tokenizer) if asked.chat else TextStateMachine()
-        self._parts = parts.make_state(asked.state)
+        self._machine = make_text_state_machine(tokenizer) if asked.chat else TextStateMachine()
+        self._parts = self._machine.make_state(asked.state)
         self._state = asked.state
         self._call = ""  # as the model writes it
 
@@ -58,15 +61,10 @@ class Completion:
             self._detokenizer.add_token(token)
         if finish_reason is not None:
             self._detokenizer.finalize()
-        new = self._detokenizer.last_segment
-        pending = self._until_stop[3] + new
-        self._until_stop, ((_, text), *_) = TextStateMachine.split(self._until_stop, new)
-        if self._until_stop[0] is None:
-            finish_reason, rest = "stop", self._until_stop[3]
-            self.stopped_by = pending[len(text) : len(pending) - len(rest)]
-        elif finish_reason is not None:
-            text += TextStateMachine.flush(self._until_stop)[1]
-        found = list(self._parsed(text, finish_reason is not None))
+        parts = self._parsed(self._detokenizer.last_segment, finish_reason is not None)
+        found = list(self._until_stopped(parts, finish_reason is not None))
+        if self.stopped_by is not None:
+            finish_reason = "stop"
         for piece in found:
             self.said.text += piece.text
             self.said.reasoning += piece.reasoning
@@ -78,42 +76,104 @@ class Completion:
             self.finish_reason = "tool_calls"
         return found
 
-    def _parsed(self, text: str, is_last: bool) -> Iterator[Said]:
-        """Text without stop texts, in its parts."""
-        self._parts, segments = TextStateMachine.split(self._parts, text)
-        if self._constraint and any(state == "normal" and part.strip() for state, part in segments):
-            held = self._parts[3]  # JSON has begun, in which nothing marks thoughts or calls
-            self._parts, more = TextStateMachine.split(TextStateMachine().make_state(), held)
-            segments = [*segments, *more]
+    def _until_stopped(self, parts: Iterator[Said], is_last: bool) -> Iterator[Said]:
+        """The parts up to a stop text; what may begin one is held back until it is certain."""
+        if not self.asked.stop:
+            yield from parts
+            return
+        for part in parts:
+            if not part.text:
+                yield from self._held_back()
+                yield part
+                continue
+            if not part.text.strip() and self.said.reasoning and not self.said.text.strip():
+                yield part  # what parts the answer from the thoughts is no part of it
+                continue
+            pending = self._until_stop[3] + part.text
+            self._until_stop, ((_, text), *_) = TextStateMachine.split(self._until_stop, part.text)
+            if text:
+                yield Said(text)
+            if self._until_stop[0] is None:
+                rest = self._until_stop[3]
+                self.stopped_by = pending[len(text) : len(pending) - len(rest)]
+                return
         if is_last:
-            _, rest, state = TextStateMachine.flush(self._parts)
-            segments = [*segments, (state, rest)]
-        for self._state, piece in segments:
-            if self._state == "tool" or (self._is_call and self._state == "normal"):
+            yield from self._held_back()
+
+    def _held_back(self) -> Iterator[Said]:
+        self._until_stop, text, _ = TextStateMachine.flush(self._until_stop)
+        self._until_stop = self._stops.make_state()
+        if text:
+            yield Said(text)
+
+    def _parsed(self, text: str, is_last: bool) -> Iterator[Said]:
+        """An answer's text in its parts."""
+        for state, piece in self._segments(text, is_last):
+            self._state = state
+            if state == "tool" or (self._is_call and state == "normal"):
                 self._call += piece
                 continue
             yield from self._called()
             if piece:
-                yield Said(**{"reasoning" if self._state == "reasoning" else "text": piece})
+                yield Said(reasoning=piece) if state == "reasoning" else Said(piece)
+        if is_last and self._call:
+            yield from self._ended_in_call()
+
+    def _segments(self, text: str, is_last: bool) -> Iterator[tuple[str, str]]:
+        """Pieces of a text, each with what it is; a marker within a call's argument, or within JSON, is none."""
+        after, segments = TextStateMachine.split(self._parts, text)
+        in_call = bool(self._call_end) and any(state == "tool" for state, _ in segments)
+        if not (in_call or self._is_open):
+            self._parts, text = after, ""
+            yield from segments
+        for letter in text:
+            was, call = self._parts[0], self._call
+            self._parts, segments = TextStateMachine.split(self._parts, letter)
+            if was == "tool" and self._parts[0] != "tool":
+                call += segments[0][1]
+                if is_unfinished(call):
+                    segments = [("tool", segments[0][1] + self._call_end)]
+                    self._parts = self._machine.make_state("tool")
+            if self._is_open and any(
+                state == "normal" and part.strip() for state, part in segments
+            ):
+                segments = [*segments, *self._begun()]
+            self._is_open = self._is_open and self._parts[0] != "tool"
+            yield from segments
         if is_last:
-            yield from self._called()
+            _, rest, state = TextStateMachine.flush(self._parts)
+            yield state, rest
+
+    def _begun(self) -> list[tuple[str, str]]:
+        """From the first letter of JSON nothing marks thoughts or calls; what was held back as a marker's beginning."""
+        self._is_open, held = False, self._parts[3]
+        self._parts, segments = TextStateMachine.split(TextStateMachine().make_state(), held)
+        return segments
 
     def _called(self) -> Iterator[Said]:
-        """The call that has become whole, if any; one that can't be parsed is text again."""
+        """The calls that have become whole, if any; one that can't be parsed is text again."""
         text, self._call = self._call, ""
-        if not text:
+        if text:
+            calls = calls_in(text, self._parser, self.asked.tools)
+            yield Said(calls=calls) if calls else Said(text)
+
+    def _ended_in_call(self) -> Iterator[Said]:
+        """What is left when the answer ends within a call: text, and the calls behind a marker that did end it."""
+        first, end, rest = self._call.partition(self._call_end or "\0")
+        if self._is_call or not end or calls_in(self._call, self._parser, self.asked.tools):
+            yield from self._called()
             return
-        try:
-            calls = ToolCallFormatter(self._parser, self.asked.tools)([text])
-        except Exception:  # parsers of what a model wrote
-            calls = []
-        yield Said(calls=calls) if calls else Said(text)
+        self._call, self._parts = "", self._machine.make_state()
+        yield Said(first or end)
+        yield from self._parsed(rest, True)
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
     """The response body of a whole answer, `extra` as its field `mlx_snapkv`."""
     used = usage(len(answer.asked.prompt), answer.n_tokens)
     about = {"choices": [choice(answer)], "usage": used, "mlx_snapkv": extra}
+    if answer.asked.warnings:
+        about["warnings"] = answer.asked.warnings
     return head(answer.asked.chat, model) | about
 
 
@@ -137,7 +197,10 @@ def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str
 
 def message_fields(said: Said) -> dict[str, Any]:
     """The fields of a message that have something."""
-    fields = {"content": said.text, "reasoning": said.reasoning, "tool_calls": said.calls}
+    thoughts = dict.fromkeys(
+        ("reasoning", "reasoning_content"), said.reasoning
+    )  # clients read either
+    fields = {"content": said.text, **thoughts, "tool_calls": said.calls}
     return {name: value for name, value in fields.items() if value}
 
 

@@ -1,7 +1,7 @@
 """What OpenAI's two completion endpoints take, checked: any mistake is one sentence."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -10,39 +10,36 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    InstanceOf,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
 )
 
 from ..errors import SnapKVError
+from .checks import must, require, short
+from .contents import as_list
+from .messages import Message, messages_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-SHOWN = 60  # characters of a value that is refused
-
-
-def require(ok: bool, rule: str, value: Any) -> None:
-    """Raise ValueError unless ok: the rule goes on from the field's name."""
-    if not ok:
-        raise ValueError(f"{rule}, got {_shown(value)}")
-
-
-def must(holds: Callable[[Any], bool], rule: str) -> AfterValidator:
-    """A rule for a field; see `require`."""
-
-    def validate(value: Any) -> Any:
-        require(holds(value), rule, value)
-        return value
-
-    return AfterValidator(validate)
-
-
 Probability = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-NLogprobs = Annotated[int, Field(ge=0, le=20)]
+Whole = BeforeValidator(
+    lambda v: (
+        int(v) if isinstance(v, float) and v.is_integer() else v
+    )  # 4.0, as some languages write 4
+)
+NO_LIMIT = -1  # as other servers have it
+Integer = Annotated[int, Whole]
+Positive = Annotated[int, Field(ge=1), Whole]
+Count = Annotated[int, Field(ge=0), Whole]
+AtMost = Annotated[
+    int, must(lambda v: v == NO_LIMIT or v >= 1, "should be greater than or equal to 1"), Whole
+]
+TopK = Annotated[int, Field(ge=0), BeforeValidator(lambda v: 0 if v == NO_LIMIT else v), Whole]
+NLogprobs = Annotated[int, Field(ge=0, le=20), Whole]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
-Stops = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+Stops = Annotated[list[str], BeforeValidator(lambda v: [s for s in as_list(v) if s is not None])]
 Unsupported = Annotated[Any, must(lambda value: not value, "is not supported: drop the field")]
 
 
@@ -52,25 +49,34 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class Text(Part):
-    type: Literal["text"]
-    text: str
+def _messages(items: Any) -> list[Message]:
+    """The messages of a list of them in any form, or of a response's items.
+
+    The last one has to say something, unless it is an assistant's or a tool's.
+    """
+    require(isinstance(items, list), "should be a valid list", items)
+    require(bool(items), "must not be empty", items)
+    found: list[Message] = []
+    for number, item in enumerate(items):
+        follows_result = bool(found) and found[-1].role == "tool"
+        try:
+            new = [item] if isinstance(item, Message) else messages_of(item, follows_result)
+        except ValueError as error:
+            said = str(error)
+            raise ValueError(
+                f".{number}{said}" if said.startswith(".") else f".{number} {said}"
+            ) from None
+        found += new
+    last = found[-1] if found else Message("user")
+    empty = last.role in ("user", "system") and not last.text
+    require(not empty, f".{len(items) - 1}.content must not be empty", last.text)
+    return found
 
 
-def as_parts(value: Any) -> Any:
-    """A content as a list of parts: a text is one, nothing is none."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    return [] if value is None else value
-
-
-def _spoken(value: Any, info: ValidationInfo) -> Any:
-    require(bool(value) or info.data.get("role") == "assistant", "must not be empty", value)
-    return value
-
-
-Parts = BeforeValidator(as_parts)
-Spoken = AfterValidator(_spoken)  # content, after a role: only an assistant's may be empty
+ANY_FORM = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+Messages = Annotated[
+    list[InstanceOf[Message]], BeforeValidator(_messages), WithJsonSchema(ANY_FORM)
+]
 
 
 def needed_by(kind: str) -> AfterValidator:
@@ -121,7 +127,7 @@ def _as_choice(value: Any) -> Any:
 
 
 class StreamOptions(Part):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class CommonBody(Part):
@@ -133,15 +139,15 @@ class CommonBody(Part):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_tokens: AtMost | None = None
+    max_completion_tokens: AtMost | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Probability | None = None
-    top_k: Count | None = None
+    top_k: TopK | None = None
     min_p: Probability | None = None
     xtc_probability: Probability | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     stop: Stops | None = None
     logit_bias: dict[TokenId, float] | None = None
     frequency_penalty: float | None = None
@@ -150,25 +156,16 @@ class CommonBody(Part):
     presence_context_size: Positive | None = None
     repetition_penalty: Annotated[float, Field(ge=0)] | None = None
     repetition_context_size: Positive | None = None
-    n: Annotated[int, Field(ge=1, le=8)] | None = None
+    n: Annotated[int, Field(ge=1, le=8), Whole] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     full_cache: bool | None = None  # answer from all entries, whatever the policy
 
 
-class Message(Part):
-    """A message as the chat template gets it; its content is texts."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Text], Parts, Spoken] = Field([], validate_default=True)
-
-
 class ChatBody(CommonBody):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
     response_format: ResponseFormat | None = None
@@ -178,24 +175,32 @@ class ChatBody(CommonBody):
     modalities: list[Literal["text"]] | None = None
     logprobs: bool | None = None
     top_logprobs: NLogprobs | None = None
+    # How much to think: see `thinking_options`.
+    reasoning_effort: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+    enable_thinking: Any = None
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as plain dicts of their own, with the fields that were given.
 
-        A developer's is a system message, as templates call it.
-        """
-        dumped = [message.model_dump(exclude_unset=True) for message in self.messages]
-        return [m | {"role": "system"} if m["role"] == "developer" else m for m in dumped]
+def _as_number(value: Any) -> Any:
+    """Log-probabilities as chats ask for them: those of the answer's own tokens."""
+    return {True: 0, False: None}[value] if isinstance(value, bool) else value
 
 
 class CompletionBody(CommonBody):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[int]  # one text, or its token ids
-    best_of: Literal[1] | None = None
+    prompt: str | list[int] | list[str] | list[list[int]]  # one text or several, or their token ids
+    best_of: Annotated[Literal[1], Whole] | None = None
     echo: Literal[False] | None = None
     suffix: Unsupported = None
-    logprobs: NLogprobs | None = None
+    logprobs: Annotated[NLogprobs | None, BeforeValidator(_as_number)] = None
+
+    def each(self) -> list["CompletionBody"]:
+        """A body for each text."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [self]
+        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
 
 
 Body = ChatBody | CompletionBody
@@ -209,8 +214,10 @@ def parse(url: Any, body: Any) -> Body:
     Raises: SnapKVError: it can't be answered as asked; the sentence names the field.
     """
     if not isinstance(url, str) or url not in BODIES:
-        raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {_shown(url)}")
+        raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {short(url)}")
     found = as_body(BODIES[url], body)
+    if isinstance(found, CompletionBody) and found.each() != [found]:
+        raise SnapKVError("prompt must be one text in a file of requests: write a line for each")
     servers = {"n", "logprobs", "top_logprobs", "full_cache"}
     for name, value in found.model_dump(include=servers).items():
         if value and (name, value) != ("n", 1):
@@ -228,13 +235,14 @@ def as_body(kind: type[Checked], body: Any) -> Checked:
 
 def problem(error: Mapping[str, Any], body: Any) -> str:
     """One of pydantic's errors about a body, as a sentence that names the field."""
-    place, kind, got = _place(error["loc"], body), error["type"], _shown(error["input"])
+    place, kind, got = _place(error["loc"], body), error["type"], short(error["input"])
     if kind == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
     if not isinstance(body, dict):
-        return f"body must be an object, got {_shown(body)}"
+        return f"body must be an object, got {short(body)}"
     if kind == "value_error":
-        return f"{place} {error['ctx']['error']}"
+        said = str(error["ctx"]["error"])
+        return f"{place}{said}" if said.startswith(".") else f"{place} {said}"
     if kind == "missing":
         return f"{place} is missing"
     if kind == "too_short":
@@ -257,8 +265,3 @@ def _place(loc: Sequence[str | int], body: Any) -> str:
                 continue
         path.append(str(step))
     return ".".join(path)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -8,14 +8,46 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from mlx_lm.server import process_message_content
 
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError, brief
-from .body import Body, ChatBody
+from .body import NO_LIMIT, Body, ChatBody
+from .chat_template import Rendered, initial_state, render
 from .constraint import Constraint, Form, call_form, json_form, name_of
+from .messages import Message
+from .thinking import thinking_options
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
+# Fields that change nothing of an answer here, or are about other requests.
+HARMLESS = {
+    *(
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "client_metadata",
+        "timeout",
+    ),
+    *(
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "cache_prompt",
+        "cache_control",
+    ),
+    *(
+        "parallel_tool_calls",
+        "include",
+        "betas",
+        "stream",
+        "truncation",
+        "inference_geo",
+        "keep_alive",
+        "extra_headers",
+    ),
+}
+EMPTY: tuple[Any, ...] = ({}, [], "", False)
 PENALTIES = {
     f"{name}_{field}"
     for name in ("repetition", "presence", "frequency")
@@ -51,6 +83,7 @@ class CompletionRequest:
         constraint: what forces the answer into a form, the last of the processors.
         n_logprobs: how many are wanted besides a token's own; None for not even that.
         ignored: the body's fields that are not known here.
+        warnings: sentences on what of the body is left out, without those fields.
     """
 
     prompt: list[int]
@@ -63,6 +96,7 @@ class CompletionRequest:
     chat: bool
     n_logprobs: int | None
     ignored: list[str]
+    warnings: list[str]
     constraint: Constraint | None = None
 
 
@@ -81,9 +115,12 @@ def completion_request(
     Raises: SnapKVError: the chat template refuses, a token is not one of the vocabulary's, or a form can't be forced.
     """
     tools, state = None, "normal"
+    warnings: list[str] = []
     if isinstance(body, ChatBody):
-        prompt, tools = chat_tokens(body, tokenizer), _tools(body)
-        state = initial_state(tokenizer, prompt)
+        tools, warnings = _tools(body)
+        found, notes = _rendered(body, tokenizer, body.messages, tools, add_generation_prompt=True)
+        prompt, state = found.tokens, initial_state(tokenizer, found)
+        warnings += notes
         form = _form(body, tools, tokenizer, state)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
@@ -94,11 +131,16 @@ def completion_request(
     _require_known("logit_bias", bias, tokenizer)
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
     processors = make_logits_processors(bias or None, **penalties)
-    max_tokens = min(body.max_completion_tokens or body.max_tokens or defaults.max_tokens, longest)
-    constraint = None
+    max_tokens, constraint = _at_most(body, defaults, longest), None
     if form is not None:
         constraint = Constraint(tokenizer, form, max_tokens)
         processors.append(constraint)
+    unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    left = [name for name, value in unknown.items() if name not in HARMLESS and value not in EMPTY]
+    is_one = form is not None and form.kind != "json"
+    if unknown.get("parallel_tool_calls") is False and tools and not is_one:
+        warnings.append("parallel_tool_calls is left out: an answer may call several tools")
+    warnings += [f"{name[:80]} is left out: it is not known here" for name in sorted(left)]
     return CompletionRequest(
         prompt,
         max_tokens,
@@ -109,14 +151,15 @@ def completion_request(
         tools,
         isinstance(body, ChatBody),
         n_logprobs,
-        sorted(name for name, value in (body.model_extra or {}).items() if value is not None),
+        sorted(unknown),
+        list(dict.fromkeys(warnings)),
         constraint,
     )
 
 
-def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    is_none = body.tool_choice is not None and body.tool_choice.type == "none"
-    return None if is_none else body.tools or None
+def _at_most(body: Body, defaults: Defaults, longest: int) -> int:
+    given = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
+    return longest if given == NO_LIMIT else min(given, longest)
 
 
 def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: str) -> Form | None:
@@ -137,33 +180,50 @@ def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: 
     return json_form(schema, tokenizer, state, "response_format's schema", may_call=bool(tools))
 
 
-def chat_tokens(
-    body: ChatBody, tokenizer, context: list[dict[str, Any]] | None = None
-) -> list[int]:
-    """The body's messages in the chat template, or some that are only a context, which is changed.
+def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """The tools as chat templates take them, and what is left out."""
+    tools, notes = [], []
+    is_none = body.tool_choice is not None and body.tool_choice.type == "none"
+    for tool in [] if is_none else body.tools or []:
+        kind = tool.get("type", "function")
+        if "function" in tool:
+            tools.append({"type": "function", **tool})
+        elif kind == "function" or ("name" in tool and "parameters" in tool):
+            tools.append(
+                {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            )
+        else:
+            notes.append(
+                f"tools of the type {str(kind)[:40]} are left out: only functions are known here"
+            )
+    return tools or None, notes
+
+
+def _rendered(
+    body: ChatBody,
+    tokenizer,
+    messages: Iterable[Message],
+    tools: list[dict[str, Any]] | None,
+    **options: Any,
+) -> tuple[Rendered, list[str]]:
+    """The messages in the chat template, and what is left out of them."""
+    messages = list(messages)
+    how, notes = thinking_options(body, tokenizer)
+    found = render(tokenizer, messages, tools, how | options)
+    return found, [*(note for each in messages for note in each.notes), *notes, *found.notes]
+
+
+def chat_tokens(body: ChatBody, tokenizer, context: Iterable[Message] | None = None) -> list[int]:
+    """The body's messages in the chat template, or some that are only a context.
 
     Raises: SnapKVError: the template refuses, or there is none.
     """
-    tools, messages = _tools(body), body.template_messages() if context is None else context
-    if not tokenizer.has_chat_template:
-        raise SnapKVError("this model has no chat template: use /v1/completions")
-    if tools and not tokenizer.has_tool_calling:
-        raise SnapKVError("this model's chat template takes no tools: drop them")
-    options = dict(body.chat_template_kwargs or {})
-    if tools:
-        options["tools"] = tools
-    options["add_generation_prompt"] = context is None
-    try:
-        process_message_content(messages)
-        found = tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # templates are code of the model's authors
-        raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
-    if not isinstance(found, list):
-        raise SnapKVError("chat_template_kwargs must leave the prompt a list of tokens")
-    return found
+    messages = body.messages if context is None else context
+    tools, options = _tools(body)[0], {"add_generation_prompt": context is None}
+    return _rendered(body, tokenizer, messages, tools, **options)[0].tokens
 
 
-def _text_tokens(prompt: str | list[int], tokenizer) -> list[int]:
+def _text_tokens(prompt: Any, tokenizer) -> list[int]:
     if isinstance(prompt, list):
         _require_known("prompt", prompt, tokenizer)
         return prompt
@@ -196,16 +256,6 @@ def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Cal
     chosen = secrets.randbits(64) if own is None else own % 2**64
     draws = 2 if how["xtc_probability"] > 0 else 1
     return SeededSampler(make_sampler(**how, xtc_special_tokens=special), chosen, draws)
-
-
-def initial_state(tokenizer, prompt: list[int]) -> str:
-    """As mlx-lm's server has it: the template may have begun the model's thoughts."""
-    if tokenizer.response_initial_state:
-        return tokenizer.response_initial_state
-    thinks = tokenizer.has_thinking and (
-        tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
-    )
-    return "reasoning" if thinks else "normal"
 
 
 class SeededSampler:

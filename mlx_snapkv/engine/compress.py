@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -88,7 +89,7 @@ class Compression:
 
     layers: list[AttentionLayer]
     caches: list
-    decode_policy: Policy
+    decode_policy: Any  # a policy; or sparse attention, which scores nothing
     plan: PromptPlan
     report: CompressionReport
     quantization: Quantization | None = None

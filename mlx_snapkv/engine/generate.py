@@ -11,7 +11,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import SnapKVError
 from ..planning.auto import QUESTION, resolve
 from ..planning.config import CompressionConfig
-from ..policies import Policy, SnapKV, Stages
+from ..policies import Policy, SnapKV, Sparse, Stages
+from .any_length import take_any_length
 from .draft_model import DraftedRequest, require_rewindable
 from .prefill import mlx_generate
 from .report import CompressionReport
@@ -26,6 +27,7 @@ def generate_step(
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
+    sparse: Sparse | dict[str, Any] | str | bool | None = None,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[tuple[int, mx.array]]:
@@ -37,15 +39,14 @@ def generate_step(
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
         policy: a policy object, or a string such as `"keydiff:budget=8192"`; "auto", as `snapkv=True`, takes what
             docs/choose.md recommends for the prompt and this machine, and a memory, unless one is given.
-        memory: "drop", the default: entries that are not kept are gone. "recall", "recall:8bit", "recall:4bit",
-            "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory, quantised or in
-            files, and in a `prompt_cache` that was given, without the answer's. A policy that evicts while it reads
-            keeps to its budget, and the prompt's last tokens vote over all entries in the end.
-        verify: "all": self-speculative decoding, for the full cache's own answer: its tokens are drafted, and verified
-            on all entries. None: they are not.
-        refresh: "token", the default: with a memory, every token of the answer chooses anew, by an index of the keys,
-            which entries it reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer,
-            which is faster and farther from the full cache's answer; docs/recall.md has how far both are.
+        sparse: sparse attention instead of a policy: a `Sparse`, a dict or `"key=value,..."` string of its options, or
+            True. All entries stay, and the prompt's chunks and the answer's tokens choose which few they read.
+        memory: "drop", the default: entries that a policy does not keep are gone. "recall", "recall:8bit",
+            "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory,
+            quantised or in files, and in a `prompt_cache` that was given, without the answer's. With a policy every
+            turn scores all of them again, and is decoded from a small cache; with `sparse`, "recall" is the default.
+        verify: "all": self-speculative decoding, for the full cache's own answer: sparse attention drafts its tokens,
+            and they are verified on all entries. None: they are not.
         far: "pull": positions are compacted by the model's own RoPE, so that no distance exceeds the trained length,
             with a policy that evicts while the prompt is read. "keep": they are not. By default they are if the prompt
             is longer than that, and it is possible.
@@ -65,7 +66,7 @@ def generate_step(
     prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
     start = functools.partial(mlx_generate.generate_step, prompt)
     request = model, len(prompt), kwargs.get("max_tokens", MAX_TOKENS)
-    return served(start, *request, *_asked_for(*request, snapkv, policy, on_report, kwargs))
+    return served(start, *request, *_asked_for(*request, snapkv, policy, sparse, on_report, kwargs))
 
 
 def stream_generate(
@@ -77,6 +78,7 @@ def stream_generate(
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
+    sparse: Sparse | dict[str, Any] | str | bool | None = None,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
@@ -91,13 +93,12 @@ def stream_generate(
     """
     tokens = encode_prompt(tokenizer, prompt)
     n = len(tokens)
-    asked = model, n, max_tokens, snapkv, policy, on_report
+    asked = model, n, max_tokens, snapkv, policy, sparse, on_report
     config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
     options.pop("draft_model")
     if draft_model is not None and config.retains:
-        raise SnapKVError(
-            f"draft_model can't be combined with memory={config.memory}: drop one of them"
-        )
+        what = "sparse" if config.is_sparse else f"memory={config.memory}"
+        raise SnapKVError(f"draft_model can't be combined with {what}: drop one of them")
     given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
@@ -109,7 +110,7 @@ def stream_generate(
         require_rewindable(model, cache)
         reason, chosen = reason_for_nothing(model, config, n, cache, max_tokens), config.policy
         if chosen is not None and reason is None and options.get("input_embeddings") is None:
-            wanted = draft_model, tokenizer, tokens, max_tokens, chosen, options
+            wanted: Any = draft_model, tokenizer, tokens, max_tokens, chosen, options
             return DraftedRequest(model, *wanted).responses(serve, on_report)
     return serve(tokenizer, {"draft_model": draft_model, **options}, on_report)
 
@@ -146,11 +147,12 @@ def _asked_for(
     max_tokens: int,
     snapkv: Any,
     policy: Any,
+    sparse: Any,
     on_report: ReportCallback | None,
     options: dict[str, Any],
 ) -> tuple[CompressionConfig, ReportCallback | None, dict[str, Any]]:
     """What the keywords ask for, and mlx-lm's; with "auto" or `snapkv=True`, the report tells what was taken."""
-    how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "max_tokens": max_tokens}
+    how = {"snapkv": snapkv, "policy": policy, "sparse": sparse, "max_tokens": max_tokens}
     config, options, taken = resolve(model, n_prompt, QUESTION, options, **how)
     if taken is None:
         return config, on_report, options
@@ -178,6 +180,7 @@ def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
     if isinstance(prompt, str):
         if not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
+        take_any_length(tokenizer)
         bos = tokenizer.bos_token
         special = bos is None or not prompt.startswith(bos)
         return mx.array(tokenizer.encode(prompt, add_special_tokens=special))

@@ -7,15 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.layers import file_bytes, kv_bytes, kv_dtype
-from ..caches.memories import make_caches
+from ..caches.memories import lasting_forms, make_caches, saved_forms
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
-from ..policies import Policy, Stages, resolve_policy
+from ..policies import Method, Sparse, Stages, resolve_method
 from .loop_model import pacing
-from .readers import Request
 from .report import CompressionReport
 from .request import Uncompressed, make_request
 from .rewind import Rewind
@@ -27,8 +25,9 @@ mlx_generate = importlib.import_module("mlx_lm.generate")
 def prefill(
     model,
     tokens: mx.array | Sequence[int],
-    policy: Policy | Stages | str,
+    policy: Method | Stages | str | None = None,
     *,
+    sparse: Sparse | dict[str, Any] | str | bool | None = None,
     prompt_cache: list | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: ProgressCallback | None = None,
@@ -43,12 +42,13 @@ def prefill(
     `generate_step`. Of a prompt given whole, the entries kept are those that our `generate_step` keeps: the next tokens
     that vote (`lookahead`) are decoded, greedily, and rolled back.
 
-    With a `memory` that recalls, a text is read out of core, for questions to come: all entries are stored so, and the
-    report says what is resident. Later requests with that memory, and turns of a conversation, go on from its caches.
+    With `sparse` a text is read for questions to come: all entries stay, where `memory` says, and later requests, and
+    turns of a conversation, go on from them.
 
     Args:
         tokens: `(T,)` token ids.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
+        sparse: sparse attention instead of a policy, as of `generate_step`.
         prompt_cache: an empty cache of the model to fill; by default a new one.
         prefill_step_size: tokens a chunk at most; a policy's `prefill_chunk` or `block` takes precedence.
         prompt_progress_callback: called with the tokens processed and their total.
@@ -61,19 +61,19 @@ def prefill(
         SnapKVError: `tokens` is empty, the policy can't be read, the model can't be served so, or its attention gave
             NaN.
     """
-    chosen = resolve_policy(policy=policy)
+    chosen = resolve_method(policy=policy, sparse=sparse)
     if chosen is None:
-        raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096)")
+        raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
     quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     how, _ = taken_from(quantised)
-    config = CompressionConfig(chosen, memory, refresh="turn", far=far, quantization=how)
-    require_book(config)
+    config = CompressionConfig(chosen, memory, far=far, quantization=how)
+    require_no_question(config)
     tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
     if tokens.ndim != 1:
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     config.require(model)
-    cache = make_caches(model, memory, chosen) if prompt_cache is None else prompt_cache
-    request = make_request(model, config, tokens.size, cache, owned=prompt_cache is None)
+    cache = make_caches(model, config.memory) if prompt_cache is None else prompt_cache
+    request: Any = make_request(model, config, tokens.size, cache, owned=prompt_cache is None)
     options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),
         "prompt_progress_callback": request.progress(prompt_progress_callback),
@@ -81,30 +81,22 @@ def prefill(
     with request.recording():
         if isinstance(request, Uncompressed):
             read(request.model, tokens, cache, options | quantised)  # by mlx-lm, on the way
+            if prompt_cache is None:
+                cache = saved_forms(model, cache)
         elif config.retains:
             cache = request.prompt_cache
-            read(model, tokens, cache, options)  # no question votes: the model's own calls
-            _leave_resident(request)
+            read(request.model, tokens, request.caches, options)
+            request.leave_entries()
+            cache = lasting_forms(model, cache, config.memory)
+            if prompt_cache is not None:
+                prompt_cache[:] = cache
+                cache = prompt_cache
         else:
             following = read(request.model, tokens, request.caches, options)
             request.prompt_is_read()
             _look_ahead(model, request.caches, following, request.plan.last - tokens.size)
             request.compress()
     return cache, request.report
-
-
-def _leave_resident(request: Request) -> None:
-    """Store all entries, and tell of those that are resident."""
-    caches, report = request.prompt_cache, request.report
-    report.entries_kept = [None] * len(caches)
-    for layer in request.layers:
-        cache = layer.cache_in(caches)
-        cache.offload()
-        report.entries_kept[layer.index] = cache.n_entries
-        report.kv_bytes_before += cache.full_nbytes
-        report.kv_bytes_staying += cache.kv_nbytes - cache.nbytes
-        report.kv_dtype = kv_dtype(cache)
-    report.kv_bytes_after, report.file_bytes = kv_bytes(caches), file_bytes(caches)
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
@@ -131,19 +123,15 @@ def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
     before.restore()
 
 
-def require_book(config: CompressionConfig) -> None:
-    """Raises: SnapKVError: a text read on its own leaves nothing that later questions could recall."""
-    if not config.retains:
-        return
-    if not config.reads_in_blocks:
-        reads = f"{config.policy} reads the whole text first"
-        why = "no policy was given" if config.policy is None else reads
-        raise SnapKVError(
-            f"memory={config.memory} needs a policy that reads in blocks, but {why}: give a policy such as "
-            "keydiff:budget=4096 then snapkv:top_k=1024, or drop the memory"
+def require_no_question(config: CompressionConfig) -> None:
+    """Raises: SnapKVError: a text read on its own can't be chosen from all its entries by a policy."""
+    if config.retains and not config.is_sparse:
+        why = (
+            "no policy was given"
+            if config.policy is None
+            else f"{config.policy} chooses when a question is there"
         )
-    if config.quantization is not None:
         raise SnapKVError(
-            "kv_bits quantises only the entries that answers are decoded from: to quantise all entries, give "
-            "memory=recall:file:8bit or recall:file:4bit"
+            f"memory={config.memory} keeps a text's entries for questions to come, but {why}: give sparse instead, or "
+            "drop the memory"
         )

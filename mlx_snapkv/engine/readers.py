@@ -41,7 +41,6 @@ class Request(Compression, ABC):
     Attributes:
         caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.
         observes: queries are asked for.
-        refreshes: the answer's tokens choose anew what they read.
         hook: makes the model's calls, if it is not the model itself.
         repetition: reads the prompt again, if the policy asks for that.
         report: what the compression did; empty before.
@@ -65,9 +64,7 @@ class Request(Compression, ABC):
         layers = attention_layers(model, prompt_cache)
         self.n_held = layers[0].entries_in(prompt_cache).offset
         n_prompt = self.n_held + n_new
-        self.refreshes = config.refreshes(layers)
-        out_of_core = config.retains and config.reads_in_blocks
-        plan = plan_prompt(self.policy, n_prompt, out_of_core, self.refreshes)
+        plan = plan_prompt(self.policy, n_prompt)
         report = CompressionReport(str(self.policy), n_prompt)
         how = config.quantization
         super().__init__(layers, list(prompt_cache), decode_policy, plan, report, how)
@@ -89,6 +86,11 @@ class Request(Compression, ABC):
     @abstractmethod
     def _prepare(self, quotas: list[Quota]) -> None:
         """Make `caches` ready to read, each with what it may hold meanwhile."""
+
+    @property
+    def read_caches(self) -> list:
+        """The caches of what has been read so far, for other requests to go on from."""
+        return self.caches
 
     @property
     def n_ahead(self) -> int:
@@ -137,7 +139,7 @@ class Request(Compression, ABC):
 
     def begin_answer(self) -> None:
         self.hook = None
-        self.observes = self.refreshes or self.decode_policy.observes_answer
+        self.observes = self.decode_policy.observes_answer
 
     def end(self) -> None:
         """The answer has ended: leave the caller's caches ready to go on from."""
@@ -180,7 +182,7 @@ class InMemoryReader(Request):
             quota = Quota(expected, quota.n_sink, quota.n_window) if once else quota
         plain = entries is None or entries.quantization is None
         block = BlockKVCache(
-            policy,
+            policy,  # type: ignore[arg-type]  # sparse attention has readers of its own
             quota,
             policy.block,
             layer=layer,

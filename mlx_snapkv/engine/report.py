@@ -21,35 +21,23 @@ class Verified:
     tokens: int = 0  # fed to the model after the compression
     drafted: int = 0
     accepted: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # until drafting stopped
     plain_seconds: float = 0.0  # what a token takes on the full cache; 0 if that is not known
+    stopped: int | None = (
+        None  # tokens after which drafting stopped, as it did not pay; None while it goes on
+    )
 
     def __str__(self) -> str:
-        did = f"{self.accepted / max(1, self.tokens):.0%} of the tokens were drafted"
+        did = (
+            f"{self.accepted / max(1, self.tokens):.0%} of the tokens were drafted "
+            f"({self.drafted} drafts, {self.accepted} accepted)"
+        )
+        if self.stopped is not None:
+            return f"{did}, none after {self.stopped} tokens: drafts were no faster than the full cache"
         if not self.plain_seconds or not self.seconds:
             return did
         gain = self.tokens * self.plain_seconds / self.seconds
         return f"{did}, {gain:.2f} times as fast as the full cache"
-
-
-@dataclass
-class Book:
-    """A turn that was read within a fixed budget, with every entry stored."""
-
-    resident: int  # entries per KV head that stay for the next turn, the most of any layer
-    resident_bytes: int
-    stored: int  # tokens whose entries are stored
-    stored_bytes: int  # in memory
-    file_bytes: int
-    read_again: int  # tokens that were read a second time, over what was gathered for them
-    index_made_again: bool = False  # that of the entries read before
-
-    def __str__(self) -> str:
-        where = "on disk" if self.file_bytes else "in memory"
-        again = ", their index was missing and was rebuilt" if self.index_made_again else ""
-        resident = f"{self.resident} resident ({format_bytes(self.resident_bytes)})"
-        stored = f"all {self.stored} {where} ({format_bytes(self.file_bytes or self.stored_bytes)})"
-        return f"{resident}, {stored}{again}, {self.read_again} tokens read twice"
 
 
 @dataclass
@@ -73,10 +61,11 @@ class CompressionReport:
         prefill_seconds: from the first chunk to the compression, without the selection.
         selection_seconds: scoring, ranking and gathering, including all evictions during prefill.
         verified: the answer's drafts and their checks, with `verify`.
-        refreshed: entries per KV head, the most of any layer, that every answer token chooses again, if it does.
+        read_per_chunk: entries per KV head that a chunk of the prompt reads at most, of those before it, if it does not
+            read all.
+        read_per_token: entries per KV head, the most of any layer, that every answer token chooses again, if it does.
         means: the mean entries that every such token reads for the rest, the most of any layer; 0 where it sees nothing
             of the rest.
-        book: where the other entries are, if the prompt was read out of core.
         pulled_to: the trained length, if the prompt is longer and its positions were compacted.
         auto: the setting that `policy="auto"` chose, and why.
         full_token_seconds, token_seconds: time of a token on the full cache, before the compression, and after it.
@@ -96,9 +85,9 @@ class CompressionReport:
     prefill_seconds: float = 0.0
     selection_seconds: float = 0.0
     verified: Verified | None = None
-    refreshed: int | None = None
+    read_per_chunk: int | None = None
+    read_per_token: int | None = None
     means: int = 0
-    book: Book | None = None
     pulled_to: int | None = None
     auto: str | None = None
     full_token_seconds: float | None = None
@@ -132,9 +121,9 @@ class CompressionReport:
     @property
     def entries_text(self) -> str:
         """The entries kept, or those that every token reads."""
-        if self.refreshed is not None:
+        if self.read_per_token is not None:
             rest = f" and {self.means} means of the rest" if self.means else ""
-            return f"{self.refreshed} entries{rest} read by every token"
+            return f"{self.read_per_token} entries{rest} read by every token"
         kept = [n for n in self.entries_kept if n is not None] or [0]
         least, most = min(kept), max(kept)
         return (
@@ -149,7 +138,7 @@ class CompressionReport:
         """
         kept = [n for n in self.entries_kept if n is not None]
         share = sum(kept) / max(1, len(kept) * self.prompt_tokens)
-        spare = self.kv_bytes_read > 1.05 * share * self.kv_bytes_before and not self.refreshed
+        spare = self.kv_bytes_read > 1.05 * share * self.kv_bytes_before and not self.read_per_token
         room = f", with room for {f'a block of {self.block}' if self.block else 'more'}"
         before, after = format_bytes(self.kv_bytes_before), format_bytes(self.kv_bytes_after)
         how = f"({self.kv_dtype}{room if spare else ''})"
@@ -157,14 +146,14 @@ class CompressionReport:
             return f"KV memory {before} → {after} {how}"
         in_files = f"{format_bytes(self.file_bytes)} of files"
         where = in_files if self.file_bytes else format_bytes(self.kv_bytes_staying)
-        stay = "" if self.book else f", all {self.prompt_tokens} entries stay in {where}"
+        stay = f", all {self.prompt_tokens} entries stay in {where}"
         return f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {how}{stay}"
 
     @property
     def recall_text(self) -> str:
         """After a comma, what happened to the entries that the answer is not decoded from."""
         pulled = f"positions compacted to the trained length of {self.pulled_to} tokens"
-        parts = (self.book, self.verified, None if self.pulled_to is None else pulled)
+        parts = (self.verified, None if self.pulled_to is None else pulled)
         return "".join(f", {part}" for part in parts if part is not None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,6 +166,6 @@ class CompressionReport:
         share = ""
         if shares:
             share = f" ({100 * min(shares):.0f} to {max(shares):.0%} of the attention, by layer)"
-        took = f", selection {self.selection_seconds:.2f} s" if self.book is None else ""
+        took = f", selection {self.selection_seconds:.2f} s"
         kept = f"{self.entries_text}{share}, {self.memory_text}"
         return f"{self.prompt_tokens} prompt tokens, {kept}{took}{self.recall_text}"

@@ -12,7 +12,8 @@ from ..planning.prompt_plan import ProgressCallback, gate
 from .loop_model import observing, one_by_one
 from .readers import InMemoryReader, Request
 from .report import NO_POLICY, CompressionReport
-from .retaining import OutOfCoreReader, RetainingReader
+from .retaining import RetainingReader
+from .sparse import SparseReader
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 
@@ -29,6 +30,10 @@ class Uncompressed:
     def model(self) -> Any:
         """For mlx-lm's loop: it goes on from caches that evict as if tokens came one by one."""
         return one_by_one(self._model, self.caches)
+
+    @property
+    def read_caches(self) -> list:
+        return self.caches
 
     def step_size(self, limit: int) -> int:
         return limit
@@ -69,8 +74,8 @@ def make_request(
     if not config.retains:
         return InMemoryReader(model, config, n_new, caches)
     if not owned:
-        caches = recalling_caches(model, caches, config.memory, policy)
-    kind = OutOfCoreReader if policy.reads_in_blocks else RetainingReader
+        caches = recalling_caches(model, caches, config.memory)
+    kind = SparseReader if config.is_sparse else RetainingReader
     return kind(model, config, n_new, caches)
 
 

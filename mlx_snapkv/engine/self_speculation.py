@@ -1,20 +1,19 @@
 """Exact answers, self-speculative: the model drafts tokens on small caches, and verifies them in one pass over all
 entries (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, arXiv:2211.17192, with the
 model as its own draft). mlx-lm's loop asks for one token at a time, samples and processes logits as ever, and gets
-those of the full caches: already computed if it asks for a token that was drafted.
+those of the full caches: already computed if it asks for a token that was drafted. `DraftLength` says how many tokens
+are drafted, and when none are any more: from then on the calls are the model's own, on the full caches.
 """
 
-import sys
-import time
+from time import perf_counter
 
 import mlx.core as mx
 
 from ..caches.layers import layer_caches
+from ..models.capture import blockwise
 from ..several.shard import shard_of
+from .draft_length import DraftLength
 from .report import Verified
-
-FIRST_DRAFTS, MOST_DRAFTS = 4, 16  # a round: two more after one that was all right, else one less
-PATIENCE = 100  # tokens after which drafting must have gained something
 
 
 class SelfSpeculation:
@@ -25,28 +24,29 @@ class SelfSpeculation:
 
     def __init__(self, model, full: list, small: list, verified: Verified):
         self._model, self._full, self._small, self._verified = model, full, small, verified
-        self._n_drafts, self._n_next = 0, FIRST_DRAFTS  # of the last round, and of the next
+        self._length, self._n_drafts = DraftLength(), 0  # of the last round
         self._ahead: list[tuple[int, mx.array]] = []  # drafts, and the logits after each
         self._unread: list[int] = []  # tokens that the small caches have not read
-        # Rounds to come without drafts: to be measured, or since drafts gain nothing.
-        self._n_plain = 2
-        self._gained = 0, 0.0  # tokens and seconds when drafts were last found to gain something
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
-        token: int = inputs.item()  # type: ignore[assignment]
         self._verified.tokens += 1
+        if self._verified.stopped is not None:
+            return self._model(inputs, cache=self._full)
+        token: int = inputs.item()  # type: ignore[assignment]
         if self._ahead and token == self._ahead[0][0]:
             self._verified.accepted += 1
             return self._ahead.pop(0)[1]
-        started = time.perf_counter()
-        if self._n_drafts:
-            self._n_next += -1 if self._ahead else 2
-            self._n_next = min(max(1, self._n_next), MOST_DRAFTS)
+        self._length.yielded(self._n_drafts, self._n_drafts - len(self._ahead))
+        started = perf_counter()
         self.close()
         # By the clock, which every rank has its own of.
-        n_drafts = shard_of(self._model).ranks.first(0 if self._n_plain else self._n_next)
+        ranks = shard_of(self._model).ranks
+        n_drafts, stopped = ranks.first((self._length.next(), self._length.stopped))
         logits = self._round(token, n_drafts)
-        self._count(time.perf_counter() - started)
+        self._verified.seconds += perf_counter() - started
+        self._verified.plain_seconds = self._length.plain
+        if stopped:
+            self._verified.stopped = self._verified.tokens
         return logits
 
     def close(self) -> None:
@@ -63,39 +63,29 @@ class SelfSpeculation:
 
     def _round(self, token: int, n_drafts: int) -> mx.array:
         """Logits `(1, 1, vocab_size)` after a token, and drafts ahead of it."""
-        if n_drafts == 0:
-            self._unread.append(token)
-            return self._verify(mx.array([[token]]))
+        started = perf_counter()
+        drafted = self._drafted(token, n_drafts)
+        drafted_by = perf_counter()
+        with blockwise():
+            logits = self._model(drafted, cache=self._full)
+            mx.eval(logits)
+        self._length.took(n_drafts, drafted_by - started, perf_counter() - drafted_by)
+        drafts: list[int] = drafted[0, 1:].tolist()  # type: ignore[assignment]
+        self._ahead = [(draft, logits[:, i : i + 1]) for i, draft in enumerate(drafts, start=1)]
+        self._verified.drafted += n_drafts
+        self._n_drafts = n_drafts
+        return logits[:, :1]
+
+    def _drafted(self, token: int, n_drafts: int) -> mx.array:
+        """A token and drafts of the next ones, `(1, 1 + n_drafts)`."""
+        self._unread.append(token)
         tokens = [mx.array([[token]])]
-        unread = mx.array([[*self._unread, token]])
+        unread = mx.array([self._unread])
         for _ in range(n_drafts):
             logits = self._model(unread, cache=self._small)
             unread = mx.argmax(logits[:, -1:], axis=-1)
             tokens.append(unread)
         drafted = mx.concatenate(tokens, axis=1)
-        mx.eval(drafted)
-        logits = self._verify(drafted)
-        drafts: list[int] = drafted[0, 1:].tolist()  # type: ignore[assignment]
-        self._ahead = [(draft, logits[:, i : i + 1]) for i, draft in enumerate(drafts, start=1)]
-        self._verified.drafted += n_drafts
-        self._n_drafts, self._unread = n_drafts, drafts[-1:]
-        return logits[:, :1]
-
-    def _verify(self, tokens: mx.array) -> mx.array:
-        logits = self._model(tokens, cache=self._full)
-        mx.eval(logits)
-        return logits
-
-    def _count(self, seconds: float) -> None:
-        """Count a round's seconds, and stop drafting if the last `PATIENCE` tokens gained nothing."""
-        verified = self._verified
-        verified.seconds += seconds
-        n, took = verified.tokens - self._gained[0], verified.seconds - self._gained[1]
-        if self._n_plain:
-            self._n_plain -= 1
-            verified.plain_seconds = min(verified.plain_seconds or seconds, seconds)
-        elif n < PATIENCE:
-            return
-        elif took >= n * verified.plain_seconds:
-            self._n_plain = sys.maxsize
-        self._gained = verified.tokens, verified.seconds
+        if n_drafts:
+            self._unread = [drafted[0, -1].item()]  # type: ignore[list-item]
+        return drafted

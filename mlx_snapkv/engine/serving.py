@@ -90,7 +90,7 @@ def require_servable(
     """
     config.require(model)
     _require_no_conflict(options)
-    caches = make_caches(model, "drop" if config.policy is None else config.memory, config.policy)
+    caches = make_caches(model, "drop" if config.policy is None else config.memory)
     layers = attention_layers(model, caches)
     config.require_rollback(caches, len(layers))
     quantization, _ = taken_from(options)

@@ -13,8 +13,9 @@ by clusters, with a = t = 1; SparQ (Ribar et al., 2024, arXiv:2312.04985) by one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import mlx.core as mx
 
@@ -24,6 +25,7 @@ PAGE = 256  # neighbours that share a mean
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)
 FITTED = 16  # of the prompt's last queries, for which mass and temperature are found
+BLOCK = 8192  # entries that are looked at together, whole pages
 NOTHING = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
 
 
@@ -42,6 +44,14 @@ class Rest:
     @property
     def n_pages(self) -> int:
         return self.keys.shape[2]
+
+    def extended(self, entries: Any, n: int) -> Rest:
+        """The same with the means of entries that came behind the first `n`; see `means`."""
+        done = n // PAGE  # the page behind these may have grown
+        new = means(entries, done)
+        both = ((self.keys, new[0]), (self.values, new[1]))
+        keys, values = (mx.concatenate([old[:, :, :done], x], axis=2) for old, x in both)
+        return replace(self, keys=keys, values=values)
 
     def bias(self, queries: mx.array, unread: mx.array) -> mx.array:
         """What a token adds to the pages' logits `q . mean key`, `(B, n_heads, L, n_pages)` float32.
@@ -69,6 +79,18 @@ def page_means(entries: mx.array) -> mx.array:
     if whole == n:
         return means
     return mx.concatenate([means, entries[:, :, whole:].mean(axis=2, keepdims=True)], axis=2)
+
+
+def means(entries: Any, first: int) -> tuple[mx.array, mx.array]:
+    """Mean keys and values of all pages from the `first` on; entries are read as in `distances`."""
+    starts = range(first * PAGE, len(entries), BLOCK)
+    spans = [(start, min(start + BLOCK, len(entries))) for start in starts]
+    read = entries.read_keys, entries.read_values
+    keys, values = (
+        mx.concatenate([page_means(part(*span)) for span in spans], axis=2) for part in read
+    )
+    mx.eval(keys, values)
+    return keys, values
 
 
 def page_counts(positions: mx.array, n_pages: int) -> mx.array:
@@ -106,36 +128,59 @@ class Example:
     first: int
     sinks: mx.array | None = None
 
+    def logits(self, keys: mx.array, start: int) -> tuple[mx.array, mx.array]:
+        """Those of entries from `start` on, `(B, n_kv_heads, group, m, n)` float32, and which of them are seen."""
+        own = mx.arange(self.first, self.first + self.queries.shape[2])[:, None]
+        seen = mx.arange(start, start + keys.shape[2]) <= own
+        return mx.where(seen, page_logits(self.queries, keys), HIDDEN), seen
 
-def distances(keys: mx.array, values: mx.array, pages: mx.array, example: Example) -> mx.array:
+
+def distances(entries: Any, pages: tuple[mx.array, mx.array], example: Example) -> mx.array:
     """How far heads' outputs are from full attention's, squared and summed over an example's queries.
 
     Args:
-        keys, values: `(B, n_kv_heads, n, head_dim)`, all entries.
-        pages: the means of both, one behind the other along the first axis.
+        entries: gives keys and values `(B, n_kv_heads, stop - start, head_dim)` by `read_keys(start, stop)` and
+            `read_values`; they are read a block at a time, the keys twice.
+        pages: the means of both.
 
     Returns: `(len(PAIRS), B, n_kv_heads, group)` float32.
     """
-    H, n, m = keys.shape[1], keys.shape[2], example.queries.shape[2]
-    own = mx.arange(example.first, example.first + m)[:, None]
-    seen = mx.arange(n) <= own
-    logits = mx.where(seen, page_logits(example.queries, keys), HIDDEN)
-    top = logits.max(axis=-1, keepdims=True)
-    weights = mx.exp(logits - top)
+    n, top = len(entries), mx.array(HIDDEN)
+    spans = [(start, min(start + BLOCK, n)) for start in range(0, n, BLOCK)]
+    for start, stop in spans:
+        logits, _ = example.logits(entries.read_keys(start, stop), start)
+        top = mx.maximum(top, logits.max(axis=-1, keepdims=True))
+        mx.eval(top)
     of_sinks = mx.zeros_like(top)
     if example.sinks is not None:
+        H = pages[0].shape[1]
         sinks = mx.unflatten(example.sinks.astype(mx.float32), 0, (H, -1))[None, :, :, None, None]
         of_sinks = mx.exp(sinks - top)
-    of_values = values.astype(mx.float32)[:, :, None]
-    full = (weights @ of_values) / (weights.sum(axis=-1, keepdims=True) + of_sinks)
-    weights = mx.where(example.read[:, :, None], weights, 0)
-    total, sums = weights.sum(axis=-1, keepdims=True) + of_sinks, weights @ of_values
-    unread = _by_page((seen & ~example.read).astype(mx.float32))[:, :, None]
-    rest, of_pages = page_logits(example.queries, pages[0]), pages[1].astype(mx.float32)[:, :, None]
-    masses = {t: unread * mx.exp(rest * t - top) for t in TEMPERATURES}
+    # Of all that is seen, and of what is read: the softmax's denominator and the sum of values.
+    every = read = of_sinks, mx.array(0.0)
+    unread: list[mx.array] = []
+    for start, stop in spans:
+        logits, seen = example.logits(entries.read_keys(start, stop), start)
+        values = entries.read_values(start, stop).astype(mx.float32)[:, :, None]
+        is_read = example.read[..., start:stop]
+        weights = mx.exp(logits - top)
+        every = _summed(every, weights, values)
+        read = _summed(read, mx.where(is_read[:, :, None], weights, 0), values)
+        unread.append(_by_page((seen & ~is_read).astype(mx.float32))[:, :, None])
+        mx.eval(every, read, unread)
+    full, (total, sums) = every[1] / every[0], read
+    counts, of_pages = mx.concatenate(unread, axis=-1), pages[1].astype(mx.float32)[:, :, None]
+    rest = page_logits(example.queries, pages[0])
+    masses = {t: counts * mx.exp(rest * t - top) for t in TEMPERATURES}
     products = {t: (x.sum(axis=-1, keepdims=True), x @ of_pages) for t, x in masses.items()}
     found = [(sums + a * products[t][1]) / (total + a * products[t][0]) for a, t in PAIRS]
     return mx.stack([mx.square(x - full).sum(axis=-1).sum(axis=-1) for x in found])
+
+
+def _summed(
+    sums: tuple[mx.array, mx.array], weights: mx.array, values: mx.array
+) -> tuple[mx.array, mx.array]:
+    return sums[0] + weights.sum(axis=-1, keepdims=True), sums[1] + weights @ values
 
 
 def best_factors(errors: mx.array) -> tuple[mx.array, mx.array]:

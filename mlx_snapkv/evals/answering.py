@@ -193,7 +193,7 @@ class Answers:
         policy: Any = method.policy
         if method.shares_reading:
             return self._compressed(self._reading, method, answering=False)
-        if method.options and not policy.reads_in_blocks:
+        if method.options and policy.evicts:
             return self._reading.full(), None
         memory = method.options.get("memory", "drop")
         cache, report = prefill(self._model, self._document, policy, memory=memory)

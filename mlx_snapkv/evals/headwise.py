@@ -41,7 +41,7 @@ class HeadWise(Policy, registered=False):
     schedules: ClassVar[tuple[str, ...]] = ("once",)
 
     n_window: int | str = 1
-    schedule: str = "once"
+    schedule: str = "once"  # type: ignore[misc]
 
     @classmethod
     def options(cls) -> list[str]:

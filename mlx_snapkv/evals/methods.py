@@ -64,7 +64,8 @@ class Method:
         """What tables call it."""
         if self.policy is None:
             return FULL
-        named = (f", {k} {v}" for k, v in self.options.items() if v not in ("drop", "token", None))
+        default = "drop" if self.policy.evicts else "recall"
+        named = (f", {k} {v}" for k, v in self.options.items() if v not in (default, None))
         by_mask = BY_MASK if isinstance(self.policy, HeadWise) else ""
         return f"{self.policy}{''.join(named)}{by_mask}"
 

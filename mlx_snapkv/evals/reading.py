@@ -25,9 +25,9 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import LARGEST_CHUNK, gate, plan_prompt
-from ..policies import Policy, Stages
+from ..policies import Method, Stages
 
-AnyPolicy = Policy | Stages
+AnyPolicy = Method | Stages
 Recorders = dict[AnyPolicy, list[RecordingKVCache]]  # of a prompt, by full-attention layer
 MORE = 256  # tokens that there is room for behind a prompt
 

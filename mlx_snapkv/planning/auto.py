@@ -5,9 +5,17 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..caches.memories import in_files
 from ..errors import SnapKVError
-from ..policies import AUTO, Policy, SnapKV, Stages, asks_for_auto, resolve_policy
+from ..policies import (
+    AUTO,
+    Policy,
+    SnapKV,
+    Sparse,
+    Stages,
+    asks_for_auto,
+    method_named,
+    resolve_method,
+)
 from .config import RETENTION, CompressionConfig
 from .machine import this_machine
 from .plan import MAX_TOKENS, MemoryPlan, Planner
@@ -17,45 +25,60 @@ QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
 
 
 class Setting(NamedTuple):
-    """A policy as it is typed, or None for the full cache, and what becomes of the entries that it does not keep."""
+    """A policy or sparse attention as reports name it, or None for the full cache, and where entries stay."""
 
-    policy: str | None
+    method: str | None
     memory: str = "drop"
 
+    @property
+    def is_sparse(self) -> bool:
+        return self.method is not None and self.method.partition(":")[0] == Sparse.name
+
     def __str__(self) -> str:
-        memory = "" if self.memory == "drop" else f", memory={self.memory}"
-        return f"{self.policy or 'the full cache'}{memory}"
+        memory = "" if self.memory in ("drop", "recall") else f", memory={self.memory}"
+        return f"{self.method or 'the full cache'}{memory}"
 
     @property
     def flags(self) -> str:
         """The same as options of a command; none for the full cache."""
-        memory = "" if self.memory == "drop" else f" --memory {self.memory}"
-        return f"--policy {shlex.quote(self.policy)}{memory}" if self.policy else ""
+        if self.method is None:
+            return ""
+        flag, text = "--policy", self.method
+        if self.is_sparse:
+            flag, text = "--sparse", self.method.partition(":")[2]
+        plain = "recall" if self.is_sparse else "drop"
+        memory = "" if self.memory == plain else f" --memory {self.memory}"
+        return f"{flag} {shlex.quote(text)}{memory}"
 
 
-def _within(budget: int, memory: str = "drop") -> Setting:
-    return Setting(f"keydiff:budget={budget} then snapkv:top_k={budget // 4}", memory)
+def _within(budget: int) -> Setting:
+    return Setting(f"keydiff:budget={budget} then snapkv:top_k={budget // 4}")
 
 
 FULL = Setting(None)
 SNAPKV = Setting("snapkv:top_k=4096")
-RECALLED = SNAPKV._replace(memory="recall")
+SPARSE = Setting("sparse:budget=6.25%", "recall")
+PACKED = SPARSE._replace(memory="recall:4bit")
+FILED = SPARSE._replace(memory="recall:file")
 SMALL = _within(8192)
-BOOK = _within(4096, "recall:file")
 FEW: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]  # tokens: less than half would be evicted
 TYPICAL = 32_768  # tokens of the prompts to come, where none is known
 
 # By task, from the best for the answer to the smallest.
+EVICTING = (SNAPKV, SMALL, *(_within(n) for n in (4096, 2048, 1024, 512)))
 SETTINGS = {
-    QUESTION: (SNAPKV, SMALL, *(_within(n) for n in (4096, 2048, 1024, 512))),
-    CONVERSATION: (RECALLED, BOOK, *(_within(n, "recall:file") for n in (2048, 1024, 512))),
+    QUESTION: (SPARSE, PACKED, FILED, *EVICTING),
+    CONVERSATION: (SPARSE, PACKED, FILED, *EVICTING),
+    BATCH: EVICTING,
 }
-SETTINGS[BATCH] = SETTINGS[QUESTION]
 WHY = {
-    QUESTION: "the question chooses the entries that the answer needs from a long prompt",
-    CONVERSATION: "every token chooses again from all entries, and reads few",
-    BATCH: "small caches are decoded together",
+    SPARSE: "all entries fit in memory, so that every token can choose which few it reads",
+    PACKED: "all entries fit in memory in 4 bits, so that every token can choose which few it reads",
+    FILED: "all entries stay in files, so that every token can choose which few it reads",
+    SNAPKV: "the question chooses the entries that the answer needs from a long prompt",
 }
+
+NEARER = "it keeps distances within the model's trained length"
 
 
 @dataclass(frozen=True)
@@ -65,9 +88,9 @@ class AutoRequest:
     Attributes:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
         task: one of `SETTINGS`.
-        retention: `memory`, `verify`, `refresh` and `far` as of `generate_step`, where the caller set them; with "drop"
+        retention: `memory`, `verify` and `far` as of `generate_step`, where the caller set them; with "drop"
             any memory may be chosen.
-        may_retain: whether a memory that recalls may be chosen if the caller set none.
+        may_retain: whether all entries may stay if the caller set no memory.
         kv_bits: of the entries, as of `generate_step`.
         kv_memory: limit of the entries in bytes.
     """
@@ -79,23 +102,20 @@ class AutoRequest:
     kv_bits: int | None = None
     kv_memory: int | None = None
 
-    def settings(self, is_far: bool) -> tuple[Setting, ...]:
-        """The candidates, best first. Verified answers and a memory that the caller set need all entries."""
+    def settings(self) -> tuple[Setting, ...]:
+        """The candidates, best first. A memory that the caller set, and verified answers, need all entries."""
         memory, verify = self.retention.get("memory", "drop"), self.retention.get("verify")
-        if memory == "drop" and verify is None:
-            found = SETTINGS[self.task]
-            books = SETTINGS[CONVERSATION][1:] if is_far and self.may_retain else ()
-            return (found[0], *books, *found[1:]) if self.task == QUESTION else found
-        found = SETTINGS[CONVERSATION]
         if memory != "drop":
-            return tuple(setting._replace(memory=memory) for setting in found)
-        return tuple(s._replace(memory=s.memory.replace(":file", "")) for s in found)
+            return tuple(s._replace(memory=memory) for s in (SPARSE, SNAPKV))
+        if verify is not None:
+            return SPARSE, PACKED
+        return SETTINGS[self.task] if self.may_retain else EVICTING
 
     def config(self, setting: Setting, is_far: bool) -> CompressionConfig:
         """How a request is compressed by a setting. Raises: SnapKVError: options conflict."""
-        if setting.policy is None:  # whose answers are what others are verified by
+        if setting.method is None:  # whose answers are what others are verified by
             return CompressionConfig(far=self.retention.get("far") if is_far else None)
-        found = resolve_policy(policy=setting.policy)
+        found = method_named(setting.method)
         if self.n_prompt is None and isinstance(found, SnapKV):
             found = dataclasses.replace(found, min_ctx=FEW)
         return CompressionConfig(found, **self.retention | {"memory": setting.memory})
@@ -125,11 +145,21 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
     n = request.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
     is_far = n > (planner.trained_length or n)
     few = n < FEW or not planner.can_compress
-    settings = request.settings(is_far) if planner.can_compress else ()
-    possible = _possible(planner, request, (FULL, *settings) if few else settings, is_far)
-    found = {
-        setting: planner.planned(n, config, request.kv_bits) for setting, config in possible.items()
-    }
+    settings = request.settings() if planner.can_compress else ()
+    candidates = (FULL, *settings) if few else settings
+    found: dict[Setting, tuple[MemoryPlan, int]] = {}
+    possible: dict[Setting, CompressionConfig] = {}
+    refusal = None
+    for setting in candidates:
+        try:
+            config = request.config(setting, is_far)
+            config.require(planner.model)
+            found[setting] = planner.planned(n, config, request.kv_bits)
+            possible[setting] = config
+        except SnapKVError as error:
+            refusal = error
+    if refusal is not None and not found:
+        raise refusal
     kv_most = usable if request.kv_memory is None else request.kv_memory
     fit = [s for s, (plan, kv) in found.items() if plan.peak <= usable and kv <= kv_most]
 
@@ -145,41 +175,16 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
         return recommend(last, f"no setting fits {room}, and it takes the least memory", False)
     best = next((s for s in fit if found[s][0].beyond is None), fit[0])
     if best is not first and first in fit:
-        return recommend(best, _nearer(best))
+        return recommend(best, NEARER)
     if best is not first:
         plan, kv = found[first]
         need, limit = (kv, kv_most) if kv > kv_most else (plan.peak, usable)
         why = f"{first} would take {format_bytes(need)}, and {format_bytes(limit)} is available"
     elif first is FULL:
-        why = f"fewer than half of {n:,} entries would be evicted"
+        why = f"at {n:,} tokens reading all entries costs little"
     else:
-        why = WHY[CONVERSATION if first.memory != "drop" else request.task]
+        why = WHY.get(first, WHY[SPARSE])
     return recommend(best, why)
-
-
-def _possible(
-    planner: Planner, request: AutoRequest, settings: tuple[Setting, ...], is_far: bool
-) -> dict[Setting, CompressionConfig]:
-    """The settings that the request can be combined with, and their configs. SnapKVError, the last one's, if none."""
-    found, refusal = {}, None
-    for setting in settings:
-        try:
-            config = request.config(setting, is_far)
-            config.require(planner.model)
-            found[setting] = config
-        except SnapKVError as error:
-            refusal = error
-    if refusal is not None and not found:
-        raise refusal
-    return found
-
-
-def _nearer(setting: Setting) -> str:
-    why = "it evicts while it reads, which keeps distances within the model's trained length"
-    if setting.memory == "drop":
-        return why
-    where = "files" if in_files(setting.memory) else "memory"
-    return f"{why}, and the evicted entries stay in {where} for the answer to choose from"
 
 
 def resolve(
@@ -190,6 +195,7 @@ def resolve(
     *,
     snapkv: Any = None,
     policy: Policy | Stages | str | None = None,
+    sparse: Any = None,
     max_tokens: int = MAX_TOKENS,
     kv_memory: int | None = None,
 ) -> tuple[CompressionConfig, dict[str, Any], Recommendation | None]:
@@ -197,15 +203,20 @@ def resolve(
 
     Args:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
-        options: `memory`, `verify`, `refresh`, `far`, and mlx-lm's. With a caller's `prompt_cache` or a `draft_model`
+        options: `memory`, `verify`, `far`, and mlx-lm's. With a caller's `prompt_cache` or a `draft_model`
             the answer needs entries in memory, so none are put in files unless `memory` says so.
         kv_memory: limit of the entries in bytes.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
     if not asks_for_auto(snapkv, policy):
-        config, others = CompressionConfig.taken_from(options, resolve_policy(snapkv, policy))
+        method = resolve_method(snapkv, policy, sparse)
+        config, others = CompressionConfig.taken_from(options, method)
         return config, others, None
+    if sparse is not None:
+        raise SnapKVError(
+            "policy auto chooses how entries are used, and so does sparse: give only one of them"
+        )
     retention = {name: options[name] for name in RETENTION if name in options}
     others = {name: value for name, value in options.items() if name not in RETENTION}
     require_for_auto(retention)
@@ -224,7 +235,8 @@ def require_for_auto(retention: dict[str, Any]) -> None:
 
 
 def worth_comparing(n_prompt: int) -> list[str]:
-    """Three policies to compare on a prompt: the recommended one, a quarter of it, and one that reads within a budget.
+    """Two policies to compare on a prompt, beside sparse attention: one that chooses once, and one that reads within a
+    budget.
 
     Below about 20,000 tokens the budgets are smaller, so that something is evicted.
     """
@@ -232,4 +244,4 @@ def worth_comparing(n_prompt: int) -> list[str]:
     while top_k > 16 and 16 * top_k > 3 * n_prompt:  # 4/3 of top_k are kept: at most a quarter
         top_k //= 2
     within = f"keydiff:budget={2 * top_k} then snapkv:top_k={top_k // 2}"
-    return [f"snapkv:top_k={top_k}", f"snapkv:top_k={max(16, top_k // 4)}", within]
+    return [f"snapkv:top_k={top_k}", within]

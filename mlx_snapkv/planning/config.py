@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.compaction import Compaction
-from ..caches.layers import AttentionLayer, attention_layers, head_sizes, members
+from ..caches.layers import attention_layers, head_sizes, members
 from ..caches.memories import in_files, require_memory
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError
-from ..models import type_of
+from ..errors import SnapKVError, UnsupportedModelError
+from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
-from ..policies import Policy, Stages
+from ..policies import Method, Stages
 
 VERIFY = ("all",)
-ALLOWED = {"verify": (None, *VERIFY), "refresh": ("token", "turn"), "far": (None, "keep", "pull")}
+ALLOWED = {"verify": (None, *VERIFY), "far": (None, "keep", "pull")}
 RETENTION = ("memory", *ALLOWED)
 
 
@@ -34,27 +34,40 @@ class CompressionConfig:
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
 
-    policy: Policy | Stages | None = None
+    policy: Method | Stages | None = None
     memory: str = "drop"
     verify: str | None = None
-    refresh: str = "token"
     far: str | None = None
     quantization: Quantization | None = None
     turns: bool = False
 
     def __post_init__(self):
+        if self.is_sparse and not self.retains:
+            object.__setattr__(self, "memory", "recall")  # nothing is evicted
         require_memory(self.memory)
         for name, allowed in ALLOWED.items():
             if (got := getattr(self, name)) not in allowed:
-                said = " or ".join(filter(None, allowed))
-                raise SnapKVError(f"{name} must be {said}, got {got!r}")
-        if self.verify is not None and (not self.retains or in_files(self.memory)):
+                values = " or ".join(filter(None, allowed))
+                raise SnapKVError(f"{name} must be {values}, got {got!r}")
+        if self.verify is not None and in_files(self.memory):
             raise SnapKVError(
                 f"verify=all needs all entries in memory, and with memory={self.memory} they are not there: "
                 "give memory=recall, recall:8bit or recall:4bit, or drop verify"
             )
-        if not self.retains or self.policy is None:
+        if self.is_sparse and self.verify is not None:  # by what the full cache would hold
+            object.__setattr__(self, "policy", replace(self.policy, read="dense"))  # type: ignore[type-var]
+        if self.is_sparse and self.quantization is not None:
+            raise SnapKVError(
+                "kv_bits quantises the entries that a policy keeps, and sparse keeps all: give memory=recall:8bit or "
+                "recall:4bit instead"
+            )
+        if not self.retains or self.policy is None or self.is_sparse:
             return
+        if self.reads_in_blocks:
+            raise SnapKVError(
+                f"memory={self.memory} keeps all entries, but {self.policy} evicts while it reads: give sparse "
+                "instead, which reads a prompt of any length in the same memory, or memory=drop"
+            )
         counts = any(stage.accumulates_attention for stage in self.policy.stages)
         if counts or self.policy.stages[1].repeats is not None:
             what = (
@@ -62,12 +75,12 @@ class CompressionConfig:
             )
             raise SnapKVError(
                 f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
-                f"but {self.policy} {what}: use keydiff or snapkv, for example, or memory=drop"
+                f"but {self.policy} {what}: use snapkv, for example, or memory=drop"
             )
 
     @classmethod
     def taken_from(
-        cls, options: dict[str, Any], policy: Policy | Stages | None = None, **more: Any
+        cls, options: dict[str, Any], policy: Method | Stages | None = None, **more: Any
     ) -> tuple[CompressionConfig, dict[str, Any]]:
         """What the keywords of `generate_step` and its kin ask for, and the other options."""
         own = {name: value for name, value in options.items() if name in RETENTION}
@@ -89,26 +102,38 @@ class CompressionConfig:
         return self.policy is not None and self.policy.reads_in_blocks
 
     @property
-    def reads_on(self) -> bool:
-        """Whether an answer goes on reading entries that its prompt did not choose."""
-        return self.retains and (self.verify is not None or self.refresh == "token")
+    def reads_little(self) -> bool:
+        """Whether no chunk of a prompt sees all that came before it."""
+        return self.policy is not None and self.policy.reads_little
 
-    def refreshes(self, layers: list[AttentionLayer]) -> bool:
-        """Whether the answer's tokens choose anew: not among entries that are quantised for the answer, or that the
-        model's attention itself reads from its cache."""
-        if self.verify is not None:
-            return True
-        reads_itself = any(layer.family.method != "__call__" for layer in layers)
-        return self.reads_on and self.quantization is None and not reads_itself
+    @property
+    def reads_sparsely(self) -> bool:
+        """Whether a chunk of a prompt chooses what it reads of the entries before it."""
+        return self.is_sparse and self.reads_little
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether all entries stay, and little of them is read."""
+        return self.policy is not None and not self.policy.evicts
 
     def require(self, model) -> None:
         """Raises: SnapKVError: there is nothing to verify, or this can't be done on this model."""
-        if self.policy is None and self.verify is not None:
+        if self.verify is not None and not self.is_sparse:
+            full = "without a policy the full cache gives that answer anyway"
+            why = full if self.policy is None else f"{self.policy} evicts the entries that it needs"
             raise SnapKVError(
-                f"verify={self.verify} needs a policy: without one the full cache gives the answer anyway"
+                f"verify={self.verify} gives the full cache's own answer by sparse attention, but {why}: give sparse "
+                "instead, or drop verify"
             )
-        if self.far == "pull" and (why := self._keeps_positions_because(model)) is not None:
-            raise SnapKVError(f"far=pull {why}")
+        if self.is_sparse and any(
+            x.family.method != "__call__" for x in attentions(model) if x.family
+        ):
+            raise UnsupportedModelError(
+                f"sparse attention is not possible on model type {type_of(model)!r}, whose attention reads its cache "
+                "by itself: give a policy, such as snapkv"
+            )
+        if self.far == "pull" and (reason := self._keeps_positions_because(model)) is not None:
+            raise SnapKVError(f"far=pull {reason}")
 
     def require_rollback(self, prompt_cache: list, n_full: int) -> None:
         """Raises: SnapKVError: answers can't be verified where only `n_full` of a model's caches hold entries."""
@@ -140,18 +165,19 @@ class CompressionConfig:
                 f"model's linear RoPE factor, answers may be wrong; if not, its trained length is {longest}"
             )
         why = f"{n_prompt} tokens are more than the model's trained length of {longest}: answers may be wrong"
-        if self.reads_in_blocks:
+        if self.reads_little:
             return why
-        return f"{why}; a policy that evicts while it reads, such as keydiff:budget=4096, keeps distances shorter"
+        return f"{why}; sparse attention keeps distances shorter, and so does a policy such as keydiff:budget=4096"
 
     def _keeps_positions_because(self, model) -> str | None:
         """Why positions can't be compacted, as the rest of a sentence; None if they can."""
-        if not self.reads_in_blocks:
+        if not self.reads_little:
             reads = f"{self.policy} reads the whole prompt first"
             what = "no policy was given" if self.policy is None else reads
-            return f"needs a policy that evicts while a prompt is read, such as keydiff, but {what}"
-        if self.verify == "all":
-            return "can't be combined with verify=all, which reads all entries at their own positions: drop one of them"
+            return (
+                "needs sparse attention, or a policy that evicts while a prompt is read, such as keydiff, but "
+                f"{what}"
+            )
         length, name = longest_trained_length(model), type_of(model)
         if length is None:
             return f"needs the trained length, but mlx-lm's {name!r} has no max_position_embeddings"

@@ -18,7 +18,8 @@ from ..caches.memories import in_files, memory_quantization
 from ..entries.key_index import index_bytes
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
-from ..policies import Policy, Stages
+from ..policies import Method
+from ..policies.sparse import PAGE
 from .config import CompressionConfig
 from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
 from .units import format_bytes
@@ -85,6 +86,10 @@ class EntrySizes:
         """Bytes of a token in the key indexes of `layers`."""
         return sum(index_bytes(keys) for keys, _ in self._entries)
 
+    def of_means(self) -> float:
+        """Bytes of a token in the mean keys by which chunks choose pages."""
+        return sum(4 * keys.size for keys, _ in self._entries) / PAGE
+
     def full(self, quantization: Quantization | None) -> int:
         """Bytes of a token's entries in all full caches; mlx-lm quantises those that are not in a `CacheList`."""
         alone = [c for c in self.caches if isinstance(c, KVCache) and not c.empty()]
@@ -128,8 +133,7 @@ class Footprint:
         kept, held = total_bytes(self.row_bytes, chosen), total_bytes(self.row_bytes, grown)
         stored = self.stored(n_prompt + max_tokens)
         reading = max(0, self.bytes_read(n_prompt) + kept - held)
-        reading += stored if policy.reads_in_blocks else 0
-        stays = stored if self.config.reads_on else 0
+        stays = stored if self.config.is_sparse else 0
         fixed = last.keeps_shape and not sizes.plain
         return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed, stays)
 
@@ -147,6 +151,8 @@ class Footprint:
     def bytes_read(self, n_prompt: int) -> int:
         """Of the entries that the policy chooses, while its prompt is read: where it evicts they are quantised."""
         assert self.policy is not None
+        if self.config.reads_sparsely:  # a chunk's entries go to where they stay
+            return n_prompt * self.sizes.of_memory(self.config.memory)
         sizes = self.row_bytes if self.policy.reads_in_blocks else self.sizes.of_token()
         return total_bytes(sizes, self.rows_read(n_prompt))
 
@@ -174,7 +180,7 @@ def window_of(cache: Any) -> int | None:
     return cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
 
 
-def _grown(n: int, policy: Policy, max_tokens: int) -> int:
+def _grown(n: int, policy: Method, max_tokens: int) -> int:
     if policy.keeps_shape:
         return n
     return with_room(n + (max_tokens if policy.grows else min(max_tokens, policy.block)))
@@ -189,22 +195,18 @@ class Disk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BookCost:
-    """What reading a book's tokens out of core will take; all entries are stored in memory unless there are disks."""
+class FileCost:
+    """What entries in files will take when a prompt's tokens are read."""
 
     tokens: int
-    resident: int  # entries per KV head, at most of any layer
-    resident_bytes: int
-    stored_bytes: int
     disks: tuple[Disk, ...]
 
     def __str__(self) -> str:
-        where = [
-            f"{format_bytes(need)} on disk in {folder} ({format_bytes(free)} free)"
+        where = " and ".join(
+            f"{format_bytes(need)} in {folder} ({format_bytes(free)} free)"
             for folder, need, free in self.disks
-        ] or [f"all in memory ({format_bytes(self.stored_bytes)})"]
-        resident = f"{self.resident:,} entries resident ({format_bytes(self.resident_bytes)})"
-        return f"reading {self.tokens:,} tokens will take at most {', '.join([resident, *where])}"
+        )
+        return f"reading {self.tokens:,} tokens will write at most {where}"
 
     @property
     def warnings(self) -> list[str]:
@@ -217,34 +219,19 @@ class BookCost:
         ]
 
 
-def book_cost(
-    model,
-    policy: Policy | Stages | None,
-    memory: str,
-    n_new: int,
-    *,
-    n_before: int = 0,
-    saved_in: Path | None = None,
-) -> BookCost | None:
-    """What reading `n_new` tokens after `n_before` stored ones will take; None if they are not read out of core.
+def file_cost(model, memory: str, n_new: int, *, saved_in: Path | None = None) -> FileCost | None:
+    """What reading `n_new` tokens will write; None if their entries don't go to files.
 
     `saved_in` is the folder that all entries are copied to in the end.
     """
-    n_prompt = n_before + n_new
-    if policy is None or memory == "drop" or not policy.reads_in_blocks or n_new == 0:
-        return None
-    if not n_before and gate(policy, n_prompt, None) is not None:
+    if n_new == 0 or not in_files(memory):
         return None
     sizes = EntrySizes(model)
-    footprint = Footprint(sizes, CompressionConfig(policy))
-    resident = [min(n_prompt, n) for n in footprint.rows_read(n_prompt)]
     stored = n_new * sum(sizes.of_token(memory_quantization(model, sizes.layers, memory)))
     disks: dict[int, Disk] = {}
-    for folder in (Path(tempfile.gettempdir()) if in_files(memory) else None, saved_in):
-        if folder is not None:
-            with contextlib.suppress(OSError):  # some don't say what is free
-                device = folder.stat().st_dev
-                before = disks.get(device) or Disk(folder, 0, shutil.disk_usage(folder).free)
-                disks[device] = before._replace(need=before.need + stored)
-    resident_bytes = total_bytes(sizes.of_token(), resident)
-    return BookCost(n_new, max(resident), resident_bytes, stored, tuple(disks.values()))
+    for folder in filter(None, (Path(tempfile.gettempdir()), saved_in)):
+        with contextlib.suppress(OSError):  # some don't say what is free
+            device = folder.stat().st_dev
+            before = disks.get(device) or Disk(folder, 0, shutil.disk_usage(folder).free)
+            disks[device] = before._replace(need=before.need + stored)
+    return FileCost(n_new, tuple(disks.values())) if disks else None

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
-from ..policies import Policy, Stages
+from ..policies import Method, Stages
 from .auto import AutoRequest, recommended, worth_comparing
 from .config import RETENTION, CompressionConfig
 from .footprint import EntrySizes, Footprint, total_bytes
@@ -20,7 +20,7 @@ _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
 class LongPrompts:
     """Warns about prompts before they are read, and says what would help; the options are those of `generate_step`."""
 
-    def __init__(self, model: Any, *, policy: Policy | Stages | None = None, **options: Any):
+    def __init__(self, model: Any, *, policy: Method | Stages | None = None, **options: Any):
         self._model, self._policy, self._usable = model, policy, this_machine().usable
         given = {name: value for name, value in options.items() if value is not None}
         self._retention = {name: given[name] for name in RETENTION if name in given}
@@ -59,6 +59,11 @@ class LongPrompts:
         kept = footprint.kept(n)
         least, most = min(kept), max(kept)
         count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
+        if self._config.is_sparse:
+            most = policy.reach(n).most  # type: ignore[union-attr]
+            chunk = f"a chunk will read at most {most:,} of {n:,} entries, and "
+            reads = chunk if self._config.reads_little and most < n else ""
+            return f"{reads}a token of the answer {count} of {n:,}; all {format_bytes(before)} of them stay"
         if self._config.retains:
             return f"the answer will read {count} of {n:,} entries, all of which stay"
         beside = last.block if last.schedule == "block" else 0  # the next tokens' entries

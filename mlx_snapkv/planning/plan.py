@@ -7,13 +7,12 @@ from typing import Any
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
-from ..caches.full_view import READ_TOKENS
 from ..caches.layers import require_quantizable
-from ..entries.attention import BLOCK_BYTES, HELD_BYTES, READ_BYTES
+from ..entries.attention import BLOCK_BYTES, HELD_BYTES
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..models.rope import trained_length
-from ..policies import Policy, SnapKV, Stages, resolve_policy
+from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_method
 from ..policies.budgets import UNLIMITED
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, Need, total_bytes, weight_bytes
@@ -32,8 +31,8 @@ VOTED = 2.25
 VOTED_BLOCKS = 12
 LEAST_BLOCK = 64  # entries
 
-# Times a layer's entries of the tokens that are read from a store at a time, to choose among or to index.
-READ_BACK = 1.1
+# Times the entries of a layer that a chunk reads sparsely: gathered, and joined with its own.
+GATHERED = 2.0
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,16 @@ class Planner:
         self._footprint = functools.cache(self._made)
 
     def plan(
-        self, context: int, policy: Policy | Stages | str | None = None, kv_bits: int | None = None
+        self, context: int, policy: Method | Stages | str | None = None, kv_bits: int | None = None
     ) -> MemoryPlan:
         """What a prompt of `context` tokens takes; arguments and errors as of `plan_memory`."""
         if context < 1:
             raise SnapKVError(f"context must be at least 1 token, got {context}")
-        plan, _ = self.planned(context, CompressionConfig(resolve_policy(policy=policy)), kv_bits)
+        plan, _ = self.planned(
+            context,
+            CompressionConfig(method_named(policy) if isinstance(policy, str) else policy),
+            kv_bits,
+        )
         return replace(plan, policy=policy) if isinstance(policy, str) else plan
 
     def planned(
@@ -153,7 +156,9 @@ class Planner:
         entries = footprint.bytes_read(n_prompt) + sum(self._sizes.plain) * _rows(n)
         if policy.reads_in_blocks:
             entries += int(EVICTED * self._widest * most)
-            entries += self._recalled(footprint, n_prompt)
+        if footprint.config.reads_sparsely:
+            most = policy.reach(n_prompt).most + chunk  # type: ignore[union-attr]
+            entries += int(GATHERED * self._widest * most + self._sizes.of_means() * n)
         held = self._chunks(n, chunk, most)
         if any(stage.accumulates_attention for stage in policy.stages):
             held = max(held, self._counting(chunk, most))
@@ -170,12 +175,9 @@ class Planner:
         entries = footprint.bytes_read(n_prompt) + sum(sizes.plain) * _rows(n_prompt)
         entries += self._widest * most  # a layer's, in order
         entries += self._recalled(footprint, n_prompt)
-        if not policy.stages[1].obs_window or footprint.config.reads_on:
+        if not policy.stages[1].obs_window or footprint.config.is_sparse:
             return entries
         queries = plan.n_voters * heads * sizes.of_head()
-        if footprint.config.retains and policy.reads_in_blocks:
-            logits = 4 * heads * plan.n_voters * n_prompt
-            return entries + queries + int(VOTED * min(logits, READ_BYTES))
         logits = 4 * heads * plan.n_voters * most
         if logits <= HELD_BYTES:
             held = int(VOTED * logits)
@@ -187,8 +189,7 @@ class Planner:
         """Bytes of `n` tokens where all entries stay, with those that are being read; 0 where none do."""
         if not footprint.config.retains:
             return 0
-        read = int(READ_BACK * self._widest * min(n, READ_TOKENS))
-        return footprint.stored(n) + read * footprint.config.reads_in_blocks
+        return footprint.stored(n)
 
     def _answering(self, footprint: Footprint, n_prompt: int) -> int:
         """The most in use while an answer is decoded."""
@@ -204,7 +205,6 @@ class Planner:
             entries = total_bytes(footprint.row_bytes, grown)
             if footprint.config.retains:
                 entries += self._recalled(footprint, n_prompt + self._max_tokens)
-                entries += footprint.bytes_read(n_prompt) if policy.reads_in_blocks else 0
             entries += sum(sizes.plain) * (n_prompt + _added(last, n_prompt, self._max_tokens))
             seen = max((*kept, n_prompt) if sizes.plain else kept)
         held = max(x.held(1, n_prompt, seen) for x in self._shapes)
@@ -229,9 +229,10 @@ class Planner:
 def plan_memory(
     model: Any,
     context: int,
-    policy: Policy | Stages | str | None = None,
+    policy: Method | Stages | str | None = None,
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
+    sparse: Sparse | dict[str, Any] | str | bool | None = None,
     kv_bits: int | None = None,
     **options: int,
 ) -> MemoryPlan:
@@ -240,17 +241,17 @@ def plan_memory(
     Args:
         model: an mlx-lm model, its weights loaded or not.
         context: tokens of the prompt.
-        policy, snapkv, kv_bits: as of `generate_step` but for "auto", and so are `kv_group_size`, `max_tokens`,
+        policy, snapkv, sparse, kv_bits: as of `generate_step` but for "auto", and so are `kv_group_size`, `max_tokens`,
             `prefill_step_size`.
 
     Raises: SnapKVError: the policy can't serve the model or a prompt of this length, or reads it twice.
     """
-    chosen = resolve_policy(snapkv, policy)
+    chosen = resolve_method(snapkv, policy, sparse)
     named = policy if isinstance(policy, str) else chosen
     return Planner(model, **options).plan(context, named, kv_bits)
 
 
-def _added(policy: Policy, n: int, max_tokens: int) -> int:
+def _added(policy: Method, n: int, max_tokens: int) -> int:
     """Rows beside `n` for the answer's own entries."""
     if policy.keeps_shape:
         return 0

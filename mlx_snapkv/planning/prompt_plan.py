@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..caches.layers import members
 from ..errors import SnapKVError
-from ..policies import Policy, Stages
+from ..policies import Method, Stages
 from ..policies.budgets import is_share
 
 ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
@@ -43,25 +43,21 @@ class PromptPlan:
         return max(1, self.last - self.n_prompt)
 
 
-def plan_prompt(
-    policy: Policy | Stages, n_prompt: int, out_of_core: bool = False, refreshes: bool = False
-) -> PromptPlan:
+def plan_prompt(policy: Method | Stages, n_prompt: int) -> PromptPlan:
     """Who votes on a prompt.
 
-    Unless read `out_of_core`, entries are evicted for good meanwhile: then only the queries of the recent window vote,
-    since what came after an older one's own entry may be gone. Where the answer `refreshes`, its tokens choose by
-    themselves, so that none are waited for.
+    Where entries are evicted meanwhile, only the queries of the recent window vote, since what came after an older
+    one's own entry may be gone.
     """
     _, decode_policy = policy.stages
     n_voters = decode_policy.obs_window
-    if policy.reads_in_blocks and not out_of_core:
+    if policy.reads_in_blocks:
         n_voters = min(n_voters, max(1, policy.prefill_quotas(n_prompt, 1)[0].n_window))
-    n_ahead = 0 if out_of_core or refreshes else decode_policy.lookahead
-    return PromptPlan(n_prompt, max(0, n_prompt - n_voters), n_prompt + n_ahead)
+    return PromptPlan(n_prompt, max(0, n_prompt - n_voters), n_prompt + decode_policy.lookahead)
 
 
 def gate(
-    policy: Policy | Stages, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
+    policy: Method | Stages, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
 ) -> str | None:
     """Why a prompt is left as it is; None if it is to be compressed. SnapKVError if it is empty.
 
@@ -87,24 +83,27 @@ def gate(
     return fits_reason(n_prompt, policy) if policy.fits(n_prompt) and stays else None
 
 
-def fits_reason(n: int, policy: Policy | Stages) -> str:
+def fits_reason(n: int, policy: Method | Stages) -> str:
     prefill_policy, _ = policy.stages
     parts = " (n_sink + top_k + n_window)" if prefill_policy.name == "snapkv" else ""
     return f"the prompt's {n} entries fit the budget of {prefill_policy.budget}{parts}; lower it to compress"
 
 
-def chunk_size(policy: Policy | Stages, limit: int | None, plan: PromptPlan, n_new: int) -> int:
+def chunk_size(policy: Method | Stages, limit: int | None, plan: PromptPlan, n_new: int) -> int:
     """Tokens to read at a time: at most `limit`, a policy's `prefill_chunk`, or its `block` where it evicts meanwhile.
 
     Where it doesn't, the size leaves the voters to a short last chunk, so that the queries of a whole chunk never wait,
     in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is
-    needed. A prompt of one chunk stays one; `n_new` of its tokens are still to be read.
+    needed. A prompt of one chunk stays one; `n_new` of its tokens are still to be read. Where chunks choose what they
+    read, the last tokens come in a call of their own anyway.
     """
     prefill_policy, _ = policy.stages
     if policy.reads_in_blocks:
         return min(limit or prefill_policy.block, prefill_policy.block)
     largest = LARGEST_CHUNK[mx.default_device().type]
     size = prefill_policy.prefill_chunk or min(limit or largest, largest)
+    if policy.reads_little:
+        return size
     n_before = plan.first - (plan.n_prompt - n_new)
     if n_new - 1 <= size or not 0 < n_before < n_new or not prefill_policy.observes:
         return size

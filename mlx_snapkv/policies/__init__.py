@@ -22,7 +22,10 @@ from .expected_attention import ExpectedAttention as ExpectedAttention
 from .scissorhands import ScissorHands as ScissorHands
 from .kvzip import KVzip as KVzip
 from .random_rows import RandomRows as RandomRows
+
 # isort: on
+from .method import Method
+from .sparse import Sparse, resolve_sparse
 
 # Any other file here is a policy too; those follow in the order of their names.
 for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
@@ -54,7 +57,7 @@ class Stages:
                 f"{self.decode_policy.name} reads the whole prompt again, so no policy can precede it: give it alone"
             )
 
-    reads_in_blocks = True
+    reads_in_blocks = reads_little = evicts = True
 
     @property
     def stages(self) -> tuple[Policy, Policy]:
@@ -89,10 +92,33 @@ def asks_for_auto(snapkv: Any = None, policy: Any = None) -> bool:
     return snapkv is True
 
 
+def resolve_method(
+    snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
+    policy: Method | Stages | str | None = None,
+    sparse: Sparse | dict[str, Any] | str | bool | None = None,
+) -> Method | Stages | None:
+    """The policy or the sparse attention that the three keywords of `generate_step` ask for, or None.
+
+    Raises: SnapKVError: two are given, or one can't be read.
+    """
+    found, chosen = resolve_policy(snapkv, policy), resolve_sparse(sparse)
+    if found is not None and chosen is not None:
+        raise SnapKVError(
+            "a policy says which entries stay, and sparse says which are read while all stay: give only one of them"
+        )
+    return found or chosen
+
+
+def method_named(text: str) -> Method | Stages | None:
+    """A method from the string that a report or a file's header has of it."""
+    name, _, options = text.partition(":")
+    return Sparse.from_string(options) if name == Sparse.name else resolve_policy(policy=text)
+
+
 def resolve_policy(
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
-    policy: Policy | Stages | str | None = None,
-) -> Policy | Stages | None:
+    policy: Method | Stages | str | None = None,
+) -> Any:
     """The policy that the two keywords of `generate_step` ask for, or None.
 
     Args:
@@ -111,8 +137,8 @@ def resolve_policy(
         if isinstance(snapkv, dict):
             return SnapKV.from_options(snapkv)
         policy = snapkv
-    if policy is None or isinstance(policy, (Policy, Stages)):
-        return policy
+    if policy is None or isinstance(policy, (Method, Stages)):
+        return policy  # type: ignore[return-value]
     if not isinstance(policy, str):
         kind = type(policy).__name__
         raise SnapKVError(f"a policy must be a policy object, a dict or a string, got {kind}")
@@ -126,6 +152,10 @@ def resolve_policy(
 
 def _from_name(name: str, options: str = "") -> Policy:
     name = name.strip()
+    if name == Sparse.name:
+        raise SnapKVError(
+            "sparse is not a policy, since it evicts nothing: give sparse=..., such as sparse=top_k=2048"
+        )
     if name not in POLICIES:
         raise UnknownOptionError(
             f"unknown policy {name!r}{suggestion(name, POLICIES)}; known: {', '.join(POLICIES)} (mlx-snapkv policies)"

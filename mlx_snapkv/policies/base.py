@@ -1,64 +1,24 @@
-"""The contract of a policy: hyper-parameters, each a field with a check of its values, and one score per entry."""
+"""The contract of a policy: what it asks of a layer's entries, and one score for each."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from ..errors import SnapKVError, UnknownOptionError, suggestion
-from .budgets import Quota, amount, is_amount, is_budget, is_whole, layer_entries, mean_entries
+from ..errors import SnapKVError
+from .method import Method, count
 
-MOST = 2**31 - 1  # of any number, since positions are 32 bits
 LEAD = 8  # tokens before those that are read again, as their context
-WORDS = {"true": True, "false": False, "none": None}
 
 POLICIES: dict[str, type[Policy]] = {}  # by name; defining a subclass with a name registers it
 
 
-def option(default: Any, allowed: Callable[[Any], bool], said: str) -> Any:
-    """A field with a check of its values, which subclasses that give another default keep."""
-    return dataclasses.field(default=default, metadata={"allowed": allowed, "said": said})
-
-
-def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
-    def allowed(value: Any) -> bool:
-        return is_whole(value) and least <= value and (most is None or value <= most)
-
-    said = f"at least {least}" if most is None else f"{least} to {most}"
-    return option(default, allowed, f"a whole number of {said}")
-
-
-def entry_count(default: int | str, least: int = 0) -> Any:
-    said = f'a whole number of entries of at least {least} or a share such as "25%"'
-    return option(default, lambda value: is_amount(value, least), said)
-
-
-def choice(*values: str) -> Any:
-    return option(values[0], values.__contains__, f"{', '.join(values[:-1])} or {values[-1]}")
-
-
-def flag(default: bool) -> Any:
-    return option(default, lambda value: isinstance(value, bool), "true or false")
-
-
-def parsed(text: str) -> Any:
-    """A value from the command line: true or false, none, a number, or the word itself."""
-    for read in (WORDS.__getitem__, int, float):
-        with contextlib.suppress(KeyError, ValueError):
-            return read(text.lower())
-    return text
-
-
 @dataclass(frozen=True, kw_only=True)
-class Policy(ABC):
+class Policy(Method, ABC):
     """Base of the policies, each a frozen dataclass of hyper-parameters and a `score`.
 
     Attributes:
@@ -73,33 +33,13 @@ class Policy(ABC):
         block: under "block", the maximum number of tokens read at a time.
     """
 
-    name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
-
-    # What policies that ask for more than keys and values set.
-    obs_window: ClassVar[int] = 0  # how many of the last queries vote
-    accumulates_attention: ClassVar[bool] = False  # all queries vote, see `Entries.received`
-    query_statistics: ClassVar[int | None] = None  # first tokens that `statistics` leave out
-    # Tokens in a chunk of a second reading, whose queries vote, for `Entries.repeated`; None is no second reading.
-    repeats: ClassVar[int | None] = None
-    lookahead: ClassVar[int] = 0  # answer tokens that vote, decoded on all entries
-    prefill_chunk: ClassVar[int | None] = None  # under "once"; None follows `prefill_step_size`
-    closes_gaps: ClassVar[bool] = False  # entries are seen as if none were missing between them
-    on_full: ClassVar[str] = "slide"  # the answer's entries under "once", when the window is full
     schedules: ClassVar[tuple[str, ...]] = ("once", "block")
-    _implied: ClassVar[str | None] = None  # the option whose value follows from the others'
 
-    budget: int | str = option(
-        8192,
-        is_budget,
-        'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" and either',
-    )
-    n_sink: int = count(0)
-    n_window: int | str = entry_count("10%")
-    min_ctx: int = count(0)
-    schedule: str = "block"
-    block: int = count(512, least=1)
+    min_ctx: int = count(0)  # type: ignore[misc]
+    schedule: str = "block"  # type: ignore[misc]
+    block: int = count(512, least=1)  # type: ignore[misc]
 
     def __init_subclass__(cls, registered: bool = True, **kwargs):
         """Register a policy that has a name of its own; SnapKVError if another policy has it."""
@@ -111,127 +51,13 @@ class Policy(ABC):
             )
 
     def __post_init__(self):
-        self._check_options()
+        super().__post_init__()
         self._require("schedule", self.schedule in self.schedules, " or ".join(self.schedules))
-        if isinstance(self.budget, int):
-            self._require_entries(self.budget)
 
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32, higher means keep: a lazy graph, of what it asks `entries` for."""
 
-    @property
-    def observes(self) -> bool:
-        """Whether the policy asks for queries, or for what is computed from them."""
-        votes = self.obs_window > 0 or self.accumulates_attention or self.repeats is not None
-        return votes or self.query_statistics is not None
-
     def lead_in(self, tokens: mx.array, start: int) -> mx.array:
         """Token ids to read before those of the prompt `(T,)` from `start` on are read again."""
         return tokens[max(0, start - LEAD) : start]
-
-    @property
-    def keeps_shape(self) -> bool:
-        return self.schedule == "once" and not self.grows
-
-    @property
-    def grows(self) -> bool:
-        """Whether all of the answer's entries stay, beside the budget."""
-        return self.schedule == "once" and self.on_full == "grow"
-
-    @property
-    def observes_answer(self) -> bool:
-        return self.schedule == "block" and self.observes
-
-    @property
-    def stages(self) -> tuple[Policy, Policy]:
-        """Who chooses while the prompt is read, and who when it has been read."""
-        return self, self
-
-    @property
-    def reads_in_blocks(self) -> bool:
-        """Whether entries are evicted while a prompt is read."""
-        return self.schedule == "block"
-
-    def window(self, budget: int) -> int:
-        return amount(self.n_window, budget)
-
-    def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """What each full-attention layer keeps of a prompt; SnapKVError if a share of it is less than one entry."""
-        mean = mean_entries(self.budget, n_prompt)
-        self._require_entries(mean)
-        quota = Quota(mean, self.n_sink, self.window(mean)).shrunk()
-        least = max(1, quota.n_sink + quota.n_window)
-        counts = layer_entries(self.budget, n_prompt, n_layers, least)
-        return [dataclasses.replace(quota, entries=n) for n in counts]
-
-    def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """What each full-attention layer keeps while the prompt is read: under "once", everything."""
-        quotas = self.quotas(n_prompt, n_layers)
-        least = 0 if self.schedule == "block" else n_prompt
-        return [dataclasses.replace(q, entries=max(q.entries, least)) for q in quotas]
-
-    def fits(self, n_prompt: int) -> bool:
-        return n_prompt <= mean_entries(self.budget, n_prompt)
-
-    @classmethod
-    def options(cls) -> list[str]:
-        """The names of its own options, then those that it shares with the others."""
-        own = list(inspect.get_annotations(cls))
-        names = [f.name for f in dataclasses.fields(cls)]
-        return sorted(names, key=lambda name: own.index(name) if name in own else len(own))
-
-    @classmethod
-    def from_options(cls, options: dict[str, Any]) -> Policy:
-        known = cls.options()
-        unknown = next((str(name) for name in options if name not in known), None)
-        if unknown is not None:
-            raise UnknownOptionError(
-                f"unknown {cls.name} option {unknown!r}{suggestion(unknown, known)}; known: {', '.join(known)}"
-            )
-        return cls(**options)
-
-    @classmethod
-    def from_string(cls, text: str) -> Policy:
-        options: dict[str, Any] = {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            name, sign, value = (x.strip() for x in part.partition("="))
-            if not sign:
-                raise SnapKVError(
-                    f"{cls.name} options are written key=value, such as budget=25%, got {part!r}"
-                )
-            if name in options:
-                raise SnapKVError(f"{cls.name} option {name} is given twice: give it once")
-            options[name] = parsed(value)
-        return cls.from_options(options)
-
-    def __str__(self) -> str:
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in self.options() if name != self._implied}
-        changed = [f"{name}={value}" for name, value in values.items() if value != defaults[name]]
-        return f"{self.name}:{','.join(changed)}" if changed else self.name
-
-    def _check_options(self) -> None:
-        # Of the class that declared an option: others may have given another default.
-        declared = (vars(c).get("__dataclass_fields__", {}) for c in reversed(type(self).__mro__))
-        checks = {n: f.metadata for fields in declared for n, f in fields.items() if f.metadata}
-        for name, check in checks.items():
-            value = getattr(self, name)
-            by_default = value is None and getattr(type(self), name) is None
-            self._require(name, by_default or check["allowed"](value), check["said"])
-            self._require(name, not isinstance(value, int) or value <= MOST, f"at most {MOST}")
-
-    def _require_entries(self, budget: int) -> None:
-        if budget < 1:
-            raise SnapKVError(
-                f"{self.name} option budget={self.budget} is less than one entry of this prompt"
-            )
-        if self.keeps_shape:
-            n_window = Quota(budget, self.n_sink, self.window(budget)).shrunk().n_window
-            allowed = "at least 1 entry with schedule=once, where the window slides"
-            self._require("n_window", n_window >= 1, allowed)
-
-    def _require(self, name: str, ok: bool, allowed: str) -> None:
-        if not ok:
-            got = getattr(self, name)
-            raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {got!r}")

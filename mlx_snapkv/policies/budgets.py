@@ -52,6 +52,20 @@ def amount(value: int | str, whole: int) -> int:
     return int(_share(value) * whole + 1e-9) if isinstance(value, str) else int(value)
 
 
+def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
+    """The smallest budget of which `top_k` entries are chosen; None if the window is all of it."""
+    fixed = n_sink + top_k
+    if not isinstance(n_window, str):
+        return fixed + n_window
+    share = _share(n_window)
+    if share == 1:
+        return None
+    budget = int((fixed - 1) / (1 - share))
+    while budget - amount(n_window, budget) < fixed:
+        budget += 1
+    return budget
+
+
 def _share(text: str) -> float:
     """0.25 of "25%"; NaN of what is no share."""
     match = re.fullmatch(r"(\d*\.?\d+)%", text)

@@ -35,7 +35,7 @@ class KVzip(Policy):
     repeats = 2048
 
     n_sink: int = 4
-    schedule: str = "once"
+    schedule: str = "once"  # type: ignore[misc]
 
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32: logarithms, base 2, of weights, since many are too small to tell apart."""

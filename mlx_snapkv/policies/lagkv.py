@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from .base import Policy, count, flag
+from .base import Policy
+from .method import count, flag
 
 BLOCK_BYTES = 8 << 20  # of float32 keys or values that are read at a time
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from .base import Policy, count
+from .base import Policy
+from .method import count
 
 
 @dataclass(frozen=True, kw_only=True)

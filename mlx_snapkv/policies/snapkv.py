@@ -7,8 +7,9 @@ import mlx.core as mx
 
 from ..entries.attention import shared_logits
 from ..entries.entries import Entries
-from .base import Policy, choice, count, entry_count
-from .budgets import Quota, amount, mean_entries
+from .base import Policy
+from .budgets import Quota, mean_entries, smallest_budget
+from .method import choice, count, entry_count
 
 ON_FULL = ("grow", "slide")
 LATEST = (32, 64)  # queries, which "forward" compares with those before them
@@ -61,13 +62,13 @@ class SnapKV(Policy):
     budget: int | str = None  # type: ignore[assignment]  # a value once the policy is made
     obs_window: int = count(256, least=1)  # type: ignore[misc]
     pool_kernel: int = count(16, least=1, most=255)
-    min_ctx: int = 0
+    min_ctx: int = 0  # type: ignore[misc]
     prefill_chunk: int | None = count(None, least=1)  # type: ignore[misc]
     pool: str = choice("forward", "avg", "max")
     heads: str = choice("per_head", "shared")
     lookahead: int = count(0, most=256)  # type: ignore[misc]
     on_full: str = choice(*ON_FULL)  # type: ignore[misc]
-    schedule: str = "once"
+    schedule: str = "once"  # type: ignore[misc]
 
     def __post_init__(self):
         self._check_options()
@@ -77,7 +78,7 @@ class SnapKV(Policy):
             self._require("schedule", self.schedule == "once", "once with on_full=slide")
         # `budget` and `top_k` say the same, unless `budget` depends on the prompt.
         if self.budget is None:
-            fewest = self._fewest()
+            fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)
             self._require("n_window", fewest is not None, "less than all of the budget")
             object.__setattr__(self, "budget", fewest)
         elif isinstance(self.budget, int):
@@ -85,24 +86,12 @@ class SnapKV(Policy):
             object.__setattr__(self, "top_k", self.budget - quota.n_sink - quota.n_window)
         super().__post_init__()
 
-    def _fewest(self) -> int | None:
-        """The smallest budget of which `top_k` entries are voted; None if the window is all of it."""
-        fixed = self.n_sink + self.top_k
-        if not isinstance(self.n_window, str):
-            return fixed + self.n_window
-        share = amount(self.n_window, 10**9) / 10**9
-        if share == 1:
-            return None
-        budget = int((fixed - 1) / (1 - share))
-        while budget - self.window(budget) < fixed:
-            budget += 1
-        return budget
-
     @property
     def _implied(self) -> str | None:  # type: ignore[override]
         if not isinstance(self.budget, int):
             return None
-        return "budget" if self.budget == self._fewest() else "top_k"
+        fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)
+        return "budget" if self.budget == fewest else "top_k"
 
     def score(self, entries: Entries) -> mx.array:
         """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window.

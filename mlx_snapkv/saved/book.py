@@ -1,7 +1,7 @@
-"""The entries of a book, in a folder beside the saved prompt that they belong to.
+"""The entries of a prompt in files, in a folder beside the saved prompt that they belong to.
 
-The prompt's file holds the resident entries and names the folder, in which each layer has a file of keys and one of
-values. A checksum of every piece of these is in the prompt's file, so that opening a book reads none of them.
+The prompt's file names the folder, in which each layer has a file of keys and one of values. A checksum of every piece
+of these is in the prompt's file, so that opening it reads none of them.
 """
 
 import base64
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..caches.book import BookKVCache
 from ..caches.file_store import FileStore, Layout, SavedFile
 from ..caches.memories import books
-from ..caches.out_of_core import OutOfCoreKVCache
 from ..entries.quantization import Quantization, pack
 from ..errors import SnapKVError
 from . import sealed
@@ -106,7 +106,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
             raise SnapKVError(f"its layers should hold {n} tokens")
 
 
-def _write(folder: Path, caches: list[OutOfCoreKVCache], progress: Progress | None) -> str:
+def _write(folder: Path, caches: list[BookKVCache], progress: Progress | None) -> str:
     """Write the entries, a file after the other; what `open_book` is to be given."""
     quantization, n = caches[0].store.quantization, caches[0].offset
     found = [_files(folder, i, cache, quantization) for i, cache in enumerate(caches)]
@@ -135,9 +135,9 @@ def _write(folder: Path, caches: list[OutOfCoreKVCache], progress: Progress | No
 
 
 def _files(
-    folder: Path, number: int, cache: OutOfCoreKVCache, quantization: Quantization | None
+    folder: Path, number: int, cache: BookKVCache, quantization: Quantization | None
 ) -> list[tuple[Path, Layout, int]]:
     """A layer's files of keys and of values, how these lie in them, and the entries that share a checksum."""
-    ones = (pack(x[:, :, :1], quantization) for x in (cache.keys, cache.values))
+    ones = (pack(x, quantization) for x in cache.first_entry)
     paths = (folder / f"{number:03d}.{kind}" for kind in ("keys", "values"))
     return [(path, x, max(1, PIECE // x.token)) for path, x in zip(paths, map(Layout.of, ones))]

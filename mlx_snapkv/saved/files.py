@@ -26,11 +26,11 @@ from ..caches.memories import books
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..paths import path_of, reason, require_place
-from ..policies import Policy, Stages
+from ..policies import Method, Stages
 from ..several.shard import require_whole
 from . import book, sealed
 
-FORMAT = 5
+FORMAT = 6
 SAMPLES = 64  # values of each parameter in the fingerprint
 _MARK = "mlx_snapkv_format"
 _PACKED = ("notes", "tokens")  # as base64 of what zlib makes of their bytes
@@ -51,7 +51,7 @@ def save(
     model,
     prompt_cache: list,
     tokens: mx.array | Sequence[int],
-    policy: Policy | Stages | str = NO_POLICY,
+    policy: Method | Stages | str = NO_POLICY,
     notes: dict[str, Any] | None = None,
     progress: book.Progress | None = None,
 ) -> None:
@@ -94,7 +94,7 @@ def save(
 def load(path: str | Path, model) -> SavedPrompt:
     """Read a prompt cache that `save` or mlx-lm's `save_prompt_cache` wrote, for the model that filled it.
 
-    Of a book only the resident entries are read. The others are read and checked when they are used.
+    Entries in files beside it are read and checked when they are used.
 
     Raises: SnapKVError: the file does not exist, is damaged, of another version or another model's.
     """
@@ -106,7 +106,7 @@ def load(path: str | Path, model) -> SavedPrompt:
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
     if ours and found[_MARK] != str(FORMAT):
         why = f"has format {found[_MARK]}, but this version reads format {FORMAT}"
-        raise SnapKVError(f"{path} {why}: save the prompt again")
+        raise SnapKVError(f"{path} {why}: save the prompt again with mlx-snapkv cache-prompt")
     try:
         prompt_cache = load_prompt_cache(str(path))
         mx.eval([cache.state for cache in prompt_cache])
@@ -118,12 +118,12 @@ def load(path: str | Path, model) -> SavedPrompt:
         raise SnapKVError(f"{path} {why}: give the model it was made with")
     notes, tokens = tokens_in(found) if ours else (found, None)
     try:
-        require_match(prompt_cache, model)
-        require_tokens(prompt_cache, None if tokens is None else len(tokens))
         if ours and book.KEY in found:
             book.open_book(path, found[book.KEY], prompt_cache)
         elif books(prompt_cache):
-            raise SnapKVError("it holds a book's resident entries, but not the others")
+            raise SnapKVError("it does not say where its entries are")
+        require_match(prompt_cache, model)
+        require_tokens(prompt_cache, None if tokens is None else len(tokens))
     except SnapKVError as error:
         again = "" if ours else "; save the prompt with mlx-snapkv cache-prompt"
         raise SnapKVError(f"{path} can't be used: {error}{again}") from error

@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,25 +14,28 @@ from ..errors import SnapKVError
 from . import BILLING
 from .anthropic.messages import MessageFormatter
 from .api_error import ApiError, as_api_error
-from .chat_messages import SYSTEM
+from .body_limits import limited
 from .formatter import ResponseFormatter
 from .metrics import Metrics
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
+UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
 OPEN = ("/health", "/")  # a browser or a watchdog needs no key for these
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the server was started: where, for which web pages (CORS), with how many seconds for a request.
+    """How the server was started: where, under which other host names, for which web pages (CORS), with how many
+    seconds for a request.
 
-    Raises: SnapKVError: the address is not local and there is no key, or no browser sends such an origin.
+    Raises: SnapKVError: the address is not local and there is no key, or no client sends such a host or origin.
     """
 
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     body_bytes: int = 32 * 1024 * 1024
     timeout: float | None = None
     volatile_headers: tuple[str, ...] = (BILLING,)
@@ -50,16 +53,23 @@ class Settings:
                     f"http://localhost:3000, got {origin!r}"
                 )
 
+        for host in self.hosts:
+            if not re.fullmatch(r"[^\s/:]+|\[[^\s/]+\]", host):
+                raise SnapKVError(
+                    f"--allow-host must be a name without scheme and port, such as host.docker.internal, got {host!r}"
+                )
+
     def drop_volatile_lines(self, body: Body) -> None:
         """Drop the system prompt's first lines `name: …`, for those names in any case.
 
         They change with every request, and nothing behind them would be known from an earlier one.
         """
         names = "|".join(map(re.escape, self.volatile_headers))
-        if names and isinstance(body, ChatBody) and body.messages[0].role in SYSTEM:
-            first = body.messages[0].content[0]
+        if names and isinstance(body, ChatBody) and body.messages[0].role == "system":
+            first = body.messages[0]
             lines = rf"\A(\s*({names})[^\S\n]*:.*\n*)+"
-            first.text = re.sub(lines, "", first.text, flags=re.IGNORECASE)
+            text = re.sub(lines, "", first.text, flags=re.IGNORECASE)
+            body.messages[0] = replace(first, text=text)
 
 
 class Gate:
@@ -70,13 +80,13 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
         self._app, self._settings, self._metrics = app, settings, metrics
-        self._hosts = {*LOCAL, settings.host}
+        self._hosts = {*LOCAL, *(_name(host.lower()) for host in (settings.host, *settings.hosts))}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 0
+        status, scope = 0, _usual(scope)
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -91,7 +101,8 @@ class Gate:
             elif scope["path"] not in OPEN and scope["method"] != "OPTIONS":
                 _require_key(headers, self._settings.api_key)
             headers["content-type"] = "application/json"  # curl's -d would say it is a form
-            await self._app(scope, _limited(receive, self._settings.body_bytes), noted)
+            encoding = headers.get("content-encoding", "")
+            await self._app(scope, limited(receive, self._settings.body_bytes, encoding), noted)
         except Exception as error:
             if status:  # the response has begun: all that is left is to end it
                 raise
@@ -104,12 +115,25 @@ class Gate:
         """After DNS rebinding a page sends its own name as the host; one of another site sends its origin."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if _name(host) not in self._hosts:
-            raise ApiError(403, f"the Host header names {host[:80]!r}, which is not this server")
+            raise ApiError(
+                403,
+                f"the Host header names {host[:80]!r}, which is not this server: if it is, start it with "
+                f"--allow-host {_name(host)[:80] or 'NAME'}",
+            )
         if origin is None or origin in self._settings.origins:
             return
         if _name(origin.partition("://")[2]) not in self._hosts:
             advice = "start the server with --allow-origin"
             raise ApiError(403, f"pages of {origin[:80]!r} may not send requests: {advice}")
+
+
+def _usual(scope: Scope) -> Scope:
+    """A request as if the client's base URL had had `/v1` once; a HEAD as the GET whose body nobody gets."""
+    path = re.sub("^(/v1)+(?=/v1/)", "", scope["path"].rstrip("/") or "/")
+    if path.split("/")[1] in UNDER_V1:
+        path = f"/v1{path}"
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    return {**scope, "path": path, "method": method}
 
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
@@ -131,21 +155,6 @@ def _require_key(headers: Headers, key: str) -> None:
         raise ApiError(401, why, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _limited(receive: Receive, limit: int) -> Receive:
-    n_received = 0
-
-    async def limited() -> Message:
-        nonlocal n_received
-        message = await receive()
-        n_received += len(message.get("body", b""))
-        if n_received > limit:
-            why = f"the request's body is larger than {limit} bytes"
-            raise ApiError(413, why, code="request_too_large")
-        return message
-
-    return limited
-
-
 def _is_local(host: str) -> bool:
     try:
         return host in LOCAL or ip_address(host).is_loopback
@@ -155,4 +164,5 @@ def _is_local(host: str) -> bool:
 
 def _name(host: str) -> str:
     """A host without its port."""
+    host = host.lower()
     return host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]

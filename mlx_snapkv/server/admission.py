@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..batch.memory import Memory
-from ..completions.body import Body
+from ..completions.body import NO_LIMIT, Body
 from ..completions.request import CompletionRequest
 from ..models.rope import trained_length
 from ..planning.footprint import Need
@@ -79,7 +79,11 @@ class Admission:
         if self._memory is None:
             return None
         given = body.max_completion_tokens or body.max_tokens
-        n_answer = asked.max_tokens if given else min(asked.max_tokens, USUAL_ANSWER)
+        n_answer = (
+            asked.max_tokens
+            if given not in (None, NO_LIMIT)
+            else min(asked.max_tokens, USUAL_ANSWER)
+        )
         return (self._in_full if body.full_cache else self._memory).need(n, n_answer)
 
     def may_start(self, request: EngineRequest, running: list[EngineRequest], held: int) -> bool:

@@ -23,6 +23,7 @@ from ..paths import reason
 from .access import Gate, Settings
 from .anthropic.messages import router as anthropic
 from .api_error import ApiError
+from .changing_lines import ChangingLines
 from .engine import Engine
 from .formatter import ResponseFormatter
 from .openai.completions import router as openai
@@ -37,6 +38,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     """The application; the engine is already running."""
     app = FastAPI(title="mlx-snapkv", version=__version__)
     app.state.engine, app.state.settings = engine, settings
+    app.state.changing_lines = ChangingLines()
     for each in (openai, responses, anthropic, router):
         app.include_router(each)
     app.add_exception_handler(HTTPException, _raise)

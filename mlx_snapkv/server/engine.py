@@ -23,6 +23,7 @@ from .prefix_files import PrefixFiles
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
+MOST_LOGGED = 1000  # sentences that are told apart; clients can make up any number
 SENT = set(CommonBody.model_fields) - {"model", "n", "stream", "stream_options"}  # to other ranks
 
 
@@ -68,6 +69,7 @@ class Engine:
         self._stopping = self._ended = False
         self._waiting: deque[EngineRequest] = deque()
         self._cancelled: set[int] = set()  # their numbers, the same on all ranks
+        self._logged: set[str] = set()  # what is said once, as long as the server lives
         metrics.track(self)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -78,6 +80,11 @@ class Engine:
             raise
 
     # From other threads.
+
+    @property
+    def most_at_once(self) -> int:
+        """Requests that are answered or wait at the same time."""
+        return self._limits.concurrency + self._limits.queue
 
     @property
     def is_alive(self) -> bool:
@@ -200,7 +207,14 @@ class Engine:
                 request.put(as_api_error(error))
             else:
                 request.put(Accepted())
+                self._log_once(request.asked.warnings)
                 yield request
+
+    def _log_once(self, sentences: list[str]) -> None:
+        for said in set(sentences) - self._logged:
+            if len(self._logged) < MOST_LOGGED:
+                self._logged.add(said)
+                log.warning("of a request %s", said)
 
     def _prepare(self, request: EngineRequest) -> None:
         given = request.seed, self._admission.longest_answer

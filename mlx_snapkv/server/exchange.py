@@ -31,8 +31,11 @@ async def respond(
     Raises: ApiError: as long as nothing has been sent.
     """
     state = request.app.state
+    if len(chats) > (most := state.engine.most_at_once):
+        raise ApiError(400, f"{len(chats)} answers at once are more than {most}: ask for fewer")
     for chat in chats:
         state.settings.drop_volatile_lines(chat)
+        state.changing_lines.compare(chat)
     events = _events(request, chats)
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
     begun: list[bytes] = []  # encoded here, where what can't be is the client's mistake

@@ -37,6 +37,12 @@ class ResponseFormatter(ABC):
             yield from self.stream(index, event)
 
     @property
+    def warnings(self) -> dict[str, list[str]]:
+        """The field that says what of the request was left out, if anything was."""
+        found = [warning for started in self.started.values() for warning in started.warnings]
+        return {"warnings": list(dict.fromkeys(found))} if found else {}
+
+    @property
     def n_generated(self) -> int:
         return sum(end.answer.n_tokens for end in self.finished.values())
 

@@ -17,6 +17,7 @@ from ..caches.layers import file_bytes, memory_bytes
 from ..caches.memories import books
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
+from ..completions.messages import Message
 from ..completions.request import chat_tokens
 from ..planning.units import format_bytes
 from .api_error import log
@@ -131,9 +132,11 @@ class Checkpoints:
         policy = options.get("policy")
         in_blocks = policy is not None and policy.reads_in_blocks
         recalls = options.get("memory", "drop") != "drop"
+        # Then a request that is answered from all entries shares nothing with the others.
+        self._reads_sparsely = policy is not None and not policy.evicts and policy.reads_little
         # A policy that reads a prompt twice has to read all of it.
         self._keeps_nothing = policy is not None and policy.stages[1].repeats is not None
-        self._keeps_all = policy is None or (recalls and not in_blocks)
+        self._keeps_all = policy is None or recalls
         # Where a kept cache can't be trimmed to a shorter prefix, several prefixes are kept.
         trims = can_trim_prompt_cache(make_prompt_cache(loaded.model))
         self._keeps_prefixes = not (self._keeps_nothing or in_blocks or (self._keeps_all and trims))
@@ -142,9 +145,11 @@ class Checkpoints:
         if policy is not None and self._keeps_all:
             self._n_last = max(1, policy.stages[1].obs_window)
 
-    def fetch(self, prompt: list[int]) -> tuple[list | None, int]:
+    def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
         """Caches that have read a prefix of the prompt, if there are any, and the prefix's length."""
-        return (None, 0) if self._keeps_nothing else self._prefixes.fetch(prompt, self._n_last)
+        if self._keeps_nothing or (full_cache and self._reads_sparsely):
+            return None, 0
+        return self._prefixes.fetch(prompt, self._n_last)
 
     def drop(self, path: Path) -> None:
         """Stop using caches whose entries are in this damaged file."""
@@ -154,6 +159,8 @@ class Checkpoints:
         """After how many of a prompt's tokens its caches are kept: after the system messages, less what every prompt
         reads anew; and where all entries are kept, before the reasoning that a template opens at the end."""
         if not self._keeps_prefixes or not isinstance(body, ChatBody):
+            return []
+        if body.full_cache and self._reads_sparsely:
             return []
         found = {self._system_end(body, prompt) - (self._n_last - 1)}
         if self._keeps_all:
@@ -175,7 +182,9 @@ class Checkpoints:
     def answered(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Keep the caches of an answered request, also in a file."""
         # Others would compress what is left of an answer from all entries without an observation window.
-        if self._keeps_nothing or (request.body.full_cache and not self._keeps_all):
+        if self._keeps_nothing:
+            return
+        if request.body.full_cache and (self._reads_sparsely or not self._keeps_all):
             return
         self.read(request, caches, tokens)
         files, full = self._prefixes.files, request.full
@@ -183,10 +192,10 @@ class Checkpoints:
             files.write(*full)
 
     def _system_end(self, body: ChatBody, prompt: list[int]) -> int:
-        system = list(takewhile(lambda m: m["role"] == "system", body.template_messages()))
+        system = list(takewhile(lambda message: message.role == "system", body.messages))
         if not system:
             return 0
-        other = [*system, {"role": "user", "content": ""}]
+        other = [*system, Message("user")]
         return common_prefix([chat_tokens(body, self._tokenizer, other), prompt])
 
     def _reasoning_start(self, prompt: list[int]) -> int:

@@ -17,6 +17,7 @@ from ..completions.answer import Completion, Said
 from ..completions.body import Body
 from ..completions.constraint import Form
 from ..completions.request import CompletionRequest
+from ..completions.token_bytes import token_bytes
 from ..engine.report import CompressionReport
 from ..planning.footprint import Need
 
@@ -34,10 +35,14 @@ class Accepted(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The prompt is about to be read; `n_cached` of its tokens are known from an earlier request."""
+    """The prompt is about to be read; `n_cached` of its tokens are known from an earlier request.
+
+    `warnings` are sentences on what of the request is left out.
+    """
 
     n_prompt: int
     n_cached: int
+    warnings: list[str]
 
 
 class Read(NamedTuple):
@@ -47,12 +52,19 @@ class Read(NamedTuple):
     n_prompt: int
 
 
-class TokenLogprob(NamedTuple):
-    """A token of the answer with its log-probability, and the likeliest possible ones with theirs; tokens as text."""
+class Likely(NamedTuple):
+    """A token as text and as its own bytes, and its log-probability."""
 
     token: str
     logprob: float
-    top: list[tuple[str, float]]
+    own: bytes
+
+
+class TokenLogprob(NamedTuple):
+    """A token of the answer, and the likeliest possible ones in its place."""
+
+    said: Likely
+    top: list[Likely]
 
     @classmethod
     def of(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
@@ -61,10 +73,11 @@ class TokenLogprob(NamedTuple):
         if n_top:
             found = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
             best = found[mx.argsort(-logprobs[found])].tolist()  # type: ignore[assignment]
-        text, *texts = [tokenizer.decode([i]) for i in (token, *best)]
-        top = [(text, logprobs[i].item()) for text, i in zip(texts, best)]
-        possible = [(text, logprob) for text, logprob in top if logprob > -math.inf]
-        return cls(text, logprobs[token].item(), possible)
+        said, *top = [
+            Likely(tokenizer.decode([i]), logprobs[i].item(), token_bytes(tokenizer, i))
+            for i in (token, *best)
+        ]
+        return cls(said, [likely for likely in top if likely.logprob > -math.inf])
 
 
 class Finished(NamedTuple):

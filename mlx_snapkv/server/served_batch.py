@@ -54,7 +54,7 @@ class ServedBatch:
     def start(self, request: EngineRequest) -> None:
         """Take a request in, which gets what goes wrong with it."""
         asked, prompt = request.asked, request.asked.prompt
-        caches, n_known = self._known(prompt)
+        caches, n_known = self._known(prompt, bool(request.body.full_cache))
         if request.body.full_cache and is_compressed(caches or []):
             caches, n_known = None, 0
         places = [n_known, *(n for n in request.checkpoints if n > n_known), len(prompt)]
@@ -77,12 +77,12 @@ class ServedBatch:
         self._metrics.prompt_tokens.inc(len(prompt))
         self._metrics.cached_tokens.inc(n_known)
         self._metrics.prefix_hits.inc(n_known > 0)
-        request.put(Started(len(prompt), n_known))
+        request.put(Started(len(prompt), n_known, asked.warnings))
 
-    def _known(self, prompt: list[int]) -> tuple[list | None, int]:
+    def _known(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
         """The prefix that all ranks know; none, unless it is the same on all."""
         try:
-            found = self._checkpoints.fetch(prompt)
+            found = self._checkpoints.fetch(prompt, full_cache)
         except Exception as error:
             log.warning("a prefix is not used: %s", sentence(error))
             found = None, 0

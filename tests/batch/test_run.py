@@ -163,3 +163,20 @@ def test_the_index_of_a_recalled_request_is_counted(demo_llama, monkeypatch):
     indexed = sum(cache.index.nbytes for cache in caches)
     assert indexed <= needed(demo_llama, options, 2000, 40).stays < 1.1 * indexed
     assert needed(demo_llama, options, 900, 40).stays == 0
+
+
+def test_lines_as_other_servers_take_them(demo_llama, tmp_path):
+    """What can't be honoured is left out with a warning; -1 is no limit."""
+    odd = [{"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}]
+    messages = [{"role": "user", "content": "The key"}, {"role": "tool", "content": odd}]
+    lines = [
+        line("odd", messages=messages, max_tokens=4.0, brand_new=1, user="me"),
+        line("endless", COMPLETIONS, prompt="The key of", max_tokens=-1, stop=["."]),
+        line("several", COMPLETIONS, prompt=["The key of", "The door"]),
+    ]
+    found, *_ = answered(demo_llama, lines, tmp_path, {"policy": None}, max_kv_bytes=1 << 30)
+    body = found["odd"]["response"]["body"]
+    assert body["usage"]["completion_tokens"] == 4
+    assert [warning.split()[0] for warning in body["warnings"]] == ["a", "brand_new"]
+    assert found["endless"]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
+    assert "prompt must be one text" in found["several"]["error"]["message"]

@@ -9,7 +9,7 @@ from mlx_snapkv.bench import tables
 from mlx_snapkv.bench.contenders import contenders, decoding_cache
 from mlx_snapkv.bench.speed import Plan, decoding, measure_speed
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.refreshed import RefreshedKVCache
+from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.entries.rest import PAGE
 from mlx_snapkv.policies import resolve_policy
 
@@ -45,7 +45,7 @@ def test_only_full_attention_layers_are_filled(name):
         for layer in layers:
             kind = type(layer.cache_in(plain))
             if contender.policy:
-                kind = RefreshedKVCache if contender.refreshes else SnapKVCache
+                kind = SparseKVCache if contender.refreshes else SnapKVCache
             elif contender.bits or contender.rotates:
                 kind = QuantizedKVCache if contender.bits else RotatingKVCache
             assert type(layer.cache_in(cache)) is kind

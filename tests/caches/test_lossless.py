@@ -13,19 +13,16 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama
 
 from mlx_snapkv.caches import full_view
-from mlx_snapkv.caches.block import BlockKVCache
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
 from mlx_snapkv.planning.config import CompressionConfig
-from mlx_snapkv.policies import TOVA, KeyDiff, resolve_policy
-from mlx_snapkv.policies.budgets import Quota
+from mlx_snapkv.policies import resolve_policy
 
 STORES = [FileStore, lambda: MemoryStore(Quantization(4, 64))]
 
@@ -68,7 +65,7 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
         cache.update_and_fetch(*rows_of(N_ENTRIES))
         cache.offload()
     mx.clear_cache()
-    config = CompressionConfig(replace(SMALL, lookahead=1), "recall", refresh="turn")
+    config = CompressionConfig(replace(SMALL, lookahead=1), "recall")
     turn = make_request(model, config, 41, caches, owned=True)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -96,21 +93,10 @@ def test_recorded_queries_do_not_keep_their_chunk_alive():
     assert mx.get_active_memory() < before - 0.9 * chunk
 
 
-POLICY = KeyDiff(budget=24, block=8)
-QUOTA = Quota(24, 2, 4)
-LIMITS = {"last": 1000, "newest": 0, "expected": 32, "uniform": True, "layer": None}
-
-
-def limited(store):
-    cache = OutOfCoreKVCache(store)
-    cache.limit(POLICY, QUOTA, **LIMITS)
-    return cache
-
-
 def feed(cache, rows, chunks):
     start = 0
     for n in chunks:
-        cache.update_and_fetch(*(x[:, :, start : start + n] for x in rows))
+        cache.add(*(x[:, :, start : start + n] for x in rows))
         start += n
     return start
 
@@ -126,42 +112,25 @@ CHUNKS = st.lists(st.integers(1, 8), min_size=1, max_size=12)
 
 
 @given(CHUNKS, CHUNKS, st.booleans(), st.booleans())
-def test_what_is_resident_is_a_block_caches_and_nothing_is_lost(before, since, goes_back, in_file):
-    """Nor changed by tokens and limits since a mark that were rolled back."""
+def test_chunks_that_go_to_the_store_one_after_the_other_lose_nothing(
+    before, since, goes_back, in_file
+):
+    """Nor are they changed by tokens since a mark that were rolled back."""
     rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
-    mine, block = limited(FileStore() if in_file else MemoryStore()), BlockKVCache(POLICY, QUOTA, 8)
-    n = feed(mine, rows, before)
+    cache = RecordingKVCache(0, 0, KVCache.step, store=(FileStore if in_file else MemoryStore)())
+    n = feed(cache, rows, before)
     if goes_back:
-        mine.mark()
-        mine.limit(POLICY, Quota(20, 1, 3), last=7, newest=3, expected=9, uniform=False, layer=None)
-        feed(mine, others, since)
-        mine.rollback(sum(since))
-        mine.commit()
-        assert mine.offset == n
-    assert (mine.quota, mine.last, mine.newest, mine.uniform) == (QUOTA, 1000, 0, True)
-    feed(mine, [x[:, :, n:] for x in rows], since)
-    feed(block, rows, before + since)
-    assert mx.array_equal(mine.positions, block.positions)
-    for found, wanted in zip(mine.keys_and_values(), block.keys_and_values()):
+        cache.mark()
+        feed(cache, others, since)
+        cache.rollback(sum(since))
+        cache.commit()
+        assert cache.offset == n
+    feed(cache, [x[:, :, n:] for x in rows], since)
+    assert cache.growing.offset == (since[-1] if in_file else sum(before + since))
+    for found, wanted in zip(cache.keys_and_values(), rows):
         assert mx.array_equal(found, wanted)
-    assert_stored(mine, rows)
-
-
-def test_without_a_limit_everything_is_resident():
-    cache, rows = OutOfCoreKVCache(MemoryStore()), rows_of(100)
-    feed(cache, rows, [40, 1, 59])
-    assert cache.n_entries == 100 and cache.store.n_entries == 0 and cache.room == float("inf")
-    assert not cache.is_compressed and cache.kv_nbytes == cache.nbytes > 0
-    cache.limit(POLICY, QUOTA, **LIMITS)
-    more = rows_of(8, seed=1)
-    feed(cache, more, [8])
-    assert cache.n_entries == 32 and cache.store.n_entries == 100
-    assert_stored(cache, [mx.concatenate(pair, axis=2) for pair in zip(rows, more)])
-    resident = OutOfCoreKVCache(MemoryStore())
-    feed(resident, rows, [100])
-    resident.limit(TOVA(block=8), QUOTA, **LIMITS)
-    feed(resident, more, [8])
-    assert resident.n_entries == 108  # no query has voted yet
+    cache.offload()
+    assert_stored(cache, rows)
 
 
 def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
@@ -173,12 +142,14 @@ def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
         few[..., :3] @ mx.random.normal((3, 16), key=mx.random.key(1))
         + 6 * mx.arange(800)[:, None] / 800
     )
-    cache = limited(MemoryStore())
-    feed(cache, (keys, values), [8] * 6)
-    cache.offload()
-    assert cache.index is None
-    feed(cache, (keys[:, :, 48:], values[:, :, 48:]), [8] * 94)
-    cache.offload()
+    model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=16)
+    (layer,) = attention_layers(model, make_prompt_cache(model))
+    cache, n_before = RecordingKVCache(0, 0, KVCache.step, layer, FileStore()), 0
+    for n in (48, 300, 400, 800):
+        feed(cache, (keys[:, :, n_before:], values[:, :, n_before:]), [n - n_before])
+        cache.offload()
+        cache.index, n_before = FullView(cache.views(), layer).grown_index(cache.index, None), n
+        assert (cache.index is None) == (n == 48)
     assert len(cache.index) == 800 and 2 * cache.index.n_made_of > 800
     queries = mx.random.normal((1, 2, 1, 16), key=mx.random.key(2))
     found = cache.index.relevance(Queries(queries, range(800, 801), 1.0), 800)[..., 700:]

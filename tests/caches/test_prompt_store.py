@@ -4,26 +4,27 @@ import copy
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, LRUPromptCache, make_prompt_cache
 from request_helpers import assert_same, plain, steps
 from saved_helpers import KEYDIFF, SNAPKV, question
 from tiny_models import make_llama
 
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
-from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
-from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.book import BookKVCache
 
-BOOK = f"{KEYDIFF} then {SNAPKV}"
+SEEN = 4  # answer tokens of which the queries vote
+SPARSE = "budget=40,n_sink=4,n_window=16"
 # The caches of a prompt, and the class of them; the last ones hold every entry.
 KINDS = {
-    "snapkv": (SNAPKV, "drop", SnapKVCache),
-    "window": (f"{SNAPKV},on_full=slide", "drop", SnapKVCache),
-    "quantised": (f"{SNAPKV},on_full=slide", "drop", SnapKVCache),
-    "block": (KEYDIFF, "drop", BlockKVCache),
-    "book": (BOOK, "recall", OutOfCoreKVCache),
-    "book in files": (BOOK, "recall:file", OutOfCoreKVCache),
-    "recall in files": (SNAPKV, "recall:file", RecordingKVCache),
+    "snapkv": ({"policy": SNAPKV}, SnapKVCache),
+    "window": ({"policy": f"{SNAPKV},on_full=slide"}, SnapKVCache),
+    "quantised": ({"policy": f"{SNAPKV},on_full=slide"}, SnapKVCache),
+    "block": ({"policy": KEYDIFF}, BlockKVCache),
+    "sparse": ({"sparse": SPARSE}, KVCache),
+    "sparse in files": ({"sparse": SPARSE, "memory": "recall:file"}, BookKVCache),
+    "recall in files": ({"policy": SNAPKV, "memory": "recall:file"}, BookKVCache),
 }
+HOLDING = ("sparse", "sparse in files", "recall in files")
 
 
 @pytest.fixture
@@ -33,26 +34,24 @@ def model():
 
 def read(model, tokens, kind):
     """What was read, and its caches."""
-    policy, memory, cls = KINDS[kind]
+    how, cls = KINDS[kind]
     said = tokens.tolist()
     if kind == "recall in files":
         cache = make_prompt_cache(model)
-        said += [
-            t for t, _ in steps(model, tokens, 1, policy=policy, memory=memory, prompt_cache=cache)
-        ]
+        said += [t for t, _ in steps(model, tokens, SEEN, prompt_cache=cache, **how)]
     else:
         bits = {"kv_bits": 8, "kv_group_size": 32} if kind == "quantised" else {}
-        cache, _ = prefill(model, tokens, policy, memory=memory, **bits)
+        cache, _ = prefill(model, tokens, **how, **bits)
     assert all(type(c) is cls and c.offset == len(said) for c in cache)
     return said, cache
 
 
 def answer(model, rest, cache, kind):
     """By mlx-lm itself, and where all entries are kept by our request as well, which votes over them."""
-    rest, (policy, memory, _) = mx.array(rest), KINDS[kind]
-    if memory == "drop":
-        return plain(model, rest, 24, prompt_cache=cache)
-    return steps(model, rest, 24, prompt_cache=cache, policy=policy, memory=memory)
+    rest = mx.array(rest)
+    if kind not in HOLDING:
+        return plain(model, rest, 12, prompt_cache=cache)
+    return steps(model, rest, 12, prompt_cache=cache, **KINDS[kind][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +76,7 @@ def test_a_branch_or_a_shorter_prompt_is_a_miss_or_exact(model, tokens, kind, n)
     store.insert_cache("m", said, cache)
     for asked in (said[:n], said[:n] + [(token + 1) % 64 for token in said[n:]]):
         found, rest = store.fetch_nearest_cache("m", asked)
-        if kind != "recall in files":
+        if kind not in HOLDING:
             assert found is None and rest == asked
             continue
         n_read = len(asked) - len(rest)
@@ -95,7 +94,7 @@ def test_a_branch_or_a_shorter_prompt_is_a_miss_or_exact(model, tokens, kind, n)
     assert_same(answer(model, more, found, kind), wanted)
 
 
-@pytest.mark.parametrize("kind", ["snapkv", "block", "book in files"])
+@pytest.mark.parametrize("kind", ["snapkv", "block"])
 def test_a_shorter_prompt_that_is_there_serves_a_branch_of_a_longer_one(model, tokens, kind):
     store, branch = LRUPromptCache(), [63, 62, 61]
     for n in (100, 200):

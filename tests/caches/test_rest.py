@@ -14,7 +14,7 @@ from tiny_models import make_llama
 from mlx_snapkv import batch_generate
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.refreshed import RefreshedKVCache
+from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries import rest
 from mlx_snapkv.entries.entries import Entries
@@ -39,7 +39,7 @@ def choosing(observed, quantization=None):
     store = MemoryStore(quantization)
     store.append(Entries(keys, values))
     view = FullView([store], layer)
-    return RefreshedKVCache(view, QUOTA, layer, observed=observed), view.keys, view.values
+    return SparseKVCache(view, QUOTA, layer, observed=observed), view.keys, view.values
 
 
 def softmax(x):
@@ -172,16 +172,16 @@ def test_predictions_come_nearer_to_the_full_caches(name, memory, small_pages, m
         pytest.skip("heads of 32 are llama's")
     model = make_llama(head_dim=32) if name == "llama" else make_model(name)
     prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
-    options = {"policy": "snapkv:budget=24,n_sink=2,n_window=6", "memory": memory}
+    options = {"sparse": "budget=24,n_sink=2,n_window=6,read=dense", "memory": memory}
     weighed = moved(model, prompt, **options)
-    monkeypatch.setattr(RefreshedKVCache, "_weighed_rest", lambda *args: None)
+    monkeypatch.setattr(SparseKVCache, "_weighed_rest", lambda *args: None)
     assert 0 < weighed < 0.6 * moved(model, prompt, **options)
 
 
 def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(demo_llama, small_pages):
     model, tokenizer = demo_llama
     prompts = [[5 + i % (40 + n) for i in range(n)] for n in (150, 90, 220)]
-    options = {"policy": "snapkv:budget=24,n_sink=2,n_window=6", "memory": "recall"}
+    options = {"sparse": "budget=24,n_sink=2,n_window=6"}
     together = batch_generate(model, tokenizer, prompts, max_tokens=12, **options).texts
     alone = [batch_generate(model, tokenizer, [p], max_tokens=12, **options).texts for p in prompts]
     assert together == [text for (text,) in alone]
@@ -192,4 +192,4 @@ def test_where_attention_can_not_be_told_nothing_is_weighed():
         model = make_model(name)
         layers = attention_layers(model, make_prompt_cache(model))
         special = [layer for layer in layers if layer.borrowers or name != "gemma3n"]
-        assert special and not any(map(RefreshedKVCache.can_weigh, special))
+        assert special and not any(map(SparseKVCache.can_weigh, special))

@@ -1,16 +1,18 @@
 """Token ids of prompts: a conversation's, of which only what is new is tokenised, and of texts that share a start."""
 
+import copy
 import json
+import logging
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.tokenizer_utils import load
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from real_models import LARGER, real_folder
 from real_models import MODELS as REAL
 from tokenizers import AddedToken, Tokenizer
 
-from mlx_snapkv import Conversation, SnapKVError
+from mlx_snapkv import Conversation, SnapKVError, generate
 from mlx_snapkv.chat.prompts import Rendering, common_prefix, mlx_lm_suffix
 from mlx_snapkv.demo import MODELS
 
@@ -112,3 +114,23 @@ def test_a_template_that_refuses_is_told(demo_llama):
 def test_without_a_template_no_second_beginning_is_put_in(demo_llama):
     _, tokenizer = demo_llama
     assert tokenizer.bos_token_id not in mlx_lm_suffix(tokenizer, "Why?", True)
+
+
+def test_nothing_is_said_of_a_text_longer_than_the_tokenizer_was_made_for(demo_llama, caplog):
+    """A command's loader has transformers say nothing; a script has mlx-lm's."""
+    model, loaded = demo_llama
+    said = logging.getLogger("transformers.tokenization_utils_base")
+    caplog.set_level(logging.WARNING, said.name)
+    said.addHandler(caplog.handler)
+    text = "word " * 100
+    try:
+        for use in (
+            lambda tokenizer: list(Conversation(model, tokenizer, max_tokens=1).send(text)),
+            lambda tokenizer: generate(model, tokenizer, text, max_tokens=1),
+        ):
+            hf = copy.deepcopy(loaded._tokenizer)
+            hf.model_max_length, hf.deprecation_warnings = 50, {}
+            use(TokenizerWrapper(hf))
+    finally:
+        said.removeHandler(caplog.handler)
+    assert not caplog.messages

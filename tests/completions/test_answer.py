@@ -66,8 +66,9 @@ def test_the_beginning_of_a_stop_text_is_text_in_the_end(demo_llama, ends):
 
 
 def test_thoughts_are_apart(thinking):
+    thoughts = dict.fromkeys(("reasoning", "reasoning_content"), "Is it green?")
     choice, _ = said(thinking, "<think>Is it green?</think>It is.")
-    assert choice["message"] == {"role": "assistant", "content": "It is.", "reasoning": "Is it green?"}  # fmt: skip
+    assert choice["message"] == {"role": "assistant", "content": "It is.", **thoughts}
     begun = {"chat_template_kwargs": {"thinks": True}}
     choice, _ = said(thinking, "Is it green?</think>It is.", **begun)
     assert choice["message"]["reasoning"] == "Is it green?"

@@ -19,6 +19,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine.compress import Compression
 from mlx_snapkv.planning.prompt_plan import plan_prompt
 from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.policies.sparse import PAGE
 
 SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3"
 FEW = f"snapkv:budget=6,{SMALL}"
@@ -58,13 +59,42 @@ def test_a_prompt_of_a_few_tokens(tiny_model, tokens, policy):
                 assert "is less than one entry of this prompt" in each.reason
 
 
+RECALLED = [
+    p for p in SHORT if "h2o" not in p and "block" not in p
+]  # those that read all, and by keys or the last queries
+SPARSE = [
+    "budget=6,n_sink=1,n_window=4",
+    "top_k=1,n_sink=0,n_window=1",
+    "budget=90%,n_window=50%,read=dense",
+    f"budget=6,n_sink=40,read_top_k={PAGE}",
+    "budget=25%,rest=none",
+]
+
+
+@pytest.mark.parametrize("sparse", SPARSE)
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+def test_a_prompt_of_a_few_tokens_that_is_read_sparsely(tiny_model, tokens, sparse, memory):
+    for n in (1, 9):
+        reports, cache = [], make_prompt_cache(tiny_model)
+        options = {"sparse": sparse, "on_report": reports.append, "memory": memory}
+        options |= {"prompt_cache": cache, "max_tokens": 6}
+        for turn in (tokens[:n], tokens[:1], tokens[:n]):
+            assert len(list(generate_step(turn, tiny_model, **options))) == 6
+        for report in reports:
+            assert report.reason or 0 < report.entries <= report.prompt_tokens
+            assert report.compressed == (report.read_per_token is not None)
+        assert reports[-1].prompt_tokens >= n
+
+
 @pytest.mark.parametrize(
-    "policy, memory",
-    [(p, "drop") for p in SHORT]
-    + [(p, "recall") for p in SHORT if "h2o" not in p],  # which recall refuses
+    "how",
+    [{"policy": p} for p in SHORT]
+    + [{"policy": p, "memory": "recall"} for p in RECALLED]
+    + [{"sparse": sparse} for sparse in SPARSE],
+    ids=str,
 )
-def test_turns_of_a_few_tokens(demo_llama, policy, memory):
-    talk = Conversation(*demo_llama, policy=policy, memory=memory, max_tokens=7)
+def test_turns_of_a_few_tokens(demo_llama, how):
+    talk = Conversation(*demo_llama, max_tokens=7, **how)
     for text in ("a", "And the blue one, what is it called?", "b"):
         assert list(talk.send(text))
         assert_told(talk.report)

@@ -14,8 +14,8 @@ from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.engine import retaining
-from mlx_snapkv.engine.retaining import CHOOSING, OutOfCoreReader
+from mlx_snapkv.engine import sparse
+from mlx_snapkv.engine.sparse import SparseReader
 from mlx_snapkv.models.rope import longest_trained_length, trained_length
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import resolve_policy
@@ -57,14 +57,15 @@ def held_with_true_rotations(conversation):
 
 def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
     """By NumPy: of every head's attention between sink and window, the largest share that each page gets."""
-    monkeypatch.setattr(retaining, "PAGE", 16)
-    pages, attended, read = [], OutOfCoreReader._most_attended, []
+    monkeypatch.setattr(sparse, "SHARED", 16)
+    pages, attended, read = [], SparseReader._most_attended, []
     lined_up = full_view.FullView.lined_up
 
     def spied(self):
         most, first, last = 0, 1, (self.plan.n_prompt - 32) // 16
         for layer in self.layers:
-            entries = self._voted(layer, CHOOSING)
+            view = self.full_view(layer)
+            entries = view.voted_by(self._voters(layer, view))
             weights = np.array(entries.attention)[0].sum(axis=1)[:, first * 16 : last * 16]
             votes = weights.reshape(entries.keys.shape[1], -1, last - first, 16).sum(axis=(1, 3))
             most = np.maximum(most, (votes / votes.sum(axis=1, keepdims=True)).max(axis=0))
@@ -78,28 +79,41 @@ def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
         read.append(places)
         return lined_up(self, places, *more)
 
-    monkeypatch.setattr(OutOfCoreReader, "_most_attended", spied)
+    monkeypatch.setattr(SparseReader, "_most_attended", spied)
     monkeypatch.setattr(full_view.FullView, "lined_up", seen)
-    then = "snapkv:budget=400,n_sink=4,n_window=32,lookahead=0"
-    conversation, right = asked(*short, 3000, policy=f"{READ} then {then}", memory="recall")
+    conversation, right = asked(*short, 3000, sparse="budget=400,n_sink=4,n_window=32")
     assert all(right) and len(pages) == 4
     # No more is read than half of the trained length, and nothing twice.
-    assert conversation.report.refreshed == LENGTH // 2
+    assert conversation.report.read_per_token == LENGTH // 2
+    assert conversation.report.read_per_chunk <= LENGTH // 2
     assert not pages[-1] & {*read[-1].flatten().tolist()}
 
 
 @pytest.mark.parametrize("memory, few", [("recall", 0), ("recall:file", 8192)])
 def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory, few, monkeypatch):
+    """No key that is read, of a chunk or a token, stands farther from its queries than the trained length."""
     monkeypatch.setattr(full_view, "FEW", few)
-    conversation, right = asked(*short, 3000, policy=THEN, memory=memory)
+    turned, lined_up = [], full_view.FullView.lined_up
+
+    def seen(self, places, start, end):
+        entries = lined_up(self, places, start, end)
+        turned.append((self, places, entries, start, end))
+        return entries
+
+    monkeypatch.setattr(full_view.FullView, "lined_up", seen)
+    how = "budget=96,n_sink=4,n_window=32,read_top_k=128"
+    conversation, right = asked(*short, 3000, sparse=how, memory=memory)
     assert all(right)
-    assert conversation.report.pulled_to == LENGTH and conversation.report.refreshed == 96
+    assert conversation.report.pulled_to == LENGTH and conversation.report.read_per_token == 96
     assert f"to the trained length of {LENGTH} tokens" in str(conversation.report)
-    held_with_true_rotations(conversation)
-    for layer in attention_layers(short[0], conversation.prompt_cache):
-        held = layer.cache_in(conversation.prompt_cache).held()
-        assert 0 < len(conversation.read) - held.rotations.min().item() <= LENGTH
-        assert held.positions.min().item() == 0
+    far = [each for each in turned if each[3] > 2 * LENGTH]
+    assert len(far) > 20
+    for view, places, entries, start, end in far[::7]:
+        # They are the text's keys, turned to the places before the chunk or token, the newest of them last.
+        new = end - places.shape[2] + mx.arange(places.shape[2])
+        assert start - LENGTH <= new.min().item() and new.max().item() < start
+        moved = view.layer.turn(view.gather(places).keys, new - places.astype(mx.int32))
+        assert mx.allclose(moved, entries.keys, atol=2e-3).item()
 
 
 @pytest.mark.parametrize("policy", [READ, THEN, "h2o:budget=96,block=128", f"{THEN},on_full=grow"])
@@ -123,9 +137,10 @@ def test_streaming_llm_has_the_papers_positions(short):
     "sentence, options",
     [
         ("a policy that evicts while a prompt is read", {"policy": "snapkv:top_k=60"}),
+        ("needs sparse attention", {"sparse": "read=dense"}),
         ("no policy was given", {}),
         ("far must be keep or pull, got 'yes'", {"far": "yes"}),
-        ("combined with verify=all", {"policy": THEN, "memory": "recall", "verify": "all"}),
+        ("needs sparse attention", {"sparse": True, "verify": "all"}),
     ],
 )
 def test_refused_by_name(short, sentence, options):
@@ -149,9 +164,9 @@ def test_models_that_cant_are_refused_by_name(name, sentence):
     assert CompressionConfig(policy).compaction(model, 10_000) is None
 
 
-@pytest.mark.parametrize("policy, memory", [(READ, "drop"), (THEN, "drop"), (THEN, "recall:file")])
-def test_a_saved_conversation_goes_on_as_it_was_pulled(short, policy, memory, tmp_path):
-    conversation, _ = asked(*short, 1500, 2, policy=policy, memory=memory)
+@pytest.mark.parametrize("policy", [READ, THEN])
+def test_a_saved_conversation_goes_on_as_it_was_pulled(short, policy, tmp_path):
+    conversation, _ = asked(*short, 1500, 2, policy=policy)
     conversation.save(tmp_path / "chat.safetensors")
     loaded = Conversation.load(tmp_path / "chat.safetensors", *short, max_tokens=12)
     caches = zip(loaded.prompt_cache, conversation.prompt_cache)

@@ -2,18 +2,22 @@
 
 import copy
 
+import mlx.core as mx
 import pytest
 from disk_helpers import cut_short, unreadable
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, steps
-from saved_helpers import KEYDIFF, SNAPKV
+from saved_helpers import SNAPKV
 from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError, generate_step
 from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
+from mlx_snapkv.policies.sparse import CHUNK, PAGE
 
-BOOK = f"{KEYDIFF} then {SNAPKV}"
+# What is read of entries in files: all once a turn, some by every chunk and token, some by every token.
+WAYS = [{"policy": SNAPKV}, {"sparse": "budget=40"}, {"sparse": "budget=40,read=dense"}]
 SENTENCE = r"^entries kept in a file can't be read: [^\n]+$"
 
 
@@ -30,12 +34,11 @@ def state(caches):
 
 @pytest.mark.parametrize("damage", [cut_short, unreadable])
 @pytest.mark.parametrize("which", [0, -1])  # the first layer's keys, the last one's values
-@pytest.mark.parametrize("refresh", ["token", "turn"])
-@pytest.mark.parametrize("policy", [SNAPKV, BOOK])
-def test_a_request_fails_and_its_caches_are_as_they_were(tokens, policy, refresh, which, damage):
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_a_request_fails_and_its_caches_are_as_they_were(tokens, how, which, damage):
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
-    options = {"policy": policy, "memory": "recall:file", "refresh": refresh}
+    options = {"memory": "recall:file"} | how
     steps(model, tokens[:150], 3, prompt_cache=caches, **options)
     wanted = steps(model, tokens[150:], prompt_cache=copy.deepcopy(caches), **options)
     before, mend = state(caches), damage(descriptors(model, caches)[which])
@@ -47,16 +50,16 @@ def test_a_request_fails_and_its_caches_are_as_they_were(tokens, policy, refresh
 
 
 @pytest.mark.parametrize("damage", [cut_short, unreadable])
-@pytest.mark.parametrize("policy", [SNAPKV, BOOK])
-def test_an_answer_under_way_fails_and_leaves_its_prompt(tokens, policy, damage, monkeypatch):
+@pytest.mark.parametrize("how", WAYS[1:], ids=str)
+def test_an_answer_under_way_fails_and_leaves_its_prompt(tokens, how, damage, monkeypatch):
     """Each of its tokens reads the files. Its prompt's caches go on when they are mended, as if it had been stopped."""
     monkeypatch.setattr(full_view, "FEW", 0)
     model, made = make_llama(head_dim=32), []
-    options = {"policy": policy, "memory": "recall:file"}
+    options = {"memory": "recall:file"} | how
     for damaged in (False, True):
         caches = make_prompt_cache(model)
         answer = generate_step(tokens, model, prompt_cache=caches, **options)
-        list(zip(range(6), answer))  # its lookahead, and one more
+        list(zip(range(2), answer))  # the first, which read all, and one more
         if damaged:
             mends = [damage(number) for number in descriptors(model, caches)]
             before = state(caches)
@@ -70,11 +73,11 @@ def test_an_answer_under_way_fails_and_leaves_its_prompt(tokens, policy, damage,
     assert_same(*made)
 
 
-@pytest.mark.parametrize("policy", [SNAPKV, BOOK])
-def test_a_turn_that_fails_can_be_asked_again(demo_llama, policy):
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_a_turn_that_fails_can_be_asked_again(demo_llama, how):
     """Files are cut short between two turns; the conversation forgets the turn that fails, and no other."""
     model, tokenizer = demo_llama
-    options = {"policy": policy, "memory": "recall:file", "max_tokens": 4}
+    options = {"memory": "recall:file", "max_tokens": 4} | how
     conversation, other = (Conversation(model, tokenizer, **options) for _ in range(2))
     for each in (conversation, other):
         list(each.send("The access code of the amber falcon is 482913. " * 20))
@@ -88,3 +91,24 @@ def test_a_turn_that_fails_can_be_asked_again(demo_llama, policy):
     found, wanted = (list(each.send("And what is it?")) for each in (conversation, other))
     assert [r.token for r in found] == [r.token for r in wanted]
     assert conversation.messages == other.messages
+
+
+@pytest.mark.parametrize("damage", [cut_short, unreadable])
+def test_a_chunk_that_can_not_read_its_pages_fails_and_nothing_was_read(damage, monkeypatch):
+    """In the middle of a long prompt, whose first chunks have gone to the files by then."""
+    model = make_llama(head_dim=32)
+    tokens = mx.random.randint(0, 64, (3 * CHUNK,), key=mx.random.key(0))
+    options = {"sparse": f"budget=50%,read_top_k={PAGE}", "memory": "recall:file"}
+    wanted = steps(model, tokens, 3, **options)
+    choose = SparsePrefillKVCache.choice
+
+    def damaged(self, captured):
+        damage(self.everything.store._parts[0].files[0]._file.fileno())
+        return choose(self, captured)
+
+    cache = make_prompt_cache(model)
+    with monkeypatch.context() as patch, pytest.raises(SnapKVError, match=SENTENCE):
+        patch.setattr(SparsePrefillKVCache, "choice", damaged)
+        steps(model, tokens, 3, prompt_cache=cache, **options)
+    assert all(c.empty() for c in cache)
+    assert_same(steps(model, tokens, 3, prompt_cache=cache, **options), wanted)

@@ -1,31 +1,31 @@
 """The model's calls: one a chunk of the prompt, and one a token of the answer."""
 
+import mlx.core as mx
 import pytest
 from request_helpers import steps
 from saved_helpers import KEYDIFF, SNAPKV
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import Conversation
+from mlx_snapkv.policies.sparse import CHUNK, LAST, PAGE
 
-BOOK = f"{KEYDIFF} then {SNAPKV}"
+STAGES = f"{KEYDIFF} then {SNAPKV}"
 ONCE, BLOCKS = [64, 64, 64, 7], [16] * 12 + [7]  # of 200 tokens; the last one is a call of its own
-# Before the queries that vote, 8 and the last one's, a chunk ends.
-VOTING = [16] * 11 + [8, 8, 7]
 CASES = [
-    ({}, ONCE, []),
-    ({"policy": SNAPKV}, ONCE, []),
-    ({"policy": SNAPKV.replace("lookahead=4", "lookahead=0")}, ONCE, []),
-    ({"policy": f"{SNAPKV},on_full=slide"}, ONCE, []),
-    ({"policy": "expected_attention:budget=40"}, ONCE, []),
-    ({"policy": KEYDIFF}, BLOCKS, []),
-    ({"policy": "h2o:budget=40,block=16"}, BLOCKS, []),
-    ({"policy": BOOK}, BLOCKS, []),
-    ({"policy": SNAPKV, "memory": "recall"}, ONCE, []),
-    ({"policy": SNAPKV, "memory": "recall", "refresh": "turn"}, ONCE, []),
-    ({"policy": SNAPKV, "memory": "recall:file"}, ONCE, []),
-    # The question's last tokens are read again over what they chose.
-    ({"policy": BOOK, "memory": "recall"}, VOTING, [15, 1]),
-    ({"policy": BOOK, "memory": "recall:file", "refresh": "turn"}, VOTING, [16]),
+    ({}, ONCE),
+    ({"policy": SNAPKV}, ONCE),
+    ({"policy": SNAPKV.replace("lookahead=4", "lookahead=0")}, ONCE),
+    ({"policy": f"{SNAPKV},on_full=slide"}, ONCE),
+    ({"policy": "expected_attention:budget=40"}, ONCE),
+    ({"policy": KEYDIFF}, BLOCKS),
+    ({"policy": "h2o:budget=40,block=16"}, BLOCKS),
+    ({"policy": STAGES}, BLOCKS),
+    ({"policy": SNAPKV, "memory": "recall"}, ONCE),
+    ({"policy": SNAPKV, "memory": "recall:file"}, ONCE),
+    ({"sparse": "budget=40,read=dense"}, [61, 61, 61, 16]),  # of which 16 queries weigh the rest
+    ({"sparse": "budget=40,read=dense", "memory": "recall:file"}, [61, 61, 61, 16]),
+    ({"sparse": "budget=40"}, [200 - LAST, LAST - 1]),
+    ({"sparse": "budget=40", "memory": "recall:file"}, [200 - LAST, LAST - 1]),
 ]
 
 
@@ -47,27 +47,41 @@ def watch(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
-@pytest.mark.parametrize("options, chunks, again", CASES)
+@pytest.mark.parametrize("options, chunks", CASES)
 def test_a_prompt_is_computed_once_a_chunk_and_an_answer_once_a_token(
-    make, options, chunks, again, tokens, watch
+    make, options, chunks, tokens, watch
 ):
     """mlx-lm's loop asks for a token more than it gives."""
     model = make()
     calls = watch(model)
     assert len(steps(model, tokens, 12, prefill_step_size=64, **options)) == 12
-    assert calls == [*chunks, 1, *again, *[1] * 12]
+    assert calls == [*chunks, 1, *[1] * 12]
 
 
-@pytest.mark.parametrize("memory", ["drop", "recall"])
-def test_a_later_turn_reads_no_more_than_is_new(memory, demo_llama, watch):
+def test_a_long_prompt_is_read_in_whole_chunks_and_its_last_tokens_in_one_of_their_own(watch):
+    """Whatever chunk somebody asks for: by 256 tokens or so they choose together."""
+    model = make_llama()
+    calls, n = watch(model), 2 * CHUNK + LAST + 9
+    tokens = mx.random.randint(0, 64, (n,), key=mx.random.key(0))
+    for sparse in (f"budget=40,read_top_k={PAGE}", "budget=40"):
+        calls.clear()
+        steps(model, tokens, 1, prefill_step_size=700, sparse=sparse)
+        assert calls[:-2] == [CHUNK, CHUNK, 9, LAST - 1]
+
+
+@pytest.mark.parametrize(
+    "how", [{"policy": SNAPKV}, {"policy": SNAPKV, "memory": "recall"}, {"sparse": "budget=40"}]
+)
+def test_a_later_turn_reads_no_more_than_is_new(how, demo_llama, watch):
     model, tokenizer = demo_llama
-    conversation = Conversation(model, tokenizer, policy=SNAPKV, memory=memory, max_tokens=4)
+    conversation = Conversation(model, tokenizer, max_tokens=4, **how)
     calls = watch(model)
     for text in ("The access code of the amber falcon is 482913. " * 9, "And what is it?"):
         calls.clear()
         n_before = len(conversation.read)
         assert len(list(conversation.send(text))) == 4
         n_new = len(conversation.read) - n_before
-        # With recall, the caches of the next turn hold all but the answer.
-        n_fed = 5 if memory == "drop" else 2
-        assert calls == [n_new - n_fed, *[1] * 5]
+        # The first token of an answer is fed while its prompt's caches are still read on.
+        n_read = n_new - (2 if "sparse" in how else 5)
+        last = LAST - 1 if "sparse" in how else n_read
+        assert calls == [n for n in (n_read - last, min(last, n_read)) if n > 0] + [1] * 5

@@ -2,12 +2,15 @@ import itertools
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
-from request_helpers import plain
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from request_helpers import plain, steps
 from tiny_models import make_llama
 
-from mlx_snapkv import KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill
+from mlx_snapkv import KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill, saved
+from mlx_snapkv.caches.book import BookKVCache
 from mlx_snapkv.planning.prompt_plan import PromptPlan, chunk_size
+from mlx_snapkv.policies import Sparse
+from mlx_snapkv.policies.sparse import CHUNK
 
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
 
@@ -73,9 +76,43 @@ def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message
         prefill(tiny_model, tokens, policy)
 
 
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+def test_a_policy_can_not_choose_for_questions_to_come(tokens, memory):
+    model = make_llama()
+    with pytest.raises(SnapKVError, match=f"memory={memory} keeps a text's entries for questions"):
+        prefill(model, tokens, POLICY, memory=memory)
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file", "recall:file:4bit"])
+@pytest.mark.parametrize("sparse", ["budget=60", "budget=200"])  # the second has nothing to choose
+@pytest.mark.parametrize("given", [False, True])
+def test_a_text_read_for_questions_to_come_is_whole_where_it_belongs(
+    tokens, memory, sparse, given, tmp_path
+):
+    """In the caller's list, if there is one; and can be saved."""
+    model = make_llama(head_dim=32)
+    own = make_prompt_cache(model) if given else None
+    cache, report = prefill(model, tokens, sparse=sparse, memory=memory, prompt_cache=own)
+    assert (cache is own) == given and report.compressed == (sparse == "budget=60")
+    kind = KVCache if memory == "recall" else QuantizedKVCache
+    kind = BookKVCache if "file" in memory else kind
+    if not given or report.compressed:
+        assert [type(c) for c in cache] == [kind] * 2
+    assert {c.offset for c in cache} == {200}
+    path = tmp_path / "read.safetensors"
+    saved.save(path, model, cache, tokens)
+    answers = []
+    for each in (saved.load(path, model).prompt_cache, cache):
+        options = {"sparse": sparse, "memory": memory, "prompt_cache": each}
+        answers.append([t for t, _ in steps(model, tokens[:9], 6, **options)])
+    assert answers[0] == answers[1]
+
+
 def test_chunks_are_multiples_that_leave_the_voters_a_short_last_one():
     plan = PromptPlan(1000, 744, 1000)
     # 744 = 2 * 352 + 40, the least that is left.
     assert chunk_size(SnapKV(), 512, plan, 1000) == 352
     assert chunk_size(KeyDiff(schedule="once"), 512, plan, 1000) == 512  # nobody votes
     assert chunk_size(KeyDiff(block=100), 512, plan, 1000) == 100
+    assert chunk_size(Sparse(), 2048, plan, 1000) == CHUNK  # the last tokens come by themselves
+    assert chunk_size(Sparse(read="dense"), 512, plan, 1000) == 352

@@ -90,7 +90,7 @@ def test_a_turn_keeps_what_a_request_for_the_whole_chat_does(
 ):
     """Messages are longer than the observation window: only a turn's own queries vote."""
     document, facts = haystack
-    talk = Conversation(*demo_model, policy=policy, memory=memory, refresh="turn", max_tokens=8)
+    talk = Conversation(*demo_model, policy=policy, memory=memory, max_tokens=8)
     talk.attach(document)
     for fact in facts[:turns]:
         found = kept(lambda fact=fact: list(talk.send(fact.question)))

@@ -1,19 +1,22 @@
-"""Books in files: what is resident in one, all entries in a folder beside it, and nothing lost by what goes wrong."""
+"""Saved prompts whose entries are in files: a folder beside them, and nothing lost by what goes wrong."""
 
 import shutil
 
 import pytest
 from disk_helpers import full_disk
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from request_helpers import assert_same, plain, steps
 from saved_helpers import question, saved_file
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, prefill, saved
-from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
+from mlx_snapkv.caches import full_view
+from mlx_snapkv.caches.book import BookKVCache
+from mlx_snapkv.caches.full_view import FullView
+from mlx_snapkv.policies import Sparse
 from mlx_snapkv.saved import book
 
-BOOK = "keydiff:budget=48,block=32 then snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8"
+SPARSE = Sparse(top_k=20, n_sink=4, n_window=16)
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +25,8 @@ def small_pieces(monkeypatch):
 
 
 def save(path, model, tokens, memory="recall:file"):
-    caches, _ = prefill(model, tokens, BOOK, memory=memory)
-    saved.save(path, model, caches, tokens, BOOK)
+    caches, _ = prefill(model, tokens, sparse=SPARSE, memory=memory)
+    saved.save(path, model, caches, tokens, SPARSE)
     return caches
 
 
@@ -34,7 +37,7 @@ def beside(path, pattern="*.entries"):
 
 def asked(model, cache, memory="recall:file"):
     """What follows a question, and its log-probabilities."""
-    return steps(model, question(), n=12, prompt_cache=cache, policy=BOOK, memory=memory)
+    return steps(model, question(), n=12, prompt_cache=cache, sparse=SPARSE, memory=memory)
 
 
 @pytest.mark.parametrize("make, memory", [(make_llama, "recall"), (make_qwen, "recall:4bit")])
@@ -44,23 +47,47 @@ def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make, memory):
     wanted = asked(model, caches, in_file)
     for way in (memory, in_file):
         loaded = saved.load(path, model)
-        assert (loaded.tokens, loaded.policy) == (tokens.tolist(), BOOK)
+        assert (loaded.tokens, loaded.policy) == (tokens.tolist(), str(SPARSE))
         assert_same(asked(model, loaded.prompt_cache, way), wanted)
-    # From memory, the same files.
+    # What was in memory can be asked in files.
     save(path, model, tokens, memory)
+    assert not beside(path)
     assert_same(asked(model, saved.load(path, model).prompt_cache, in_file), wanted)
 
 
-def test_a_memory_or_policy_that_does_not_fit_a_book_is_refused(path, tokens):
+def test_a_memory_that_does_not_fit_a_book_is_refused(path, tokens):
     model = make_llama(head_dim=32)
     save(path, model, tokens, "recall:file:8bit")
     words = "stored otherwise: give memory=recall:file:8bit or recall:8bit"
-    for memory in ("recall", "recall:file:4bit"):
+    for memory in ("recall:file", "recall:file:4bit"):
         with pytest.raises(SnapKVError, match=words):
             asked(model, saved.load(path, model).prompt_cache, memory)
-    cache, once = saved.load(path, model).prompt_cache, BOOK.partition(" then ")[2]
-    with pytest.raises(SnapKVError, match="a book is asked by a policy that reads in blocks"):
-        steps(model, question(), prompt_cache=cache, policy=once, memory="recall")
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+def test_a_policy_chooses_from_a_book_s_entries(path, tokens, memory):
+    """At each question, as from entries that have never been in a file."""
+    model, answers = make_llama(head_dim=32), []
+    policy = {"policy": "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8", "memory": memory}
+    held = save(path, model, tokens, "recall")
+    save(path, model, tokens)
+    for cache in (saved.load(path, model).prompt_cache, held):
+        answers.append(steps(model, question(), prompt_cache=cache, **policy))
+    assert_same(*answers)
+
+
+def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch):
+    monkeypatch.setattr(full_view, "FEW", 50)
+    model = make_llama(head_dim=32)
+    caches = make_prompt_cache(model)
+    options = {"sparse": SPARSE, "memory": "recall:file"}
+    steps(model, tokens, 1, prompt_cache=caches, **options)
+    said = [*tokens.tolist(), 0][: caches[0].offset]
+    saved.save(path, model, caches, said, SPARSE)
+    loaded = saved.load(path, model).prompt_cache
+    monkeypatch.delattr(FullView, "make_index")
+    assert [len(c.index) for c in loaded] == [len(said)] * len(loaded)
+    assert_same(asked(model, loaded), asked(model, caches))
 
 
 def test_a_replaced_book_leaves_nothing_behind(path, tokens):
@@ -122,7 +149,7 @@ def test_an_interrupted_save_leaves_one_whole_book(path, tokens, at, monkeypatch
         elif at == "replaced":
             interrupted.setattr(book.os, "replace", interrupt)
         progress = interrupt if at == "entries" else None
-        saved.save(path, model, caches, tokens, BOOK, progress=progress)
+        saved.save(path, model, caches, tokens, SPARSE, progress=progress)
     assert len(list(path.parent.iterdir())) == 2
     assert (contents(path) == before) == (at != "replaced")
     asked(model, saved.load(path, model).prompt_cache)
@@ -132,9 +159,9 @@ def test_mlx_lm_loads_a_book_whose_caches_say_what_is_missing(path, tokens):
     model = make_llama()
     caches = save(path, model, tokens)
     cache = load_prompt_cache(str(path))
-    assert isinstance(cache[0], OutOfCoreKVCache) and cache[0].offset == len(tokens)
+    assert isinstance(cache[0], BookKVCache)
     with pytest.raises(SnapKVError, match="without the entries beside it: load it with"):
         plain(model, question(), prompt_cache=cache)
     save_prompt_cache(str(path.with_name("theirs.safetensors")), caches)
-    with pytest.raises(SnapKVError, match="a book's resident entries, but not the others"):
+    with pytest.raises(SnapKVError, match="it does not say where its entries are"):
         saved.load(path.with_name("theirs.safetensors"), model)

@@ -6,8 +6,9 @@ import anthropic
 import pytest
 from server_helpers import connected, serving
 
+from mlx_snapkv.completions.messages import in_turns
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.server.anthropic.messages import Messages
+from mlx_snapkv.server.anthropic.messages import MessagesBody
 
 TOOL = {"name": "open", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
@@ -137,7 +138,8 @@ def test_reasoning_and_tools(obeying):
     ]
     assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
     given = [messages[0], messages[2], {"role": "system", "content": "There are two helpers."}]
-    roles = [m.role for m in Messages(messages=given, max_tokens=1).chat().messages]
+    messages = MessagesBody(messages=given, max_tokens=1).chat().messages
+    roles = [m.role for m in in_turns(messages)]
     assert roles == ["user", "tool", "tool", "user"]  # many templates know only a first system
 
 

@@ -91,3 +91,17 @@ def test_prompts_in_files_leave_files_for_connections(monkeypatch):
             ask(served, talk(f"{n} word " * 110), max_tokens=1)
         assert most / 2 < len(os.listdir("/dev/fd")) - before < most + 30
         assert ask(served, talk(f"{n} word " * 110), max_tokens=1)[1] > 300
+
+
+def test_a_clock_in_the_system_prompt_is_told_once(served, caplog):
+    """With what to do about it; another prompt, and a last line, are nothing to tell."""
+    rules = "".join(f"Rule {n} is that the garden is behind the house.\n" for n in range(20))
+    prompts = [f"Time: 10:0{n}\n{rules}" for n in range(3)]
+    prompts += [f"Rules\nIt is {day}day.\n{rules}" for day in ("Mon", "Tues")]
+    prompts += [f"{rules}Time: 10:0{n}" for n in range(2)] + ["Be brief."]
+    for text in prompts:
+        ask(served.client, [{"role": "system", "content": text}, *talk("Hello")], max_tokens=1)
+    first, second = (m for m in caplog.messages if "changes between requests" in m)
+    assert first.startswith("line 1 ") and "--volatile-header Time" in first
+    assert second.startswith("line 2 ") and "last message" in second
+    assert "--volatile" not in second

@@ -82,7 +82,7 @@ def test_reasoning_and_tools(obeying):
         assert message.content[0].text == response.output_text == "\n\nI open it.\n"
         assert (call.type, call.name) == ("function_call", "open")
         assert json.loads(call.arguments) == {"door": "green"}
-        assert [tool.name for tool in response.tools] == ["open"]
+        assert [tool.name for tool in response.tools] == ["open", "apply_patch"]
         used = response.usage
         assert 0 < used.output_tokens_details.reasoning_tokens < used.output_tokens
     kinds = {event.type for event in events}
@@ -102,3 +102,20 @@ def test_what_codex_says_is_in_an_order_that_templates_take(obeying):
     assert response.output_text == other.output_text == "yes"
     later = [said("user", "hi"), said("assistant", "ho", "output_text")]
     assert ask(obeying, [*later, said("developer", "SAY: ok")]).output_text == "ok"
+
+
+def test_a_custom_tool_is_called_with_a_text(obeying):
+    patch = {"name": "apply_patch", "arguments": {"input": "*** Begin\n+a"}}
+    order = f"SAY: <tool_call>{json.dumps(patch)}</tool_call>"
+    given = {"tools": [TOOL, {"type": "custom", "name": "apply_patch", "description": "Patches."}]}
+    events, final = streamed(obeying, order, **given)
+    for response in (ask(obeying, order, **given), final):
+        (call,) = response.output
+        assert (call.type, call.name) == ("custom_tool_call", "apply_patch")
+        assert call.input == "*** Begin\n+a"
+    kinds = [event.type for event in events if "custom" in event.type]
+    assert kinds == [f"response.custom_tool_call_input.{end}" for end in ("delta", "done")]
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "SAY: Done."}
+    assert (
+        ask(obeying, [said("user", order), *final.output, result], **given).output_text == "Done."
+    )

@@ -1,37 +1,36 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
 
 import asyncio
-import itertools
 import json
 import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, Tag
 
 from ...completions.body import (
+    AtMost,
     ChatBody,
-    Count,
+    Messages,
     Part,
-    Parts,
-    Positive,
     Probability,
-    Spoken,
-    Text,
-    must,
+    Stops,
+    TopK,
     needed_by,
 )
+from ...completions.checks import must
+from ...completions.contents import shown
+from ...completions.messages import Message
 from ..api_error import ApiError
 from ..chat_messages import (
-    BREAK,
+    ForeignTool,
+    MayBeNone,
     OutputConfig,
     OutputFormat,
     chat_body,
     function_tool,
-    own_tools,
-    tool_call,
-    tool_result,
+    own,
 )
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
@@ -58,56 +57,16 @@ router = APIRouter(tags=["Anthropic"])
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class Source(Part):
-    type: Literal["text"]
-    data: str
-
-
-class Document(Part):
-    type: Literal["document"]
-    source: Source
-    title: str | None = None
-
-    @property
-    def text(self) -> str:
-        return (f"{self.title}\n" if self.title else "") + self.source.data + BREAK
-
-
-class Thinking(Part):
-    type: Literal["thinking", "redacted_thinking"]
-    thinking: str = ""
-
-
-class ToolUse(Part):
-    type: Literal["tool_use"]
-    id: str
-    name: Name
-    input: dict[str, Any]
-
-
-Plain = Annotated[Text | Document, Field(discriminator="type")]
-
-
-class ToolResult(Part):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Annotated[list[Plain], Parts] = Field([])
-
-
-ContentBlock = Annotated[
-    Text | Document | Thinking | ToolUse | ToolResult, Field(discriminator="type")
-]
-
-
-class Message(Part):
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[ContentBlock], Parts, Spoken]
-
-
 class Tool(Part):
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
+    own(None, "custom", "function"),
+]
 
 
 class ToolChoice(Part):
@@ -122,77 +81,63 @@ class ToolChoice(Part):
         return "required" if self.type == "any" else self.type
 
 
-class ThinkingConfig(Part):
-    type: Literal["enabled", "disabled", "adaptive"]
+def _system(value: Any) -> list[Message]:
+    """The system's message; some clients have one of each part."""
+    return [
+        Message("system", part.text, notes=(part.note,) if part.note else ())
+        for part in shown(value, "own")
+    ]
 
 
 class CountedMessages(Part):
-    """The body of `/v1/messages/count_tokens`."""
+    """The body of `/v1/messages/count_tokens`; unknown fields go on to the chat completion."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     messages: Annotated[
-        list[Message],
-        Field(min_length=1),
+        Messages,
         must(
             lambda messages: messages[-1].role != "assistant",
             "must not end with the assistant's: none can be continued",
         ),
     ]
-    system: Annotated[list[Text], Parts] = Field([])
-    tools: Annotated[list[Tool], own_tools(None, "custom")] = Field([])
+    system: Annotated[list[InstanceOf[Message]], BeforeValidator(_system)] = Field([])
+    tools: Annotated[list[AnyTool], MayBeNone] = Field([])
     tool_choice: ToolChoice | None = None
-    thinking: ThinkingConfig | None = None
+    thinking: Any = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
     def chat(self, **sampling: Any) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
-        system = ({"role": "system", "content": part.text} for part in self.system)
         config = self.output_config and self.output_config.format
         form = self.output_format or config
-        thinking = self.thinking and {"enable_thinking": self.thinking.type != "disabled"}
         return chat_body(
-            itertools.chain(system, *map(_pieces, self.messages)),
-            [function_tool(tool, tool.input_schema) for tool in self.tools],
+            self,
+            [*self.system, *self.messages],
+            [function_tool(tool, getattr(tool, "input_schema", None)) for tool in self.tools],
             tool_choice=self.tool_choice and self.tool_choice.of_chat,
             response_format=form and form.response_format,
-            chat_template_kwargs=thinking,
+            thinking=self.thinking,
+            reasoning_effort=self.output_config and self.output_config.effort,
             **sampling,
         )
 
 
-class Messages(CountedMessages):
+class MessagesBody(CountedMessages):
     """The body of `/v1/messages`."""
 
-    max_tokens: Positive
+    max_tokens: AtMost
     temperature: Probability | None = None
     top_p: Probability | None = None
-    top_k: Count | None = None
-    stop_sequences: list[str] | None = None
+    top_k: TopK | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
 
 
-def _pieces(message: Message) -> Iterator[dict[str, Any]]:
-    """Of a message; texts in a row are one."""
-    content: list[Any] = message.content or [Text(type="text", text="")]
-    for are_texts, parts in itertools.groupby(content, lambda part: hasattr(part, "text")):
-        if are_texts:
-            yield {"role": message.role, "content": "".join(part.text for part in parts)}
-            continue
-        for part in parts:
-            match part:
-                case Thinking() if part.thinking:
-                    yield {"role": "assistant", "reasoning_content": part.thinking}
-                case ToolUse():
-                    arguments = json.dumps(part.input, ensure_ascii=False)
-                    yield tool_call(part.id, part.name, arguments)
-                case ToolResult():
-                    text = BREAK.join(found.text for found in part.content)
-                    yield tool_result(part.tool_use_id, text)
-
-
 @router.post("/v1/messages")
-async def create(request: Request, body: Messages) -> Response:
+async def create(request: Request, body: MessagesBody) -> Response:
     """Answer a conversation's last message."""
     sampling = body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
     chat = body.chat(**sampling, stop=body.stop_sequences)
@@ -219,7 +164,8 @@ class MessageFormatter(BlockFormatter):
 
     def begin(self) -> Iterator[str]:
         pending = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        yield _event("message_start", message={**self._head, "content": [], **pending})
+        message = {**self._head, "content": [], **pending, **self.warnings}
+        yield _event("message_start", message=message)
         yield self.alive
 
     def end(self) -> Iterator[str]:
@@ -231,7 +177,8 @@ class MessageFormatter(BlockFormatter):
         for block in self.blocks:
             value = json.loads(block.text) if block.kind == "call" else block.text
             content.append(_empty(block) | {BLOCKS[block.kind][0]: value})
-        return {**self._head, "content": content, **self._ending(), "usage": self._usage()}
+        ending = {**self._ending(), "usage": self._usage(), **self.warnings}
+        return {**self._head, "content": content, **ending}
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ...engine.report import STAYING
 from ..api_error import ApiError
 from ..exchange import respond
 from ..formatter import ResponseFormatter, server_sent
-from ..requests import Event, Finished, Read, Started, TokenLogprob
+from ..requests import Event, Finished, Likely, Read, Started, TokenLogprob
 
 DONE = "data: [DONE]\n\n"
 
@@ -23,12 +23,19 @@ router = APIRouter(tags=["OpenAI"])
 
 
 async def _respond(request: Request, body: Body) -> Response:
-    bodies = [body] * (body.n or 1)
+    n = body.n or 1
+    asked: list[Any] = body.each() if isinstance(body, CompletionBody) else [body]
+    bodies = [each for each in asked for _ in range(n)]
     if body.seed is not None:  # one for each answer
         bodies = [b.model_copy(update={"seed": body.seed + i}) for i, b in enumerate(bodies)]
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
     memory = request.app.state.engine.options.get("memory", "drop")
-    how = {"is_chat": isinstance(body, ChatBody), "with_usage": with_usage, "memory": memory}
+    how = {
+        "is_chat": isinstance(body, ChatBody),
+        "with_usage": with_usage,
+        "memory": memory,
+        "n": n,
+    }
     return await respond(request, body, bodies, partial(CompletionFormatter, **how))
 
 
@@ -63,8 +70,9 @@ def _model(name: str) -> dict[str, Any]:
 class CompletionFormatter(ResponseFormatter):
     """Choices of chats or of texts; streams may end with the usage."""
 
-    def __init__(self, model: str, is_chat: bool, with_usage: bool, memory: str):
+    def __init__(self, model: str, is_chat: bool, with_usage: bool, memory: str, n: int):
         super().__init__()
+        self._n = n  # answers to each prompt
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
         self._is_chat, self._with_usage, self._memory = is_chat, with_usage, memory
@@ -85,7 +93,8 @@ class CompletionFormatter(ResponseFormatter):
             case Said():
                 yield self._chunk(index, self._part(index, event))
             case Finished():
-                yield self._chunk(index, self._part(index, Said()), event.answer.finish_reason)
+                part = self._part(index, Said())
+                yield self._chunk(index, part, event.answer.finish_reason, **self.warnings)
 
     def end(self) -> Iterator[str]:
         if self._with_usage:
@@ -103,9 +112,11 @@ class CompletionFormatter(ResponseFormatter):
     def stream_error(self, error: ApiError) -> str:
         return server_sent(self.error(error)) + DONE
 
-    def _chunk(self, index: int, part: dict[str, Any], reason: str | None = None) -> str:
+    def _chunk(
+        self, index: int, part: dict[str, Any], reason: str | None = None, **more: Any
+    ) -> str:
         choices = [{"index": index, **part, "finish_reason": reason}]
-        return server_sent({**self._head, "object": self._chunk_kind, "choices": choices})
+        return server_sent({**self._head, "object": self._chunk_kind, "choices": choices, **more})
 
     def _part(self, index: int, said: Said) -> dict[str, Any]:
         """A part of an answer, with the tokens since the last one."""
@@ -124,23 +135,24 @@ class CompletionFormatter(ResponseFormatter):
         if self._is_chat:
             return {
                 "content": [
-                    _logprob(t.token, t.logprob)
-                    | {"top_logprobs": [_logprob(*top) for top in t.top]}
+                    _logprob(t.said) | {"top_logprobs": [_logprob(top) for top in t.top]}
                     for t in tokens
                 ]
             }
         return {
-            "tokens": [t.token for t in tokens],
-            "token_logprobs": [t.logprob for t in tokens],
-            "top_logprobs": [dict(t.top) for t in tokens],
+            "tokens": [t.said.token for t in tokens],
+            "token_logprobs": [t.said.logprob for t in tokens],
+            "top_logprobs": [{top.token: top.logprob for top in t.top} for t in tokens],
         }
 
     def _ending(self) -> dict[str, Any]:
-        """The tokens of all answers, whose prompt counts once, and what became of the first answer's cache."""
-        started, report = self.started[0], self.finished[0].report
-        used = usage(started.n_prompt, self.n_generated, started.n_cached)
+        """The tokens of all answers, each prompt of which counts once, and what became of the first one's cache."""
+        report = self.finished[0].report
+        prompts = [started for index, started in self.started.items() if index % self._n == 0]
+        n_prompt, n_cached = (sum(each) for each in zip(*(prompt[:2] for prompt in prompts)))
+        used = usage(n_prompt, self.n_generated, n_cached)
         if report is None:
-            return {"usage": used}
+            return {"usage": used, **self.warnings}
         names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
         about = {name: getattr(report, name) for name in names}
         about["entries"] = report.entries if report.compressed else None
@@ -149,8 +161,8 @@ class CompletionFormatter(ResponseFormatter):
         for name in ("verified", "book"):
             if getattr(report, name) is not None:
                 about[name] = asdict(getattr(report, name))
-        return {"usage": used, "mlx_snapkv": about}
+        return {"usage": used, "mlx_snapkv": about, **self.warnings}
 
 
-def _logprob(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+def _logprob(found: Likely) -> dict[str, Any]:
+    return {"token": found.token, "logprob": found.logprob, "bytes": list(found.own)}

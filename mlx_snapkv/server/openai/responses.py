@@ -1,6 +1,7 @@
 """OpenAI's `/v1/responses`, as Codex asks; nothing of a response is stored."""
 
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Iterator
@@ -8,80 +9,59 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, Tag
 
-from ...completions.body import ChatBody, Part, Parts, Positive, Probability, must, require
+from ...completions.body import AtMost, ChatBody, Messages, Part, Probability
+from ...completions.checks import must, require
+from ...completions.messages import Message
 from ..api_error import ApiError
 from ..chat_messages import (
+    ForeignTool,
+    MayBeNone,
     OutputConfig,
     chat_body,
     function_tool,
-    own_tools,
-    tool_call,
-    tool_result,
+    own,
 )
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
 
 KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
-REPEATED = {"instructions", "max_output_tokens", "temperature", "tools", "top_p"}
+REPEATED = {"instructions", "max_output_tokens", "temperature", "top_p"}
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 router = APIRouter(tags=["OpenAI"])
 
 
-class Text(Part):
-    type: Literal["input_text", "output_text", "text", "reasoning_text"]
-    text: str
-
-
-Texts = Annotated[list[Text], Parts]
-
-
-class Message(Part):
-    type: Literal["message"]
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Texts
-
-
-class FunctionCall(Part):
-    type: Literal["function_call"]
-    call_id: str
-    name: Annotated[str, Field(min_length=1)]
-    arguments: str
-
-
-class FunctionCallOutput(Part):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Texts
-
-
-class Reasoning(Part):
-    """From an earlier response; other servers hide its content, and it is left out then."""
-
-    type: Literal["reasoning"]
-    content: Texts = Field([])
-
-
-Item = Annotated[
-    Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")
-]
-
-
 def _items(value: Any) -> Any:
-    """A text is a user's message; an item without a type is a message."""
+    """A text is a user's message."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     require(isinstance(value, list), "must be text or a list", value)
-    return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+    return value
 
 
 class Function(Part):
-    type: Literal["function"]
+    """A function, or Codex' custom tool, which is one of a text."""
+
+    type: Literal["function", "custom"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None  # finite numbers only: responses repeat it
+
+
+AnyTool = Annotated[
+    Annotated[Function, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
+    own("function", "custom"),
+]
+
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def _parameters(tool: Function | ForeignTool) -> dict[str, Any] | None:
+    if isinstance(tool, ForeignTool):
+        return None
+    return INPUT if tool.type == "custom" else tool.parameters
 
 
 STATELESS = "can't be honoured: nothing is stored here, so send the whole conversation as input"
@@ -89,17 +69,20 @@ Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 
 
 class ResponsesBody(Part):
-    """The body of `/v1/responses`."""
+    """The body of `/v1/responses`; unknown fields go on to the chat completion."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    input: Annotated[list[Item], BeforeValidator(_items), Field(min_length=1)]
+    input: Annotated[Messages, BeforeValidator(_items)]
     instructions: str | None = None
-    tools: Annotated[list[Function], own_tools("function")] = Field([])
+    tools: Annotated[list[AnyTool], MayBeNone] = Field([])
     tool_choice: Any = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: AtMost | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Probability | None = None
     stream: bool | None = None
+    reasoning: Any = None
     metadata: dict[str, str] | None = None
     text: OutputConfig | None = None
     previous_response_id: Stored = None
@@ -109,38 +92,24 @@ class ResponsesBody(Part):
 
     def chat(self) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
-        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        said = [Message("system", self.instructions)] if self.instructions else []
         return chat_body(
-            said + [piece for item in self.input for piece in _pieces(item)],
-            [function_tool(tool, tool.parameters) for tool in self.tools],
+            self,
+            said + self.input,
+            [function_tool(tool, _parameters(tool)) for tool in self.tools],
             max_tokens=self.max_output_tokens,
             tool_choice=_tool_choice(self.tool_choice),
             response_format=self.text and self.text.format and self.text.format.response_format,
-            **self.model_dump(include={"temperature", "top_p"}),
+            **self.model_dump(include={"temperature", "top_p", "reasoning"}),
         )
 
 
 def _tool_choice(choice: Any) -> Any:
-    """The same as chat completions have it, which name a function one level deeper."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+    """The same as chat completions have it, which name a function one level deeper; a custom tool is a function."""
+    kinds = ("function", "custom")
+    if isinstance(choice, dict) and choice.get("type") in kinds and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
-
-
-def _pieces(item: Any) -> Iterator[dict[str, Any]]:
-    match item:
-        case Message():
-            yield {"role": item.role, "content": _text(item.content)}
-        case Reasoning() if item.content:
-            yield {"role": "assistant", "reasoning_content": _text(item.content)}
-        case FunctionCall():
-            yield tool_call(item.call_id, item.name, item.arguments)
-        case FunctionCallOutput():
-            yield tool_result(item.call_id, _text(item.output))
-
-
-def _text(parts: list[Text]) -> str:
-    return "".join(part.text for part in parts)
 
 
 @router.post("/v1/responses")
@@ -159,6 +128,9 @@ class ResponsesFormatter(BlockFormatter):
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
         self._model, self._body = model, body
         self._numbers = itertools.count()
+        self._custom = {
+            t.name for t in body.tools if isinstance(t, Function) and t.type == "custom"
+        }
 
     def begin(self) -> Iterator[str]:
         for kind in ("created", "in_progress"):
@@ -177,7 +149,7 @@ class ResponsesFormatter(BlockFormatter):
             "output_tokens_details": {"reasoning_tokens": answer.n_reasoning},
             "total_tokens": started.n_prompt + answer.n_tokens,
         }
-        output = [_item(block) for block in self.blocks]
+        output = [self._item(block) for block in self.blocks]
         if answer.finish_reason != "length":
             return self._response("completed", output=output, usage=usage)
         if output:
@@ -195,11 +167,16 @@ class ResponsesFormatter(BlockFormatter):
             yield self._block_event("content_part.added", block, part=_part(block))
 
     def added(self, block: Block, text: str) -> Iterator[str]:
-        yield self._block_event(f"{KINDS[block.kind]}.delta", block, delta=text, **_logprobs(block))
+        kind = f"{KINDS[block.kind]}.delta"
+        if self._is_custom(block):
+            kind, text = "custom_tool_call_input.delta", _input(block)
+        yield self._block_event(kind, block, delta=text, **_logprobs(block))
 
     def closed(self, block: Block) -> Iterator[str]:
         done = f"{KINDS[block.kind]}.done"
-        if block.call is not None:
+        if self._is_custom(block):
+            yield self._block_event("custom_tool_call_input.done", block, input=_input(block))
+        elif block.call is not None:
             name = block.call["function"]["name"]
             yield self._block_event(done, block, name=name, arguments=block.text)
         else:
@@ -208,8 +185,25 @@ class ResponsesFormatter(BlockFormatter):
         yield self._output_item("done", block)
 
     def _output_item(self, what: str, block: Block) -> str:
-        item = _item(block, is_new=what == "added")
+        item = self._item(block, is_new=what == "added")
         return self._event(f"response.output_item.{what}", output_index=block.index, item=item)
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.call is not None and block.call["function"]["name"] in self._custom
+
+    def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
+        """An item of the output, still empty if it is new."""
+        head = {"id": _id(block), "status": "in_progress" if is_new else "completed"}
+        if block.call is not None:
+            call = {"call_id": block.call["id"], "name": block.call["function"]["name"]}
+            if self._is_custom(block):
+                text = "" if is_new else _input(block)
+                return {"type": "custom_tool_call", **head, **call, "input": text}
+            return {"type": "function_call", **head, **call, "arguments": block.text}
+        content = [] if is_new else [_part(block)]
+        if block.kind == "reasoning":
+            return {"type": "reasoning", **head, "summary": [], "content": content}
+        return {"type": "message", **head, "role": "assistant", "content": content}
 
     def _block_event(self, kind: str, block: Block, **fields: Any) -> str:
         place = {"output_index": block.index, "item_id": _id(block)}
@@ -228,6 +222,8 @@ class ResponsesFormatter(BlockFormatter):
             "error": None,
             "incomplete_details": None,
             **body.model_dump(include=REPEATED),
+            "tools": [tool.model_dump() for tool in body.tools if isinstance(tool, Function)],
+            "reasoning": body.reasoning,
             "metadata": body.metadata or {},
             "model": self._model,
             "output": [],
@@ -235,6 +231,7 @@ class ResponsesFormatter(BlockFormatter):
             "store": False,
             "tool_choice": body.tool_choice or "auto",
             "usage": None,
+            **self.warnings,
             **fields,
         }
 
@@ -243,16 +240,10 @@ def _id(block: Block) -> str:
     return f"{PREFIXES[block.kind]}_{block.id}"
 
 
-def _item(block: Block, is_new: bool = False) -> dict[str, Any]:
-    """An item of the output, still empty if it is new."""
-    head = {"id": _id(block), "status": "in_progress" if is_new else "completed"}
-    if block.call is not None:
-        call = {"call_id": block.call["id"], "name": block.call["function"]["name"]}
-        return {"type": "function_call", **head, **call, "arguments": block.text}
-    content = [] if is_new else [_part(block)]
-    if block.kind == "reasoning":
-        return {"type": "reasoning", **head, "summary": [], "content": content}
-    return {"type": "message", **head, "role": "assistant", "content": content}
+def _input(block: Block) -> str:
+    """The text that a custom tool is called with."""
+    arguments = json.loads(block.text)
+    return arguments["input"] if isinstance(arguments.get("input"), str) else block.text
 
 
 def _part(block: Block) -> dict[str, Any]:

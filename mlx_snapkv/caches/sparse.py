@@ -1,114 +1,38 @@
-"""The cache of an answer whose every token chooses anew which entries of the prompt it reads."""
+"""The cache of an answer whose every token chooses anew which entries it reads."""
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from ..entries.attention import HIDDEN, attention_votes
+from ..entries import rest as pages
+from ..entries.attention import attention_votes
 from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes, rows
-from ..entries.queries import Captured, OnQueries, Queries
-from ..entries.rest import (
-    FITTED,
-    Example,
-    Rest,
-    best_factors,
-    distances,
-    page_counts,
-    page_means,
-    span_counts,
-)
+from ..entries.queries import Captured, Queries
+from ..entries.rest import Example, Rest, best_factors, distances, page_counts, span_counts
 from ..entries.selection import n_of_groups, top_of_groups
 from ..errors import TrimError
 from ..policies.budgets import Quota
+from .adapter import full_cache
+from .choosing import Choosing, biased
 from .contract import LayerCache, keys_of
 from .full_view import FullView
+from .stores import MemoryStore
+
+RECENT = 512  # of the answer's latest tokens, which every token reads; at least half of them
 
 
-class Choosing(OnQueries, ABC):
-    """What an attention module and its function are given where a call's queries choose the entries.
+class SparseKVCache(Choosing, LayerCache):
+    """Reads, at each token, the entries that its own queries rank highest, and the latest of the answer's.
 
-    The attention module is given zeros. Its queries choose, and the attention function sees what they chose; where a
-    module computes with the entries before it calls that function, it is called a second time. Tokens that come
-    together choose together.
-    """
-
-    observes = True
-    layer: Any
-    _n_new = 0
-    _zeros: Any = None  # what the attention module was given
-    _chosen: Any = None  # what it is to be given
-    _seen: Any = ()  # what it was given last
-    bias: mx.array | None = None  # of the first entries' logits; see `Rest.bias`
-
-    @abstractmethod
-    def move(self, n: int) -> None: ...  # the offset on by `n` tokens
-
-    @abstractmethod
-    def add(self, keys: mx.array, values: mx.array) -> None: ...  # entries that are always read
-
-    @abstractmethod
-    def size(self) -> int: ...  # entries that a token reads
-
-    @abstractmethod
-    def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
-        """What the tokens added last read, chosen by their queries, each KV head's readers together."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add keys and values; zeros, never computed, in an attention module's first call, then what was chosen."""
-        self._n_new = keys.shape[2]
-        self.move(self._n_new)
-        if self._chosen is not None:
-            self._seen, self._chosen = self._chosen, None
-            return self._seen
-        self.bias = None
-        self.add(keys, values)
-        shape = (*keys.shape[:2], self.size())
-        self._zeros = tuple(mx.zeros((*shape, x.shape[3]), x.dtype) for x in (keys, values))
-        return self._zeros
-
-    def record(self, captured: Captured) -> None:
-        """Choose by the queries of the tokens that were added last."""
-        if not captured.borrowed and self._zeros is not None:
-            queries = captured.read(captured.heads)
-            heads = self.layer.family.grouped(queries, self._zeros[0].shape[1])
-            self._chosen = self.choice(captured._replace(heads=heads))
-
-    def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """What was chosen, if the attention function was given what the cache gave, and nobody else reads that."""
-        given, chosen = self._zeros, self._chosen
-        if given is None or chosen is None or keys is not given[0] or values is not given[1]:
-            return keys, values
-        if self.layer.latent or self.layer.borrowers:
-            return keys, values
-        self._zeros = self._chosen = None
-        return chosen
-
-    def asks_again(self) -> bool:
-        """Whether what was chosen is still to be seen; the tokens added last then come once more."""
-        if self._chosen is None or self._zeros is None:
-            return False
-        self.move(-self._n_new)
-        self._zeros = None
-        return True
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the newest tokens read, for layers that have no entries of their own and borrow these."""
-        return self._seen
-
-
-class RefreshedKVCache(Choosing, LayerCache):
-    """Reads, at each token, the entries of the prompt that its own queries rank highest, and all of the answer's.
-
-    Where the prompt is longer than its compaction allows, what a token reads stands in line before it: sink, chosen,
-    shared, window.
+    A token chooses among the prompt's entries, and among those of the answer that are not `RECENT` any more. Where the
+    prompt is longer than its compaction allows, what a token reads stands in line before it: sink, chosen, shared,
+    window; then all of the answer is read.
     """
 
     is_compressed = True
@@ -127,14 +51,15 @@ class RefreshedKVCache(Choosing, LayerCache):
         n = len(everything)
         self.offset = self._n_prompt = n
         self.layer = layer
-        self._everything, self._index = everything, everything.index
+        self._prompt = self._everything = everything
+        self._answer: MemoryStore | None = None  # entries of the answer that are chosen from
         self._first = min(quota.n_sink, n)
-        self._stop = max(self._first, n - quota.n_window)
+        self._stop = max(self._first, n - quota.n_window)  # entries from here on are always read
         self._shared = mx.zeros(0, mx.uint32) if shared is None else shared
         n_late = n - self._stop + self._shared.size
         self._end = n - n_late  # of the places of those that are chosen
         self._n_chosen = max(0, quota.entries - quota.n_sink - n_late)
-        self._always = KVCache()  # sink, shared, window, and the answer
+        self._always = KVCache()  # sink, shared, window, and the answer's recent entries
         if n:
             late = mx.concatenate([self._shared, mx.arange(self._stop, n, dtype=mx.uint32)])
             first = mx.arange(self._first, dtype=mx.uint32)
@@ -144,29 +69,26 @@ class RefreshedKVCache(Choosing, LayerCache):
                 self.append(everything.lined_up(places, n, end))
             self.offset = n
         self._rest = None if observed is None else self._weighed_rest(observed, quota.n_window)
-        # By page, the entries among which a token chooses: those it does not choose are not read.
-        self._candidates = span_counts(self._first, self._stop, self.n_means)
+        self.n_seen = self.size()  # entries that the last token saw
+        self._count_candidates()
 
     def _weighed_rest(self, observed: Queries, n_window: int) -> Rest | None:
         """The means of what a token does not read, weighed for the prompt's last queries.
 
         None where a token reads everything, or its attention function can't be told how to weigh.
         """
-        n = len(self._everything)
         if not self.can_weigh(self.layer) or self._n_read() in (0, self._stop - self._first):
             return None
-        keys, values = self._everything.read_keys(0, n), self._everything.read_values(0, n)
-        pages = mx.stack([page_means(keys), page_means(values)])
-        errors, asked = mx.array(0.0), observed.latest(FITTED)
+        means = pages.means(self._everything, 0)
+        errors, asked = mx.array(0.0), observed.latest(pages.FITTED)
         for i in range(len(asked.places)):
             one = asked.between(i, i + 1)
             example = Example(
                 one.heads * one.scale, self._would_read(one, n_window), one.places.start, one.sinks
             )
-            errors = errors + distances(keys, values, pages, example)
+            errors = errors + distances(self._everything, means, example)
             mx.eval(errors)
-        log_mass, temperature = best_factors(errors)
-        return Rest(pages[0], pages[1], log_mass, temperature)
+        return Rest(*means, *best_factors(errors))
 
     @staticmethod
     def can_weigh(layer: Any) -> bool:
@@ -186,10 +108,14 @@ class RefreshedKVCache(Choosing, LayerCache):
             read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
         return read[:, :, None]
 
-    def __deepcopy__(self, memo: dict) -> RefreshedKVCache:
-        """A copy that chooses from the same entries."""
+    def __deepcopy__(self, memo: dict) -> SparseKVCache:
+        """A copy that chooses from the same entries of the prompt."""
         other = copy.copy(self)
         other._always = copy.deepcopy(self._always, memo)
+        if self._answer is not None:
+            other._answer = MemoryStore(cache=copy.deepcopy(self._answer.cache, memo))
+            other._everything = self._prompt.followed_by(other._answer)
+            other._everything.index = copy.deepcopy(self._everything.index)
         return other
 
     def move(self, n: int) -> None:
@@ -206,31 +132,71 @@ class RefreshedKVCache(Choosing, LayerCache):
 
     def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
         heads, scale, sinks, *_ = captured
-        always = self._always.keys_and_values()
+        always, self.n_seen = self._always.keys_and_values(), self.size()
         if self._n_chosen == 0 or self._first == self._stop:
             return always
         tokens = range(self.offset - heads.shape[2], self.offset)
         asked = self._everything.asked_by(Queries(heads, tokens, scale, sinks, cap=self.layer.cap))
         places = mx.sort(self._likeliest(asked, self._stop), axis=-1)
         chosen = self._everything.lined_up(places, tokens.start, self._end).plain()
-        rest = self._rest
-        if rest is None:
-            return join(chosen, always)
-        unread = self._candidates - page_counts(places, rest.n_pages)
-        self.bias = rest.bias(heads * scale, unread)
-        pages = (x.astype(y.dtype) for x, y in zip((rest.keys, rest.values), always))
-        return join(tuple(pages), chosen, always)
+        parts, rest = [chosen, always], self._rest
+        if rest is not None:
+            unread = self._candidates - page_counts(places, rest.n_pages)
+            self.bias = rest.bias(heads * scale, unread)
+            means = (x.astype(y.dtype) for x, y in zip((rest.keys, rest.values), always))
+            parts = [tuple(means), *parts]
+        found = join(*parts)
+        if self._n_recent > RECENT and not self._everything.is_far(self.offset):
+            self._move_recent(RECENT // 2)
+        return found
 
     def _likeliest(self, asked: Queries, stop: int) -> mx.array:
         """The places between sink and `stop` that queries attend to most, unordered uint32 `(B, n_kv_heads, n)`."""
-        if self._index is not None:
-            scores = self._index.relevance(asked, stop)
+        index = self._everything.index
+        if index is not None:
+            scores = index.relevance(asked, stop)
         else:
             scores = attention_votes(self._everything.blocks(), asked)
         if self._shared.size:
             scores = scores.at[..., self._shared].add(-mx.inf)
         middle = scores[..., self._first : stop]
         return top_of_groups(middle, self._n_chosen) + self._first
+
+    @property
+    def _n_recent(self) -> int:
+        """The latest entries of prompt and answer, which every token reads."""
+        return self._always.offset - self._first - self._shared.size
+
+    def _move_recent(self, n: int) -> None:
+        """From now on tokens choose among the oldest `n` entries of the window and the answer, too."""
+        start = self._first + self._shared.size
+        held = self._always.keys_and_values()
+        n_new = max(
+            0, self._stop + n - len(self._everything)
+        )  # of the answer's, which is not in the view
+        if n_new:
+            self._extend_view(Entries(*rows(held, start + n - n_new, start + n)))
+        kept = rows(held, 0, start), rows(held, start + n, self._always.offset)
+        self._always = full_cache(Entries(*join(*kept)))
+        self._stop += n
+        self._count_candidates()
+
+    def _extend_view(self, entries: Entries) -> None:
+        if self._answer is None:
+            self._answer = MemoryStore()
+            index = self._prompt.index
+            self._everything = self._prompt.followed_by(self._answer)
+            self._everything.index = copy.deepcopy(index)
+        n = len(self._everything)
+        self._answer.append(entries)
+        if (index := self._everything.index) is not None:
+            index.append(self._everything.read_keys(n, len(self._everything)))
+        if self._rest is not None:
+            self._rest = self._rest.extended(self._everything, n)
+
+    def _count_candidates(self) -> None:
+        """By page, the entries among which a token chooses: those it does not choose are not read."""
+        self._candidates = span_counts(self._first, self._stop, self.n_means)
 
     def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> Any:
         """The mask of the attention function's call, with the bias of the rest's pages in it."""
@@ -270,8 +236,8 @@ class RefreshedKVCache(Choosing, LayerCache):
         """Bytes of what a token reads, the index among it."""
         if self._always.empty():
             return 0
-        one = n_bytes(rows(self._always.keys_and_values(), 0, 1))
-        return one * self.n_entries + (0 if self._index is None else self._index.nbytes)
+        one, index = n_bytes(rows(self._always.keys_and_values(), 0, 1)), self._everything.index
+        return one * self.n_entries + (0 if index is None else index.nbytes)
 
     def empty(self) -> bool:
         return False
@@ -280,22 +246,7 @@ class RefreshedKVCache(Choosing, LayerCache):
         return False
 
     def rollback(self, n: int) -> None:
-        if n > self.offset - self._n_prompt:
-            raise TrimError("only an answer's tokens can be rolled back")
+        if n > min(self.offset - self._n_prompt, self._n_recent):
+            raise TrimError("only an answer's latest tokens can be rolled back")
         self._always.trim(n)
         self.offset -= n
-
-
-def biased(bias: mx.array, n: int, mask: Any = None) -> mx.array:
-    """An additive mask `(B, n_heads, L, n)` for entries the first of which have a `bias` `(B, n_heads, L, n_pages)`.
-
-    Args:
-        mask: None, "causal", aligned with the last entry, or a bool one `(..., L, n)`.
-    """
-    B, H, L, n_pages = bias.shape
-    others = mx.zeros((B, H, L, n - n_pages))
-    if isinstance(mask, str):
-        mask = create_causal_mask(L, n - L)
-    if mask is not None:
-        others = mx.where(mask[..., n_pages:], others, HIDDEN)
-    return mx.concatenate([bias, others], axis=-1)

@@ -1,0 +1,162 @@
+"""The cache of a prompt that is read sparsely: nothing is evicted, and every chunk reads little of what came before it.
+
+A chunk reads the sink, the tokens just before it, itself, and pages of neighbours that its own queries choose, for
+each layer and KV head. A page is ranked by its mean key. QUOKA (arXiv:2602.08722), MInference (Jiang et al., 2024,
+arXiv:2407.02490) and XAttention (Xu et al., 2025, arXiv:2503.16428) read prompts so on CUDA; here what was chosen is
+gathered, so that a chunk is one ordinary call of the attention function.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.cache import create_attention_mask
+
+from ..entries.entries import Entries
+from ..entries.quantization import join
+from ..entries.queries import Captured
+from ..policies.sparse import PAGE, Reach
+from .choosing import Choosing
+from .contract import LayerCache, keys_of
+from .full_view import FullView
+from .recording import RecordingKVCache
+
+STRIDE = 8  # one query in so many ranks the pages
+
+
+class SparsePrefillKVCache(Choosing, LayerCache):
+    """Adds to a cache that holds all entries; each chunk reads some of them.
+
+    Chunks that may read as many entries as there are read all of them. Those from position `last_from` on read what
+    `last` says, or everything if that is None.
+    """
+
+    keys = keys_of(lambda cache: cache.everything.growing)
+    _reads_all = False  # the newest tokens did
+    _again = False  # they came a second time
+    n_read: int | None = None  # the most of those before it that a chunk has chosen to read
+
+    def __init__(
+        self,
+        everything: RecordingKVCache,
+        view: FullView,
+        reach: Reach,
+        last: Reach | None,
+        last_from: float,
+    ):
+        self.everything, self.layer, self._view = everything, everything.layer, view
+        self._reach, self._last, self._last_from = reach, last, last_from
+        self._first = reach.n_sink // PAGE  # page that may be chosen
+        self._means: mx.array | None = None  # of the keys of the first pages, float32
+        self.offset = everything.offset
+
+    def _pages(self, start: int) -> tuple[int, int]:
+        """For a chunk from `start` on, the page behind the last that it may choose, and how many it chooses.
+
+        It chooses none where it reads everything.
+        """
+        reach = self._last if start >= self._last_from else self._reach
+        if reach is None:
+            return 0, 0
+        stop, n = max(0, start - reach.n_window) // PAGE, reach.n_chosen // PAGE
+        return stop, 0 if stop - self._first <= n else n
+
+    def _n_read(self, start: int) -> int:
+        """Entries that a chunk from `start` on reads of those before it."""
+        stop, n = self._pages(start)
+        return (self._first + n - stop) * PAGE + start if n else start
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._again = self._chosen is not None
+        self._reads_all = not self._again and self._pages(self.offset)[1] == 0
+        if self._reads_all:
+            self.move(keys.shape[2])
+            return self.everything.update_and_fetch(keys, values)
+        return super().update_and_fetch(keys, values)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.everything.keys_and_values() if self._reads_all else super().keys_and_values()
+
+    def move(self, n: int) -> None:
+        self.offset += n
+
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        self._own = keys, values
+        self.everything.add(keys, values)
+
+    def size(self) -> int:
+        return self._n_read(self.offset - self._n_new) + self._n_new
+
+    def record(self, captured: Captured) -> None:
+        if captured.borrowed or not self._again:
+            self.everything.record(captured)
+        super().record(captured)
+
+    @property
+    def waits_for_readers(self) -> bool:  # type: ignore[override]
+        return self.everything.waits_for_readers
+
+    def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
+        start = self.offset - self._n_new
+        stop, n = self._pages(start)
+        self.n_read = max(self.n_read or 0, self._n_read(start))
+        pages = mx.sort(self._likeliest(captured, start, stop, n), axis=-1)
+        chosen = (pages[..., None] * PAGE + mx.arange(PAGE, dtype=mx.uint32)).flatten(-2)
+        ends = (
+            mx.arange(self._first * PAGE, dtype=mx.uint32),
+            mx.arange(stop * PAGE, start, dtype=mx.uint32),
+        )
+        sink, window = (mx.broadcast_to(x, (*chosen.shape[:2], x.size)) for x in ends)
+        places = mx.concatenate([sink, chosen, window], axis=-1)
+        return join(self._view.lined_up(places, start, start).plain(), self._own)
+
+    def _likeliest(self, captured: Captured, start: int, stop: int, n: int) -> mx.array:
+        """The pages before `stop` that get the largest share of any query's attention, unordered uint32 `(B, n_kv_heads,
+        n)`: of that to their mean keys alone, the largest of the sampled queries and of a GQA group's heads."""
+        means = self._grown_means(stop)[:, :, self._first :]
+        B, H, _, D = means.shape
+        first = self._first * PAGE + PAGE // 2
+        places = mx.arange(first, stop * PAGE, PAGE)
+        means = self._view.turned(means, mx.broadcast_to(places, (B, H, places.size)), start)
+        queries = captured.heads[:, :, ::-STRIDE].astype(mx.float32) * captured.scale
+        logits = queries.reshape(B, H, -1, D) @ means.mT
+        shares = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).max(axis=2)
+        return mx.argpartition(-shares, n - 1, axis=-1)[..., :n].astype(mx.uint32) + self._first
+
+    def _grown_means(self, stop: int) -> mx.array:
+        """Mean keys of the first `stop` pages."""
+        done = 0 if self._means is None else self._means.shape[2]
+        if stop > done:
+            keys = self._view.read_keys(done * PAGE, stop * PAGE).astype(mx.float32)
+            new = mx.unflatten(keys, 2, (-1, PAGE)).mean(axis=3)
+            self._means = new if self._means is None else mx.concatenate([self._means, new], axis=2)
+        return self._means  # type: ignore[return-value]
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        n = self._n_read(self.offset)
+        return create_attention_mask(N, n, return_array, window_size)
+
+    @property
+    def state(self) -> tuple:
+        return *self.everything.state, self._means
+
+    def held(self, n_queries: int = 0) -> Entries:
+        return self.everything.held(n_queries)
+
+    def rollback(self, n: int) -> None:
+        self.everything.rollback(n)
+        self.offset -= n
+        self._means = None
+
+    @property
+    def full_nbytes(self) -> int:
+        return self.everything.full_nbytes
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.everything.nbytes
+
+    def empty(self) -> bool:
+        return self.everything.empty()
+
+    def is_trimmable(self) -> bool:
+        return False

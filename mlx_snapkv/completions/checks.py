@@ -1,0 +1,29 @@
+"""Checks of a field's value: the sentence goes on from the field's name."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import AfterValidator
+
+SHOWN = 60  # characters of a value that is refused
+
+
+def require(ok: bool, rule: str, value: Any) -> None:
+    """Raise ValueError unless ok: the rule goes on from the field's name."""
+    if not ok:
+        raise ValueError(f"{rule}, got {short(value)}")
+
+
+def must(holds: Callable[[Any], bool], rule: str) -> AfterValidator:
+    """A rule for a field; see `require`."""
+
+    def validate(value: Any) -> Any:
+        require(holds(value), rule, value)
+        return value
+
+    return AfterValidator(validate)
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -1,0 +1,290 @@
+"""The messages of a chat, whichever API's client wrote them and in whatever form.
+
+OpenAI's chat completions and responses and Anthropic's messages differ in where calls of tools, results and thoughts
+stand. Clients mix the forms, and what they sent once they repeat with every later request.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from .checks import require
+from .contents import BREAK, Shown, as_json, as_list, named, shown
+
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
+    "developer": "system",
+    "root": "system",
+    "platform": "system",
+    "human": "user",
+    "ai": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "ipython": "tool",
+    "environment": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+}
+OTHER_FORMS = (
+    "content",
+    "role",
+    "type",
+    "tool_calls",
+    "function_call",
+    "tool_call_id",
+    "reasoning",
+)
+GIVEN = ("arguments", "input", "action", "operation")  # by which a call's arguments go
+OWN = ("user", "system")  # whose words have to be read as they are
+THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
+
+
+@dataclass(frozen=True)
+class Message:
+    """What somebody says; several are one where they come in a row.
+
+    Attributes:
+        calls: of tools, in OpenAI's form, with arguments as a value rather than as JSON.
+        call_id: of the call that a tool's message answers.
+        extra: fields that only some templates know.
+        notes: sentences on what is left out.
+    """
+
+    role: str
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[dict[str, Any], ...] = ()
+    call_id: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def messages_of(item: Any, follows_result: bool = False) -> list[Message]:
+    """A message, or an item of a response's input, as a client has it.
+
+    Args:
+        follows_result: a tool's result comes before. Some clients put a tool's images into a user's message behind it.
+
+    Raises: ValueError: nobody can read it.
+    """
+    require(isinstance(item, dict), "should be a valid object", item)
+    kind = item.get("type")
+    if "role" not in item and isinstance(kind, str) and kind != "message":
+        return _item(item, kind)
+    require("role" in item, ".role is missing", item)
+    role = ROLES.get(item["role"]) if isinstance(item["role"], str) else None
+    known = ", ".join(map(repr, ROLES))
+    require(role is not None, f".role should be one of {known}", item["role"])
+    assert role is not None
+    if role == "tool":
+        call_id = item.get("tool_call_id") or item.get("name") or ""
+        return [replace(result(call_id, item.get("content")), extra=_extra(item))]
+    return _spoken(item, role, follows_result)
+
+
+def _spoken(item: dict[str, Any], role: str, follows_result: bool) -> list[Message]:
+    """A message with a role, in the order of its parts; what tools answered comes before what else the user says."""
+    parts = as_list(item.get("content"))
+    has_results = follows_result or any(_kind(part) == "result" for part in parts)
+    found = list(_content(parts, role, is_own=role in OWN and not has_results))
+    thought = item.get("reasoning_content") or item.get("reasoning")
+    if role == "assistant" and isinstance(thought, str):
+        found.insert(0, Message(role, reasoning=thought))
+    calls = as_list(item.get("tool_calls")) + as_list(item.get("function_call"))
+    found.append(Message(role, calls=tuple(call_of(c) for c in calls if isinstance(c, dict))))
+    found = [m for m in found if m.text or m.reasoning or m.calls or m.role == "tool"]
+    if role == "user":
+        found.sort(key=lambda message: message.role == "user")
+    found = found or [Message(role)]
+    n = next((i for i, message in enumerate(found) if message.role == role), None)
+    if n is not None:
+        found[n] = replace(found[n], extra=_extra(item))
+    return found
+
+
+def _extra(item: dict[str, Any]) -> dict[str, Any]:
+    taken = (*OTHER_FORMS, "reasoning_content")
+    return {name: value for name, value in item.items() if name not in taken and value is not None}
+
+
+def _content(content: list[Any], role: str, is_own: bool = False) -> Iterator[Message]:
+    for kind, parts in groupby(content, _kind):
+        if kind == "text":
+            yield _message(role, shown(list(parts), "own" if is_own else "other"), "")
+            continue
+        for part in parts:
+            if kind == "thought":
+                yield Message("assistant", reasoning=_thought(part))
+            elif kind == "call":
+                yield Message("assistant", calls=(call_of(part),))
+            else:
+                yield result(part.get("tool_use_id"), part.get("content"))
+
+
+def _kind(part: Any) -> str:
+    """What a part of a content is: a call, a result, a thought, or what all others are."""
+    kind = named(part) if isinstance(part, dict) else ""
+    if kind in THOUGHTS:
+        return "thought"
+    if kind.endswith("tool_use"):
+        return "call"
+    return "result" if kind.endswith("tool_result") else "text"
+
+
+def _thought(part: dict[str, Any]) -> str:
+    text = part.get("thinking") or part.get("reasoning") or part.get("text")
+    return text if isinstance(text, str) else ""
+
+
+def _message(role: str, parts: Iterable[Shown], between: str) -> Message:
+    found = list(parts)
+    text = between.join(part.text for part in found)
+    notes = (part.note for part in found if part.note)
+    return Message(role, text, notes=tuple(dict.fromkeys(notes)))
+
+
+def result(call_id: Any, content: Any) -> Message:
+    """What a tool has answered."""
+    parts = (
+        part._replace(text=part.text.strip("\n")) if part.note else part for part in shown(content)
+    )
+    return replace(_message("tool", parts, BREAK), call_id=str(call_id or ""))
+
+
+def call_of(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool in OpenAI's form, from any other."""
+    inner = next(
+        (call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)), call
+    )
+    given = next((inner[key] for key in GIVEN if key in inner), None)
+    name, call_id = inner.get("name") or call.get("name"), call.get("call_id") or call.get("id")
+    if not isinstance(name, str):
+        name = named(call).removesuffix("_call")
+    if "custom" in named(call) and isinstance(given, str):
+        given = {"input": given}
+    function = {"name": name, "arguments": arguments_of(given)}
+    return {"id": str(call_id or ""), "type": "function", "function": function}
+
+
+def arguments_of(value: Any) -> Any:
+    """A call's arguments: an object, or the text that is not JSON."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    if isinstance(found, str) and found.lstrip().startswith("{"):  # JSON in JSON
+        return arguments_of(found)
+    return value if isinstance(found, str) else found
+
+
+def _item(item: dict[str, Any], kind: str) -> list[Message]:
+    """An item of a response's input that is no message."""
+    if kind == "item_reference":
+        raise ValueError(
+            "refers to an earlier response, and nothing is stored here: send the item itself"
+        )
+    if kind == "reasoning":
+        text = "".join(part.text for part in shown(item.get("content")))
+        return [Message("assistant", reasoning=text)] if text else []  # others hide theirs
+    if kind.endswith("_output"):
+        return [result(item.get("call_id"), item.get("output", item.get("tools")))]
+    if kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
+        return [Message("assistant", calls=(call_of(item),))]
+    if kind.endswith("_call") and "output" in item:  # a service's, with its result
+        return [
+            Message("assistant", calls=(call_of(item),)),
+            result(item.get("id"), item["output"]),
+        ]
+    if kind in ("tool_use", "tool_result", *THOUGHTS):
+        return list(_content([item], "assistant"))
+    note = f"an item of the type {kind[:40]} is left out"
+    return [Message("assistant", notes=(note,))]
+
+
+def in_turns(messages: Iterable[Message]) -> list[Message]:
+    """Messages of which those in a row of a role are one, since many templates want roles to alternate.
+
+    A system message after the beginning, as agents send, becomes the user's: many templates have no other place for
+    it, and moving it to the front would change a prefix that is already known.
+    """
+    turns: list[Message] = []
+    for message in messages:
+        if message.notes and not (
+            message.text or message.reasoning or message.calls or message.call_id
+        ):
+            continue  # all of it is left out
+        last = turns[-1] if turns else None
+        role = message.role
+        if role == "system" and last is not None and last.role != "system":
+            role = "user"
+        message = replace(message, role=role)
+        if last is None or role == "tool" or role != last.role:
+            turns.append(message)
+        else:
+            turns[-1] = _joined(last, message)
+    return turns
+
+
+def _joined(first: Message, second: Message) -> Message:
+    return Message(
+        first.role,
+        _apart(first.text, second.text),
+        _apart(first.reasoning, second.reasoning),
+        first.calls + second.calls,
+        extra=first.extra | second.extra,
+        notes=first.notes + second.notes,
+    )
+
+
+def _apart(first: str, second: str) -> str:
+    return first + BREAK + second if first and second else first + second
+
+
+def for_template(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    found: dict[str, Any] = {**message.extra, "role": message.role, "content": whole(message.text)}
+    if message.reasoning:
+        found["reasoning_content"] = whole(message.reasoning)
+    if message.calls:
+        found["tool_calls"] = whole(list(message.calls))
+    if message.call_id:
+        found["tool_call_id"] = message.call_id
+    return found
+
+
+def mended(text: str) -> str:
+    """A text with U+FFFD where it has half a character."""
+    with contextlib.suppress(UnicodeEncodeError):
+        text.encode()
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def whole(value: Any) -> Any:
+    """A value whose texts have no half characters, as a text that was cut may have; a text of nothing else stays."""
+    if isinstance(value, str):
+        return found if (found := mended(value)).strip("\ufffd") else value
+    if isinstance(value, list):
+        return [whole(each) for each in value]
+    if isinstance(value, dict):
+        return {name: whole(each) for name, each in value.items()}
+    return value
+
+
+def calls_as_text(message: Message) -> Message:
+    """A message whose calls, or whose result of one, are text, for a template that knows neither."""
+    said = [
+        f"[{f['name']} {as_json(f['arguments'])}]" for f in (c["function"] for c in message.calls)
+    ]
+    text = "\n".join([message.text, *said] if message.text else said)
+    if message.role == "tool":
+        return replace(message, role="user", text=f"[result]\n{message.text}", call_id="")
+    return replace(message, text=text, calls=()) if said else message

@@ -1,0 +1,198 @@
+"""Sparse attention: all entries stay, and the prompt's chunks and the answer's tokens read few of them."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..caches.full_view import FEW, FullView
+from ..caches.layers import (
+    AttentionLayer,
+    copies_but_entries,
+    file_bytes,
+    kv_bytes,
+    kv_dtype,
+)
+from ..caches.memories import in_files
+from ..caches.sparse import SparseKVCache
+from ..caches.sparse_prefill import SparsePrefillKVCache
+from ..entries.queries import Queries
+from ..policies.budgets import UNLIMITED, Quota
+from ..policies.sparse import CHUNK, LAST, LAST_WIDER
+from .compress import Choice
+from .report import Verified
+from .retaining import RetainingReader
+from .self_speculation import SelfSpeculation
+
+SHARED, PAGES = 128, 4  # entries of a page that all heads read, and how many such pages
+
+
+class SparseReader(RetainingReader):
+    """Reads on caches that choose for each chunk, or, with read="dense", on the caller's own; the answer chooses."""
+
+    def _prepare(self, quotas: list[Quota]) -> None:
+        super()._prepare(quotas)
+        if self.sparse.read == "dense":
+            return
+        n_prompt = self.plan.n_prompt
+        self._last_from = n_prompt - LAST
+        reach = self.sparse.reach(n_prompt).within(self._most)
+        last = None
+        if in_files(self.config.memory) or self._length is not None:
+            last = reach.wider(LAST_WIDER).within(self._most)
+        for layer in self.layers:
+            everything = layer.cache_in(self.prompt_cache)
+            view = FullView([everything.store], layer, self.compaction)
+            reads = SparsePrefillKVCache(everything, view, reach, last, self._last_from)
+            layer.put(self.caches, reads)
+        self.observes, self.hook = True, self._read
+
+    @property
+    def _capacity(self) -> int:
+        """Where entries go to another store with every chunk, those of one chunk."""
+        in_memory = self.sparse.read == "dense" or self.config.memory == "recall"
+        return super()._capacity if in_memory else self.n_held + CHUNK
+
+    @property
+    def read_caches(self) -> list:
+        return self.prompt_cache
+
+    @property
+    def _length(self) -> int | None:
+        """The trained length, where entries beyond it are chosen from."""
+        found = self.compaction
+        return None if found is None or self.plan.n_prompt <= found.length else found.length
+
+    @property
+    def _most(self) -> int:
+        """Entries that may be read at once: beyond the trained length, half of it, since they stand in line."""
+        return UNLIMITED if self._length is None else self._length // 2
+
+    def step_size(self, limit: int | None) -> int:
+        """Beyond the trained length a chunk is a quarter of it at most, so that what it reads is near enough."""
+        size = super().step_size(limit)
+        return size if self._length is None else min(size, max(1, self._length // 4))
+
+    @property
+    def decode_quotas(self) -> list[Quota]:
+        return [
+            Quota(min(q.entries, self._most), q.n_sink, q.n_window).shrunk()
+            for q in super().decode_quotas
+        ]
+
+    @property
+    def sparse(self) -> Any:
+        return self.policy
+
+    def _read(self, inputs: mx.array, cache: list) -> mx.array:
+        """The model's call for tokens `(1, L)` of the prompt; the last ones read more, in a call of their own."""
+        offset = self.layers[0].cache_in(cache).offset
+        n = self._last_from - offset
+        if 0 < n < inputs.shape[1]:
+            self._model(inputs[:, :n], cache=cache)
+            mx.eval([c.state for c in cache])
+            inputs = inputs[:, n:]
+        return self._model(inputs, cache=cache)
+
+    def choose(self) -> list[Choice]:
+        """Nothing: the answer's tokens choose."""
+        return []
+
+    def prompt_is_read(self) -> None:
+        super().prompt_is_read()
+        if self.sparse.read == "sparse" and not self.is_compressed:
+            self.report.read_per_chunk = self.layers[0].cache_in(self.caches).n_read
+
+    def leave_entries(self) -> None:
+        """Store all entries for requests to come; the report says where they are."""
+        self.offload()
+        self.prompt_is_read()
+        caches = [layer.cache_in(self.prompt_cache) for layer in self.layers]
+        report = self.report
+        report.entries_kept = [None] * len(self.prompt_cache)
+        for layer, cache in zip(self.layers, caches):
+            report.entries_kept[layer.index] = cache.n_entries
+            report.kv_bytes_before += cache.full_nbytes
+        report.kv_dtype = kv_dtype(caches[0])
+        report.kv_bytes_after = kv_bytes(self.prompt_cache)
+        report.file_bytes = file_bytes(self.prompt_cache)
+
+    def keep(self, choices: list[Choice]) -> None:
+        self.caches[:] = copies_but_entries(self.caches, self.layers)
+        self.offload()
+
+    def begin_answer(self) -> None:
+        """Let every token of the answer choose anew among all entries."""
+        super().begin_answer()
+        report = self.report
+        self.observes = True
+        shared = None if self._length is None else self._most_attended()
+        for layer, quota in zip(self.layers, self.decode_quotas):
+            cache = self._choosing(layer, quota, shared)
+            layer.put(self.caches, cache)
+            report.entries_kept[layer.index] = cache.n_entries - cache.n_means
+            report.means = max(report.means, cache.n_means)
+        report.read_per_token = max(filter(None, report.entries_kept))
+        self._count_staying()
+        if self.config.verify is not None:
+            report.verified = Verified()
+            caches = self._full_caches(), list(self.caches)
+            self.hook = SelfSpeculation(self._model, *caches, report.verified)
+
+    def _count_staying(self) -> None:
+        """What an answer reads includes the index by which it chooses."""
+        super()._count_staying()
+        kept = [layer.cache_in(self.prompt_cache) for layer in self.layers]
+        self.report.kv_bytes_staying -= sum(cache.index_nbytes for cache in kept)
+
+    def _choosing(
+        self, layer: AttentionLayer, quota: Quota, shared: mx.array | None
+    ) -> SparseKVCache:
+        """A cache whose tokens choose `quota` entries anew among all, beside those `shared` by all heads."""
+        view, cache = self.full_view(layer), layer.cache_in(self.prompt_cache)
+        # All layers or none: mlx-lm makes one mask for them.
+        weighs = self.sparse.rest is not None and all(map(SparseKVCache.can_weigh, self.layers))
+        weighs &= self._length is None
+        voters = self._voters(layer, view) if weighs and cache.n_queries else None
+        return SparseKVCache(view, quota, layer, shared, observed=voters)
+
+    def _most_attended(self) -> mx.array | None:
+        """Positions of the pages that get the largest share of any head's attention by the prompt's last queries.
+
+        Some heads point at what a question asks for (Wu et al., 2024, arXiv:2404.15574). The others need to read it
+        there, too, and beyond the trained length they don't find it by themselves. None if there are too few pages.
+        """
+        quota, page = self.decode_quotas[0], mx.arange(SHARED)
+        n_pages = min(PAGES, (quota.entries - quota.n_sink - quota.n_window) // 2 // SHARED)
+        first = -(-quota.n_sink // SHARED)
+        last = (self.plan.n_prompt - quota.n_window) // SHARED
+        if n_pages < 1 or (last - first) * SHARED <= quota.entries:
+            return None
+        most = mx.zeros(last - first)
+        for layer in self.layers:
+            view = self.full_view(layer)
+            entries = view.voted_by(self._voters(layer, view))
+            entries.budget = max(quota.entries, FEW)
+            votes = mx.unflatten(
+                entries.votes[..., first * SHARED : last * SHARED], -1, (-1, SHARED)
+            )
+            pages = votes.sum(axis=-1)
+            shares = pages / mx.maximum(pages.sum(axis=-1, keepdims=True), 1e-9)
+            most = mx.maximum(most, layer.heads.max(shares.max(axis=(0, 1))))
+            mx.eval(most)
+        best = mx.sort(mx.argpartition(-most, n_pages - 1)[:n_pages]) + first
+        return (best[:, None] * SHARED + page).flatten().astype(mx.uint32)
+
+    def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:
+        """The prompt's last queries, as they vote over all of a layer's entries."""
+        cache = layer.cache_in(self.prompt_cache)
+        return cache.voters(cache.queries, cache.query_positions, view.blocks().shape)
+
+    def _full_caches(self) -> list:
+        full = list(self.prompt_cache)
+        for layer in self.layers:
+            layer.put(full, layer.cache_in(full).growing_cache())
+        return full
+
+    def end(self) -> None:
+        if isinstance(self.hook, SelfSpeculation):
+            self.hook.close()

@@ -1,0 +1,137 @@
+"""Sparse attention: nothing is evicted, and chunks of the prompt and tokens of the answer read little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..entries.rest import FITTED
+from ..errors import SnapKVError
+from .budgets import amount, is_amount, smallest_budget
+from .method import Method, choice, count, entry_count, option
+
+CHUNK = 512  # tokens that are read at a time and choose together
+WINDOW = 256  # tokens before a chunk that it reads
+LAST = 512  # tokens of the prompt that read everything before them: the question is among these
+LAST_WIDER = 4  # times as many entries as others they choose where they can't read everything
+PAGE = 16  # neighbours that a chunk chooses together
+READ_TOP_K = 1024  # entries that a chunk chooses by default
+READ_SHARE = 32  # of a longer prompt at least one entry in so many
+
+
+class Reach(NamedTuple):
+    """What a chunk reads of the entries before it: the first, those that it chooses, the newest; whole pages."""
+
+    n_sink: int
+    n_chosen: int
+    n_window: int
+
+    @property
+    def most(self) -> int:
+        """Entries at most: a window may begin in the middle of a page."""
+        return self.n_sink + self.n_chosen + self.n_window + PAGE - 1
+
+    def within(self, most: int) -> Reach:
+        """The same, of at most so many entries, a quarter of them the newest."""
+        window = min(self.n_window, most // 4 // PAGE * PAGE)
+        chosen = max(0, most - self.n_sink - window - (PAGE - 1))
+        return Reach(self.n_sink, min(self.n_chosen, chosen // PAGE * PAGE), window)
+
+    def wider(self, times: int) -> Reach:
+        return self._replace(n_chosen=times * self.n_chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse(Method):
+    """All entries stay; a token reads a sink, a recent window and the entries that its own queries choose.
+
+    Attributes:
+        top_k: entries that a token of the answer chooses per KV head, by the logits of its own queries.
+        budget: all entries that it reads, instead of `top_k`: a number, or a share of the prompt ("6.25%").
+        n_sink: number of first entries, which every token reads.
+        n_window: number of the prompt's last entries, which every token reads, or a share of the budget. A token also
+            reads all of the answer before it.
+        rest: how a token sees the entries that it does not read. "means": as one mean entry for every 256 neighbours,
+            weighed by two factors a head that are found at the prompt's end (`entries/rest.py`); "none": not at all.
+        read: how the prompt is read. "sparse": a chunk reads the sink, the 256 tokens before it, itself, and pages of
+            16 neighbours that its own queries choose. "dense": everything before it, as mlx-lm does.
+        read_top_k: entries that a chunk chooses per KV head, or a share of the prompt. None is 1,024, or 1/32 of a
+            prompt of more than 32,768 tokens.
+
+    A prompt of no more tokens than the budget is left to mlx-lm.
+    """
+
+    name = "sparse"
+    evicts = False
+    on_full = "grow"  # all of the answer's entries stay
+    obs_window = FITTED  # of the prompt's last queries, for which the rest is weighed
+
+    top_k: int | None = count(None, least=1)
+    n_sink: int = count(4)
+    n_window: int | str = entry_count("25%", least=1)
+    budget: int | str = option(
+        None,
+        lambda value: is_amount(value, least=2),
+        'a whole number of entries of at least 2 or a share such as "6.25%"',
+    )
+    rest: str | None = option("means", (None, "means").__contains__, "means or none")
+    read: str = choice("sparse", "dense")
+    read_top_k: int | str | None = option(
+        None,
+        lambda value: value is None or is_amount(value, least=16),
+        'a whole number of entries of at least 16 or a share such as "12.5%"',
+    )
+
+    def __post_init__(self):
+        self._check_options()
+        if self.top_k is None:
+            budget = "6.25%" if self.budget is None else self.budget
+        elif self.budget is not None:
+            raise SnapKVError("sparse options top_k and budget say the same: give only one")
+        else:
+            budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
+            self._require("n_window", budget is not None, "less than all of the budget")
+        object.__setattr__(self, "budget", budget)
+        super().__post_init__()
+
+    @property
+    def _implied(self) -> str | None:  # type: ignore[override]
+        return "budget" if self.top_k is not None or self.budget == "6.25%" else None
+
+    @property
+    def reads_little(self) -> bool:
+        return self.read == "sparse"
+
+    @property
+    def prefill_chunk(self) -> int | None:  # type: ignore[override]
+        return CHUNK if self.read == "sparse" else None
+
+    def reach(self, n_prompt: int) -> Reach:
+        """What a chunk of a prompt of `n_prompt` tokens reads, unless that is everything."""
+        if self.read_top_k is None:
+            chosen = max(READ_TOP_K, n_prompt // READ_SHARE)
+        else:
+            chosen = amount(self.read_top_k, n_prompt)
+        return Reach(-(-self.n_sink // PAGE) * PAGE, chosen // PAGE * PAGE, WINDOW)
+
+
+def resolve_sparse(sparse: Sparse | dict[str, Any] | str | bool | None) -> Sparse | None:
+    """The sparse attention that the keyword of `generate_step` asks for, or None.
+
+    Args:
+        sparse: a `Sparse`, a dict of its options, `"top_k=2048"`, or True for the defaults.
+
+    Raises: SnapKVError: it can't be read.
+    """
+    if sparse is None or sparse is False:
+        return None
+    if isinstance(sparse, Sparse):
+        return sparse
+    if sparse is True:
+        return Sparse()
+    if isinstance(sparse, dict):
+        return Sparse.from_options(sparse)
+    if isinstance(sparse, str):
+        return Sparse.from_string(sparse)
+    kind = type(sparse).__name__
+    raise SnapKVError(f"sparse must be a Sparse object, a dict or a string, got {kind}")

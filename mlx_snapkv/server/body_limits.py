@@ -1,0 +1,45 @@
+"""A request's body as it comes in: unpacked, and no larger than the limit."""
+
+import zlib
+
+from starlette.types import Message, Receive
+
+from .api_error import ApiError
+
+PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits`
+
+
+def limited(receive: Receive, limit: int, encoding: str = "") -> Receive:
+    """The same without the encoding of its `Content-Encoding`, and without more than `limit` bytes.
+
+    Raises: ApiError: the encoding is not known; when called: the body is too large, or not so encoded.
+    """
+    names = [name for name in encoding.replace(",", " ").lower().split() if name != "identity"]
+    if len(names) > 1 or any(name not in PACKED for name in names):
+        known = ", ".join(PACKED)
+        raise ApiError(
+            415, f"the body has the encoding {encoding[:40]!r}: send it plain or as {known}"
+        )
+    unpack = zlib.decompressobj(PACKED[names[0]]) if names else None
+    n_received = 0
+
+    async def received() -> Message:
+        nonlocal n_received
+        message = await receive()
+        body = message.get("body", b"")
+        if unpack is not None and message["type"] == "http.request":
+            try:
+                body = unpack.decompress(body, limit - n_received + 1)
+                ended = unpack.eof or message.get("more_body") or len(body) > limit - n_received
+            except zlib.error:
+                ended = False
+            if not ended:
+                raise ApiError(400, f"the body is not {names[0]}, as its Content-Encoding says")
+            message = {**message, "body": body}
+        n_received += len(body)
+        if n_received > limit:
+            why = f"the request's body is larger than {limit} bytes"
+            raise ApiError(413, why, code="request_too_large")
+        return message
+
+    return received

@@ -1,0 +1,109 @@
+"""What reading a prompt sparsely costs, by how many entries a chunk chooses; writes docs/reading.json.
+
+    make real-models
+    python scripts/make_ruler.py MODEL real-models/ruler/NAME --length 4096
+    python scripts/measure_sparse.py --models MODEL; make docs
+
+A text is read by the full cache and by chunks that choose; then both read what follows in it from all of their
+entries, so that the difference is the reading's alone. A needle's answer is judged in the same way.
+"""
+
+import ast
+import itertools
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy_attention
+
+numpy_attention.install()
+
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+from results_page import ROOT, Result, shared_options  # noqa: E402
+
+from mlx_snapkv import Sparse, prefill  # noqa: E402
+from mlx_snapkv.cli.loading import load_model  # noqa: E402
+from mlx_snapkv.engine.prefill import read  # noqa: E402
+from mlx_snapkv.evals.divergence import divergence, log_softmax  # noqa: E402
+from mlx_snapkv.evals.reading import judged  # noqa: E402
+from mlx_snapkv.evals.tables import grouped  # noqa: E402
+from mlx_snapkv.evals.texts import Texts  # noqa: E402
+from mlx_snapkv.policies.sparse import CHUNK  # noqa: E402
+
+JUDGED = 64  # tokens that follow a text
+
+# Its kind, a prompt, and the tokens that follow and are judged.
+Case = tuple[str, list[int], list[int]]
+
+
+def texts(tokenizer, folder: Path, length: int, documents: int) -> Iterator[Case]:
+    for piece in Texts([str(folder)]).pieces(tokenizer, length, JUDGED, documents):
+        yield "text", piece.tokens, piece.following
+
+
+def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Case]:
+    lines = (ruler / str(length) / "niah_single_2.jsonl").read_text(encoding="utf-8").splitlines()
+    for row in map(json.loads, lines[:documents]):
+        message = {"role": "user", "content": row["context"] + row["question"]}
+        prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+        prompt += tokenizer.encode(row["answer_prefix"], add_special_tokens=False)
+        answer = row["answer"]
+        (value,) = ast.literal_eval(answer) if isinstance(answer, str) else answer
+        yield "needle", prompt, tokenizer.encode(f" {value}", add_special_tokens=False)
+
+
+def predictions(model, case: Case, sparse: Sparse | None) -> mx.array:
+    """Log-probabilities `(n, vocab_size)` of what follows a prompt."""
+    _, prompt, following = case
+    if sparse is None:
+        cache = make_prompt_cache(model)
+        read(model, mx.array(prompt[:-1]), cache, {"prefill_step_size": CHUNK})
+    else:
+        cache, _ = prefill(model, prompt[:-1], sparse=sparse)
+    return log_softmax(judged(model, cache, [prompt[-1], *following[:-1]]))
+
+
+def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
+    kind, _, following = case
+    full = predictions(model, case, None)
+    for top_k in top_ks:
+        found = predictions(model, case, Sparse(read_top_k=top_k))
+        right = mx.argmax(found, axis=-1) == mx.array(following)
+        yield {
+            "kind": kind,
+            "top_k": top_k,
+            "kl": float(divergence(full, found).mean()),
+            "right": float(right.astype(mx.float32).mean()),
+        }
+
+
+def main() -> None:
+    parser = shared_options(__doc__, "reading")
+    parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
+    parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
+    parser.add_argument("--ruler", type=Path, default=ROOT / "real-models" / "ruler")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8000])
+    parser.add_argument("--top-k", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--documents", type=int, default=4, help="texts and needles")
+    args = parser.parse_args()
+    result = Result(args.out, documents=args.documents)
+    for name in args.models:
+        model, tokenizer = load_model(name)
+        for length in args.lengths:
+            own = [top_k for top_k in args.top_k if top_k < length]
+            cases = texts(tokenizer, args.text, length, args.documents)
+            ruler = args.ruler / Path(name).name
+            if (ruler / str(length)).is_dir():
+                cases = itertools.chain(cases, needles(tokenizer, ruler, length, args.documents))
+            rows = [row for case in cases for row in compared(model, case, own)]
+            for (kind, top_k), some in grouped(rows, "kind", "top_k").items():
+                means = {k: statistics.mean(r[k] for r in some) for k in ("kl", "right")}
+                known = {"model": Path(name).name, "length": length, "kind": kind, "top_k": top_k}
+                result.add(known | {"n": len(some)} | means)
+
+
+if __name__ == "__main__":
+    main()

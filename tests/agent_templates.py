@@ -1,0 +1,41 @@
+"""Chat templates as strict as those of five families of models, for the embedded model."""
+
+FAMILIES = {
+    # ChatML with tools: a system message comes first, arguments are objects.
+    "chatml": """{%- if tools %}[tools {% for t in tools %}{{ t | tojson }}{% endfor %}]{% endif %}
+{%- for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% endif %}
+<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {
+{%- for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }};{% endfor %}}}</tool_call>{% endfor %}<|end|>
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+    # Llama 3: one call a message.
+    "llama3": """{%- for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}
+{{- raise_exception('This model only supports single tool-calls at once!') }}{% endif %}
+{%- set f = m.tool_calls[0].function %}<|assistant|>{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
+{%- else %}<|{{ m.role }}|>{{ m.content | trim }}{% endif %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}""",
+    # Mistral: names of nine characters, roles that alternate.
+    "mistral": """{%- set ns = namespace(user=true) %}{% for m in messages if m.role != 'system' %}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}{% if (m.role == 'user') != ns.user %}
+{{- raise_exception('After the optional system message, conversation roles must alternate user/assistant') }}
+{%- endif %}{% set ns.user = not ns.user %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.tool_calls %}[TOOL_CALLS]{% for c in m.tool_calls %}{% if c.id | length != 9 %}
+{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
+{{- c.function.name }}({{ c.id }}){% endfor %}{% elif m.role == 'tool' %}
+{%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{ raise_exception('length 9!') }}{% endif %}
+[RESULT {{ m.tool_call_id }}]{{ m.content }}{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}""",
+    # Gemma: no system, no tools.
+    "gemma": """{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
+<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+    # No tools, and nothing that is refused.
+    "plain": """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>""",
+    # A model that thinks, as much as it is told.
+    "thinking": """{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}[{{ reasoning_effort | default('usual') }}]<|assistant|>
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}{% endif %}""",
+    # A model that thinks, whose template always ends so.
+    "ending": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>",
+}

@@ -1,0 +1,294 @@
+"""Chunks of a prompt that choose the pages they read: by NumPy in float64, and through models of all kinds."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from model_configs import make_model
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import SnapKVError, generate_step, prefill
+from mlx_snapkv.caches.full_view import FullView
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.memories import make_caches
+from mlx_snapkv.caches.sparse_prefill import STRIDE, SparsePrefillKVCache
+from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import recording
+from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.policies import Sparse
+from mlx_snapkv.policies.sparse import CHUNK, LAST, PAGE, WINDOW, Reach
+
+N_CHOSEN = 4  # pages
+# The last chunk but one has three times as many pages to choose from.
+START = WINDOW + (1 + 3 * N_CHOSEN) * PAGE + 5
+N = START + CHUNK
+REACH = Reach(PAGE, N_CHOSEN * PAGE, WINDOW)
+ALL = Reach(PAGE, N, WINDOW)
+TOKENS = mx.array(np.random.default_rng(0).integers(1, 64, N + LAST))
+
+
+def sparse_caches(model, reach, memory="recall", last_from=1 << 30):
+    """Caches that choose, and the views of all entries that they read by."""
+    caches = make_caches(model, memory)
+    views = []
+    for layer in attention_layers(model, caches):
+        everything = layer.cache_in(caches)
+        everything.layer = layer
+        views.append(FullView([everything.store], layer))
+        chooses = SparsePrefillKVCache(everything, views[-1], reach, None, last_from)
+        layer.put(caches, chooses)
+    return caches, views
+
+
+def read_by(model, caches, *ends):
+    """The logits of chunks that end there."""
+    logits = []
+    with recording(attention_classes(model)):
+        for start, end in zip((0, *ends), ends):
+            logits.append(model(TOKENS[None, start:end], cache=caches))
+            mx.eval(logits, [cache.state for cache in caches])
+    return logits
+
+
+def entries_and_queries(model):
+    """All keys and post-RoPE queries of the first layer, which depend on no other token; its scale."""
+    caches = make_caches(model, "recall")
+    layer = attention_layers(model, caches)[0]
+    layer.cache_in(caches).observe(0, N, N)
+    read_by(model, caches, N)
+    full = layer.cache_in(caches)
+    return *map(np.array, (full.keys_and_values()[0], full.queries)), full.scale
+
+
+def chosen_pages(keys, queries, scale):
+    """Pages `(n_kv_heads, N_CHOSEN)` that a chunk from `START` on chooses: by the share of a sampled query's attention
+    that a page's mean key receives, the largest one of all heads that read it."""
+    keys, queries = np.float64(keys)[0], np.float64(queries)[0, :, START:N]
+    asking = range(CHUNK - 1, -1, -STRIDE)
+    n_pages, group = (START - WINDOW) // PAGE, len(queries) // len(keys)
+    found = []
+    for head, own in enumerate(keys):
+        means = [own[p * PAGE : (p + 1) * PAGE].mean(axis=0) for p in range(1, n_pages)]
+        readers = queries[head * group : (head + 1) * group]
+        logits = np.array([[scale * np.stack(means) @ one[t] for t in asking] for one in readers])
+        most = reference.softmax(logits).max(axis=(0, 1))
+        found.append({*(1 + np.argsort(-most)[:N_CHOSEN])})
+    return found
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+@pytest.mark.parametrize("make", [make_llama, lambda: make_model("gpt_oss")])
+def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(make, memory):
+    model = make()
+    caches, (view, *_) = sparse_caches(model, REACH, memory)
+    gathered, gather = [], view.gather
+    view.gather = lambda places: gathered.append(np.array(places)) or gather(places)
+    read_by(model, caches, START, N)
+    (places,) = gathered  # the first chunk has nothing to choose from
+    wanted = chosen_pages(*entries_and_queries(model))
+    assert len({tuple(sorted(pages)) for pages in wanted}) > 1
+    for found, pages in zip(places[0], wanted, strict=True):
+        in_pages = {p * PAGE + i for p in {0, *pages} for i in range(PAGE)}
+        window = range((START - WINDOW) // PAGE * PAGE, START)
+        assert found.tolist() == sorted({*in_pages, *window})
+
+
+def test_attention_is_that_of_numpy_over_what_was_chosen():
+    """The entries before a chunk come first, then its own tokens, each of which sees those up to itself."""
+    model = make_llama(num_hidden_layers=1)
+    caches, _ = sparse_caches(model, REACH)
+    read_by(model, caches, START)
+    seen, attend = [], mx.fast.scaled_dot_product_attention
+
+    def spy(queries, keys, values, **options):
+        seen.append((queries, keys, values, attend(queries, keys, values, **options)))
+        return seen[-1][-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "scaled_dot_product_attention", spy)
+        with recording(attention_classes(model)):
+            model(TOKENS[None, START:N], cache=caches)
+    queries, keys, values, out = (np.float64(x)[0] for x in seen[0])
+    all_keys, all_queries, scale = entries_and_queries(model)
+    n = keys.shape[1] - CHUNK
+    assert n <= REACH.most
+    assert np.allclose(queries, all_queries[0, :, START:], atol=1e-4)
+    for head, pages in enumerate(chosen_pages(all_keys, all_queries, scale)):
+        places = np.arange(N)
+        is_read = np.isin(places // PAGE, [0, *pages]) | (places >= (START - WINDOW) // PAGE * PAGE)
+        assert np.allclose(keys[head], all_keys[0, head, is_read], atol=1e-5)
+    visible = np.arange(n + CHUNK) <= n + np.arange(CHUNK)[:, None]
+    wanted = reference.attention(queries, keys, values, visible, scale)
+    assert np.allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3", "gemma2", "gemma3n"])
+def test_chunks_that_may_read_everything_are_mlx_lms_bit_for_bit(name):
+    model = make_model(name)
+    ends, plain = (CHUNK, START, N), make_prompt_cache(model)
+    found = read_by(model, sparse_caches(model, ALL)[0], *ends)
+    for a, b in zip(found, read_by(model, plain, *ends), strict=True):
+        assert mx.array_equal(a, b)
+
+
+def test_the_last_chunk_reads_everything_after_chunks_that_did_not():
+    """Of one layer, whose entries are the full cache's in any case."""
+    model = make_llama(num_hidden_layers=1)
+    ends, plain = (START, N, N + LAST), make_prompt_cache(model)
+    found = read_by(model, sparse_caches(model, REACH, last_from=N)[0], *ends)
+    wanted = read_by(model, plain, *ends)
+    same = [mx.array_equal(a, b) for a, b in zip(found, wanted, strict=True)]
+    assert same == [True, False, True]
+
+
+# Grouped queries, linear layers, latents (alone and beside linear layers), sinks, borrowed entries, capped logits,
+# entries handed on to borrowers, keys of other modules.
+FAMILIES = (
+    "llama qwen3_next deepseek_v3 kimi_linear gpt_oss gemma3n gemma2 gemma4_text minicpm3 gpt2"
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES.split())
+def test_the_more_a_chunk_reads_the_nearer_it_is_to_all(name):
+    """By the hidden states of its own tokens, in every position of it."""
+    model = make_model(name)
+    full = read_by(model, make_prompt_cache(model), START, N)[1]
+
+    def away(n_pages):
+        caches, _ = sparse_caches(model, Reach(PAGE, n_pages * PAGE, WINDOW))
+        return mx.abs(read_by(model, caches, START, N)[1] - full).mean(axis=(0, 2))
+
+    n_pages = (START - WINDOW) // PAGE - 1
+    nearly, little = away(n_pages - 1), away(1)
+    assert 0 < nearly.mean() < 0.4 * little.mean()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_linear_states_are_those_of_each_token_read_once(name):
+    """Exactly before the first layer that reads sparsely, and nearly behind it."""
+    model = make_model(name)
+    plain = make_prompt_cache(model)
+    full = {layer.index for layer in attention_layers(model, plain)}
+    sparse, _ = sparse_caches(model, REACH)
+    for caches in (plain, sparse):
+        read_by(model, caches, START, N)
+    away = {}
+    for i in {*range(len(plain))} - full:
+        (a, b) = (
+            [x for _, x in tree_flatten(c[i].state) if x is not None] for c in (plain, sparse)
+        )
+        away[i] = max(
+            (mx.linalg.norm(y - x) / mx.linalg.norm(x)).item() for x, y in zip(a, b, strict=True)
+        )
+    assert all((distance == 0) == (i < min(full)) for i, distance in away.items())
+    assert 0 < max(away.values()) < 0.2
+
+
+OPTIONS = f"budget=50%,read_top_k={N_CHOSEN * PAGE}"
+LONG = mx.array(np.random.default_rng(1).integers(1, 64, N + LAST + 3))
+
+
+def requested(model, tokens, cache=None, memory="recall", sparse=OPTIONS):
+    """A request that has read its prompt, before its first token."""
+    config = CompressionConfig(Sparse.from_string(sparse), memory)
+    cache = make_prompt_cache(model) if cache is None else cache
+    request = make_request(model, config, tokens.size, cache)
+    start, step = 0, request.step_size(2048)
+    with request.recording():
+        while start < tokens.size:
+            logits = request.model(tokens[None, start : start + step], cache=request.caches)
+            mx.eval(logits, [c.state for c in request.caches])
+            start += step
+    return request
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "gemma3n", "gemma4_text"])
+def test_the_last_queries_are_recorded_of_all_readers(name):
+    """For the index of the answer, and for what it sees of the rest: one for each query head, in order."""
+    model = make_model(name)
+    request = requested(model, LONG)
+    for layer in request.layers:
+        cache = layer.cache_in(request.prompt_cache)
+        assert cache.query_positions == range(LONG.size - Sparse.obs_window, LONG.size)
+        assert not cache.waits_for_readers
+    plain = make_caches(model, "recall")
+    for layer in request.layers:
+        layer.cache_in(plain).layer = layer
+        layer.cache_in(plain).observe(request.plan.first, request.plan.last, LONG.size)
+    with recording(attention_classes(model)):
+        model(LONG[None], cache=plain)
+    first = request.layers[0]  # before which nothing was chosen
+    found, wanted = (first.cache_in(x).queries for x in (request.prompt_cache, plain))
+    assert found.shape == wanted.shape
+    own = first.attention.num_heads if hasattr(first.attention, "num_heads") else None
+    assert mx.allclose(found[:, :own], wanted[:, :own], atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+@pytest.mark.parametrize(
+    "memory", ["recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit"]
+)
+def test_every_memory_reads_the_same_prompt(make, memory):
+    """Quantised entries are chosen among as they are read; those in files are exactly those in memory."""
+    model = make(head_dim=32)
+    options = {"sparse": OPTIONS, "max_tokens": 1}
+    ((_, wanted),) = generate_step(LONG, model, **options)
+    ((_, found),) = generate_step(LONG, model, memory=memory, **options)
+    if memory == "recall:file":
+        assert mx.array_equal(found, wanted)
+    else:
+        assert (mx.abs(found - wanted).max() < (0.1 if "4bit" in memory else 0.02)).item()
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3"])
+def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, memory):
+    """They read sparsely in what earlier requests have read, as one request would that had read both."""
+    model, reports = make_model(name), []
+    options = {"memory": memory, "max_tokens": 1, "on_report": reports.append}
+    follow_up = TOKENS[: CHUNK + LAST]
+
+    def away(sparse):
+        cache = make_prompt_cache(model)
+        ((token, _),) = generate_step(LONG, model, prompt_cache=cache, sparse=sparse, **options)
+        assert {c.offset for c in cache if hasattr(c, "offset")} == {LONG.size + 1}
+        ((_, found),) = generate_step(
+            follow_up, model, prompt_cache=cache, sparse=sparse, **options
+        )
+        whole = mx.concatenate([LONG, mx.array([token]), follow_up])
+        full = model(whole[None])[0, -1]
+        return mx.abs(found - (full - mx.logsumexp(full))).max()
+
+    n_pages = (LONG.size + 1 - WINDOW) // PAGE - 1
+    nearly, little = (away(f"budget=50%,read_top_k={n * PAGE}") for n in (n_pages - 1, 1))
+    assert 0 < nearly < 0.7 * little
+    assert [r.prompt_tokens for r in reports[:2]] == [LONG.size, LONG.size + 1 + follow_up.size]
+    most = Reach(PAGE, (n_pages - 1) * PAGE, WINDOW).most
+    # Of the first request no chunk had more to choose from.
+    assert reports[0].read_per_chunk is None and most - PAGE < reports[1].read_per_chunk <= most
+    assert all(REACH.most > r.read_per_chunk > WINDOW for r in reports[2:])
+
+
+def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
+    model = make_llama()
+    cache, report = prefill(model, LONG, sparse=OPTIONS)
+    request = requested(model, LONG)
+    assert all(type(c) is KVCache and c.offset == LONG.size for c in cache)
+    for mine, theirs in zip(cache, request.prompt_cache):
+        for a, b in zip(mine.keys_and_values(), theirs.keys_and_values()):
+            assert mx.allclose(a, b, atol=1e-5)
+    assert (
+        REACH.most - PAGE < report.read_per_chunk <= REACH.most
+        and report.entries_kept == [LONG.size] * 2
+    )
+
+
+def test_what_can_not_be_read_sparsely_is_one_sentence():
+    model = make_model("iquestloopcoder")
+    sentence = r"^sparse attention is not possible on model type 'iquestloopcoder'.*: give a policy"
+    for options in ({}, {"memory": "recall:file"}):
+        with pytest.raises(SnapKVError, match=sentence):
+            generate_step(TOKENS, model, sparse=True, **options)

@@ -1,0 +1,169 @@
+"""Sparse attention as a request: what its answer's tokens read, when they begin to, and what is left to mlx-lm."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from model_configs import make_model
+from request_helpers import assert_same, fail_in, plain, steps
+from tiny_models import make_llama
+
+from mlx_snapkv import SnapKVError, generate_step, stream_generate
+from mlx_snapkv.caches import full_view
+from mlx_snapkv.caches.full_view import FullView
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.sparse import SparseKVCache
+from mlx_snapkv.models import attention_classes, patch
+from mlx_snapkv.models.patch import recording
+from mlx_snapkv.policies import Sparse
+from mlx_snapkv.policies.budgets import Quota
+from mlx_snapkv.policies.sparse import PAGE
+
+SNAPKV = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,lookahead=32"
+
+
+def random_tokens(n, seed=0):
+    return mx.random.randint(0, 64, (n,), key=mx.random.key(seed))
+
+
+# Grouped queries, latents, sinks, a hybrid, capped logits, entries that other layers borrow, keys of other modules.
+FAMILIES = "llama deepseek_v3 gpt_oss qwen3_next gemma2 gemma3n minicpm3 gpt2".split()
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_room_for_all_but_one_it_is_the_full_answer(name, index, monkeypatch):
+    monkeypatch.setattr(full_view, "FEW", 0 if index else 8192)
+    model = make_model(name)
+    prompt = random_tokens(100)
+    full = plain(model, prompt, 8)
+
+    def away(budget: int) -> float:
+        sparse = f"budget={budget},n_sink=1,n_window=8,read=dense"
+        said = itertools.chain([token for token, _ in full], itertools.repeat(0))
+        sampler = {"sampler": lambda _: mx.array([next(said)])}
+        found = steps(model, prompt, 8, sparse=sparse, **sampler)
+        return np.median([float(mx.abs(a - b).max()) for (_, a), (_, b) in zip(found, full)][1:])
+
+    assert 0 < away(99) < 0.5 * away(20)  # which sees the rest by its means
+
+
+def test_the_entries_read_are_those_of_the_tokens_own_votes():
+    """By NumPy: softmax of the token's queries over all entries, the mean of a group; beside sink and window."""
+    model = make_llama(head_dim=32, num_hidden_layers=1)
+    tokens = mx.random.randint(0, 64, (1, 120), key=mx.random.key(0))
+    caches = make_prompt_cache(model)
+    (layer,) = attention_layers(model, caches)
+    layer.put(caches, RecordingKVCache(0, 120, 120, layer))
+    with recording(attention_classes(model)):
+        model(tokens[:, :119], cache=caches)
+        full = layer.cache_in(caches)
+        keys = np.array(full.keys_and_values()[0])
+        everything = FullView(full.views(), layer)
+        cache = SparseKVCache(everything, Quota(30, 2, 8), layer)
+        seen = []
+        gather = everything.gather
+        everything.gather = lambda places: seen.append(np.array(places)) or gather(places)
+        caches[0] = cache
+        model(tokens[:, 119:], cache=caches)
+        mx.eval(cache.state)
+        model_cache = make_prompt_cache(model)
+        layer.put(model_cache, asked := RecordingKVCache(119, 120, 120, layer))
+        model(tokens, cache=model_cache)
+    scale = layer.family.scale_of(layer.attention, 32)
+    votes = reference.votes(asked.queries, keys, [119], scale)[0]
+    for head, of_head in enumerate(votes):
+        assert set(seen[0][0, head]) == {*(2 + np.argsort(-of_head[2:111])[:20])}
+    assert cache.n_entries == 30 + 1 and cache.offset == 120
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"verify": "all"}, {"memory": "recall:file"}, {"policy": SNAPKV, "memory": "recall"}]
+)  # fmt: skip
+def test_tokens_that_choose_by_themselves_begin_at_once(options):
+    """The first was computed together with the prompt's end; the second chooses already. A policy looks ahead."""
+    model, reports = make_llama(), []
+    prompt = random_tokens(100)
+    sparse = None if "policy" in options else "budget=40,n_sink=4,n_window=16"
+    options = {"sparse": sparse, "on_report": reports.append, **options}
+    answer = generate_step(prompt, model, max_tokens=40, **options)
+    n_before = next(n for n, _ in enumerate(answer, start=1) if reports)
+    chooses = reports[0].read_per_token is not None
+    assert (n_before, chooses) == ((1, True) if sparse else (32, False))
+    assert len(list(answer)) == 40 - n_before
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "recall:file"}, {"verify": "all"}])
+def test_a_prompt_that_fits_the_budget_is_mlx_lms_bit_for_bit_and_touches_no_class(
+    tiny_model, tokens, options, monkeypatch
+):
+    if "verify" in options and type(tiny_model) is not type(make_llama()):
+        options = {}  # a hybrid can't roll tokens back
+    monkeypatch.delattr(patch, "_wrapped")
+    for sparse in ("budget=200", Sparse(top_k=196, n_window=50), {"budget": "100%"}):
+        reports = []
+        found = steps(tiny_model, tokens, sparse=sparse, on_report=reports.append, **options)
+        assert_same(found, plain(tiny_model, tokens))
+        assert "200 entries fit the budget" in reports[0].reason
+    with pytest.raises(NameError, match="_wrapped"):
+        steps(tiny_model, tokens, sparse="budget=199", **options)
+
+
+WRONG = [
+    ({"sparse": "top_k=9", "policy": "snapkv"}, "^[^\n]*sparse[^\n]*: give only one of them$"),
+    ({"sparse": True, "snapkv": {"top_k": 9}}, "^[^\n]*sparse[^\n]*: give only one of them$"),
+    ({"sparse": True, "policy": "auto"}, "^[^\n]*sparse[^\n]*: give only one of them$"),
+    ({"sparse": "budget=10%,top_k=9"}, "^sparse options top_k and budget say the same: give only one$"),
+    ({"sparse": "top=9"}, "^unknown sparse option 'top'.*; known: top_k, "),
+    ({"sparse": "rest=mean"}, "^sparse option rest must be means or none, got 'mean'$"),
+    ({"sparse": "read=little"}, "^sparse option read must be sparse or dense, got 'little'$"),
+    ({"sparse": "read_top_k=3"}, "^sparse option read_top_k must be a whole number of entries of at least 16 or"),
+    ({"sparse": 5}, "^sparse must be a Sparse object, a dict or a string, got int$"),
+    ({"sparse": True, "kv_bits": 8}, "^kv_bits quantises the entries that a policy keeps, .*: give memory=recall:8bit"),
+    ({"sparse": True, "max_kv_size": 64}, "^max_kv_size can't be combined"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, sentence", WRONG)
+def test_what_can_not_be_done_is_one_sentence(tokens, options, sentence):
+    with pytest.raises(SnapKVError, match=sentence):
+        steps(make_llama(), tokens, **options)
+
+
+def test_a_draft_model_is_refused(tokens):
+    model, what = make_llama(), {"sparse": True, "draft_model": make_llama()}
+    with pytest.raises(SnapKVError, match=r"^draft_model can't be combined with sparse: drop one"):
+        stream_generate(model, None, tokens, **what)
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+@pytest.mark.parametrize("at", ["first", "sparse", "dense", "token", "later"])
+def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(
+    tiny_model, memory, at, monkeypatch
+):
+    """In the first chunk, one that chooses, the last one, the first token; after it they hold the prompt."""
+    sparse, earlier, prompt = f"budget=50%,read_top_k={PAGE}", random_tokens(50), random_tokens(600)
+    call = {"first": 1, "sparse": 3, "dense": 4, "token": 6, "later": 7}[at]
+    for n_held in (0, 50):
+        cache = make_prompt_cache(tiny_model)
+        if n_held:
+            steps(tiny_model, earlier, 1, sparse=sparse, memory=memory, prompt_cache=cache)
+        states = [[np.array(x) for _, x in tree_flatten(c.state) if x is not None] for c in cache]
+        before, held = list(cache), [getattr(c, "offset", None) for c in cache]
+        with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="model failed"):
+            fail_in(call, tiny_model, failing)
+            steps(tiny_model, prompt, 9, sparse=sparse, memory=memory, prompt_cache=cache)
+        if at == "later":
+            n = 601 + (n_held and n_held + 1)
+            assert {c.offset for c in cache if hasattr(c, "offset")} == {n}
+            continue
+        assert all(a is b for a, b in zip(cache, before, strict=True))
+        assert [getattr(c, "offset", None) for c in cache] == held
+        for c, wanted in zip(cache, states):
+            found = [x for _, x in tree_flatten(c.state) if x is not None]
+            assert all(map(np.array_equal, map(np.array, found), wanted))
