@@ -18,7 +18,7 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
-from ..errors import SnapKVError, UnknownOptionError, suggestion
+from ..errors import SnapKVError, UnknownOptionError, require_current, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
 from ..policies import Policy, Sparse, Stages
@@ -29,6 +29,7 @@ from .states import NOTED, Before, load
 
 def _require_known(generation: dict[str, Any]) -> None:
     """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
+    require_current(generation)
     own = {"prompt_cache", "input_embeddings"}  # which the conversation gives
     known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs} - own
     for name in generation.keys() - known:

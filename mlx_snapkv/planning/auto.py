@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import SnapKVError
+from ..errors import SnapKVError, require_current
 from ..policies import (
     AUTO,
     Policy,
@@ -217,6 +217,7 @@ def resolve(
         raise SnapKVError(
             "policy auto chooses how entries are used, and so does sparse: give only one of them"
         )
+    require_current(options)
     retention = {name: options[name] for name in RETENTION if name in options}
     others = {name: value for name, value in options.items() if name not in RETENTION}
     require_for_auto(retention)

@@ -11,7 +11,7 @@ from ..caches.compaction import Compaction
 from ..caches.layers import attention_layers, head_sizes, members
 from ..caches.memories import in_files, require_memory
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError, UnsupportedModelError
+from ..errors import SnapKVError, UnsupportedModelError, require_current
 from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
 from ..policies import Method, Stages
@@ -76,6 +76,7 @@ class CompressionConfig:
         cls, options: dict[str, Any], policy: Method | Stages | None = None, **more: Any
     ) -> tuple[CompressionConfig, dict[str, Any]]:
         """What the keywords of `generate_step` and its kin ask for, and the other options."""
+        require_current(options)
         own = {name: value for name, value in options.items() if name in RETENTION}
         others = {name: value for name, value in options.items() if name not in RETENTION}
         return cls(policy, **own, **more), others

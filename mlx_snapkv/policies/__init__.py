@@ -154,7 +154,7 @@ def _from_name(name: str, options: str = "") -> Policy:
     name = name.strip()
     if name == Sparse.name:
         raise SnapKVError(
-            "sparse is not a policy, since it evicts nothing: give sparse=..., such as sparse=top_k=2048"
+            "sparse is not a policy, since it evicts nothing: give sparse=top_k=2048, for example"
         )
     if name not in POLICIES:
         raise UnknownOptionError(
