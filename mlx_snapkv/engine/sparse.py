@@ -36,7 +36,7 @@ class SparseReader(RetainingReader):
             everything = layer.cache_in(self.prompt_cache)
             view = FullView([everything.store], layer, self.compaction)
             layer.put(self.caches, SparsePrefillKVCache(everything, view, reach, self._dense_from))
-        if n_prompt > reach.most:
+        if n_prompt > reach.most and self.n_held < self._dense_from:
             self.report.read_per_chunk = reach.most
         self.observes, self.hook = True, self._read
 

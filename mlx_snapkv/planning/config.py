@@ -112,13 +112,7 @@ class CompressionConfig:
 
     def require(self, model) -> None:
         """Raises: SnapKVError: there is nothing to verify, or this can't be done on this model."""
-        if self.verify is not None and not self.is_sparse:
-            full = "without a policy the full cache gives that answer anyway"
-            why = full if self.policy is None else f"{self.policy} evicts the entries that it needs"
-            raise SnapKVError(
-                f"verify={self.verify} gives the full cache's own answer by sparse attention, but {why}: give sparse "
-                "instead, or drop verify"
-            )
+        self.require_drafts()
         if self.is_sparse and any(
             x.family.method != "__call__" for x in attentions(model) if x.family
         ):
@@ -128,6 +122,17 @@ class CompressionConfig:
             )
         if self.far == "pull" and (reason := self._keeps_positions_because(model)) is not None:
             raise SnapKVError(f"far=pull {reason}")
+
+    def require_drafts(self) -> None:
+        """Raises: SnapKVError: answers are to be verified, but nothing drafts their tokens."""
+        if self.verify is None or self.is_sparse:
+            return
+        full = "without a policy the full cache gives that answer anyway"
+        why = full if self.policy is None else f"{self.policy} evicts the entries that it needs"
+        raise SnapKVError(
+            f"verify={self.verify} gives the full cache's own answer by sparse attention, but {why}: give sparse "
+            "instead, or drop verify"
+        )
 
     def require_rollback(self, prompt_cache: list, n_full: int) -> None:
         """Raises: SnapKVError: answers can't be verified where only `n_full` of a model's caches hold entries."""
