@@ -196,6 +196,8 @@ def test_a_question_beyond_the_trained_length(demo_llama, options, setting):
     assert taken.setting == setting and config.memory == setting.memory
     assert config.policy == method_named(setting.method)
     config.require(demo_llama[0])
+    where = "stay in files in 8 bits" if "file" in setting.memory else "fit in memory"
+    assert not setting.is_sparse or f"all entries {where}" in taken.why
     asked = {name: options.get(name) for name in ("verify", "far")}
     assert config.retention == {"memory": setting.memory, **asked}
 
