@@ -21,7 +21,7 @@ from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, require_current, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
-from ..policies import Policy, Sparse, Stages
+from ..policies import Policy, Sparse, Stages, resolve_method
 from ..several.shard import shard_of
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
@@ -217,6 +217,7 @@ class Conversation:
         tokenizer,
         *,
         policy: Policy | Stages | str | None = None,
+        sparse: Sparse | dict[str, Any] | str | bool | None = None,
         memory: str = "drop",
         **generation: Any,
     ) -> "Conversation":
@@ -225,13 +226,14 @@ class Conversation:
         The system prompt is the file's. mlx-lm's files have it in the cache only, so that a `reset` loses it.
 
         Args:
-            policy, memory: for a file without a policy, whose entries the next message then chooses among; a
-                conversation that was saved with a policy keeps its own.
+            policy, sparse, memory: for a file without either, whose entries the next message, or every token of an
+                answer, then chooses among; a conversation that was saved with one keeps its own.
             **generation: options of the answers, which are not saved.
 
         Raises: SnapKVError: the file is damaged, another model's, or can't be used with that policy.
         """
-        options, state = load(path, model, policy, memory)
+        method = policy if sparse is None else resolve_method(policy=policy, sparse=sparse)
+        options, state = load(path, model, method, memory)
         conversation = cls(model, tokenizer, **options, **generation)
         vars(conversation).update(state)
         return conversation

@@ -153,7 +153,7 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         (HALF, ["--kv-bits", "4"], "is already compressed, and its entries stay so"),
         (HALF, ["--sparse", ""], "is already compressed, and the evicted entries are gone: drop --sparse"),
         (SPARSE, HALF, f"has its own setting, sparse:{SPARSE[1]}: drop yours"),
-        ([*SPARSE, "--memory", "recall:file"], ["--memory", "recall:4bit"], "give --memory recall:file or recall"),
+        ([*SPARSE, "--memory", "recall:file"], ["--memory", "recall:file:4bit"], "give --memory recall:file or recall"),
     ],
 )  # fmt: skip
 def test_what_a_saved_prompt_can_not_be_asked_with(cache, refused, saved, options, message):
