@@ -61,7 +61,7 @@ def test_answers_are_verified(demo_llama):
 def test_a_policy_drafts_nothing(demo_llama):
     for options in ({"policy": "snapkv", "memory": "recall"}, {"policy": None}):
         conversation = Conversation(*demo_llama, **options)
-        with pytest.raises(SnapKVError, match="by sparse attention, but .*: give sparse instead"):
+        with pytest.raises(SnapKVError, match=r"by sparse attention, but .*: give sparse instead"):
             conversation.verify_answers("all")
         assert conversation.verify is None
 

@@ -20,6 +20,7 @@ LEFT_OUT = {
     "--image",  # prompts are text
     "--use-default-chat-template",  # mlx-lm declares it and reads it nowhere
 }
+FEW = "top_k=20,n_sink=4,n_window=24"
 # What is about one prompt and its answer, and no conversation.
 ONE_PROMPT = {
     "--prompt", "-p", "--prompt-file", "--prompt-cache-file", "--prefill-response",
@@ -97,8 +98,10 @@ def test_the_share_of_drafted_tokens_is_told(call):
 @pytest.mark.parametrize(
     "options, closing",
     [
-        ("--snapkv top_k=20,n_sink=4,n_window=24,obs_window=16,lookahead=0 --memory recall:file:8bit", r" entries kept, [^|]*: a token reads [^|]*, all \d+ entries stay [^|]*s "),
-        ("--sparse top_k=20,n_sink=4,n_window=24 --verify all", r", \d+% of the tokens were drafted, [\d.]+ times as fast as the full cache "),
+        (f"--snapkv {FEW},obs_window=16,lookahead=0 --memory recall:file:8bit",
+         r" entries kept, [^|]*: a token reads [^|]*, all \d+ entries stay [^|]*s "),
+        (f"--sparse {FEW} --verify all",
+         r", \d+% of the tokens were drafted, [\d.]+ times as fast as the full cache "),
     ],
 )  # fmt: skip
 def test_an_answer_that_recalls(call, story, options, closing):

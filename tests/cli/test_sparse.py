@@ -23,7 +23,7 @@ def cost(err):
 def test_what_is_read_is_said_first_and_what_was_at_the_end(call, story, tmp_path, memory):
     in_files = ["--store-dir", str(tmp_path)] if "file" in memory else []
     code, out, err = asked(call, story, *SPARSE, "--memory", memory, *in_files)
-    (first, *more), last = err.splitlines(), err.splitlines()[-1]
+    first, *_, last = err.splitlines()
     assert (code, out) == (0, story[1][0].value + "\n")
     assert re.match(r"a chunk will read at most [\d,]+ of 1,\d+ entries, and a token of ", first)
     of_files = " of files" if in_files else ""
@@ -38,7 +38,7 @@ def test_what_is_read_is_said_first_and_what_was_at_the_end(call, story, tmp_pat
 
 
 def test_no_options_are_the_defaults(call, story):
-    code, out, err = asked(call, story, "--sparse", "", "--json")
+    code, out, _ = asked(call, story, "--sparse", "", "--json")
     report = json.loads(out)["compression"]
     assert code == 0 and report["policy"] == "sparse"
     assert 0 < report["read_per_token"] < report["prompt_tokens"] / 10
@@ -91,7 +91,7 @@ def test_a_chat_goes_on_from_it_and_says_what_long_turns_write(call, save, story
 def test_a_short_text_is_saved_in_full_and_goes_on(ask_saved, save, story, path):
     said = save(story[0], path, "--sparse", "budget=4000", "--memory", "recall:file")
     assert "full cache: the prompt's" in said and "fit the budget of 4000" in said
-    code, out, err = ask_saved(path, story[1][0].question)
+    _, out, err = ask_saved(path, story[1][0].question)
     assert out == story[1][0].value + "\n" and "full cache: " in err
 
 
@@ -135,7 +135,7 @@ def test_compare_shows_it_beside_policies_by_default(call, story):
     ]
     assert names[0] == "full cache" and names[-1] == "sparse"
     assert [name.partition(":")[0] for name in names[1:-1]] == ["snapkv", "keydiff"]
-    code, out, _ = call("compare", "--model", "demo", *asked, "--verify", "all")
+    _, out, _ = call("compare", "--model", "demo", *asked, "--verify", "all")
     assert [m["name"] for m in json.loads(out)["methods"]] == ["full cache", "sparse, verify all"]
 
 

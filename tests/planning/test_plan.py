@@ -191,8 +191,8 @@ def test_machines():
         (300, {"policy": SnapKV(budget=512)}, "nothing will be evicted: the prompt's 300 entries fit the budget"),
         (300, {"policy": SnapKV(budget=512)}, "for example --policy snapkv:top_k=32"),
         (4096, {"policy": SnapKV(budget=512), "memory": "recall"}, "will read 512 of 4,096 entries, all of which stay"),
-        (4096, {"policy": Sparse(budget=512)}, "a chunk will read at most 1,311 of 4,096 entries, and a token of the answer 512"),
-        (4096, {"policy": Sparse(budget=512, read="dense")}, "a token of the answer 512 of 4,096; all 12.6 MB of them stay"),
+        (4096, {"policy": Sparse(budget=512)}, "at most 1,311 of 4,096 entries, and a token of the answer 512"),
+        (4096, {"policy": Sparse(budget=512, read="dense")}, "answer 512 of 4,096; all 12.6 MB of them stay"),
     ],
 )  # fmt: skip
 def test_what_will_be_kept_is_told_before_it_is_read(demo_llama, n, options, said):
