@@ -15,7 +15,7 @@ from ..caches.layers import (
 from ..caches.sparse import SparseKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
 from ..policies.budgets import Quota
-from ..policies.sparse import LAST
+from ..policies.sparse import CHUNK, LAST
 from .compress import Choice
 from .report import Verified
 from .retaining import RetainingReader
@@ -34,6 +34,8 @@ class SparseReader(RetainingReader):
         reach = self.sparse.reach(n_prompt)
         for layer in self.layers:
             everything = layer.cache_in(self.prompt_cache)
+            if everything.growing is not everything.store.cache:  # from where entries soon go to a store
+                everything.growing.step = min(everything.growing.step, reach.most + CHUNK)
             view = FullView([everything.store], layer, self.compaction)
             layer.put(self.caches, SparsePrefillKVCache(everything, view, reach, self._dense_from))
         if n_prompt > reach.most and self.n_held < self._dense_from:
