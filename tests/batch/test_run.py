@@ -133,7 +133,7 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
 
 
 @pytest.mark.parametrize("policy", [Sparse(budget=256)])
-@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file"])
+@pytest.mark.parametrize("memory", ["recall", "recall:4bit"])
 def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, memory):
     """Up to what a step of this model takes beside, about 2 MB."""
     options = options_of(policy, memory=memory) | {"prefill_step_size": 64}
