@@ -91,7 +91,7 @@ def test_a_prompt_that_fits_the_budget_is_the_full_caches(demo_llama, ask):
 def test_a_verified_answer_is_the_full_caches_and_its_kl_that_of_the_draft(demo_llama, ask):
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 300, 0)
-    policy = Sparse(budget=8, n_sink=1, rest=None, read="dense")
+    policy = Sparse(budget=2, n_sink=0, n_window=1, rest=None, read="dense")
     methods = [Method(), Method(policy, RECALLED), Method(policy, RECALLED | {"verify": "all"})]
     full, drafted, verified = compare(model, tokenizer, prompt, methods, 6)
     assert verified.tokens == full.tokens and verified.differs is None
