@@ -110,7 +110,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return join(self._view.lined_up(places, start, start).plain(), self._own)
 
     def _likeliest(self, captured: Captured, start: int, stop: int, n: int) -> mx.array:
-        """The pages before `stop` with the largest share of any query's attention, unordered uint32 `(B, n_kv_heads, n)`.
+        """The pages with the largest share of any query's attention, unordered uint32 `(B, n_kv_heads, n)`.
 
         It is the attention to the pages' mean keys, by sampled queries of all heads of a GQA group.
         """

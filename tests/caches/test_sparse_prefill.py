@@ -245,7 +245,7 @@ def test_every_memory_reads_the_same_prompt(make, memory, monkeypatch):
     if memory == "recall:file":
         assert mx.array_equal(found, wanted)
     else:
-        assert (mx.abs(found - wanted).max() < (0.1 if "4bit" in memory else 0.02)).item()
+        assert (mx.abs(found - wanted).max() < (0.3 if "4bit" in memory else 0.02)).item()
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:file"])
