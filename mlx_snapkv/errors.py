@@ -14,6 +14,19 @@ class UnknownOptionError(SnapKVError):
     """A misspelt or unsupported option; the message lists the known ones."""
 
 
+# Options of earlier releases, and what is there instead.
+GONE = {
+    "refresh": "is gone: sparse=budget=6.25% lets every token choose what it reads, and a policy with memory=recall "
+    "chooses once a turn"
+}
+
+
+def require_current(names: Iterable[str]) -> None:
+    """Raises: UnknownOptionError: an option has been replaced."""
+    for name in GONE.keys() & set(names):
+        raise UnknownOptionError(f"{name} {GONE[name]}")
+
+
 class UnsupportedModelError(SnapKVError):
     """A model whose attention can't be captured, or whose entries can't be dropped safely."""
 

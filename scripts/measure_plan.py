@@ -18,6 +18,7 @@ from results_page import Result, shared_options
 from mlx_snapkv import generate_step, plan_memory
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
+from mlx_snapkv.policies import method_named
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from model_configs import CONFIGS, REFUSED_CONFIGS, make_model
@@ -100,13 +101,14 @@ def measure(model, case: Case) -> dict[str, Any]:
     n, policy, step, bits = case
     options = {"max_tokens": MAX_TOKENS, "prefill_step_size": step}
     options |= {} if bits is None else {"kv_bits": bits}
-    plan = plan_memory(model, n, policy, **options)
+    method: Any = policy and method_named(policy)
+    plan = plan_memory(model, n, method, **options)
     mx.eval(model.parameters())
     gc.collect()
     mx.clear_cache()
     others = mx.get_active_memory() - plan.weights
     mx.reset_peak_memory()
-    for _ in generate_step(mx.random.randint(1, 60, (n,)), model, policy=plan.policy, **options):
+    for _ in generate_step(mx.random.randint(1, 60, (n,)), model, policy=method, **options):
         pass
     used = mx.get_peak_memory() - others
     row = {"tokens": n, "policy": policy, "bits": bits, "step": step, "weights": plan.weights}

@@ -22,7 +22,6 @@ from mlx_snapkv.server.metrics import Metrics
 from mlx_snapkv.server.prefix_cache import PrefixCache
 from mlx_snapkv.server.requests import Loaded
 
-BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
 POLICY = "snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=256,obs_window=32,lookahead=4"
 
 

@@ -20,7 +20,7 @@ class Choosing(OnQueries, ABC):
     together choose together.
     """
 
-    observes = True
+    observes = chooses = True
     layer: Any
     _n_new = 0
     _zeros: Any = None  # what the attention module was given

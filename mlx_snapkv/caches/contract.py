@@ -34,6 +34,7 @@ class LayerCache(ABC):
     quantization: Quantization | None = None  # how the entries are stored; None is plain
     is_compressed: bool = False  # entries were chosen from, or are going to be
     observes: bool = False  # it records queries to come: the attention class must be patched
+    chooses: bool = False  # tokens that come together choose together what they read
     block: int = 1  # tokens that fit in after an eviction
     room: float = math.inf  # tokens that fit in before the next eviction
     nbytes: int

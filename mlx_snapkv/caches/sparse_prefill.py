@@ -110,8 +110,10 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return join(self._view.lined_up(places, start, start).plain(), self._own)
 
     def _likeliest(self, captured: Captured, start: int, stop: int, n: int) -> mx.array:
-        """The pages before `stop` that get the largest share of any query's attention, unordered uint32 `(B, n_kv_heads,
-        n)`: of that to their mean keys alone, the largest of the sampled queries and of a GQA group's heads."""
+        """The pages with the largest share of any query's attention, unordered uint32 `(B, n_kv_heads, n)`.
+
+        It is the attention to the pages' mean keys, by sampled queries of all heads of a GQA group.
+        """
         means = self._grown_means(stop)[:, :, self._first :]
         B, H, _, D = means.shape
         first = self._first * PAGE + PAGE // 2

@@ -18,10 +18,10 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
-from ..errors import SnapKVError, UnknownOptionError, suggestion
+from ..errors import SnapKVError, UnknownOptionError, require_current, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
-from ..policies import Policy, Sparse, Stages
+from ..policies import Policy, Sparse, Stages, resolve_method
 from ..several.shard import shard_of
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
@@ -29,6 +29,7 @@ from .states import NOTED, Before, load
 
 def _require_known(generation: dict[str, Any]) -> None:
     """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
+    require_current(generation)
     own = {"prompt_cache", "input_embeddings"}  # which the conversation gives
     known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs} - own
     for name in generation.keys() - known:
@@ -216,6 +217,7 @@ class Conversation:
         tokenizer,
         *,
         policy: Policy | Stages | str | None = None,
+        sparse: Sparse | dict[str, Any] | str | bool | None = None,
         memory: str = "drop",
         **generation: Any,
     ) -> "Conversation":
@@ -224,13 +226,14 @@ class Conversation:
         The system prompt is the file's. mlx-lm's files have it in the cache only, so that a `reset` loses it.
 
         Args:
-            policy, memory: for a file without a policy, whose entries the next message then chooses among; a
-                conversation that was saved with a policy keeps its own.
+            policy, sparse, memory: for a file without either, whose entries the next message, or every token of an
+                answer, then chooses among; a conversation that was saved with one keeps its own.
             **generation: options of the answers, which are not saved.
 
         Raises: SnapKVError: the file is damaged, another model's, or can't be used with that policy.
         """
-        options, state = load(path, model, policy, memory)
+        method = policy if sparse is None else resolve_method(policy=policy, sparse=sparse)
+        options, state = load(path, model, method, memory)
         conversation = cls(model, tokenizer, **options, **generation)
         vars(conversation).update(state)
         return conversation

@@ -6,10 +6,11 @@ from typing import Any
 from .. import saved
 from ..caches.layers import attention_layers, is_compressed, kv_bytes
 from ..caches.matching import n_tokens
-from ..caches.memories import book_memory, filled, make_caches, require_memory
+from ..caches.memories import book_memory, filled, make_caches
 from ..engine.report import NO_POLICY
 from ..engine.rewind import Rewind
 from ..errors import SnapKVError
+from ..planning.config import CompressionConfig
 from ..policies import Method, Stages, method_named
 
 NOTED = ("messages", "said", "attached", "pending_tokens", "memory", "system", "n_unknown")
@@ -47,8 +48,8 @@ def load(
             f"{path} holds a prompt, but neither a conversation nor a text to ask about"
         )
     policy, memory = _resumed(path, found, notes, policy, memory)
-    require_memory(memory)
     method = method_named(policy) if isinstance(policy, str) else policy
+    memory = CompressionConfig(method, memory).memory
     caches = list(found.prompt_cache)
     try:
         if method is not None:
@@ -75,7 +76,8 @@ def _resumed(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memo
     book = book_memory(found.prompt_cache)
     if found.policy != NO_POLICY:
         policy = found.policy
-        if book is None or memory == "drop":
+        stays = book is not None or not method_named(policy).evicts  # type: ignore[union-attr]
+        if not stays or memory == "drop":
             memory = notes.get("memory", "drop")
     if book is not None:
         memory = book if memory == "drop" else memory

@@ -17,10 +17,10 @@ from ..paths import path_of, put, refusing, require_place
 from ..planning.auto import CONVERSATION
 from ..planning.config import VERIFY
 from ..planning.units import format_bytes
-from ..policies import AUTO, POLICIES, resolve_policy
+from ..policies import AUTO, POLICIES, Sparse, method_named
 from ..saved import require_writable
 from .cache_options import CompressionOptions
-from .chat_session import Session
+from .chat_session import Session, asked_of, is_sparse
 from .loading import ALONE_ONLY
 from .options import SamplingOptions
 from .prompts import read_file
@@ -143,13 +143,15 @@ def _compare(session: Session, _: str) -> None:
     if now.report is None or not now.report.compressed:
         raise SnapKVError("the full cache gave the last answer: there is nothing to compare")
     if now.memory == "drop":
-        raise SnapKVError("the evicted entries are gone: chat with --memory recall")
-    before = now.verify
-    now.verify_answers("all")
+        raise SnapKVError("the evicted entries are gone: chat with --sparse, or --memory recall")
+    before = now.policy, now.verify
     try:
+        # A chat that reads little has read its earlier turns so: this one is read and answered from all it has read.
+        now.policy = Sparse(read="dense")
+        now.verify_answers("all")
         is_same = _answers_the_same_again(session)
     finally:
-        now.verify = before
+        now.policy, now.verify = before
     found = "the same answer" if is_same else "a different answer, which replaces the first"
     session.say(f"from all entries: {found}")
 
@@ -216,11 +218,10 @@ def _load(session: Session, path: str) -> None:
     now = session.conversation
     options: Any = {**session.wanted, "far": now.far}
     loaded = Conversation.load(path, now.model, now.tokenizer, **options, **now.generation)
-    if loaded.memory != "drop":
+    if is_sparse(loaded):
         loaded.verify_answers(now.verify)
     session.replace(loaded)
-    own = {"policy": loaded.policy, "memory": loaded.memory}
-    whose = "" if own == session.wanted else ", as it was saved"
+    whose = "" if asked_of(loaded) == session.wanted else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{whose}")
 
 
@@ -248,9 +249,9 @@ def _reset(session: Session, _: str) -> None:
     session.start_again("started a new conversation")
 
 
-@_command("[POLICY]", "none", AUTO, *POLICIES)
+@_command("[POLICY]", "none", AUTO, Sparse.name, *POLICIES)
 def _policy(session: Session, text: str) -> None:
-    """start a new conversation with this policy; none is the full cache"""
+    """start a new conversation with this policy, or sparse:OPTIONS; none is the full cache"""
     now = session.conversation
     if not text:
         session.say(f"policy: {now.policy or 'none'}")
@@ -262,7 +263,7 @@ def _policy(session: Session, text: str) -> None:
         most = {"max_tokens": now.generation.get("max_tokens", 256)}
         changes = options.take(now.model, None, CONVERSATION, session.say, now.generation, **most)
     else:
-        changes = {"policy": None if text == "none" else resolve_policy(policy=text)}
+        changes = {"policy": None if text == "none" else method_named(text)}
     policy = changes["policy"] or "none"
     session.start_again(f"started a new conversation with policy {policy}", **changes)
 

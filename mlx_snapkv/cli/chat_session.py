@@ -91,6 +91,17 @@ class Lines:
         return require_text(line, "standard input").rstrip("\n")
 
 
+def asked_of(conversation: Conversation) -> dict[str, Any]:
+    """What a conversation is asked for: its policy or sparse attention, and a memory, unless that is sparse's own."""
+    policy, memory = conversation.policy, conversation.memory
+    is_implied = memory == "recall" and is_sparse(conversation)
+    return {"policy": policy, "memory": "drop" if is_implied else memory}
+
+
+def is_sparse(conversation: Conversation) -> bool:
+    return conversation.policy is not None and not conversation.policy.evicts
+
+
 @dataclass
 class Session:
     """A conversation and the terminal or script that it is with. Answers go to stdout, all else to stderr."""
@@ -108,7 +119,7 @@ class Session:
 
     def __post_init__(self) -> None:
         # Of a new conversation, whatever a loaded one has brought with it.
-        self.wanted = {name: getattr(self.conversation, name) for name in ("policy", "memory")}
+        self.wanted = asked_of(self.conversation)
         self._console = stderr_console()
         self._in_file: list[dict[str, str]] = []  # the messages that are in a file
         self._warned: Any = None  # of which policy a warning has been said
@@ -184,7 +195,7 @@ class Session:
         self.wanted |= {name: changes[name] for name in self.wanted if name in changes}
         kept = {name: getattr(now, name) for name in ("system", "far", "verify")}
         options = {**kept, **self.wanted, **changes}
-        if options["policy"] is None or options["memory"] == "drop":
+        if options["policy"] is None or options["policy"].evicts:
             options["verify"] = None
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
         if changes:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 from typer import Option
 from typer.core import TyperCommand
 
-from ..errors import SnapKVError
+from ..errors import GONE, SnapKVError
 from .config import ONE_OF, settings_of
 
 
@@ -80,7 +80,7 @@ LATER = {"store_dir"}  # which a chat, or what --policy auto takes, may need
 # What a prompt saved before has settled.
 SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
 # What it has its own of, unless the command line says otherwise.
-BROUGHT = ("snapkv", "policy", "memory", "verify", "far", "kv_bits")
+BROUGHT = ("snapkv", "policy", "sparse", "memory", "verify", "far", "kv_bits")
 
 
 class Command(TyperCommand):
@@ -89,7 +89,13 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         settings = ctx.meta["settings"] = settings_of(ctx)
         ctx.default_map = {name: setting.value for name, setting in settings.items()}
-        typed, _, _ = self.make_parser(ctx).parse_args(list(args))
+        try:
+            typed, _, _ = self.make_parser(ctx).parse_args(list(args))
+        except Exception as error:
+            name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
+            if name in GONE:
+                raise SnapKVError(f"{flag_of(name)} {GONE[name]}") from error
+            raise
         try:
             rest = super().parse_args(ctx, args)
         except Exception as error:
@@ -158,7 +164,7 @@ def refusal(name: str, option: Any, value: Any, error: Any) -> str:
 
 # Arguments of the library that are flags by the same name.
 FLAGS = (
-    "memory", "verify", "far", "kv_bits", "kv_group_size", "max_kv_size", "max_tokens",
+    "sparse", "memory", "verify", "far", "kv_bits", "kv_group_size", "max_kv_size", "max_tokens",
     "num_draft_tokens", "draft_model", "prefill_step_size",
 )  # fmt: skip
 _NAMES, _LONG = "|".join(FLAGS), "|".join(name for name in FLAGS if "_" in name)

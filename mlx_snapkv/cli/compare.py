@@ -66,6 +66,8 @@ def compare(
     policies, sparse = shown.policy, shown.sparse
     if not policies and not sparse:
         policies, sparse = worth_comparing(len(tokens)), [""]
+        # A policy of blocks drops what --memory would keep, and only sparse attention drafts what is verified.
+        policies = policies[: 0 if retention.verify else 1 if retention.memory != "drop" else 2]
     methods = methods_of(policies, sparse=sparse, **retained)
     answers: list[Compared] = []
     begun: set[str] = set()

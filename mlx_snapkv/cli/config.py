@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from ..errors import SnapKVError, suggestion
+from ..errors import GONE, SnapKVError, suggestion
 from ..paths import reason
 
 if sys.version_info >= (3, 11):
@@ -17,11 +17,8 @@ else:
     import tomli as tomllib
 
 PREFIX = "MLX_SNAPKV_"
-ONE_OF = {
-    "snapkv",
-    "policy",
-    "sparse",
-}  # who gives one drops the other that a less specific place has
+# Who gives one of them drops another that a less specific place has.
+ONE_OF = {"snapkv", "policy", "sparse"}
 OWN = {("plan", "memory")}  # no retention, but a size: shared settings pass it over
 SECRET = "api_key"
 
@@ -97,6 +94,8 @@ def _known(table: Table, group: Any, place: str) -> Table:
         name = key.replace("-", "_")
         if name in below and isinstance(value, dict):
             value = _known(value, below[name], f"{place}, [{key}]")
+        elif name in GONE:
+            raise SnapKVError(f"{place}: {key} {GONE[name]}")
         elif name not in options:
             raise SnapKVError(
                 f"{place}: unknown option {key}{suggestion(name, {*options, *below})}"

@@ -15,7 +15,7 @@ from .command import option
 from .loading import load_model
 from .options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
 from .prompts import read_file
-from .results import Policies, ResultOptions, methods_of
+from .results import Policies, ResultOptions, Sparses, methods_of
 
 if TYPE_CHECKING:
     from ..evals.methods import Dataset, Method
@@ -32,6 +32,7 @@ POOLING = [*(f"{POOLED},pool=avg,pool_kernel={width}" for width in (1, 7, 21)), 
 class AskedOptions:
     model: Model = "demo"
     policy: Policies = None
+    sparse: Sparses = None
     setting: str = option(WHETHER, "both", parser=one_of(*SETTINGS, "both"))
 
     @property
@@ -78,7 +79,7 @@ class GridOptions(AskedOptions):
 
         if not self.length:
             raise SnapKVError("--length is empty: give at least one number of tokens")
-        methods = methods_of(policies, self.length)
+        methods = methods_of(policies, self.length, sparse=self.sparse)
         maps = [heatmap.ending(method.name, s) for method in methods for s in self.settings]
         files = result.files(*maps)
         model, tokenizer = self.load()
@@ -111,14 +112,15 @@ def needle(*, options: NeedleOptions, result: ResultOptions) -> None:
 def lines(*, options: GridOptions, result: ResultOptions) -> None:
     """Ask for one of many lines that differ only in a name and a number (LongEval's lines task).
 
-    Without --policy it measures SnapKV with 1/8 of the entries: without pooling, with the paper's pooling over 7 and
-    21, and with its default pooling. All use lookahead=0, since with a lookahead the full cache would answer the whole
-    number. The embedded models, which don't know LongEval's words, get lines of their own.
+    Without --policy and --sparse it measures SnapKV with 1/8 of the entries: without pooling, with the paper's pooling
+    over 7 and 21, and with its default pooling. All use lookahead=0, since with a lookahead the full cache would answer
+    the whole number. The embedded models, which don't know LongEval's words, get lines of their own.
     """
     from ..evals import tasks
 
     wording = tasks.FACTS if options.model in MODELS else tasks.LONGEVAL
-    options.ask(partial(tasks.lines, wording=wording), options.policy or POOLING, result)
+    policies = options.policy or ([] if options.sparse else POOLING)
+    options.ask(partial(tasks.lines, wording=wording), policies, result)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ResultO
     from ..evals import tasks
 
     kept = retention.retention()
-    methods = methods_of(options.policy, options.length, **kept, by_mask=options.by_mask)
+    asked = options.policy, options.length, options.by_mask, options.sparse
+    methods = methods_of(*asked, **kept)
     files = result.files()
     model, tokenizer = options.load()
     named = list(dict.fromkeys(options.task or TASKS))
@@ -174,7 +177,7 @@ def data(*, options: DataOptions, retention: RetentionOptions, result: ResultOpt
     """
     from ..evals.columns import PAGE, columns, read_columns, require_room
 
-    methods = methods_of(options.policy, **retention.retention())
+    methods = methods_of(options.policy, sparse=options.sparse, **retention.retention())
     found, digest = read_columns(options.data, options.task, options.documents)
     files = result.files()
     model, tokenizer = load_model(options.model)

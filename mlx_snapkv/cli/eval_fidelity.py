@@ -4,10 +4,11 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
+from ..errors import SnapKVError
 from .command import option
 from .loading import load_model
 from .options import Model, one_of
-from .results import Policies, ResultOptions, methods_of
+from .results import Policies, ResultOptions, Sparses, methods_of
 
 QUESTIONS = (
     "Summarise the text above in three sentences.",
@@ -19,7 +20,8 @@ QUESTIONS = (
 @dataclass(frozen=True, kw_only=True)
 class FidelityOptions:
     text: list[str] = option("Text file, or folder of text files (recursive); repeatable.", ...)
-    policy: Policies
+    policy: Policies = None
+    sparse: Sparses = None
     model: Model = "demo"
     setting: list[str] | None = option(
         "What is scored: how the text continues (text), or the full cache's own answer to a question that the policy "
@@ -54,7 +56,11 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     from ..evals.texts import Texts
 
     settings = list(dict.fromkeys(options.setting or [measuring.TEXT]))
-    methods = methods_of(options.policy, [options.length])
+    methods = methods_of(options.policy, [options.length], sparse=options.sparse)
+    if len(methods) == 1:
+        raise SnapKVError(
+            "eval fidelity needs --policy or --sparse: what is compared with the full cache"
+        )
     texts = Texts(options.text)
     if texts.n_unread:
         print(f"Skipped files that are not UTF-8 text: {texts.n_unread}.", file=sys.stderr)

@@ -12,7 +12,7 @@ from ..errors import SnapKVError
 from .command import option
 from .loading import load_model
 from .options import ChatTemplateConfig, Model, adapt_tokenizer
-from .results import Policies, ResultOptions, methods_of, results_in
+from .results import Policies, ResultOptions, Sparses, methods_of, results_in
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def lm(
     options: HarnessOptions,
     model: Model = "demo",
     policy: Policies = None,
+    sparse: Sparses = None,
     result: ResultOptions,
 ) -> None:
     """Run tasks of lm-evaluation-harness (RULER, LongBench, ...) with the full cache and with each policy.
@@ -62,7 +63,7 @@ def lm(
         raise SnapKVError(
             f"eval lm needs lm-evaluation-harness: run pip install 'mlx-snapkv[lm]' ({error})"
         ) from error
-    methods = methods_of(policy)
+    methods = methods_of(policy, sparse=sparse)
     folder = None if options.include_path is None else str(options.include_path)
     if folder is not None and not os.path.isdir(folder):
         raise SnapKVError(f"--include-path {folder} is not a folder")

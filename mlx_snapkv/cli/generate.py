@@ -132,7 +132,8 @@ def generate(
         asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
         reading.warn(loaded, len(tokens), **asked)
     else:
-        chosen = keywords["policy"], compression.memory, compression.verify, cache.quantization
+        names = "policy", "memory", "verify"
+        chosen = *(keywords[name] for name in names), cache.quantization
         start = SavedStart(file, model.model, loaded, *chosen)
         keywords |= start.options
         if compression.is_auto:

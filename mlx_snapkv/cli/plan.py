@@ -104,7 +104,9 @@ class Plans:
         from ..planning.auto import SNAPKV, SPARSE, AutoRequest, recommended
 
         planner, asked, usable = self.planner, self.asked, self.machine.usable
-        shown = [SPARSE.method, SNAPKV.method] if planner.can_compress else []
+        # --kv-bits is for what a policy keeps.
+        methods = [SPARSE.method, SNAPKV.method] if self.kv_bits is None else [SNAPKV.method]
+        shown = methods if planner.can_compress else []
         others = shown if asked is None else [asked]
         made = {policy: planner.plan(n, policy, self.kv_bits) for policy in (None, *others)}
         found = [planner.plan(n)] if self.kv_bits is not None else []

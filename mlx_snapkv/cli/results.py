@@ -210,11 +210,11 @@ def methods_of(
     from ..planning.config import CompressionConfig
 
     chosen = each_method(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
-    kept = {each: CompressionConfig(each, **retention).retention for each in chosen}
-    options = {
-        each: {k: x for k, x in how.items() if x not in ("drop", None)}
-        for each, how in kept.items()
-    }
+    options: dict[Any, dict[str, Any]] = {}
+    for each in chosen:
+        config = CompressionConfig(each, **retention)
+        config.require_drafts()
+        options[each] = {k: x for k, x in config.retention.items() if x not in ("drop", None)}
     masked = [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]
     methods = [Method(), *(Method(each, how) for each, how in options.items()), *masked]
     require_compression(methods, lengths)

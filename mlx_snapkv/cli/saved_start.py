@@ -54,12 +54,18 @@ class SavedStart:
         if quantization and (compressed or any(c.quantization for c in layer_caches(caches))):
             how = "compressed" if compressed else "quantised"
             raise SnapKVError(f"{file} is already {how}, and its entries stay so: drop --kv-bits")
-        given = {"--memory": memory != "drop", "the policy": policy, "--verify": verify}
+        is_sparse = policy is not None and not policy.evicts
+        given = {
+            "--sparse": is_sparse,
+            "--memory": memory != "drop" and not is_sparse,
+            "the policy": policy if not is_sparse else None,
+            "--verify": verify,
+        }
         self.n_tokens = n_tokens(caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if own != "drop" and policy_then != NO_POLICY and "messages" not in notes:
             if policy is not None:
-                raise SnapKVError(f"{file} has its own policy, {policy_then}: drop yours")
+                raise SnapKVError(f"{file} has its own setting, {policy_then}: drop yours")
             policy = method_named(policy_then)
             memory = own if memory == "drop" else memory
         elif compressed and (what := " and ".join(name for name, x in given.items() if x)):
@@ -123,8 +129,8 @@ class SavedStart:
         for stage in policy.stages:
             if stage.observes:
                 raise SnapKVError(
-                    f"{stage.name} needs queries, and a saved full cache holds none: "
-                    "add --memory recall, with which every answer token chooses among the saved entries"
+                    f"{stage.name} needs queries, and a saved full cache holds none: add --memory recall, with which "
+                    "the question chooses among the saved entries, or give --sparse, with which every token does"
                 )
         if self.n_tokens < policy.min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"

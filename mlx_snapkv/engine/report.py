@@ -123,7 +123,10 @@ class CompressionReport:
         """The entries kept, or those that every token reads."""
         if self.read_per_token is not None:
             rest = f" and {self.means} means of the rest" if self.means else ""
-            return f"{self.read_per_token} entries{rest} read by every token"
+            chunk = (
+                "" if self.read_per_chunk is None else f", at most {self.read_per_chunk} by a chunk"
+            )
+            return f"{self.read_per_token} entries{rest} read by every token{chunk}"
         kept = [n for n in self.entries_kept if n is not None] or [0]
         least, most = min(kept), max(kept)
         return (

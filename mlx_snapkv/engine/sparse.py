@@ -48,9 +48,11 @@ class SparseReader(RetainingReader):
 
     @property
     def _capacity(self) -> int:
-        """Where entries go to another store with every chunk, those of one chunk."""
-        in_memory = self.sparse.read == "dense" or self.config.memory == "recall"
-        return super()._capacity if in_memory else self.n_held + CHUNK
+        """Where entries go to another store with every chunk that chooses, those before the first such chunk."""
+        if self.sparse.read == "dense" or self.config.memory == "recall":
+            return super()._capacity
+        reach = self.sparse.reach(self.plan.n_prompt).within(self._most)
+        return min(super()._capacity, self.n_held + reach.most + CHUNK)
 
     @property
     def read_caches(self) -> list:

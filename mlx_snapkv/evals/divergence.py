@@ -20,11 +20,14 @@ class Reference:
 
     Args:
         n_fed: so many of the tokens are fed with the prompt; those after them are judged.
+
+    Attributes:
+        prompt: with those tokens.
     """
 
     def __init__(self, reading: Reading, tokens: Sequence[int], n_fed: int = 0):
         self._reading, self._n_fed = reading, n_fed
-        self._prompt = [*reading.tokens, *tokens[:n_fed]]
+        self.prompt = [*reading.tokens, *tokens[:n_fed]]
         self._tokens = list(tokens[n_fed:])
 
     def __len__(self) -> int:
@@ -46,7 +49,7 @@ class Reference:
     def predictions(self, cache: list) -> mx.array:
         """Log-probabilities `(m, vocab_size)` for the last `m` tokens: all but those that a cache was fed before."""
         model = self._reading.model
-        known = [*self._prompt, *self._tokens][held_tokens(model, cache) : -1]
+        known = [*self.prompt, *self._tokens][held_tokens(model, cache) : -1]
         return log_softmax(judged(model, cache, known)[-len(self) :]) if known else self._first[:0]
 
     def generated(
@@ -67,7 +70,7 @@ class Reference:
             on_report(report)
 
         steps = generate_step(
-            mx.array(self._prompt),
+            mx.array(self.prompt),
             self._reading.model,
             policy=policy,
             max_tokens=len(self),

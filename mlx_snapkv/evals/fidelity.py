@@ -25,7 +25,7 @@ from . import loop
 from .divergence import Reference
 from .loop import Record, Results
 from .methods import FULL, KNOWN, LATER, Method
-from .reading import AnyPolicy, Reading, read_once, shares_reading
+from .reading import AnyPolicy, Reading, read_once, read_sparsely, shares_reading
 from .tables import Page, Summary, difference, grouped, interval, table_of
 from .texts import Frame, Piece, frame_of
 
@@ -144,14 +144,19 @@ def read_piece(
 def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolicy | None) -> Record:
     """A policy's figures, or the full cache's; some of them are arrays that are still to be computed."""
     known = setting == KNOWN
+    is_sparse = policy is not None and not policy.evicts
     predictions, held = None, []
     if known and policy is not None and not shares_reading(policy):
         cache = make_prompt_cache(reading.model)
         on_report = lambda report: held.append(_held(reading, cache, report))  # noqa: E731
         predictions = reference.generated(policy, on_report, prompt_cache=cache)
     else:
-        chosen = policy if known else without_lookahead(policy)
-        cache, report = reading.compressed(chosen, answering=known)
+        if is_sparse:  # a question that comes later is read as a turn, but for the token that begins the answer
+            later = reference.prompt[len(reading.tokens) : -1]
+            cache, report = read_sparsely(reading.model, policy, reading.tokens, later)  # type: ignore[arg-type]
+        else:
+            chosen = policy if known else without_lookahead(policy)
+            cache, report = reading.compressed(chosen, answering=known)
         held.append(_held(reading, cache, report))
     with mx.stream(loop.next_stream()):
         if predictions is None:
@@ -165,9 +170,12 @@ def _held(reading: Reading, cache: list, report: CompressionReport) -> Record:
     """What a cache holds once it is compressed: entries, the mean over layers, and their bytes."""
     held = [layer.entries_in(cache).held() for layer in attention_layers(reading.model, cache)]
     kept = [n for n in report.entries_kept if n is not None]
+    stays = report.kv_bytes_staying
     return {
         "entries": round(fmean(kept)) if kept else report.prompt_tokens,
-        "kv_bytes": sum(n_bytes((e.stored_keys, e.stored_values)) for e in held),
+        "kv_bytes": report.kv_bytes_after
+        if stays
+        else sum(n_bytes((e.stored_keys, e.stored_values)) for e in held),
         "reason": None if report.policy == NO_POLICY else report.reason,
     }
 

@@ -28,10 +28,14 @@ from ..batch.generate import batch_generate
 from ..engine.prefill import prefill
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
-from ..policies import Policy, Stages
+from ..models import attention_classes
+from ..models.patch import recording
+from ..policies import Method as AnyMethod
+from ..policies import Stages
 from . import loop, tables
 from .loop import Record, Results
 from .methods import FULL, KNOWN, Method
+from .reading import judged, read_sparsely
 
 
 class PolicyLM(mlx_evaluate.MLXLM):
@@ -47,7 +51,7 @@ class PolicyLM(mlx_evaluate.MLXLM):
         self,
         model,
         tokenizer,
-        policy: Policy | Stages | None = None,
+        policy: AnyMethod | Stages | None = None,
         *,
         use_chat_template: bool = False,
         batch_size: int = 8,
@@ -100,10 +104,21 @@ class PolicyLM(mlx_evaluate.MLXLM):
         self._on_answers(1)
         if self._policy is None or len(prompt) < 2:
             return super()._process_prompt(prompt, step_size)
-        cache, report = prefill(self._model, prompt[:-1], self._policy, prefill_step_size=step_size)
+        if self._policy.evicts:
+            given = self._model, prompt[:-1], self._policy
+            cache, report = prefill(*given, prefill_step_size=step_size)
+            logits = self._model(mx.array([prompt[-1:]]), cache=cache)[:, -1]
+        else:
+            cache, report = read_sparsely(self._model, self._policy, prompt[:-1])  # type: ignore[arg-type]
+            logits = judged(self._model, cache, prompt[-1:])
         self.reports.append(report)
-        logits = self._model(mx.array([prompt[-1:]]), cache=cache)
-        return nn.log_softmax(logits[:, -1].astype(mx.float32)), cache
+        return nn.log_softmax(logits.astype(mx.float32)), cache
+
+    def _score_fn(self, inputs: mx.array, cache: Any = None, step_size: int = 2048) -> Any:
+        if self._policy is None or self._policy.evicts:
+            return super()._score_fn(inputs, cache, step_size)
+        with recording(attention_classes(self._model)):  # each token chooses by itself
+            return super()._score_fn(inputs, cache, step_size=1)
 
 
 def load_tasks(

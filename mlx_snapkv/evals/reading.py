@@ -19,12 +19,12 @@ from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
 from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import NO_POLICY_REASON, make_request
+from ..engine.request import NO_POLICY_REASON, Uncompressed, make_request
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
-from ..planning.prompt_plan import LARGEST_CHUNK, gate, plan_prompt
+from ..planning.prompt_plan import LARGEST_CHUNK, PREFILL_STEP_SIZE, gate, plan_prompt
 from ..policies import Method, Stages
 
 AnyPolicy = Method | Stages
@@ -35,9 +35,10 @@ MORE = 256  # tokens that there is room for behind a prompt
 def shares_reading(policy: AnyPolicy | None) -> bool:
     """Whether a policy chooses from full caches, by queries that are recorded while others' are; None keeps all.
 
-    Others read for themselves: block policies evict meanwhile, h2o counts all attention, kvzip reads twice.
+    Others read for themselves: block policies evict meanwhile, h2o counts all attention, kvzip reads twice, and with
+    sparse attention chunks choose what they read.
     """
-    if policy is None or policy.reads_in_blocks:
+    if policy is None or policy.reads_in_blocks or not policy.evicts:
         return policy is None
     _, chooses = policy.stages
     return not chooses.accumulates_attention and chooses.repeats is None
@@ -192,16 +193,43 @@ def read_once(
     return Reading(model, tokens, caches, own, after, tokens, **options)
 
 
+def read_sparsely(
+    model: Any, policy: Method, tokens: Sequence[int], later: Sequence[int] = ()
+) -> tuple[list, CompressionReport]:
+    """Caches whose tokens choose what they read of a prompt, and of more that is read `later`, and the report."""
+    before, new = None, tokens
+    if later:
+        (before, _), new = prefill(model, tokens, policy), later
+    request = make_request(model, CompressionConfig(policy), len(new), before)
+    caches = (
+        (before or make_prompt_cache(model))
+        if isinstance(request, Uncompressed)
+        else request.caches
+    )
+    with request.recording():
+        read(
+            request.model,
+            mx.array(list(new)),
+            caches,
+            {"prefill_step_size": request.step_size(PREFILL_STEP_SIZE)},
+        )
+    if isinstance(request, Uncompressed):
+        return caches, request.report
+    report = request.compress()
+    return request.caches, report
+
+
 def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
     """Logits `(n, vocab_size)` after each of `n` known tokens, as if they came one by one; the cache holds them then.
 
     That is one call of the model, or one between two evictions, and one for each token where layers hold different
-    numbers of entries and have to share a mask.
+    numbers of entries and have to share a mask, or tokens choose what they read.
     """
     layers = attention_layers(model, prompt_cache)
     alike = all(getattr(layer.cache_in(prompt_cache), "uniform", True) for layer in layers)
     masked = all(layer.family.asks_to_hide and not layer.borrowers for layer in layers)
-    at_once = len(tokens) if alike or masked else 1
+    chooses = any(getattr(layer.cache_in(prompt_cache), "chooses", False) for layer in layers)
+    at_once = len(tokens) if (alike or masked) and not chooses else 1
     pieces = [list(tokens[i : i + at_once]) for i in range(0, len(tokens), at_once)]
     going_on = one_by_one(model, prompt_cache)
     with recording(attention_classes(model)):

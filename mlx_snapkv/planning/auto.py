@@ -1,11 +1,13 @@
 """Which setting to use by default: one answer for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
 
 import dataclasses
+import re
 import shlex
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import SnapKVError
+from ..caches.memories import in_files
+from ..errors import SnapKVError, require_current
 from ..policies import (
     AUTO,
     Policy,
@@ -70,12 +72,6 @@ SETTINGS = {
     QUESTION: (SPARSE, PACKED, FILED, *EVICTING),
     CONVERSATION: (SPARSE, PACKED, FILED, *EVICTING),
     BATCH: EVICTING,
-}
-WHY = {
-    SPARSE: "all entries fit in memory, so that every token can choose which few it reads",
-    PACKED: "all entries fit in memory in 4 bits, so that every token can choose which few it reads",
-    FILED: "all entries stay in files, so that every token can choose which few it reads",
-    SNAPKV: "the question chooses the entries that the answer needs from a long prompt",
 }
 
 NEARER = "it keeps distances within the model's trained length"
@@ -183,8 +179,18 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
     elif first is FULL:
         why = f"at {n:,} tokens reading all entries costs little"
     else:
-        why = WHY.get(first, WHY[SPARSE])
+        why = _why(first)
     return recommend(best, why)
+
+
+def _why(setting: Setting) -> str:
+    """Why the best setting of a long prompt is the best."""
+    if not setting.is_sparse:
+        return "the question chooses the entries that the answer needs from a long prompt"
+    bits = re.search(r"(\d+)bit", setting.memory)
+    where = "stay in files" if in_files(setting.memory) else "fit in memory"
+    how = f" in {bits[1]} bits" if bits else ""
+    return f"all entries {where}{how}, so that every token can choose which few it reads"
 
 
 def resolve(
@@ -217,6 +223,7 @@ def resolve(
         raise SnapKVError(
             "policy auto chooses how entries are used, and so does sparse: give only one of them"
         )
+    require_current(options)
     retention = {name: options[name] for name in RETENTION if name in options}
     others = {name: value for name, value in options.items() if name not in RETENTION}
     require_for_auto(retention)

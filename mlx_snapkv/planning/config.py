@@ -11,7 +11,7 @@ from ..caches.compaction import Compaction
 from ..caches.layers import attention_layers, head_sizes, members
 from ..caches.memories import in_files, require_memory
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError, UnsupportedModelError
+from ..errors import SnapKVError, UnsupportedModelError, require_current
 from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
 from ..policies import Method, Stages
@@ -83,6 +83,7 @@ class CompressionConfig:
         cls, options: dict[str, Any], policy: Method | Stages | None = None, **more: Any
     ) -> tuple[CompressionConfig, dict[str, Any]]:
         """What the keywords of `generate_step` and its kin ask for, and the other options."""
+        require_current(options)
         own = {name: value for name, value in options.items() if name in RETENTION}
         others = {name: value for name, value in options.items() if name not in RETENTION}
         return cls(policy, **own, **more), others
@@ -118,13 +119,7 @@ class CompressionConfig:
 
     def require(self, model) -> None:
         """Raises: SnapKVError: there is nothing to verify, or this can't be done on this model."""
-        if self.verify is not None and not self.is_sparse:
-            full = "without a policy the full cache gives that answer anyway"
-            why = full if self.policy is None else f"{self.policy} evicts the entries that it needs"
-            raise SnapKVError(
-                f"verify={self.verify} gives the full cache's own answer by sparse attention, but {why}: give sparse "
-                "instead, or drop verify"
-            )
+        self.require_drafts()
         if self.is_sparse and any(
             x.family.method != "__call__" for x in attentions(model) if x.family
         ):
@@ -134,6 +129,17 @@ class CompressionConfig:
             )
         if self.far == "pull" and (reason := self._keeps_positions_because(model)) is not None:
             raise SnapKVError(f"far=pull {reason}")
+
+    def require_drafts(self) -> None:
+        """Raises: SnapKVError: answers are to be verified, but nothing drafts their tokens."""
+        if self.verify is None or self.is_sparse:
+            return
+        full = "without a policy the full cache gives that answer anyway"
+        why = full if self.policy is None else f"{self.policy} evicts the entries that it needs"
+        raise SnapKVError(
+            f"verify={self.verify} gives the full cache's own answer by sparse attention, but {why}: give sparse "
+            "instead, or drop verify"
+        )
 
     def require_rollback(self, prompt_cache: list, n_full: int) -> None:
         """Raises: SnapKVError: answers can't be verified where only `n_full` of a model's caches hold entries."""

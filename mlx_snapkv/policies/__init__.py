@@ -112,7 +112,9 @@ def resolve_method(
 def method_named(text: str) -> Method | Stages | None:
     """A method from the string that a report or a file's header has of it."""
     name, _, options = text.partition(":")
-    return Sparse.from_string(options) if name == Sparse.name else resolve_policy(policy=text)
+    if name.strip() == Sparse.name:
+        return Sparse.from_string(options)
+    return resolve_policy(policy=text)
 
 
 def resolve_policy(
@@ -154,7 +156,7 @@ def _from_name(name: str, options: str = "") -> Policy:
     name = name.strip()
     if name == Sparse.name:
         raise SnapKVError(
-            "sparse is not a policy, since it evicts nothing: give sparse=..., such as sparse=top_k=2048"
+            "sparse is not a policy, since it evicts nothing: give sparse=top_k=2048, for example"
         )
     if name not in POLICIES:
         raise UnknownOptionError(

@@ -79,10 +79,6 @@ class Method:
     lookahead: ClassVar[int] = 0  # answer tokens that vote, decoded on all entries
     prefill_chunk: ClassVar[int | None] = None  # under "once"; None follows `prefill_step_size`
     closes_gaps: ClassVar[bool] = False  # entries are seen as if none were missing between them
-    min_ctx: ClassVar[int] = 0  # shorter prompts are left to mlx-lm
-    schedule: ClassVar[str] = "once"
-    block: ClassVar[int] = 1  # tokens between two evictions
-    on_full: ClassVar[str] = "slide"  # the answer's entries under "once", when the window is full
     _implied: ClassVar[str | None] = None  # the option whose value follows from the others'
 
     budget: int | str = option(
@@ -92,6 +88,12 @@ class Method:
     )
     n_sink: int = count(0)
     n_window: int | str = entry_count("10%")
+
+    # Options of policies: here, since a dataclass' fields keep the places that base classes give their names.
+    min_ctx: ClassVar[int] = 0  # shorter prompts are left to mlx-lm
+    schedule: ClassVar[str] = "once"
+    block: ClassVar[int] = 1  # tokens between two evictions
+    on_full: ClassVar[str] = "slide"  # the answer's entries under "once", when the window is full
 
     def __post_init__(self):
         self._check_options()

@@ -9,19 +9,20 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_unpatched
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import SnapKVError
+from mlx_snapkv import SnapKVError, Sparse
 from mlx_snapkv.caches import full_view
 from mlx_snapkv.entries.key_index import KeyIndex
 from mlx_snapkv.server.prefix_cache import PrefixCache
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32,min_ctx=100,budget=56"
 SNAPKV = f"{PLAIN},lookahead=4"
-BOOK = "keydiff:budget=64,block=32,min_ctx=100 then snapkv:n_sink=4,obs_window=8,n_window=16,budget=48,lookahead=0"
+SPARSE = Sparse(budget=80, n_window=32, read_top_k=32)
 WAYS = [
     (SNAPKV, {"memory": "recall"}),
     (SNAPKV, {"memory": "recall:file:8bit"}),
-    (f"{PLAIN},lookahead=0", {"memory": "recall:4bit", "verify": "all"}),
-    (BOOK, {"memory": "recall:file"}),
+    (SPARSE, {}),
+    (SPARSE, {"memory": "recall:4bit", "verify": "all"}),
+    (SPARSE, {"memory": "recall:file"}),
     # Layers that read different numbers of entries decode alone.
     (SNAPKV.replace("budget=56", "budget=pyramid:56"), {"memory": "recall"}),
 ]
@@ -75,7 +76,7 @@ def test_several_go_on_with_the_index_of_what_one_has_read(model, memory, monkey
     monkeypatch.setattr(full_view, "FEW", 100)
     monkeypatch.setattr(full_view, "KeyIndex", Counted)
     (document,) = prompts_of(200)
-    prefixes, run = PrefixCache(1 << 32), Run(model, SNAPKV, turns=True, memory=memory)
+    prefixes, run = PrefixCache(1 << 32), Run(model, SPARSE, turns=True, memory=memory)
     run.insert([document], 8)
     run.finish()
     ((caches, tokens),) = run.recalled.values()
@@ -97,7 +98,8 @@ def test_several_go_on_with_the_index_of_what_one_has_read(model, memory, monkey
 @pytest.mark.parametrize("verify", [None, "all"])
 def test_one_that_is_given_up_leaves_what_it_has_read(model, verify):
     prompts = prompts_of(200, 150)
-    run = Run(model, SNAPKV, memory="recall", verify=verify)
+    method = Sparse(budget=80, read="dense") if verify else SNAPKV
+    run = Run(model, method, memory="recall", verify=verify)
     gone, stays = run.insert(prompts, 40)
     while len(run.answers.get(gone, [])) < 7:
         run.step()
@@ -116,4 +118,4 @@ def test_one_that_is_given_up_leaves_what_it_has_read(model, verify):
 
 def test_what_cant_be_taken_back_is_not_verified():
     with pytest.raises(SnapKVError, match="verify=all rolls tokens back"):
-        Run(make_qwen(), SNAPKV, memory="recall", verify="all")
+        Run(make_qwen(), SPARSE, verify="all")

@@ -9,7 +9,7 @@ import pytest
 from batch_file_helpers import COMPLETIONS, SNAPKV, answer, chat, line, read, said, text, write
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVError
+from mlx_snapkv import SnapKVError, Sparse
 from mlx_snapkv.batch.files import AnswersFile, RequestsFile
 from mlx_snapkv.batch.memory import Memory
 from mlx_snapkv.batch.run import Run
@@ -132,8 +132,8 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
         assert answer(record) == answer(expected[name])
 
 
-@pytest.mark.parametrize("policy", [SNAPKV, STAGES])
-@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file"])
+@pytest.mark.parametrize("policy", [Sparse(budget=256)])
+@pytest.mark.parametrize("memory", ["recall", "recall:4bit"])
 def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, memory):
     """Up to what a step of this model takes beside, about 2 MB."""
     options = options_of(policy, memory=memory) | {"prefill_step_size": 64}
@@ -155,7 +155,7 @@ def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, m
 def test_the_index_of_a_recalled_request_is_counted(demo_llama, monkeypatch):
     for module in ("planning.footprint", "caches.full_view"):
         monkeypatch.setattr(f"mlx_snapkv.{module}.FEW", 1000)
-    options = options_of(STAGES, memory="recall:file") | {"prefill_step_size": 64}
+    options = options_of(Sparse(budget=256), memory="recall:file") | {"prefill_step_size": 64}
     run = batch_helpers.Run(demo_llama[0], **options)
     (uid,) = run.insert(batch_helpers.prompts_of(2000), 40)
     run.finish()

@@ -4,7 +4,7 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from model_configs import make_model
 
-from mlx_snapkv import SnapKVCache
+from mlx_snapkv import SnapKVCache, Sparse
 from mlx_snapkv.bench import tables
 from mlx_snapkv.bench.contenders import contenders, decoding_cache
 from mlx_snapkv.bench.speed import Plan, decoding, measure_speed
@@ -16,6 +16,7 @@ from mlx_snapkv.policies import resolve_policy
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
 SIXTEENTH = resolve_policy(policy="snapkv:budget=6.25%,on_full=slide")
 BLOCKS = resolve_policy(policy="keydiff:budget=512,block=256")
+SPARSE = Sparse(budget="6.25%")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ def names(found):
 def test_a_policy_that_drops_nothing_is_not_measured(model):
     gated = resolve_policy(policy="snapkv:top_k=20,n_window=64,min_ctx=1001")
     wide = resolve_policy(policy="keydiff:budget=2048")
-    found = names(contenders(model, 1000, [gated, wide, SIXTEENTH]))
-    ours = [str(SIXTEENTH), f"{SIXTEENTH}, recall"]
+    found = names(contenders(model, 1000, [gated, wide, SIXTEENTH, SPARSE]))
+    ours = [str(SIXTEENTH), str(SPARSE)]
     assert found == ["full cache", "--max-kv-size 62", "--kv-bits 8", "--kv-bits 4", *ours]
     assert names(contenders(model, 1000, [wide])) == ["full cache", "--kv-bits 8", "--kv-bits 4"]
 
@@ -39,13 +40,13 @@ def test_a_policy_that_drops_nothing_is_not_measured(model):
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
 def test_only_full_attention_layers_are_filled(name):
     model = make_model(name)
-    for contender in contenders(model, 1024, [SIXTEENTH]):
+    for contender in contenders(model, 1024, [SIXTEENTH, SPARSE]):
         cache, plain = decoding_cache(model, contender, 1024), make_prompt_cache(model)
         layers = attention_layers(model, plain)
         for layer in layers:
             kind = type(layer.cache_in(plain))
             if contender.policy:
-                kind = SparseKVCache if contender.refreshes else SnapKVCache
+                kind = SparseKVCache if contender.is_sparse else SnapKVCache
             elif contender.bits or contender.rotates:
                 kind = QuantizedKVCache if contender.bits else RotatingKVCache
             assert type(layer.cache_in(cache)) is kind
@@ -54,9 +55,9 @@ def test_only_full_attention_layers_are_filled(name):
 
 
 def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
-    found = decoding(make_model("gpt_oss", {"head_dim": 32}), 1024, [SIXTEENTH], 1)
+    found = decoding(make_model("gpt_oss", {"head_dim": 32}), 1024, [SIXTEENTH, SPARSE], 1)
     # Quantised entries don't take attention sinks.
-    ours = [str(SIXTEENTH), f"{SIXTEENTH}, recall"]
+    ours = [str(SIXTEENTH), str(SPARSE)]
     assert names(c for c, _ in found) == ["full cache", "--max-kv-size 64", *ours]
 
 
@@ -64,7 +65,7 @@ def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
 def speed(model):
     """A small benchmark: what was said of its progress, and its rows."""
     started, saved = {}, []
-    plan = Plan([1024, 2048], [1024], [1024, 3000], [SIXTEENTH, BLOCKS], trials=2, steps=3)
+    plan = Plan([1024, 2048], [1024], [1024, 3000], [SIXTEENTH, SPARSE, BLOCKS], trials=2, steps=3)
     rows = measure_speed(model, plan, started.__setitem__, lambda so_far: saved.append(len(so_far)))
     assert started == {"decoding": 2, "reading": 2}
     assert saved == sorted(saved) and len(saved) == 4 and saved[-1] == len(rows)
@@ -77,17 +78,20 @@ def test_rows_hold_what_the_arrays_hold(speed):
     assert full["kv_bytes"] == 1024 * ENTRY
     assert ours["kv_bytes"] == rows[1024, "--max-kv-size 64"]["kv_bytes"] == 64 * ENTRY
     assert rows[1024, "--kv-bits 4"]["kv_bytes"] < full["kv_bytes"] / 5
-    recalled = rows[1024, f"{SIXTEENTH}, recall"]["kv_bytes"] - full["kv_bytes"] - ours["kv_bytes"]
+    recalled = rows[1024, str(SPARSE)]["kv_bytes"] - full["kv_bytes"] - ours["kv_bytes"]
     n_means = 1024 // PAGE
     assert n_means * ENTRY <= recalled <= (2 * 6 + n_means) * ENTRY  # and tokens decoded meanwhile
     assert all(row["step_seconds"] > 0 for row in speed if row["context"] < 3000)
     assert full["peak_bytes"] > 1024 * ENTRY and ours["read_seconds"] > 0
 
 
-def test_only_policies_that_evict_meanwhile_read_long_prompts(speed):
-    assert [row["contender"] for row in speed if row["context"] == 3000] == [str(BLOCKS)]
+def test_only_what_reads_little_reads_long_prompts(speed):
+    assert [row["contender"] for row in speed if row["context"] == 3000] == [
+        str(SPARSE),
+        str(BLOCKS),
+    ]
     read = [row["contender"] for row in speed if row["context"] == 1024 and "read_seconds" in row]
-    assert read == ["full cache", str(SIXTEENTH), str(BLOCKS)]
+    assert read == ["full cache", str(SIXTEENTH), str(SPARSE), str(BLOCKS)]
     assert not any("read_seconds" in row for row in speed if row["context"] == 2048)
 
 

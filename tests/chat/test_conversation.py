@@ -108,8 +108,7 @@ def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, me
 
     monkeypatch.setattr(full_view, "FEW", 200)
     monkeypatch.setattr(full_view, "KeyIndex", Counted)
-    policy = SMALL.replace("ahead=4", "ahead=0")
-    conversation = begun(demo_llama, haystack, policy=policy, memory=memory)
+    conversation = begun(demo_llama, haystack, sparse="budget=64,n_window=32", memory=memory)
     for taken_back, fact in zip([False, True, False], haystack[1]):
         assert is_answered(conversation, fact)
         assert len(made) == len(demo_llama[0].layers)
@@ -183,7 +182,7 @@ def test_answers_that_the_template_changes_later_are_read_as_they_were_given(dem
         (None, "drop", 1, BITS | {"quantized_kv_start": 0}),
         (SMALL, "drop", 0, {}),
         (SMALL, "drop", 1, BITS),
-        (KEYDIFF, "recall:file", 1, {}),
+        (SMALL, "recall:file", 1, {}),
     ],
 )
 def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
@@ -205,7 +204,7 @@ def test_an_interruption_before_the_cut_keeps_what_was_answered(demo_model, hays
     """Three answer tokens are there by then; the turn's entries go to the file with those of the next one."""
     _, facts = haystack
     mine, plain = (
-        begun(demo_model, haystack, 1, policy=SMALL, memory=memory, refresh="turn")
+        begun(demo_model, haystack, 1, policy=SMALL, memory=memory)
         for memory in ("recall:file", "recall")
     )
     for conversation in (mine, plain):
@@ -258,7 +257,7 @@ def packed_keys(conversation):
 
 def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
     model = make_model("falcon_h1")  # a state and entries in every layer
-    caches = make_caches(model, "recall:file")
+    caches = make_caches(model, "recall")
     mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
     forms = list(members(saved_forms(model, caches)))
     assert {type(form).__name__ for form in forms} == {"ArraysCache", "KVCache"}
@@ -274,6 +273,8 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
         ({"max_token": 1}, r"unknown option 'max_token' of a conversation \(did you mean 'max_tok"),
         ({"policy": "snapkv", "max_kv_size": 9}, "max_kv_size can't be combined with a policy"),
         ({"policy": "kvzip"}, "kvzip reads the whole prompt again"),
+        ({"refresh": "turn"}, "refresh is gone: sparse=budget=6.25% lets every token choose"),
+        ({"policy": "tova", "sparse": True}, "give only one of them"),
     ],
 )
 def test_a_mistake_is_one_sentence(demo_llama, options, words):

@@ -1,7 +1,7 @@
 import pytest
 from chat_helpers import SMALL, ask, begun, is_answered
 
-from mlx_snapkv import Conversation, SnapKVError
+from mlx_snapkv import Conversation, SnapKVError, Sparse
 from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.engine.request import held_tokens
 
@@ -17,6 +17,7 @@ TWO = f"keydiff:budget=96,block=32 then {SMALL}"
         (SMALL, "recall:file:4bit"),
         (GATED, "recall:4bit"),
         (TWO, "drop"),
+        (Sparse(budget=64), "recall"),
     ],
 )
 def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, memory):

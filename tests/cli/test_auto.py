@@ -3,7 +3,9 @@ from batch_file_helpers import COMPLETIONS, line
 
 from mlx_snapkv.planning import auto
 
+SPARSE = auto.Setting("sparse:top_k=64", "recall")
 SMALL = auto.Setting("snapkv:top_k=64,lookahead=0")
+BLOCKS = auto.Setting("keydiff:budget=256,block=64")
 AUTO = ["--model", "demo", "--policy", "auto"]
 
 
@@ -11,10 +13,10 @@ AUTO = ["--model", "demo", "--policy", "auto"]
 def few(monkeypatch):
     """Prompts of 300 tokens are many, and 64 entries are recommended for them."""
     monkeypatch.setattr(auto, "FEW", 300)
+    monkeypatch.setattr(auto, "SPARSE", SPARSE)
     for task in auto.SETTINGS:
-        memory = "recall" if task == auto.CONVERSATION else "drop"
-        settings = SMALL._replace(memory=memory), auto.Setting("keydiff:budget=256,block=64")
-        monkeypatch.setitem(auto.SETTINGS, task, settings)
+        first = SMALL if task == auto.BATCH else SPARSE
+        monkeypatch.setitem(auto.SETTINGS, task, (first, BLOCKS))
 
 
 def test_generate_says_what_it_takes(call, story, few):
@@ -22,18 +24,19 @@ def test_generate_says_what_it_takes(call, story, few):
     asked = ["generate", *AUTO, "--prompt-file", str(path), "-p", facts[0].question]
     code, out, err = call(*asked)
     assert (code, out.strip()) == (0, facts[0].value)
-    assert f"auto: {SMALL}, because the question chooses" in err and "90 entries kept" in err
+    assert f"auto: {SPARSE}, because all entries fit in memory" in err
+    assert "90 entries and 6 means of the rest read by every token" in err
     code, out, err = call(*asked, "--kv-memory", "3MB")
     assert "auto: keydiff:" in err and "would take" in err and "3 MB is available" in err
 
 
 @pytest.mark.parametrize(
-    "more", ["--verify all --memory recall", "--verify all", "--refresh turn", "--far pull"]
+    "more", ["--verify all --memory recall", "--verify all", "--memory recall:4bit", "--far pull"]
 )
 def test_a_short_prompt_keeps_the_full_cache(call, more):
     asked = ["-p", "Hello", "-m", "2", *more.split()]
     code, _, err = call("generate", *AUTO, *asked)
-    assert code == 0 and "auto: the full cache, because fewer than half of " in err
+    assert code == 0 and "auto: the full cache, because at 6 tokens" in err
     assert "prompt tokens, full cache | prompt " in err
 
 
@@ -42,7 +45,7 @@ def test_verified_answers_get_all_entries_in_memory(call, story, few):
     asked = ["generate", *AUTO, "--prompt-file", str(path), "-p", facts[0].question]
     code, out, err = call(*asked, "--verify", "all")
     assert (code, out.strip()) == (0, facts[0].value)
-    assert f"auto: {SMALL}, --memory recall, because every token" in err
+    assert f"auto: {SPARSE}, because all entries" in err and "of the tokens were drafted" in err
 
 
 def test_a_chat_and_a_batch_take_it(call, batch, story, few):
@@ -51,10 +54,10 @@ def test_a_chat_and_a_batch_take_it(call, batch, story, few):
         "chat", *AUTO, stdin=f"/file {path}\n{facts[0].question}\n/stats\n".encode()
     )
     assert (code, out.strip()) == (0, facts[0].value)
-    assert f"auto: {SMALL}, --memory recall, because every token" in err
+    assert f"auto: {SPARSE}, because all entries fit in memory" in err
     assert "means of the rest read by every token" in err
     code, records, err = batch([line("a", COMPLETIONS, prompt=path.read_text())], *AUTO[2:])
-    assert code == 0 and f"auto: {SMALL}, because small caches" in err
+    assert code == 0 and f"auto: {SMALL}, because the question chooses" in err
     assert records["a"]["response"]["body"]["mlx_snapkv"]["entries"] == 90
 
 
@@ -67,3 +70,4 @@ def test_where_auto_chooses_nothing(save, ask_saved, refused, story, tmp_path):
     assert "policy auto works only in generate" in refused(
         "compare", *AUTO, "--prompt-file", str(text)
     )
+    assert "--policy auto and --sparse both say how" in refused("generate", *AUTO, "--sparse", "")

@@ -15,6 +15,7 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.engine.prefill import mlx_generate
 
 HALF = ["--policy", "keydiff:budget=50%,block=64"]
+SPARSE = ["--sparse", "budget=25%"]
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +151,9 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         (HALF, ["--policy", "keydiff"], "is already compressed, and the evicted entries are gone: drop the policy"),
         (HALF, ["--memory", "recall", "--verify", "all"], "the evicted entries are gone: drop --memory and --verify"),
         (HALF, ["--kv-bits", "4"], "is already compressed, and its entries stay so"),
-        ([*HALF, "--memory", "recall:file"], HALF, f"has its own policy, {HALF[1]}: drop yours"),
-        ([*HALF, "--memory", "recall:file"], ["--memory", "recall:4bit"], "give --memory recall:file or recall"),
+        (HALF, ["--sparse", ""], "is already compressed, and the evicted entries are gone: drop --sparse"),
+        (SPARSE, HALF, f"has its own setting, sparse:{SPARSE[1]}: drop yours"),
+        ([*SPARSE, "--memory", "recall:file"], ["--memory", "recall:file:4bit"], "give --memory recall:file or recall"),
     ],
 )  # fmt: skip
 def test_what_a_saved_prompt_can_not_be_asked_with(cache, refused, saved, options, message):

@@ -32,8 +32,7 @@ def test_a_flag_is_the_same_in_every_command():
 
 
 def test_a_chat_may_need_it_later(call):
-    more = ["--store-dir", ".", "--refresh", "turn"]
-    assert call("chat", "--model", "demo", *more, stdin=b"/quit\n")[0] == 0
+    assert call("chat", "--model", "demo", "--store-dir", ".", stdin=b"/quit\n")[0] == 0
 
 
 def test_the_list_of_commands_is_whole_on_a_narrow_terminal(call, monkeypatch):

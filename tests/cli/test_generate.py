@@ -20,6 +20,7 @@ LEFT_OUT = {
     "--image",  # prompts are text
     "--use-default-chat-template",  # mlx-lm declares it and reads it nowhere
 }
+FEW = "top_k=20,n_sink=4,n_window=24"
 # What is about one prompt and its answer, and no conversation.
 ONE_PROMPT = {
     "--prompt", "-p", "--prompt-file", "--prompt-cache-file", "--prefill-response",
@@ -107,17 +108,18 @@ def test_the_share_of_drafted_tokens_is_told(call):
 
 
 @pytest.mark.parametrize(
-    "memory, closing",
+    "options, closing",
     [
-        ("recall:file:8bit --refresh turn", r" entries kept, [^|]*: a token reads [^|]*, all \d+ entries stay [^|]*s "),
-        ("recall --verify all", r", \d+% of the tokens were drafted \(\d+ drafts, \d+ accepted\), [^|]* full cache "),
+        (f"--snapkv {FEW},obs_window=16,lookahead=0 --memory recall:file:8bit",
+         r" entries kept, [^|]*: a token reads [^|]*, all \d+ entries stay [^|]*s "),
+        (f"--sparse {FEW} --verify all",
+         r", \d+% of the tokens were drafted \(\d+ drafts, \d+ accepted\), [^|]* full cache "),
     ],
 )  # fmt: skip
-def test_an_answer_that_recalls(call, story, memory, closing):
+def test_an_answer_that_recalls(call, story, options, closing):
     path, facts = story
     asked = ["--prompt-file", str(path), "--prompt", facts[0].question, "-m", "12"]
-    policy = ["--snapkv", "top_k=20,n_sink=4,n_window=24,obs_window=16,lookahead=0", "--memory"]
-    code, out, err = call("generate", "--model", "demo", *asked, *policy, *memory.split())
+    code, out, err = call("generate", "--model", "demo", *asked, *options.split())
     assert (code, out) == (0, facts[0].value + "\n")
     assert re.search(rf"{closing}\| prompt", err.splitlines()[-1])
 

@@ -50,10 +50,16 @@ generate --prompt x --model demo --json-schema {}/text   | --json-schema is not 
 generate --prompt x --model demo --json-schema '{"a": 1' | --json-schema is not JSON: JSONDecodeError
 generate --prompt x --model demo --json-schema '{"uniqueItems": true}' | --json-schema can't be enforced: unsupported
 generate --prompt x --model demo --json-schema true --prefill-response y | drop --prefill-response
-chat --model demo --verify all --memory recall           | --verify all needs a policy
+chat --model demo --verify all --memory recall           | but without a policy the full cache gives that answer
+compare --prompt x --model demo --policy snapkv --verify all | but snapkv evicts the entries that it needs: give sparse
+generate --prompt x --model demo --sparse "" --policy tova | a policy says which entries stay, and sparse says which are
+generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
+generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
+generate --prompt x --model demo --sparse "" --kv-bits 8 | sparse keeps all: give --memory recall:8bit or recall:4bit
+eval suite --sparse top_k=4 --verify all --memory recall:file | --verify all needs all entries in memory, and with
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | but no policy was given
-cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy keydiff --kv-bits 8 | recall:file:8bit
+cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy tova | but tova chooses when a
 inspect --prompt x --model demo --policy tova --policy random --policy keydiff | must be given once, or twice to compare
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
 batch {}/text -o {}/a.jsonl --model demo                 | one JSON object per line, and line 1 is not JSON
@@ -68,12 +74,13 @@ eval needle --output {}/                                 | is a folder
 eval data --data {}/text --model none                    | text: line 1 is not a JSON object
 eval suite --by-mask keydiff:budget=64                   | --by-mask must be
 eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress none of the prompts
+eval fidelity --text {}/text                             | needs --policy or --sparse
 generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: add that, or drop
 generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens does nothing without --draft-model
-generate --prompt x --model demo --policy snapkv --refresh turn | --refresh does nothing without --memory recall
+generate --prompt x --model demo --policy snapkv --refresh turn | --refresh is gone: --sparse budget=6.25% lets every
 generate --prompt x --model demo --memory recall --store-dir . | --store-dir does nothing without --memory recall:file
 serve --model demo --port 0 --prefix-dir-bytes 4GB       | --prefix-dir-bytes does nothing without --prefix-dir
-eval suite --refresh turn                                | --refresh does nothing without --memory recall
+eval suite --refresh=turn                                | and a policy with --memory recall chooses once a turn
 plan --model demo --kv-memory 3MB                        | --kv-memory does nothing without --policy auto
 """
 ROWS = [re.split(r" +\| ", line) for line in MISTAKES.splitlines() if line]

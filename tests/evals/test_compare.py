@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_snapkv import generate
+from mlx_snapkv import Sparse, generate
 from mlx_snapkv.evals.compare import compare
 from mlx_snapkv.evals.fidelity import KNOWN, judge, read_piece
 from mlx_snapkv.evals.methods import Method
@@ -17,7 +17,8 @@ POLICIES = [
     "h2o:budget=60,schedule=once",
 ]
 N = 12
-RECALLED = {"memory": "recall", "refresh": "turn"}
+RECALLED = {"memory": "recall"}
+SPARSE = Sparse(budget=60, n_window=16, read_top_k=64)
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,7 @@ def compared(demo_llama, ask):
     prompt, _ = ask(tokenizer, 600, 0)
     policies = [resolve_policy(policy=text) for text in POLICIES]
     methods = [Method(), *map(Method, policies), Method(policies[0], RECALLED)]
+    methods.append(Method(SPARSE, RECALLED))
     return prompt, [*zip(methods, compare(model, tokenizer, prompt, methods, N))]
 
 
@@ -55,8 +57,9 @@ def test_kl_is_that_of_fidelity(demo_llama, compared):
         record = judge(KNOWN, *read, policy)
         assert answer.kl == pytest.approx(float(record["kl"]), abs=1e-4), method.name
     assert found[0][1].kl == 0 and max(answer.kl for _, answer in found) > 0.1
-    (refreshed,) = (answer.kl for method, answer in found if method.options)
-    assert refreshed == pytest.approx(found[1][1].kl, abs=1e-4)
+    recalled, sparse = (answer.kl for method, answer in found if method.options)
+    assert recalled == pytest.approx(found[1][1].kl, abs=1e-4)
+    assert sparse == pytest.approx(float(judge(KNOWN, *read, SPARSE)["kl"]), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_a_prompt_that_fits_the_budget_is_the_full_caches(demo_llama, ask):
 def test_a_verified_answer_is_the_full_caches_and_its_kl_that_of_the_draft(demo_llama, ask):
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 300, 0)
-    policy = resolve_policy(policy="streaming_llm:budget=16,schedule=once")
+    policy = Sparse(budget=2, n_sink=0, n_window=1, rest=None, read="dense")
     methods = [Method(), Method(policy, RECALLED), Method(policy, RECALLED | {"verify": "all"})]
     full, drafted, verified = compare(model, tokenizer, prompt, methods, 6)
     assert verified.tokens == full.tokens and verified.differs is None

@@ -1,14 +1,12 @@
 """`policy="auto"`: what is taken for which prompt, task and machine, and why."""
 
-from dataclasses import replace
-
 import pytest
 
 from mlx_snapkv import (
     CompressedBatchGenerator,
     Conversation,
-    SnapKV,
     SnapKVError,
+    Sparse,
     batch_generate,
     generate_step,
     inspect_prompt,
@@ -18,15 +16,16 @@ from mlx_snapkv import (
 from mlx_snapkv.planning import auto as module
 from mlx_snapkv.planning.auto import (
     BATCH,
-    BOOK,
     CONVERSATION,
     FEW,
+    FILED,
     FULL,
+    PACKED,
     QUESTION,
-    RECALLED,
     SETTINGS,
     SMALL,
     SNAPKV,
+    SPARSE,
     AutoRequest,
     recommended,
     resolve,
@@ -34,7 +33,7 @@ from mlx_snapkv.planning.auto import (
 )
 from mlx_snapkv.planning.machine import Machine
 from mlx_snapkv.planning.plan import Planner
-from mlx_snapkv.policies import AUTO, resolve_policy
+from mlx_snapkv.policies import AUTO, method_named, resolve_policy
 
 GB = 10**9
 FAR = 20_000  # tokens: more than `demo` was trained to
@@ -54,13 +53,14 @@ def cost(planner, n, setting):
 @pytest.mark.parametrize(
     "n, task, lacks, setting, why",
     [
-        (FEW - 1, QUESTION, None, FULL, "fewer than half of 10,931 entries would be evicted"),
-        (FEW, QUESTION, None, SNAPKV, "the question chooses"),
-        (FEW, BATCH, None, SNAPKV, "decoded together"),
-        (FEW, CONVERSATION, None, RECALLED, "every token"),
-        (FEW, CONVERSATION, "memory", BOOK, "and {} is available"),
-        (FEW, QUESTION, "KV memory", SMALL, "and {} is available"),
-        (9000, QUESTION, "KV memory", SETTINGS[QUESTION][2], "the full cache would take"),
+        (FEW - 1, QUESTION, None, FULL, "at 10,931 tokens reading all entries costs little"),
+        (FEW, QUESTION, None, SPARSE, "all entries fit in memory"),
+        (FEW, BATCH, None, SNAPKV, "the question chooses"),
+        (FEW, CONVERSATION, None, SPARSE, "every token"),
+        (FEW, CONVERSATION, "memory", PACKED, "and {} is available"),
+        (FEW, QUESTION, "KV memory", PACKED, "and {} is available"),
+        (FEW, BATCH, "KV memory", SMALL, "and {} is available"),
+        (9000, QUESTION, "KV memory", PACKED, "the full cache would take"),
     ],
 )
 def test_what_is_taken(planner, n, task, lacks, setting, why):
@@ -72,6 +72,16 @@ def test_what_is_taken(planner, n, task, lacks, setting, why):
     taken = recommended(planner, AutoRequest(n, task, kv_memory=most), usable)
     limit = module.format_bytes(most or usable)
     assert taken.setting == setting and taken.fits and why.format(limit) in str(taken)
+
+
+@pytest.mark.parametrize("task", [QUESTION, CONVERSATION])
+def test_less_memory_takes_the_next_setting_that_reads_all_entries_then_policies(planner, task):
+    """From all entries in memory over 4 bits to files, whose indexes stay; what is less is evicted."""
+    found = [cost(planner, FEW, setting)[0] for setting in SETTINGS[task][:3]]
+    assert found == sorted(found, reverse=True)
+    for peak, setting in zip(found, (SPARSE, PACKED, FILED)):
+        assert recommended(planner, AutoRequest(FEW, task), peak).setting == setting
+    assert not recommended(planner, AutoRequest(FEW, task), found[-1] - 1).setting.is_sparse
 
 
 def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
@@ -86,17 +96,18 @@ def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
         for setting in SETTINGS[task]:
             AutoRequest(None, task).config(setting, False).require(demo_llama[0])
     config, _, taken = resolve(demo_llama[0], None, CONVERSATION, {}, policy=AUTO)
-    assert config.policy == SnapKV(top_k=4096, min_ctx=FEW) and taken.setting == RECALLED
+    assert config.policy == Sparse() and taken.setting == SPARSE
 
 
 def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
     """Not only the entries: what a chunk holds while it is read, too."""
-    peak, kv = cost(planner, FEW, SNAPKV)
-    assert kv + planner.plan(1).weights < 0.9 * peak
-    for usable, fits in ((peak, True), (peak - 1, False)):
-        monkeypatch.setattr(module, "this_machine", lambda usable=usable: Machine(GB, usable))
-        _, _, taken = resolve(demo_llama[0], FEW, QUESTION, {}, policy=AUTO)
-        assert (taken.setting == SNAPKV) == fits
+    for task, first in ((QUESTION, SPARSE), (BATCH, SNAPKV)):
+        peak, kv = cost(planner, FEW, first)
+        assert kv + planner.plan(1).weights < 0.9 * peak
+        for usable, fits in ((peak, True), (peak - 1, False)):
+            monkeypatch.setattr(module, "this_machine", lambda usable=usable: Machine(GB, usable))
+            _, _, taken = resolve(demo_llama[0], FEW, task, {}, policy=AUTO)
+            assert (taken.setting == first) == fits
 
 
 @pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
@@ -105,8 +116,8 @@ def test_python_takes_it_and_the_report_tells(demo_llama, asked):
     options = {"max_tokens": 1, "on_report": reports.append, "verify": None}
     next(generate_step(list(range(5, 105)), demo_llama[0], **options, **asked))
     (report,) = reports
-    assert report.auto.startswith("auto: the full cache, because fewer than half")
-    assert report.reason == "fewer than half of 100 entries would be evicted"
+    assert report.auto.startswith("auto: the full cache, because at 100 tokens")
+    assert report.reason == "at 100 tokens reading all entries costs little"
 
 
 def test_python_compresses_by_it(demo_llama, monkeypatch):
@@ -122,7 +133,7 @@ def test_python_compresses_by_it(demo_llama, monkeypatch):
 def test_conversations_and_batches_take_it(demo_llama):
     model, tokenizer = demo_llama
     chat = Conversation(model, tokenizer, policy=AUTO)
-    assert chat.policy == SnapKV(top_k=4096, min_ctx=FEW) and chat.memory == "recall"
+    assert chat.policy == Sparse() and chat.memory == "recall"
     for asked in ({"policy": AUTO}, {"snapkv": True}):
         found = batch_generate(model, tokenizer, [[7, 8, 9]], max_tokens=2, **asked)
         assert len(found.texts) == 1
@@ -147,6 +158,11 @@ def test_auto_and_a_snapkv_are_two_policies(demo_llama):
             way()
 
 
+def test_auto_and_sparse_are_one_too_many(demo_llama):
+    with pytest.raises(SnapKVError, match="policy auto chooses how entries are used, and so does"):
+        generate_step([5, 6, 7], demo_llama[0], policy=AUTO, sparse=True)
+
+
 @pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
 def test_what_can_not_choose_says_so(demo_llama, asked):
     model, tokenizer = demo_llama
@@ -164,15 +180,12 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
 @pytest.mark.parametrize(
     "options, setting",
     [
-        ({}, BOOK),
-        ({"refresh": "turn"}, BOOK),
-        ({"far": "pull"}, BOOK),
-        ({"memory": "recall"}, BOOK._replace(memory="recall")),
-        ({"memory": "recall", "refresh": "turn"}, BOOK._replace(memory="recall")),
-        ({"far": "keep"}, SNAPKV),
-        # Nothing can bring distances nearer where answers are verified by the full cache.
-        ({"verify": "all"}, RECALLED),
-        ({"verify": "all", "memory": "recall:8bit"}, RECALLED._replace(memory="recall:8bit")),
+        ({}, SPARSE),
+        ({"far": "pull"}, SPARSE),
+        ({"far": "keep"}, SPARSE),
+        ({"memory": "recall:file:8bit"}, FILED._replace(memory="recall:file:8bit")),
+        ({"verify": "all"}, SPARSE),
+        ({"verify": "all", "memory": "recall:8bit"}, SPARSE._replace(memory="recall:8bit")),
         # Whoever gives a cache goes on from entries in memory.
         ({"prompt_cache": []}, SMALL),
         ({"draft_model": "a model"}, SMALL),
@@ -181,51 +194,54 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
 def test_a_question_beyond_the_trained_length(demo_llama, options, setting):
     config, _, taken = resolve(demo_llama[0], FAR, QUESTION, options, policy=AUTO)
     assert taken.setting == setting and config.memory == setting.memory
-    assert config.policy == resolve_policy(policy=setting.policy)
+    assert config.policy == method_named(setting.method)
     config.require(demo_llama[0])
-    assert replace(config, policy=None, memory="recall").retention == {
-        "memory": "recall",
-        "verify": options.get("verify"),
-        "refresh": options.get("refresh", "token"),
-        "far": options.get("far"),
-    }
-    if setting == BOOK and options == {}:
-        assert "the evicted entries stay in files for the answer to choose from" in taken.why
+    where = "stay in files in 8 bits" if "file" in setting.memory else "fit in memory"
+    assert not setting.is_sparse or f"all entries {where}" in taken.why
+    asked = {name: options.get(name) for name in ("verify", "far")}
+    assert config.retention == {"memory": setting.memory, **asked}
+
+
+def test_a_batch_beyond_the_trained_length_keeps_distances_within_it(demo_llama):
+    for far, setting in (("pull", SMALL), ("keep", SNAPKV)):
+        _, _, taken = resolve(demo_llama[0], FAR, BATCH, {"far": far}, policy=AUTO)
+        assert taken.setting == setting
+    _, _, taken = resolve(demo_llama[0], FAR, BATCH, {}, policy=AUTO)
+    assert taken.setting == SMALL and taken.why == module.NEARER
 
 
 def test_a_conversation_that_pulls_takes_what_can(demo_llama):
     chat = Conversation(*demo_llama, policy=AUTO, far="pull")
-    assert chat.policy == resolve_policy(policy=BOOK.policy) and chat.memory == BOOK.memory
+    assert chat.policy == Sparse() and chat.far == "pull"
 
 
 def test_what_no_setting_can_be_combined_with(demo_llama):
     for options, words in (
         ({"verify": "all", "memory": "recall:file"}, "give memory=recall"),
         ({"verify": "all", "far": "pull"}, "drop one of them"),
-        ({"refresh": "never"}, "refresh must be token or turn"),
+        ({"refresh": "turn"}, "refresh is gone: sparse=budget=6.25% lets every token choose"),
     ):
         with pytest.raises(SnapKVError, match=words):
             generate_step([5] * FAR, demo_llama[0], policy=AUTO, **options)
 
 
-def test_a_question_beyond_the_trained_length_is_answered_from_files(tiny_far):
+def test_a_question_beyond_the_trained_length_is_answered_from_files(tiny_far, monkeypatch):
     model, tokens = tiny_far
-    reports = []
+    planner, reports = Planner(model, max_tokens=1), []
+    needed = cost(planner, len(tokens), module.FILED)[0]
+    monkeypatch.setattr(module, "this_machine", lambda: Machine(GB, needed))
     options = {"max_tokens": 1, "policy": AUTO, "on_report": reports.append}
     next(generate_step(tokens, model, **options))
     (report,) = reports
-    assert report.book.stored == len(tokens) and report.book.file_bytes > 0
+    assert report.file_bytes > 0 and report.pulled_to == 256 and report.read_per_token
     assert "memory=recall:file" in report.auto
 
 
 @pytest.fixture
 def tiny_far(demo_llama, monkeypatch):
-    """A model trained to few tokens, a prompt of more, and settings as small."""
+    """A model trained to few tokens, and a prompt of more."""
     from tiny_models import make_llama
 
-    book = module.Setting("keydiff:budget=96,block=32 then snapkv:top_k=16", "recall:file")
-    monkeypatch.setitem(module.SETTINGS, QUESTION, (module.Setting("snapkv:top_k=64"),))
-    monkeypatch.setitem(module.SETTINGS, CONVERSATION, (RECALLED, book))
     monkeypatch.setattr(module, "FEW", 100)
     model = make_llama(max_position_embeddings=256)
     return model, [5 + i % 50 for i in range(400)]
@@ -233,6 +249,6 @@ def tiny_far(demo_llama, monkeypatch):
 
 @pytest.mark.parametrize("n", [300, 600, 5000, 100_000])
 def test_what_is_worth_comparing_evicts_three_quarters_at_least(n):
-    first, second, within = (resolve_policy(policy=text) for text in worth_comparing(n))
-    assert second.budget < first.budget <= max(n / 4, 30) and within.stages[1].budget < first.budget
-    assert n < 20_000 or worth_comparing(n)[0] == SNAPKV.policy
+    first, within = (resolve_policy(policy=text) for text in worth_comparing(n))
+    assert first.budget <= n / 4 and within.stages[1].budget < first.budget
+    assert n < 20_000 or worth_comparing(n)[0] == SNAPKV.method

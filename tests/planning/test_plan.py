@@ -13,11 +13,11 @@ from real_models import MODELS as REAL
 from real_models import real_folder
 from tiny_models import make_llama
 
-from mlx_snapkv import KeyDiff, KVzip, SnapKV, SnapKVError, plan_memory
+from mlx_snapkv import KeyDiff, KVzip, SnapKV, SnapKVError, Sparse, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.planning import long_prompts, shapes
-from mlx_snapkv.planning.auto import BOOK, QUESTION, SETTINGS, AutoRequest, recommended
+from mlx_snapkv.planning.auto import EVICTING, QUESTION, SETTINGS, SMALL, AutoRequest, recommended
 from mlx_snapkv.planning.long_prompts import LongPrompts
 from mlx_snapkv.planning.machine import Machine, mac, this_machine
 from mlx_snapkv.planning.plan import Planner
@@ -25,7 +25,7 @@ from mlx_snapkv.planning.shapes import without_weights
 
 KEYDIFF, SNAPKV = POLICIES
 PAIR = "keydiff:budget=1024,block=256 then snapkv:top_k=256"
-CANDIDATES = [setting.policy for setting in SETTINGS[QUESTION]]
+CANDIDATES = [setting.method for setting in SETTINGS[QUESTION]]
 PAGE = Path(__file__).parents[2] / "docs" / "plan.json"
 ROWS = json.loads(PAGE.read_text(encoding="utf-8"))["rows"]
 
@@ -53,6 +53,8 @@ def test_every_measured_peak_is_planned_within_16_percent(name):
         (None, 1500, f"{PAIR},lookahead=4", None),  # chosen in the midst of an answer
         (None, 1500, f"{PAIR},lookahead=32", None),  # the answer ends before
         (None, 5700, None, 8),  # quantised by mlx-lm on the way
+        (None, 5700, "sparse:top_k=128", None),
+        ("lfm2", 1500, "sparse:top_k=128,read=dense", None),
     ],
 )
 def test_models_that_no_constant_was_chosen_on_and_quantised_entries(name, n, policy, bits):
@@ -135,12 +137,14 @@ def test_prompts_that_stay_as_they_are(demo_llama):
 
 def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(demo_llama):
     planner, n = Planner(demo_llama[0]), 16_385
-    full, snapkv, keydiff = (planner.plan(n, policy) for policy in (None, *CANDIDATES[:2]))
-    assert "trained length of 16384" in full.beyond and "16384" in snapkv.beyond
-    assert keydiff.beyond is None
-    taken = recommended(planner, AutoRequest(n), snapkv.peak)
-    assert taken.setting == BOOK and taken.plan.beyond is None
-    assert "evicts while it reads" in taken.why and "stay in files" in taken.why
+    named = (None, *(setting.method for setting in EVICTING[:2]), "sparse", "sparse:read=dense")
+    full, snapkv, keydiff, sparse, dense = (planner.plan(n, method) for method in named)
+    for far in (full, snapkv, dense):
+        assert "trained length of 16384" in far.beyond
+    assert keydiff.beyond is None and sparse.beyond is None
+    taken = recommended(planner, AutoRequest(n, may_retain=False), snapkv.peak)
+    assert taken.setting == SMALL and taken.plan.beyond is None
+    assert "keeps distances within the model's trained length" in taken.why
 
 
 def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypatch):
@@ -151,8 +155,8 @@ def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypa
     model, n = demo_llama[0], 65_536
     (said,) = warnings(n, 10**9)
     assert said.startswith("65536 tokens will take about 2.4") and "has 1 GB for models" in said
-    policy = shlex.split(said.partition("--policy ")[2])[0]
-    assert plan_memory(model, n, policy).peak < 10**9
+    sparse = shlex.split(said.partition("--sparse ")[2])[0]
+    assert plan_memory(model, n, sparse=sparse).peak < 10**9
     assert warnings(4096, 10**9) == []
     assert "no policy makes them fit" in warnings(n, 10**6)[0]
     assert warnings(n, 10**6, max_kv_size=64) == []
@@ -187,6 +191,8 @@ def test_machines():
         (300, {"policy": SnapKV(budget=512)}, "nothing will be evicted: the prompt's 300 entries fit the budget"),
         (300, {"policy": SnapKV(budget=512)}, "for example --policy snapkv:top_k=32"),
         (4096, {"policy": SnapKV(budget=512), "memory": "recall"}, "will read 512 of 4,096 entries, all of which stay"),
+        (4096, {"policy": Sparse(budget=512)}, "at most 1,311 of 4,096 entries, and a token of the answer 512"),
+        (4096, {"policy": Sparse(budget=512, read="dense")}, "answer 512 of 4,096; all 12.6 MB of them stay"),
     ],
 )  # fmt: skip
 def test_what_will_be_kept_is_told_before_it_is_read(demo_llama, n, options, said):

@@ -9,7 +9,7 @@ import httpx
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from server_helpers import BOOK, POLICY, ask, served_process, talk
+from server_helpers import POLICY, ask, served_process, talk
 from tiny_models import make_llama
 
 from mlx_snapkv.server.prefix_files import PrefixFiles, as_ids, longest
@@ -67,7 +67,7 @@ def test_a_killed_servers_conversation_goes_on_from_compressed_entries(document,
 
 def test_a_book_of_a_killed_server_goes_on_unless_it_is_damaged(document, tmp_path):
     """Damage is found when entries are first read, by a request that goes on from them; it is answered all the same."""
-    flags = ("--policy", BOOK, "--memory", "recall:file", "--prefix-dir", str(tmp_path))
+    flags = ("--sparse", "budget=256", "--memory", "recall:file", "--prefix-dir", str(tmp_path))
     with served_process(*flags) as (url, process):
         assert known(url, document, 0) == 0
         process.kill()

@@ -158,9 +158,8 @@ class CompletionFormatter(ResponseFormatter):
         about["entries"] = report.entries if report.compressed else None
         about["memory"] = self._memory
         about |= {name: n for name in STAYING if (n := getattr(report, name))}
-        for name in ("verified", "book"):
-            if getattr(report, name) is not None:
-                about[name] = asdict(getattr(report, name))
+        if report.verified is not None:
+            about["verified"] = asdict(report.verified)
         return {"usage": used, "mlx_snapkv": about, **self.warnings}
 
 

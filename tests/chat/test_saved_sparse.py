@@ -1,16 +1,16 @@
-"""A book that is saved is asked on, in spite of what befalls its files."""
+"""A conversation that reads sparsely is saved and goes on, in spite of what befalls its files."""
 
 import random
 
 import pytest
-from chat_helpers import ask, begun
+from chat_helpers import ask, begun, is_answered
 
-from mlx_snapkv import Conversation, SnapKVError
+from mlx_snapkv import Conversation, SnapKVError, saved
 from mlx_snapkv.caches.layers import file_bytes
 from mlx_snapkv.demo.questions import make_haystack
 
-ASKED = "snapkv:top_k=92,n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21"
-WAYS = {"policy": f"keydiff:budget=64,block=64 then {ASKED}", "memory": "recall:file"}
+SPARSE = "top_k=92,n_window=32,read_top_k=128"
+WAYS = {"sparse": SPARSE, "memory": "recall:file"}
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,10 @@ def test_it_goes_on_as_without_the_interruption_wherever_it_is_kept(
     demo_model = request.getfixturevalue(name)
     conversation = begun(demo_model, haystack, 1, **WAYS | {"memory": f"recall{bits}"})
     conversation.save(path)
+    header = saved.load(path, demo_model[0])
+    assert (header.policy, header.notes["memory"]) == (f"sparse:{SPARSE}", f"recall{bits}")
     own = Conversation.load(path, *demo_model, max_tokens=12)
-    assert (str(own.policy), own.memory) == (str(conversation.policy), f"recall{bits}")
+    assert (own.policy, own.memory) == (conversation.policy, f"recall{bits}")
     in_file = Conversation.load(path, *demo_model, memory=f"recall:file{bits}", max_tokens=12)
     assert in_file.memory == f"recall:file{bits}"
     for fact in haystack[1][1:]:
@@ -54,3 +56,15 @@ def test_a_flipped_bit_is_one_sentence_and_costs_one_turn(demo_llama, haystack, 
     assert (damaged.messages, damaged.read, damaged.prompt_cache[0].offset) == before
     file.write_bytes(data)
     assert ask(damaged, question) == ask(whole, question)
+
+
+@pytest.mark.parametrize("memory", ["drop", "recall:8bit", "recall:file"])
+def test_a_full_cache_that_was_saved_is_asked_with_it(demo_llama, haystack, path, memory):
+    begun(demo_llama, haystack, 1).save(path)
+    loaded = Conversation.load(path, *demo_llama, sparse=SPARSE, memory=memory, max_tokens=12)
+    assert loaded.memory == ("recall" if memory == "drop" else memory)
+    assert is_answered(loaded, haystack[1][1]) and loaded.report.read_per_token
+    loaded.save(path)
+    again = Conversation.load(path, *demo_llama, sparse="top_k=9", max_tokens=12)
+    assert (again.policy, again.memory) == (loaded.policy, loaded.memory)
+    assert ask(again, haystack[1][2].question) == ask(loaded, haystack[1][2].question)

@@ -1,0 +1,137 @@
+"""Conversations whose chunks and tokens choose what they read, of entries in memory and in files."""
+
+import contextlib
+import random
+from unittest import mock
+
+import pytest
+from chat_helpers import ask, is_answered
+from disk_helpers import full_disk
+
+from mlx_snapkv import Conversation, SnapKVError, Sparse
+from mlx_snapkv.caches import sparse
+from mlx_snapkv.caches.layers import attention_layers, kv_bytes
+from mlx_snapkv.demo.questions import make_haystack
+
+# A chunk reads an eighth of 2,048 tokens besides its window, and a token of the answer 128 entries.
+SPARSE = "top_k=92,n_window=32,read_top_k=256"
+
+
+def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
+    """A conversation with a document attached, and the facts in it."""
+    document, facts = make_haystack(tokenizer, random.Random(7), n_facts, n_tokens)
+    options = {"sparse": SPARSE, "max_tokens": 12} | options
+    conversation = Conversation(model, tokenizer, **options)
+    conversation.attach(document)
+    return conversation, facts
+
+
+def test_six_questions_one_a_turn(demo_model):
+    """All entries are in files; the first turn's chunks choose, and the questions read everything."""
+    conversation, facts = about_a_text(*demo_model, 2048, 6, memory="recall:file")
+    per_chunk = []
+    for fact in facts:
+        assert is_answered(conversation, fact)
+        per_chunk.append(conversation.report.read_per_chunk)
+    assert per_chunk == [16 + 256 + 256 + 15] + [None] * 5
+    report = conversation.report
+    assert report.policy == f"sparse:{SPARSE}" and 100 < report.read_per_token <= 128
+    assert report.file_bytes and kv_bytes(conversation.prompt_cache) == 0
+    assert held(conversation) == {len(conversation.read)}
+    forgetful, facts = about_a_text(*demo_model, 2048, 6, sparse=None, policy="snapkv:top_k=92")
+    assert sum(is_answered(forgetful, fact) for fact in facts) <= 3
+
+
+def test_a_turn_with_a_document_chooses_what_its_chunks_read(demo_llama):
+    conversation, (first, _) = about_a_text(*demo_llama, 700, 2)
+    assert is_answered(conversation, first)
+    document, (second,) = make_haystack(demo_llama[1], random.Random(8), 1, 700)
+    conversation.attach(document)
+    assert is_answered(conversation, second)
+    assert conversation.report.read_per_chunk == 543 and len(conversation.read) > 1400
+
+
+def test_answers_are_verified(demo_llama):
+    conversation, facts = about_a_text(*demo_llama, 1024, 3, verify="all")
+    assert all(is_answered(conversation, fact) for fact in facts)
+    assert conversation.report.verified.tokens > 0
+    assert held(conversation) == {len(conversation.read)}
+
+
+def test_a_policy_drafts_nothing(demo_llama):
+    for options in ({"policy": "snapkv", "memory": "recall"}, {"policy": None}):
+        conversation = Conversation(*demo_llama, **options)
+        with pytest.raises(SnapKVError, match=r"by sparse attention, but .*: give sparse instead"):
+            conversation.verify_answers("all")
+        assert conversation.verify is None
+
+
+def held(conversation):
+    layers = attention_layers(conversation.model, conversation.prompt_cache)
+    caches = [layer.cache_in(conversation.prompt_cache) for layer in layers]
+    for cache in caches:
+        cache.offload()
+    return {cache.store.n_entries for cache in caches} | {cache.offset for cache in caches}
+
+
+@contextlib.contextmanager
+def full():
+    words = "can't be kept in a file.*; set TMPDIR or --store-dir to a folder with room"
+    with full_disk(100_000), pytest.raises(SnapKVError, match=words):
+        yield
+
+
+@contextlib.contextmanager
+def interrupted():
+    """Ctrl-C when the prompt is read, and the rest is weighed."""
+    weighing = mock.patch.object(sparse, "best_factors", side_effect=KeyboardInterrupt)
+    with weighing, pytest.raises(KeyboardInterrupt):
+        yield
+
+
+@pytest.mark.parametrize("failing", [full, interrupted])
+def test_what_ends_a_turn_leaves_the_conversation_as_it_was(demo_model, failing):
+    conversation, (first, second) = about_a_text(*demo_model, 1024, 2, memory="recall:file")
+    with failing():
+        ask(conversation, first.question)
+    assert not conversation.messages and not conversation.read and conversation.attached
+    assert is_answered(conversation, first)
+    known = conversation.read
+    with failing():
+        ask(conversation, second.question * 40)
+    assert conversation.read == known and held(conversation) == {len(known)}
+    assert is_answered(conversation, second)
+
+
+def test_what_fits_the_budget_is_read_in_full_until_it_does_not(demo_llama):
+    conversation, (first, second) = about_a_text(*demo_llama, 400, 2, sparse="budget=500")
+    plain, _ = about_a_text(*demo_llama, 400, 2, sparse=None)
+    assert ask(conversation, first.question) == ask(plain, first.question)
+    assert "fit the budget of 500" in conversation.report.reason
+    conversation.attach(make_haystack(demo_llama[1], random.Random(8), 1, 300)[0])
+    assert is_answered(conversation, second)
+    assert conversation.report.read_per_token and len(conversation.read) > 700
+
+
+def test_a_turn_with_a_document_of_its_own_can_be_taken_back(demo_model):
+    """Also when a later message was given up while it was read."""
+    plain, (first, second) = about_a_text(*demo_model, 1024, 2, memory="recall:8bit")
+    conversation, _ = about_a_text(*demo_model, 1024, 2, memory="recall:8bit")
+    for each in (plain, conversation):
+        ask(each, first.question)
+    known = conversation.read
+    conversation.attach(make_haystack(demo_model[1], random.Random(8), 1, 700)[0])
+    ask(conversation, second.question)
+
+    def stop(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(conversation.send(second.question * 40, prompt_progress_callback=stop))
+    assert conversation.undo_nbytes <= kv_bytes(conversation.prompt_cache)
+    assert conversation.undo() == second.question
+    conversation.attached.clear()
+    assert conversation.read == known and held(conversation) == {len(known)}
+    assert ask(conversation, second.question) == ask(plain, second.question)
+    assert conversation.policy == Sparse.from_string(SPARSE)

@@ -1,0 +1,158 @@
+"""Sparse attention in commands: where all entries stay, what is said, saved prompts that go on, and chats."""
+
+import json
+import re
+
+import pytest
+
+SPARSE = ["--sparse", "budget=12.5%"]
+READ = r"\d+ entries and \d+ means of the rest read by every token"
+
+
+def asked(call, story, *options):
+    path, facts = story
+    text = ["--prompt-file", str(path), "--prompt", facts[0].question]
+    return call("generate", "--model", "demo", *text, "-m", "12", *options)
+
+
+def cost(err):
+    return [line for line in err.splitlines() if " tokens will write at most " in line]
+
+
+@pytest.mark.parametrize("memory", ["recall:4bit", "recall:file"])
+def test_what_is_read_is_said_first_and_what_was_at_the_end(call, story, tmp_path, memory):
+    in_files = ["--store-dir", str(tmp_path)] if "file" in memory else []
+    code, out, err = asked(call, story, *SPARSE, "--memory", memory, *in_files)
+    first, *_, last = err.splitlines()
+    assert (code, out) == (0, story[1][0].value + "\n")
+    assert re.match(r"a chunk will read at most [\d,]+ of 1,\d+ entries, and a token of ", first)
+    of_files = " of files" if in_files else ""
+    assert re.search(
+        rf"(\d+) prompt tokens, {READ}, at most \d+ by a chunk, KV memory [^,]*\), all \1 entries stay in "
+        rf"[\d.]+ [kM]B{of_files} \| prompt",
+        last,
+    )
+    assert len(cost(err)) == len(in_files) // 2
+    assert not in_files or f" in {tmp_path} (" in cost(err)[0]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_no_options_are_the_defaults(call, story):
+    code, out, _ = asked(call, story, "--sparse", "", "--json")
+    report = json.loads(out)["compression"]
+    assert code == 0 and report["policy"] == "sparse"
+    assert 0 < report["read_per_token"] < report["prompt_tokens"] / 10
+    assert report["kv_bytes_staying"] >= report["kv_bytes_before"]
+
+
+@pytest.mark.parametrize("memory", ["", "--memory recall:file:4bit"])
+def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, path, memory):
+    said = save(story[0], path, *SPARSE, *memory.split()).splitlines()[-1]
+    folder = r", and all entries in a folder beside it \([\d.]+ [kM]B\)" if memory else ""
+    assert re.fullmatch(
+        r"\d+ prompt tokens, all 1,\d+ entries, 1,\d+ read by a chunk, KV memory [^,]* \| saved in "
+        rf"{re.escape(str(path))}{folder}",
+        said,
+    )
+    fact = story[1][0]
+    code, out, err = ask_saved(path, fact.question)
+    assert (code, out) == (0, fact.value + "\n")
+    assert re.search(rf"prompt tokens, {READ}, KV memory", err.splitlines()[-1])
+    assert ("of files" in err) == bool(memory)
+    result = json.loads(ask_saved(path, fact.question, "--json")[1])
+    assert result["prompt_cache"]["policy"] == "sparse:budget=12.5%"
+    assert result["compression"]["policy"] == "sparse:budget=12.5%"
+
+
+def test_a_saved_full_cache_is_asked_with_it(ask_saved, save, story, path):
+    save(story[0], path)
+    fact = story[1][1]
+    code, out, err = ask_saved(path, fact.question, *SPARSE)
+    assert (code, out) == (0, fact.value + "\n")
+    assert re.search(READ, err.splitlines()[-1])
+    code, out, err = ask_saved(path, fact.question, *SPARSE, "--verify", "all")
+    assert (code, out) == (0, fact.value + "\n") and "of the tokens were drafted" in err
+
+
+def test_a_chat_goes_on_from_it_and_says_what_long_turns_write(call, save, story, path):
+    save(story[0], path, *SPARSE, "--memory", "recall:file")
+    text, facts = story
+    first, second, *others = (fact.question for fact in facts)
+    lines = [f"/load {path}", first, f"/save {path}", f"/load {path}", second]
+    lines += ["/reset", f"/file {text}", *others]
+    chat = ["chat", "--model", "demo", "--sparse", "budget=20%", "--memory", "recall:file"]
+    code, out, err = call(*chat, "-m", "8", stdin="\n".join(lines).encode())
+    assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
+    assert (
+        err.count("tokens loaded, policy sparse:budget=12.5%, memory recall:file, as it was") == 2
+    )
+
+
+def test_a_short_text_is_saved_in_full_and_goes_on(ask_saved, save, story, path):
+    said = save(story[0], path, "--sparse", "budget=4000", "--memory", "recall:file")
+    assert "full cache: the prompt's" in said and "fit the budget of 4000" in said
+    _, out, err = ask_saved(path, story[1][0].question)
+    assert out == story[1][0].value + "\n" and "full cache: " in err
+
+
+def test_a_chat_starts_again_with_it(call, document):
+    """With a memory of its own, which ends with it."""
+    path, facts = document
+    lines = ["/policy sparse:top_k=60", f"/file {path}", facts[0].question, "/stats", "/policy"]
+    lines += ["/policy snapkv:top_k=60", f"/file {path}", facts[1].question, "/stats"]
+    code, out, err = call("chat", "--model", "demo", "-m", "12", stdin="\n".join(lines).encode())
+    assert (code, out.splitlines()[0]) == (0, facts[0].value)
+    assert "with policy sparse:top_k=60\n" in err and "\npolicy: sparse:top_k=60\n" in err
+    first, second = re.findall(r"\d+ prompt tokens, [^\n]*", err)
+    assert re.search(READ, first) and " entries kept (" in second
+    assert "entries stay" in first and "entries stay" not in second
+
+
+@pytest.mark.parametrize("options", [SPARSE, ["--snapkv", "top_k=60", "--memory", "recall"]])
+def test_a_chat_compares_with_the_answer_from_all_entries(call, document, options):
+    path, facts = document
+    lines = [f"/file {path}", facts[0].question, "/compare", "/stats", "/policy", "/verify"]
+    chat = ["chat", "--model", "demo", "-m", "12", *options]
+    code, out, err = call(*chat, stdin="\n".join([*lines, facts[1].question]).encode())
+    assert (code, out.splitlines()) == (0, [*[facts[0].value] * 2, facts[1].value])
+    assert "from all entries: the same answer\n" in err and "of the tokens were drafted" in err
+    assert f"\npolicy: {options[0][2:]}:" in err and "\nverify: none\n" in err
+
+
+def test_nothing_is_compared_where_entries_are_gone(call, document):
+    path, facts = document
+    lines = f"/file {path}\n{facts[0].question}\n/compare\n".encode()
+    chat = "chat", "--model", "demo", "-q", "-m", "1", "--snapkv", "top_k=60,lookahead=0"
+    code, _, err = call(*chat, stdin=lines)
+    assert code == 2 and "the evicted entries are gone: chat with --sparse, or --memory" in err
+
+
+def test_compare_shows_it_beside_policies_by_default(call, story):
+    path, facts = story
+    asked = ["--prompt-file", str(path), "-p", facts[0].question, "-m", "4", "--json"]
+    names = [
+        m["name"] for m in json.loads(call("compare", "--model", "demo", *asked)[1])["methods"]
+    ]
+    assert names[0] == "full cache" and names[-1] == "sparse"
+    assert [name.partition(":")[0] for name in names[1:-1]] == ["snapkv", "keydiff"]
+    _, out, _ = call("compare", "--model", "demo", *asked, "--verify", "all")
+    assert [m["name"] for m in json.loads(out)["methods"]] == ["full cache", "sparse, verify all"]
+
+
+@pytest.mark.parametrize("task", ["needle --depths 1", "lines --depths 1", "suite --task single"])
+def test_evaluations_measure_it(call, task):
+    asked = [*task.split(), "--length", "512", *SPARSE, "--json"]
+    code, out, _ = call("eval", *asked)
+    methods = {s["method"]: s for s in json.loads(out)["summary"]}
+    assert code == 0 and [*methods] == ["full cache", "sparse:budget=12.5%"]
+    assert methods["sparse:budget=12.5%"]["entries"] < 80
+
+
+def test_plans_count_it(call):
+    asked = ["plan", "--model", "demo", "--context", "16k", "--json"]
+    full, sparse = json.loads(call(*asked, "--sparse", "top_k=512")[1])["plans"]
+    assert sparse["policy"] == "sparse:top_k=512" and sparse["memory"] == "recall"
+    assert sparse["reading"] < full["reading"] / 2 and sparse["kv"] > full["kv"]
+    # What --kv-bits says is for a policy's entries.
+    plans = json.loads(call(*asked, "--kv-bits", "8")[1])["plans"]
+    assert not any((plan["policy"] or "").startswith("sparse") for plan in plans)
