@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from mlx_lm.tool_parsers import json_tools, mistral
 
@@ -33,6 +33,9 @@ IDLE: dict[str, tuple] = {
 CLOSERS = '}]",:0'  # what ends JSON soonest, the best first
 QUOTE, IN_STRING = '"', "~"  # what ends a string; where this may come, a string has begun
 LONGEST_END = 512  # tokens
+# An object's optional properties may come in any number at any place: each takes 4 items of the parser's row.
+MOST_OPTIONAL = 1000
+LIMITS = LLParserLimits(max_items_in_row=5 * MOST_OPTIONAL)
 GROWTH = 3  # by how many tokens the way to the end may grow with a token
 SHOWN = 200  # characters of what the library says of a schema
 
@@ -107,7 +110,7 @@ class Constraint:
         self._take(found)
         allowed = _allowed(self._matcher, logits.shape[-1])
         if self._matcher.is_error():
-            raise RuntimeError(f"the answer has left its grammar: {_reason(self._matcher)}")
+            raise _failure(self._matcher)
         if (forced := self._closing()) is not None:
             allowed[:] = False
             allowed[forced] = True
@@ -299,6 +302,11 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
         if state != "reasoning":
             before = f"({' '.join(words(tokenizer.think_start))} thoughts)?"
     grammar = f"start: {before} {answer}\n{rules}"
+    for what, schema in schemas.items():
+        if (n := max(_optional(schema), default=0)) > MOST_OPTIONAL:
+            raise SnapKVError(
+                f"{what} can't be enforced: an object has {n} optional properties, and {MOST_OPTIONAL} are the most"
+            )
     try:
         _matcher(tokenizer, grammar)
     except SnapKVError:
@@ -308,18 +316,43 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
     return grammar
 
 
+def _optional(schema: Any) -> Iterator[int]:
+    """How many optional properties each object in a schema has."""
+    parts = schema
+    if isinstance(schema, dict):
+        parts, named, required = schema.values(), schema.get("properties"), schema.get("required")
+        if isinstance(named, dict):
+            needed = required if isinstance(required, list) else []
+            yield len(named.keys() - {name for name in needed if isinstance(name, str)})
+    if not isinstance(parts, str | int | float | None):
+        for part in parts:
+            yield from _optional(part)
+
+
 def _matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatcher:
     """Raises: SnapKVError: the grammar can't be enforced; `what` is its name."""
-    matcher = LLMatcher(vocabulary(tokenizer), grammar, log_level=0)
+    matcher = LLMatcher(vocabulary(tokenizer), grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise SnapKVError(f"{what} can't be enforced: {_reason(matcher)}")
     return matcher
 
 
+def _failure(matcher: LLMatcher) -> Exception:
+    """Why an answer can't go on: its form takes too much, or what was sampled is not what was allowed."""
+    why = _reason(matcher)
+    if "satisfy the grammar" in why:
+        return RuntimeError(f"the answer has left its grammar: {why}")
+    return SnapKVError(f"the answer's schema is too complex to be enforced: {why}")
+
+
 def _reason(matcher: LLMatcher) -> str:
-    """What the library says, without the lines of the grammar that it quotes."""
-    found = re.sub(r"\n +\d+ \|.*", "", matcher.get_error(), flags=re.DOTALL)
-    found = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", found)
+    """What the library says, without the lines of the grammar that it quotes, and its state."""
+    found = re.sub(r"(\n +\d+ \||\n<state>).*", "", matcher.get_error(), flags=re.DOTALL)
+    found = re.sub(
+        r"^at \d+\(\d+\): (failed to compile JSON schema: )?|^Parser Error: |; consider .*",
+        "",
+        found,
+    )
     if "coerce_one_of" in found:
         return "parts of a oneOf may overlap, so use anyOf"
     return " ".join(found.split()).replace("Unimplemented keys", "unsupported keywords")[:SHOWN]

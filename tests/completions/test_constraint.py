@@ -275,3 +275,23 @@ def test_forced_calls_that_nobody_can_make(demo_llama):
         list(answers(loaded, tools=[tool("open")], tool_choice=chosen))
     with pytest.raises(SnapKVError, match="have a function with a name"):
         list(answers(loaded, tools=[{"type": "function"}], tool_choice="required"))
+
+
+def obj(n, name="p", **more):
+    """An object of so many properties, which are optional unless `more` says otherwise."""
+    properties = {f"{name}{i}": {"type": "boolean"} for i in range(n)}
+    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
+
+
+def test_how_many_optional_properties_are_enforced(demo_llama):
+    names = list(obj(3000)["properties"])
+    text, _, _ = answer(demo_llama, obj(1000), 40)
+    assert json.loads(text).keys() <= set(names[:1000])
+    json_form(obj(3000, required=names[1:]), demo_llama[1], None, "the schema")
+    deep = {"type": "array", "items": {"anyOf": [{"type": "null"}, obj(1001)]}}
+    with pytest.raises(SnapKVError, match="^the schema can't be enforced: an object has 1001 opt"):
+        json_form(deep, demo_llama[1], None, "the schema")
+    # Objects that may each come take as much together: known only as the answer comes to them.
+    together = {"anyOf": [obj(900), obj(900, "q")]}
+    with pytest.raises(SnapKVError, match="^the answer's schema is too complex .* max is 5000$"):
+        answer(demo_llama, together, 12)
