@@ -60,6 +60,7 @@ BAD = [
     schema("response_format's schema can't be enforced: unsupported keywords", {"not": {}}),
     schema("response_format's schema can't be enforced: Unsatisfiable", False),
     schema("can't be enforced", {"minimum": "\ud800"}),
+    schema("has 1001 optional properties", {"properties": {str(n): {} for n in range(1001)}}),
     chat("tool_choice should be 'auto', 'none', 'required'", tool_choice="any"),
     chat("tool_choice.function is missing", tool_choice={"type": "function"}),
     chat("tool_choice asks for a call, but there are no tools", tool_choice="required"),

@@ -123,7 +123,7 @@ class Completion:
         """Pieces of a text, each with what it is; a marker within a call's argument, or within JSON, is none."""
         after, segments = TextStateMachine.split(self._parts, text)
         in_call = bool(self._call_end) and any(state == "tool" for state, _ in segments)
-        if not (in_call or self._is_open):
+        if not (in_call or self._begins(segments)):
             self._parts, text = after, ""
             yield from segments
         for letter in text:
@@ -134,21 +134,21 @@ class Completion:
                 if is_unfinished(call):
                     segments = [("tool", segments[0][1] + self._call_end)]
                     self._parts = self._machine.make_state("tool")
-            if self._is_open and any(
-                state == "normal" and part.strip() for state, part in segments
-            ):
-                segments = [*segments, *self._begun()]
-            self._is_open = self._is_open and self._parts[0] != "tool"
+            if self._begins(segments):
+                held, self._parts = self._parts[3], TextStateMachine().make_state()
+                self._parts, more = TextStateMachine.split(self._parts, held)
+                segments = [*segments, *more]
+                self._is_open = False
             yield from segments
+            self._is_open = self._is_open and self._parts[0] != "tool"
+        self._is_open = self._is_open and self._parts[0] != "tool"
         if is_last:
             _, rest, state = TextStateMachine.flush(self._parts)
             yield state, rest
 
-    def _begun(self) -> list[tuple[str, str]]:
-        """From the first letter of JSON nothing marks thoughts or calls; what was held back as a marker's beginning."""
-        self._is_open, held = False, self._parts[3]
-        self._parts, segments = TextStateMachine.split(TextStateMachine().make_state(), held)
-        return segments
+    def _begins(self, segments: list[tuple[str, str]]) -> bool:
+        """Whether these have the first letter of JSON that was asked for, from which on nothing is a marker."""
+        return self._is_open and any(state == "normal" and part.strip() for state, part in segments)
 
     def _called(self) -> Iterator[Said]:
         """The calls that have become whole, if any; one that can't be parsed is text again."""

@@ -123,7 +123,12 @@ class ToolChoice(Part):
 
 
 def _as_choice(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
+    """The tool to call is named one level higher in responses, whose custom tools are functions here."""
+    if isinstance(value, str):
+        return {"type": value}
+    if isinstance(value, dict) and value.get("type") in ("function", "custom") and "name" in value:
+        return {"type": "function", "function": {"name": value["name"]}}
+    return value
 
 
 class StreamOptions(Part):

@@ -136,11 +136,8 @@ def completion_request(
         constraint = Constraint(tokenizer, form, max_tokens)
         processors.append(constraint)
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
-    left = [name for name, value in unknown.items() if name not in HARMLESS and value not in EMPTY]
-    is_one = form is not None and form.kind != "json"
-    if unknown.get("parallel_tool_calls") is False and tools and not is_one:
-        warnings.append("parallel_tool_calls is left out: an answer may call several tools")
-    warnings += [f"{name[:80]} is left out: it is not known here" for name in sorted(left)]
+    may_call = tools is not None and (form is None or form.kind == "json")
+    warnings += _left_out(unknown, may_call)
     return CompletionRequest(
         prompt,
         max_tokens,
@@ -155,6 +152,15 @@ def completion_request(
         list(dict.fromkeys(warnings)),
         constraint,
     )
+
+
+def _left_out(unknown: dict[str, Any], may_call: bool) -> list[str]:
+    """Sentences on fields that are not known here; an answer that `may_call` tools calls as many as it likes."""
+    left = [name for name, value in unknown.items() if name not in HARMLESS and value not in EMPTY]
+    notes = [f"{name[:80]} is left out: it is not known here" for name in sorted(left)]
+    if unknown.get("parallel_tool_calls") is False and may_call:
+        notes.insert(0, "parallel_tool_calls is left out: an answer may call several tools")
+    return notes
 
 
 def _at_most(body: Body, defaults: Defaults, longest: int) -> int:

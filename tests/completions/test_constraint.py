@@ -206,6 +206,9 @@ def test_json_keeps_what_marks_thoughts_and_calls_elsewhere(demo_llama):
         "messages": [{"role": "user", "content": "x"}],
         "response_format": {"type": "json_object"},
     }
+    # However much of it comes at once.
+    found = Completion(completion_request(parse(CHAT, body), tokenizer, Defaults()), tokenizer)
+    assert "".join(piece.text for piece in found._parsed(said, True)) == said
     for asked, text in ((body, said), ({**body, "response_format": None}, '{"a": ""}')):
         found = Completion(completion_request(parse(CHAT, asked), tokenizer, Defaults()), tokenizer)
         for token in tokenizer.encode(said, add_special_tokens=False):
@@ -289,9 +292,9 @@ def test_how_many_optional_properties_are_enforced(demo_llama):
     assert json.loads(text).keys() <= set(names[:1000])
     json_form(obj(3000, required=names[1:]), demo_llama[1], None, "the schema")
     deep = {"type": "array", "items": {"anyOf": [{"type": "null"}, obj(1001)]}}
-    with pytest.raises(SnapKVError, match="^the schema can't be enforced: an object has 1001 opt"):
+    with pytest.raises(SnapKVError, match=r"^the schema can't be enforced: an object has 1001 opt"):
         json_form(deep, demo_llama[1], None, "the schema")
     # Objects that may each come take as much together: known only as the answer comes to them.
     together = {"anyOf": [obj(900), obj(900, "q")]}
-    with pytest.raises(SnapKVError, match="^the answer's schema is too complex .* max is 5000$"):
+    with pytest.raises(SnapKVError, match=r"^the answer's schema is too complex .* max is 5000$"):
         answer(demo_llama, together, 12)

@@ -316,6 +316,24 @@ def test_warnings_are_in_the_answer_and_once_in_the_log(agent, caplog):
         assert "brand_new is left out" in json.dumps(events), path
 
 
+def test_a_choice_of_tools_in_any_form(agent):
+    tool = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
+    asked = {"messages": ASKED, "tools": [tool], "answer": calls(OPEN)}
+    for choice in ("auto", {"type": "auto"}, "required", {"type": "function", "name": "open"}):
+        prompt, found = agent.ask(CHAT, tool_choice=choice, parallel_tool_calls=False, **asked)
+        (call,) = found["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "open" and "open" in prompt
+        several = ["parallel_tool_calls is left out: an answer may call several tools"]
+        assert found.get("warnings", []) == (several if "auto" in str(choice) else [])
+    for choice in ("none", {"type": "none"}):
+        prompt, _ = agent.ask(CHAT, tool_choice=choice, **asked | {"answer": "Fine."})
+        assert "open" not in prompt
+    for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "open"}):
+        tools = [{"name": "open", "input_schema": {"type": "object"}}]
+        _, found = agent.ask(MESSAGES, tool_choice=choice, **asked | {"tools": tools})
+        assert [block["type"] for block in found["content"]] == ["tool_use"]
+
+
 def test_packed_bodies(served):
     body = json.dumps({"prompt": "The key of", "max_tokens": 2}).encode()
     for name, data in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body))):

@@ -27,8 +27,10 @@ def test_python(recipes, demo_llama, tmp_path, monkeypatch, capsys):
     document, _ = make_haystack(demo_llama[1], random.Random(0), 3, 2048)  # as the demo saves it
     (tmp_path / "story.txt").write_text(document)
     monkeypatch.chdir(tmp_path)
-    (code,) = recipes("python")
-    exec(compile(code, PAGE.name, "exec"), {})
+    names = {}
+    for code in recipes("python"):
+        exec(compile(code, PAGE.name, "exec"), names)
+    assert json.loads(names["answer"].choices[0].message.content).keys() == {"town", "people"}
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("6475938 {") and "'kv_bytes_after'" in first
     answer, known = second.split()

@@ -39,6 +39,11 @@ def test_a_schema_and_a_forced_call(obeying):
     for choice in ("required", {"type": "function", "name": "open"}):
         (call,) = ask(obeying, f"SAY: {CALL}", tools=[TOOL], tool_choice=choice).output
         assert (call.type, json.loads(call.arguments)) == ("function_call", {"door": "green"})
+    custom = [{"type": "custom", "name": "patch"}, TOOL]
+    said = 'SAY: <tool_call>{"name": "patch", "arguments": {"input": "*** Begin"}}</tool_call>'
+    chosen = {"type": "custom", "name": "patch"}
+    (call,) = ask(obeying, said, tools=custom, tool_choice=chosen).output
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", "*** Begin")
 
 
 def said(role, text, kind="input_text"):

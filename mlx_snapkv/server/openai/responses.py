@@ -98,18 +98,9 @@ class ResponsesBody(Part):
             said + self.input,
             [function_tool(tool, _parameters(tool)) for tool in self.tools],
             max_tokens=self.max_output_tokens,
-            tool_choice=_tool_choice(self.tool_choice),
             response_format=self.text and self.text.format and self.text.format.response_format,
-            **self.model_dump(include={"temperature", "top_p", "reasoning"}),
+            **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )
-
-
-def _tool_choice(choice: Any) -> Any:
-    """The same as chat completions have it, which name a function one level deeper; a custom tool is a function."""
-    kinds = ("function", "custom")
-    if isinstance(choice, dict) and choice.get("type") in kinds and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return choice
 
 
 @router.post("/v1/responses")
