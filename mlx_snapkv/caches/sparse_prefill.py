@@ -61,7 +61,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         return stop, 0 if stop - self._first <= n else n
 
     @property
-    def chooses(self) -> bool:
+    def reads_some(self) -> bool:
         """Whether the next tokens do not read everything."""
         return self._pages(self.offset)[1] > 0
 

@@ -89,7 +89,7 @@ class SparseReader(RetainingReader):
         """The model's call for tokens `(1, L)` of the prompt; the last ones read more, in a call of their own."""
         first = self.layers[0].cache_in(cache)
         n = self._last_from - first.offset
-        if 0 < n < inputs.shape[1] and first.chooses:
+        if 0 < n < inputs.shape[1] and first.reads_some:
             self._model(inputs[:, :n], cache=cache)
             mx.eval([c.state for c in cache])
             inputs = inputs[:, n:]

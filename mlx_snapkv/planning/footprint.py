@@ -151,15 +151,13 @@ class Footprint:
     def bytes_read(self, n_prompt: int) -> int:
         """Of the entries that the policy chooses, while its prompt is read: where it evicts they are quantised."""
         assert self.policy is not None
-        if (
-            self.config.reads_sparsely
-        ):  # a chunk's entries go to where they stay, but for those before any choice
-            first = (
-                0
-                if self.config.memory == "recall"
-                else min(n_prompt, self.policy.reach(n_prompt).most + CHUNK)
-            )  # type: ignore[union-attr]
+        if self.config.reads_sparsely:
+            # A chunk's entries go to where they stay; those before the first that chooses go there with it.
+            policy: Any = self.policy
             stay = n_prompt * self.sizes.of_memory(self.config.memory)
+            if self.config.memory == "recall":
+                return stay
+            first = min(n_prompt, policy.reach(n_prompt).most + CHUNK)
             return stay + first * sum(self.sizes.of_token())
         sizes = self.row_bytes if self.policy.reads_in_blocks else self.sizes.of_token()
         return total_bytes(sizes, self.rows_read(n_prompt))
