@@ -60,6 +60,11 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         stop, n = max(0, start - reach.n_window) // PAGE, reach.n_chosen // PAGE
         return stop, 0 if stop - self._first <= n else n
 
+    @property
+    def reads_some(self) -> bool:
+        """Whether the next tokens do not read everything."""
+        return self._pages(self.offset)[1] > 0
+
     def _n_read(self, start: int) -> int:
         """Entries that a chunk from `start` on reads of those before it."""
         stop, n = self._pages(start)

@@ -102,7 +102,7 @@ def require_servable(
 def _require_no_conflict(options: dict[str, Any]) -> None:
     if options.get("max_kv_size") is not None:
         raise SnapKVError(
-            "max_kv_size can't be combined with a policy, since both limit the entries: drop one of them"
+            "max_kv_size can't be combined with a policy or sparse attention: drop one of them"
         )
 
 

@@ -87,9 +87,9 @@ class SparseReader(RetainingReader):
 
     def _read(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for tokens `(1, L)` of the prompt; the last ones read more, in a call of their own."""
-        offset = self.layers[0].cache_in(cache).offset
-        n = self._last_from - offset
-        if 0 < n < inputs.shape[1]:
+        first = self.layers[0].cache_in(cache)
+        n = self._last_from - first.offset
+        if 0 < n < inputs.shape[1] and first.reads_some:
             self._model(inputs[:, :n], cache=cache)
             mx.eval([c.state for c in cache])
             inputs = inputs[:, n:]

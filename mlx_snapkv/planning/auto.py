@@ -59,7 +59,7 @@ def _within(budget: int) -> Setting:
 
 FULL = Setting(None)
 SNAPKV = Setting("snapkv:top_k=4096")
-SPARSE = Setting("sparse:budget=6.25%", "recall")
+SPARSE = Setting("sparse", "recall")
 PACKED = SPARSE._replace(memory="recall:4bit")
 FILED = SPARSE._replace(memory="recall:file")
 SMALL = _within(8192)

@@ -19,7 +19,7 @@ from ..entries.key_index import index_bytes
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
 from ..policies import Method
-from ..policies.sparse import PAGE
+from ..policies.sparse import CHUNK, PAGE
 from .config import CompressionConfig
 from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
 from .units import format_bytes
@@ -151,8 +151,14 @@ class Footprint:
     def bytes_read(self, n_prompt: int) -> int:
         """Of the entries that the policy chooses, while its prompt is read: where it evicts they are quantised."""
         assert self.policy is not None
-        if self.config.reads_sparsely:  # a chunk's entries go to where they stay
-            return n_prompt * self.sizes.of_memory(self.config.memory)
+        if self.config.reads_sparsely:
+            # A chunk's entries go to where they stay; those before the first that chooses go there with it.
+            policy: Any = self.policy
+            stay = n_prompt * self.sizes.of_memory(self.config.memory)
+            if self.config.memory == "recall":
+                return stay
+            first = min(n_prompt, policy.reach(n_prompt).most + CHUNK)
+            return stay + first * sum(self.sizes.of_token())
         sizes = self.row_bytes if self.policy.reads_in_blocks else self.sizes.of_token()
         return total_bytes(sizes, self.rows_read(n_prompt))
 

@@ -86,7 +86,8 @@ def gate(
 def fits_reason(n: int, policy: Method | Stages) -> str:
     prefill_policy, _ = policy.stages
     parts = " (n_sink + top_k + n_window)" if prefill_policy.name == "snapkv" else ""
-    return f"the prompt's {n} entries fit the budget of {prefill_policy.budget}{parts}; lower it to compress"
+    budget = prefill_policy.budget or prefill_policy.quotas(n, 1)[0].entries
+    return f"the prompt's {n} entries fit the budget of {budget}{parts}; lower it to compress"
 
 
 def chunk_size(policy: Method | Stages, limit: int | None, plan: PromptPlan, n_new: int) -> int:

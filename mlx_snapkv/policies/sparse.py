@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..entries.rest import FITTED
 from ..errors import SnapKVError
-from .budgets import amount, is_amount, smallest_budget
+from .budgets import Quota, amount, is_amount, smallest_budget
 from .method import Method, choice, count, entry_count, option
 
 CHUNK = 512  # tokens that are read at a time and choose together
@@ -15,6 +15,7 @@ WINDOW = 256  # tokens before a chunk that it reads
 LAST = 512  # tokens of the prompt that read everything before them: the question is among these
 LAST_WIDER = 4  # times as many entries as others they choose where they can't read everything
 PAGE = 16  # neighbours that a chunk chooses together
+SHARE, LEAST = 16, 1024  # a token of the answer reads one entry in so many, and at least so many
 READ_TOP_K = 1024  # entries that a chunk chooses by default
 READ_SHARE = 32  # of a longer prompt at least one entry in so many
 
@@ -47,7 +48,8 @@ class Sparse(Method):
 
     Attributes:
         top_k: entries that a token of the answer chooses per KV head, by the logits of its own queries.
-        budget: all entries that it reads, instead of `top_k`: a number, or a share of the prompt ("6.25%").
+        budget: all entries that it reads, instead of `top_k`: a number, or a share of the prompt ("6.25%"). By default
+            it is 1/16 of the prompt, and at least 1,024.
         n_sink: number of first entries, which every token reads.
         n_window: number of the prompt's last entries, which every token reads, or a share of the budget. A token also
             reads all of the answer before it.
@@ -69,9 +71,9 @@ class Sparse(Method):
     top_k: int | None = count(None, least=1)
     n_sink: int = count(4)
     n_window: int | str = entry_count("25%", least=1)
-    budget: int | str = option(
+    budget: int | str | None = option(  # type: ignore[assignment]
         None,
-        lambda value: is_amount(value, least=2),
+        lambda value: value is None or is_amount(value, least=2),
         'a whole number of entries of at least 2 or a share such as "6.25%"',
     )
     rest: str | None = option("means", (None, "means").__contains__, "means or none")
@@ -84,19 +86,32 @@ class Sparse(Method):
 
     def __post_init__(self):
         self._check_options()
-        if self.top_k is None:
-            budget = "6.25%" if self.budget is None else self.budget
-        elif self.budget is not None:
-            raise SnapKVError("sparse options top_k and budget say the same: give only one")
-        else:
+        if self.top_k is not None:
+            if self.budget is not None:
+                raise SnapKVError("sparse options top_k and budget say the same: give only one")
             budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
             self._require("n_window", budget is not None, "less than all of the budget")
-        object.__setattr__(self, "budget", budget)
+            object.__setattr__(self, "budget", budget)
         super().__post_init__()
 
     @property
     def _implied(self) -> str | None:  # type: ignore[override]
-        return "budget" if self.top_k is not None or self.budget == "6.25%" else None
+        return "budget" if self.top_k is not None else None
+
+    def entries(self, n_prompt: int) -> int:
+        """What a token of the answer reads of a prompt, per KV head."""
+        if self.budget is None:
+            return max(LEAST, n_prompt // SHARE)
+        return amount(self.budget, n_prompt)
+
+    def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
+        """The same in each full-attention layer, with sink and window."""
+        n = self.entries(n_prompt)
+        self._require_entries(n)
+        return [Quota(n, self.n_sink, self.window(n)).shrunk()] * n_layers
+
+    def fits(self, n_prompt: int) -> bool:
+        return n_prompt <= self.entries(n_prompt)
 
     @property
     def reads_little(self) -> bool:
