@@ -62,7 +62,10 @@ def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--policy", SNAPKV.replace("lookahead=4", "lookahead=0"), "--kv-bits", "8"], {"kv_bits": 8}),
+        (
+            ["--policy", SNAPKV.replace("lookahead=4", "lookahead=0"), "--kv-bits", "8"],
+            {"kv_bits": 8},
+        ),
         (["--sparse", "top_k=24", "--verify", "all"], {"memory": "recall", "verify": "all"}),
     ],
 )

@@ -51,7 +51,9 @@ def test_a_policy_that_gains_nothing_is_told_once(script, document, monkeypatch)
     monkeypatch.setattr(CompressionReport, "warnings", ["slower than the full cache"])
     _, facts = document
     questions = [fact.question for fact in facts]
-    code, _, err = script([*questions, "/policy keydiff:budget=64,schedule=once", questions[0]], *POLICY)
+    code, _, err = script(
+        [*questions, "/policy keydiff:budget=64,schedule=once", questions[0]], *POLICY
+    )
     assert code == 0 and err.count("warning: slower than the full cache\n") == 2
     assert "warning" not in script(questions, *POLICY, "-q")[2]
 
