@@ -136,10 +136,11 @@ def test_compare_shows_it_beside_policies_by_default(call, story):
     names = [
         m["name"] for m in json.loads(call("compare", "--model", "demo", *asked)[1])["methods"]
     ]
-    assert names[0] == "full cache" and names[-1] == "sparse"
+    assert names[0] == "full cache" and names[-1] == "sparse:budget=6.25%"
     assert [name.partition(":")[0] for name in names[1:-1]] == ["snapkv", "keydiff"]
     _, out, _ = call("compare", "--model", "demo", *asked, "--verify", "all")
-    assert [m["name"] for m in json.loads(out)["methods"]] == ["full cache", "sparse, verify all"]
+    names = [m["name"] for m in json.loads(out)["methods"]]
+    assert names == ["full cache", "sparse:budget=6.25%, verify all"]
 
 
 @pytest.mark.parametrize("task", ["needle --depths 1", "lines --depths 1", "suite --task single"])
