@@ -30,7 +30,8 @@ POLICIES = {
 # By name, how an answer is decoded.
 ANSWERS = {
     "recall": {"policy": POLICIES["shared"], "memory": "recall"},
-    "verify": {"policy": POLICIES["pyramid"], "memory": "recall", "verify": "all"},
+    "sparse": {"sparse": "budget=96,n_window=32"},
+    "verify": {"sparse": "budget=96,n_window=32", "verify": "all"},
     "bits": {"policy": POLICIES["tova"], "kv_bits": 8},
 }
 

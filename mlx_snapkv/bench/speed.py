@@ -76,7 +76,7 @@ def decoding(
     seconds = step_in_turn(model, [cache for _, cache in held], steps)
     figures = []
     for (contender, cache), times in zip(held, seconds):
-        n_bytes = _entries_bytes(cache, contender.is_sparse)
+        n_bytes = entries_bytes(cache, contender.is_sparse)
         figures.append((contender, {"step_seconds": statistics.median(times), "kv_bytes": n_bytes}))
     return figures
 
@@ -116,7 +116,7 @@ def _trim(cache: list[Any]) -> None:
             member.trim(1)
 
 
-def _entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
+def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
     """Bytes of the keys and values of all caches, also rotating ones, and of all that sparse attention chooses from."""
     caches = layer_caches(prompt_cache)
     if is_sparse:

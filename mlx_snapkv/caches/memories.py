@@ -101,10 +101,13 @@ def saved_forms(model, caches: list) -> list:
 
 
 def plain_forms(model, caches: list) -> list:
-    """`saved_forms` that mlx-lm can batch: quantised ones become plain."""
+    """`saved_forms` that mlx-lm can batch: plain ones in memory."""
     forms = saved_forms(model, caches)
     for layer in attention_layers(model, forms):
         found = layer.cache_in(forms)
+        if isinstance(found, BookKVCache):
+            found = RecordingKVCache.saved_form(found) if found.offset else KVCache()
+            layer.put(forms, found)
         if isinstance(found, QuantizedKVCache):
             layer.put(forms, full_cache(layer_cache(found).held().packed(None)))
     return forms

@@ -62,7 +62,7 @@ def batch(
     if cache.kv_bits is not None and chosen is None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
-    if compression.memory != "drop":
+    if keywords["memory"] != "drop":
         about |= {name: keywords[name] for name in ("memory", "verify")}
     if files.requests == "-" and sys.stdin is None:
         raise SnapKVError("standard input is closed: give a file of requests")

@@ -58,6 +58,7 @@ def compare(
     from ..evals.compare import compare as compared
     from ..evals.compare import page
     from ..planning.auto import worth_comparing
+    from ..policies import Sparse
 
     path, retained = require_page(shown.output, ".html"), retention.retention()
     methods_of(shown.policy, sparse=shown.sparse, **retained)  # which finds mistakes
@@ -65,7 +66,9 @@ def compare(
     loaded, tokenizer, tokens = prompt.load(model, reading)
     policies, sparse = shown.policy, shown.sparse
     if not policies and not sparse:
-        policies, sparse = worth_comparing(len(tokens)), [""]
+        # Of a short prompt the default reads more than the policies keep, or all.
+        n, is_short = len(tokens), 4 * Sparse().entries(len(tokens)) > len(tokens)
+        policies, sparse = worth_comparing(n), ["budget=6.25%" if is_short else ""]
         # A policy of blocks drops what --memory would keep, and only sparse attention drafts what is verified.
         policies = policies[: 0 if retention.verify else 1 if retention.memory != "drop" else 2]
     methods = methods_of(policies, sparse=sparse, **retained)

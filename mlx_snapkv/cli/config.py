@@ -52,6 +52,8 @@ def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Se
         for name, value in os.environ.items()
         if value and name.startswith(PREFIX)
     }
+    for name in GONE.keys() & variables.keys():
+        raise SnapKVError(f"{PREFIX}{name.upper()} {GONE[name]}")
     places = [(table, f"{config_file()}, ", True)]  # with a name for each, and whether all share it
     for n, part in enumerate(path, start=1):
         table = table.get(part.replace("-", "_"), {})

@@ -1,4 +1,4 @@
-"""`mlx-snapkv demo`: questions about one document, answered from all of its entries and from few, and the speed."""
+"""`mlx-snapkv demo`: one document's questions with all entries, with few kept, with few read, and the speed."""
 
 import os
 import random
@@ -19,8 +19,9 @@ from ..planning.units import format_bytes
 from .loading import load_model
 from .options import MOST, DocumentSeed, Facts, Model, adapt_tokenizer
 
-SHARE = 16  # one entry in so many is kept
-FULL, SMALL, RECALL = "full cache", f"1/{SHARE}", f"1/{SHARE}, recall"
+SHARE = 16  # one entry in so many is kept, or read by a token
+READ_SHARE = 8  # of which a chunk of the prompt chooses one in so many
+FULL, SMALL, SPARSE = "full cache", f"1/{SHARE} kept", f"1/{SHARE} read (sparse)"
 LONG = 32_768  # entries to decode from
 STEPS = 5
 
@@ -35,16 +36,17 @@ def demo(
         typer.Option(metavar="FILE", help="Save the document to this file, to ask more about it."),
     ] = None,
 ) -> None:
-    """Hide facts in a long document, ask for them with all entries and with 1/16, and time decoding.
+    """Hide facts in a long document, ask for them with all entries, with 1/16 kept, with 1/16 read, and time decoding.
 
     The first question chooses the entries kept, so the small cache can answer it. The entries that later questions need
-    are gone, unless all entries stay (--memory recall).
+    are gone. With sparse attention all entries stay, and every token chooses which of them it reads.
     """
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
-    from ..policies import SnapKV
+    from ..policies import SnapKV, Sparse
+    from ..policies.sparse import LAST
     from .progress import PALETTE, stderr_console
 
     console = Console(highlight=False, theme=PALETTE)
@@ -56,10 +58,12 @@ def demo(
     n = len(question_prompt(tokenizer, document, facts[0].question))
     # The answers are short: with a lookahead the full cache would give them.
     snapkv: Any = {"policy": SnapKV(budget=n // SHARE, obs_window=32, lookahead=0)}
-    caches = {FULL: {}, SMALL: snapkv, RECALL: snapkv | {"memory": "recall"}}
+    sparse: Any = {"sparse": Sparse(budget=n // SHARE, read_top_k=n // READ_SHARE)}
+    caches = {FULL: {}, SMALL: snapkv, SPARSE: sparse}
     console.print(
         f"A document of about {n:,} tokens hides {len(facts)} facts. Three chats ask for them one after the other: "
-        f"with all entries, with 1/{SHARE} of them, and with 1/{SHARE} that every token chooses again from all entries."
+        f"with all entries, with 1/{SHARE} that SnapKV keeps, and with sparse attention: all entries stay, and chunks "
+        f"of the prompt, except its last {LAST} tokens, and tokens of the answer choose which few they read."
     )
     columns = [
         _column(loaded, tokenizer, document, facts, options)
@@ -67,7 +71,8 @@ def demo(
     ]
     table = Table("question", "hidden", *caches)
     names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
-    names += [("right", ""), ("entries read per token", ""), ("KV memory between turns", "")]
+    names += [("right", ""), ("entries read by a chunk", ""), ("entries read by a token", "")]
+    names += [("KV memory between turns", "")]
     for i, (name, *cells) in enumerate(zip(names, *columns), start=1):
         table.add_row(*name, *cells, end_section=i == len(facts))
     console.print(table)
@@ -107,31 +112,39 @@ def _column(
 
     chat = Conversation(model, tokenizer, max_tokens=32, **options)
     chat.attach(document)
-    cells, n_right = [], 0
+    cells, n_right, per_chunk = [], 0, None
     for fact in facts:
         answer = "".join(response.text for response in chat.send(fact.question))
         right = is_right(fact, answer)
         n_right += right
+        if chat.report is not None:
+            per_chunk = per_chunk or chat.report.read_per_chunk
         line = textwrap.shorten(answer.strip().partition("\n")[0], 24, placeholder="…")
         cells.append(f"{'[green]right' if right else '[red]wrong'}[/] {escape(line)}")
     read = (chat.report and chat.report.entries) or len(chat.read)
     held = format_bytes(kv_bytes(chat.prompt_cache))
-    return [*cells, f"{n_right}/{len(facts)}", f"{read:,}", held]
+    chunk = f"{per_chunk:,} at most" if per_chunk else "all before it"
+    return [*cells, f"{n_right}/{len(facts)}", chunk, f"{read:,}", held]
 
 
 def _speed(model: Any) -> str:
-    """A token's time at `LONG` random entries, from all of them and from those that SnapKV keeps."""
+    """A token's time at `LONG` random entries, from all of them, those that SnapKV keeps, and those that it chooses."""
     from ..bench.contenders import Contender, compressed, decoding_cache
-    from ..bench.speed import step_in_turn
-    from ..caches.layers import kv_bytes
-    from ..policies import SnapKV
+    from ..bench.speed import entries_bytes, step_in_turn
+    from ..policies import SnapKV, Sparse
 
-    both = [Contender(FULL, LONG), *compressed(LONG, [SnapKV(budget=LONG // SHARE)])]
-    caches = [decoding_cache(model, each, LONG) for each in both]
-    full, small = (median(times[1:]) for times in step_in_turn(model, caches, STEPS))
-    sizes = [format_bytes(kv_bytes(cache)) for cache in caches]
+    few = LONG // SHARE
+    each = [Contender(FULL, LONG), *compressed(LONG, [SnapKV(budget=few), Sparse(budget=few)])]
+    caches = [decoding_cache(model, one, LONG) for one in each]
+    full, *others = (median(times[1:]) for times in step_in_turn(model, caches, STEPS))
+    size, *sizes = (
+        format_bytes(entries_bytes(cache, one.is_sparse)) for cache, one in zip(caches, each)
+    )
+    kept, read = (
+        f"{1000 * time:.1f} ms and {held} ({full / time:.1f} times as fast)"
+        for time, held in zip(others, sizes)
+    )
     return (
-        f"Decoding after {LONG:,} tokens ({STEPS} steps, random entries) takes {1000 * full:.1f} ms a token and "
-        f"{sizes[0]} with all entries; with 1/{SHARE} it takes {1000 * small:.1f} ms and {sizes[1]}, "
-        f"{full / small:.1f} times as fast."
+        f"Decoding after {LONG:,} tokens ({STEPS} steps, random entries) takes {1000 * full:.1f} ms a token and {size} "
+        f"with all entries; with 1/{SHARE} kept {kept}; with 1/{SHARE} read {read}."
     )

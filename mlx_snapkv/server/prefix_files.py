@@ -126,6 +126,8 @@ class PrefixFiles:
         notes = {"setting": self._setting, "whole": file.whole}
         try:
             saved.save(path, self._model, caches, tokens, notes=notes)
+            if (folder := book.named_folder(path)) is not None:
+                folder.chmod(0o700)
             for part in book.files_of(path):
                 part.chmod(0o600)
         except (SnapKVError, OSError) as error:

@@ -59,7 +59,8 @@ generate --prompt x --model demo --sparse "" --kv-bits 8 | sparse keeps all: giv
 eval suite --sparse top_k=4 --verify all --memory recall:file | --verify all needs all entries in memory, and with
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | but no policy was given
-cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy tova | but tova chooses when a
+cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy snapkv | but snapkv chooses when a
+cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy tova | but tova evicts while it reads
 inspect --prompt x --model demo --policy tova --policy random --policy keydiff | must be given once, or twice to compare
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
 batch {}/text -o {}/a.jsonl --model demo                 | one JSON object per line, and line 1 is not JSON

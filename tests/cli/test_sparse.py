@@ -5,7 +5,10 @@ import re
 
 import pytest
 
-SPARSE = ["--sparse", "budget=12.5%"]
+from mlx_snapkv import Sparse
+
+NAME = "sparse:budget=12.5%,read_top_k=128"
+SPARSE = ["--sparse", NAME.partition(":")[2]]
 READ = r"\d+ entries and \d+ means of the rest read by every token"
 
 
@@ -41,7 +44,8 @@ def test_no_options_are_the_defaults(call, story):
     code, out, _ = asked(call, story, "--sparse", "", "--json")
     report = json.loads(out)["compression"]
     assert code == 0 and report["policy"] == "sparse"
-    assert 0 < report["read_per_token"] < report["prompt_tokens"] / 10
+    n = report["prompt_tokens"]
+    assert report["read_per_token"] == Sparse().entries(n) < n
     assert report["kv_bytes_staying"] >= report["kv_bytes_before"]
 
 
@@ -50,18 +54,19 @@ def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, 
     said = save(story[0], path, *SPARSE, *memory.split()).splitlines()[-1]
     folder = r", and all entries in a folder beside it \([\d.]+ [kM]B\)" if memory else ""
     assert re.fullmatch(
-        r"\d+ prompt tokens, all 1,\d+ entries, 1,\d+ read by a chunk, KV memory [^,]* \| saved in "
+        r"\d+ prompt tokens, all 1,\d+ entries, \d+ read by a chunk, KV memory [^,]* \| saved in "
         rf"{re.escape(str(path))}{folder}",
         said,
     )
     fact = story[1][0]
     code, out, err = ask_saved(path, fact.question)
     assert (code, out) == (0, fact.value + "\n")
-    assert re.search(rf"prompt tokens, {READ}, KV memory", err.splitlines()[-1])
+    # In files the question chooses, too.
+    chunk = r", at most \d+ by a chunk" if memory else ""
+    assert re.search(rf"prompt tokens, {READ}{chunk}, KV memory", err.splitlines()[-1])
     assert ("of files" in err) == bool(memory)
     result = json.loads(ask_saved(path, fact.question, "--json")[1])
-    assert result["prompt_cache"]["policy"] == "sparse:budget=12.5%"
-    assert result["compression"]["policy"] == "sparse:budget=12.5%"
+    assert result["prompt_cache"]["policy"] == result["compression"]["policy"] == NAME
 
 
 def test_a_saved_full_cache_is_asked_with_it(ask_saved, save, story, path):
@@ -83,9 +88,7 @@ def test_a_chat_goes_on_from_it_and_says_what_long_turns_write(call, save, story
     chat = ["chat", "--model", "demo", "--sparse", "budget=20%", "--memory", "recall:file"]
     code, out, err = call(*chat, "-m", "8", stdin="\n".join(lines).encode())
     assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
-    assert (
-        err.count("tokens loaded, policy sparse:budget=12.5%, memory recall:file, as it was") == 2
-    )
+    assert err.count(f"tokens loaded, policy {NAME}, memory recall:file, as it was") == 2
 
 
 def test_a_short_text_is_saved_in_full_and_goes_on(ask_saved, save, story, path):
@@ -109,8 +112,8 @@ def test_a_chat_starts_again_with_it(call, document):
 
 
 @pytest.mark.parametrize("options", [SPARSE, ["--snapkv", "top_k=60", "--memory", "recall"]])
-def test_a_chat_compares_with_the_answer_from_all_entries(call, document, options):
-    path, facts = document
+def test_a_chat_compares_with_the_answer_from_all_entries(call, story, options):
+    path, facts = story
     lines = [f"/file {path}", facts[0].question, "/compare", "/stats", "/policy", "/verify"]
     chat = ["chat", "--model", "demo", "-m", "12", *options]
     code, out, err = call(*chat, stdin="\n".join([*lines, facts[1].question]).encode())
@@ -133,10 +136,11 @@ def test_compare_shows_it_beside_policies_by_default(call, story):
     names = [
         m["name"] for m in json.loads(call("compare", "--model", "demo", *asked)[1])["methods"]
     ]
-    assert names[0] == "full cache" and names[-1] == "sparse"
+    assert names[0] == "full cache" and names[-1] == "sparse:budget=6.25%"
     assert [name.partition(":")[0] for name in names[1:-1]] == ["snapkv", "keydiff"]
     _, out, _ = call("compare", "--model", "demo", *asked, "--verify", "all")
-    assert [m["name"] for m in json.loads(out)["methods"]] == ["full cache", "sparse, verify all"]
+    names = [m["name"] for m in json.loads(out)["methods"]]
+    assert names == ["full cache", "sparse:budget=6.25%, verify all"]
 
 
 @pytest.mark.parametrize("task", ["needle --depths 1", "lines --depths 1", "suite --task single"])
@@ -144,8 +148,8 @@ def test_evaluations_measure_it(call, task):
     asked = [*task.split(), "--length", "512", *SPARSE, "--json"]
     code, out, _ = call("eval", *asked)
     methods = {s["method"]: s for s in json.loads(out)["summary"]}
-    assert code == 0 and [*methods] == ["full cache", "sparse:budget=12.5%"]
-    assert methods["sparse:budget=12.5%"]["entries"] < 80
+    assert code == 0 and [*methods] == ["full cache", NAME]
+    assert methods[NAME]["entries"] < 80
 
 
 def test_plans_count_it(call):
