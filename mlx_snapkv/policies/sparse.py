@@ -87,10 +87,10 @@ class Sparse(Method):
     def __post_init__(self):
         self._check_options()
         if self.top_k is not None:
-            if self.budget is not None:
-                raise SnapKVError("sparse options top_k and budget say the same: give only one")
             budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
             self._require("n_window", budget is not None, "less than all of the budget")
+            if self.budget not in (None, budget):
+                raise SnapKVError("sparse options top_k and budget say the same: give only one")
             object.__setattr__(self, "budget", budget)
         super().__post_init__()
 
