@@ -249,7 +249,7 @@ def tiny_far(demo_llama, monkeypatch):
 
     monkeypatch.setattr(module, "FEW", 100)
     model = make_llama(max_position_embeddings=256)
-    return model, [5 + i % 50 for i in range(2000)]
+    return model, [5 + i % 50 for i in range(4000)]
 
 
 @pytest.mark.parametrize("n", [300, 600, 5000, 100_000])
