@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure_plan import HELD_OUT, POLICIES, measure, model_named
-from model_configs import make_model
 from real_models import MODELS as REAL
 from real_models import real_folder
 from tiny_models import make_llama
@@ -204,10 +203,10 @@ def test_what_will_be_kept_is_told_before_it_is_read(demo_llama, n, options, sai
 
 
 @pytest.mark.parametrize("memory", ["recall:4bit", "recall:file"])
-def test_what_the_last_tokens_of_a_sparse_prompt_read_is_planned(memory):
+def test_what_the_last_tokens_of_a_sparse_prompt_read_is_planned(demo_llama, memory):
     """They read everything, or more than others where that is in files."""
-    model, n = make_model("llama", {"head_dim": 32}), 5000
-    how = Sparse(budget=64, read_top_k=128)
+    model, n = demo_llama[0], 5000
+    how = Sparse(budget=64, read_top_k=512)
     plan, _ = Planner(model, max_tokens=1).planned(n, CompressionConfig(how, memory))
     tokens = mx.random.randint(1, 60, (n,), key=mx.random.key(0))
     gc.collect()
