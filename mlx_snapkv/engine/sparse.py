@@ -17,7 +17,7 @@ from ..caches.sparse import SparseKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
 from ..entries.queries import Queries
 from ..policies.budgets import UNLIMITED, Quota
-from ..policies.sparse import CHUNK, LAST, LAST_WIDER
+from ..policies.sparse import LAST, LAST_WIDER
 from .compress import Choice
 from .report import Verified
 from .retaining import RetainingReader
@@ -51,8 +51,9 @@ class SparseReader(RetainingReader):
         """Where entries go to another store with every chunk that chooses, those before the first such chunk."""
         if self.sparse.read == "dense" or self.config.memory == "recall":
             return super()._capacity
-        reach = self.sparse.reach(self.plan.n_prompt).within(self._most)
-        return min(super()._capacity, self.n_held + reach.most + CHUNK)
+        n = self.plan.n_prompt
+        first = self.sparse.reach(n).within(self._most).before_choice(n, self.n_held)
+        return super()._capacity if first == n else first
 
     @property
     def read_caches(self) -> list:

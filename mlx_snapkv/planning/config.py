@@ -177,6 +177,11 @@ class CompressionConfig:
 
     def _keeps_positions_because(self, model) -> str | None:
         """Why positions can't be compacted, as the rest of a sentence; None if they can."""
+        if self.is_sparse and self.verify is not None:
+            return (
+                f"can't be combined with verify={self.verify}, for which the prompt is read as the full cache reads "
+                "it: drop one of them"
+            )
         if not self.reads_little:
             reads = f"{self.policy} reads the whole prompt first"
             what = "no policy was given" if self.policy is None else reads

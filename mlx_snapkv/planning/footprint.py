@@ -19,7 +19,7 @@ from ..entries.key_index import index_bytes
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
 from ..policies import Method
-from ..policies.sparse import CHUNK, PAGE
+from ..policies.sparse import PAGE
 from .config import CompressionConfig
 from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
 from .units import format_bytes
@@ -132,7 +132,9 @@ class Footprint:
         grown = [_grown(n, last, max_tokens) for n in chosen]
         kept, held = total_bytes(self.row_bytes, chosen), total_bytes(self.row_bytes, grown)
         stored = self.stored(n_prompt + max_tokens)
-        reading = max(0, self.bytes_read(n_prompt) + kept - held)
+        # Entries that go to where they stay have gone there before the answer's first token chooses.
+        gone = self.config.reads_sparsely and self.config.memory != "recall"
+        reading = max(0, self.bytes_read(n_prompt) + kept * (not gone) - held)
         stays = stored if self.config.is_sparse else 0
         fixed = last.keeps_shape and not sizes.plain
         return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed, stays)
@@ -157,7 +159,7 @@ class Footprint:
             stay = n_prompt * self.sizes.of_memory(self.config.memory)
             if self.config.memory == "recall":
                 return stay
-            first = min(n_prompt, policy.reach(n_prompt).most + CHUNK)
+            first = policy.reach(n_prompt).before_choice(n_prompt)
             return stay + first * sum(self.sizes.of_token())
         sizes = self.row_bytes if self.policy.reads_in_blocks else self.sizes.of_token()
         return total_bytes(sizes, self.rows_read(n_prompt))

@@ -8,12 +8,14 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import require_quantizable
+from ..caches.memories import in_files
 from ..entries.attention import BLOCK_BYTES, HELD_BYTES
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..models.rope import trained_length
 from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_method
 from ..policies.budgets import UNLIMITED
+from ..policies.sparse import LAST_WIDER
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, Need, total_bytes, weight_bytes
 from .prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
@@ -157,12 +159,24 @@ class Planner:
         if policy.reads_in_blocks:
             entries += int(EVICTED * self._widest * most)
         if footprint.config.reads_sparsely:
-            most = policy.reach(n_prompt).most + chunk  # type: ignore[union-attr]
-            entries += int(GATHERED * self._widest * most + self._sizes.of_means() * n)
+            most, gathered = self._read_at_once(footprint, n_prompt)
+            entries += int(
+                GATHERED * self._widest * (gathered + chunk) + self._sizes.of_means() * n
+            )
+            most += chunk
         held = self._chunks(n, chunk, most)
         if any(stage.accumulates_attention for stage in policy.stages):
             held = max(held, self._counting(chunk, most))
         return max(entries + held, self._choosing(footprint, n_prompt))
+
+    def _read_at_once(self, footprint: Footprint, n_prompt: int) -> tuple[int, int]:
+        """Entries that a chunk of a prompt reads sparsely at most, the last tokens' among them; copies of how many."""
+        config, reach = footprint.config, footprint.policy.reach(n_prompt)  # type: ignore[union-attr]
+        pulled = config.compaction(self.model, n_prompt)
+        if in_files(config.memory) or (pulled is not None and n_prompt > pulled.length):
+            most = min(n_prompt, reach.wider(LAST_WIDER).most)
+            return most, most
+        return n_prompt, reach.most if config.memory == "recall" else n_prompt
 
     def _choosing(self, footprint: Footprint, n_prompt: int) -> int:
         """The most in use while a policy chooses among a layer's entries; all entries read are there until then."""

@@ -38,6 +38,11 @@ class Reach(NamedTuple):
         chosen = max(0, most - self.n_sink - window - (PAGE - 1))
         return Reach(self.n_sink, min(self.n_chosen, chosen // PAGE * PAGE), window)
 
+    def before_choice(self, n_prompt: int, n_held: int = 0) -> int:
+        """Tokens of a prompt at most before the first chunk that chooses: all, if only the last ones could."""
+        n = max(n_held, self.most) + CHUNK
+        return n if n < n_prompt - LAST else n_prompt
+
     def wider(self, times: int) -> Reach:
         return self._replace(n_chosen=times * self.n_chosen)
 

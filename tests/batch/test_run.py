@@ -133,9 +133,9 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
 
 
 @pytest.mark.parametrize("policy", [Sparse(budget=256)])
-@pytest.mark.parametrize("memory", ["recall", "recall:4bit"])
+@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file"])
 def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, memory):
-    """Up to what a step of this model takes beside, about 2 MB."""
+    """Up to what a step of this model takes beside, about 2 MB, and what is packed within a step."""
     options = options_of(policy, memory=memory) | {"prefill_step_size": 64}
     need = needed(demo_llama, options, 2000, 40)
     gc.collect()
@@ -148,7 +148,7 @@ def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, m
         gc.collect()
         taken.append(mx.get_active_memory() - before)
     gc.unfreeze()
-    assert need.most - 100_000 < max(taken) < need.most + 3_500_000
+    assert 0.85 * need.most < max(taken) < need.most + 3_500_000
     assert need.held + need.stays < taken[-1] < need.held + need.stays + 3_500_000
 
 

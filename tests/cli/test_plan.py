@@ -15,11 +15,14 @@ def test_a_table_of_one_context(call):
     assert code == 0 and lines[0] == "The trained length of demo is 16,384 tokens."
     rows = [line.split() for line in lines if "B " in line and "may" not in line]
     assert rows[1][:5] == ["16k", "full", "cache", "50.3", "MB"] and rows[1][-1] == "no"
-    assert rows[2][0] == "snapkv:top_k=4096" and rows[2][-1] == "recommended"
+    assert [(row[0], row[-1]) for row in rows[2:4]] == [
+        ("sparse", "recommended"),
+        ("snapkv:top_k=4096", "yes"),
+    ]
     assert "200 MB of 300 MB is available to models." in " ".join(out.split())
-    assert "recommended: snapkv:top_k=4096, because the question chooses" in lines[-2]
+    assert "recommended: sparse, because all entries fit in memory" in lines[-2]
     asked = "mlx-snapkv generate --model demo --prompt-file FILE --prompt QUESTION"
-    assert shlex.split(lines[-1]) == f"{asked} --policy snapkv:top_k=4096".split()
+    assert shlex.split(lines[-1]) == [*asked.split(), "--sparse", ""]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_all_contexts_up_to_the_trained_length(call):
     found = json.loads(call(*PLAN, "--json")[1])
     assert found["trained_length"] == 16_384
     taken = {taken["context"]: taken["policy"] for taken in found["taken"]}
-    assert taken == {4096: None, 8192: None, 16_384: "snapkv:top_k=4096"}
+    assert taken == {4096: None, 8192: None, 16_384: "sparse"}
 
 
 def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, monkeypatch):

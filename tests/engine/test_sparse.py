@@ -22,7 +22,7 @@ from mlx_snapkv.models import attention_classes, patch
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import Sparse
 from mlx_snapkv.policies.budgets import Quota
-from mlx_snapkv.policies.sparse import PAGE
+from mlx_snapkv.policies.sparse import CHUNK, LAST, PAGE
 
 SNAPKV = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,lookahead=32"
 
@@ -125,7 +125,7 @@ WRONG = [
     ({"sparse": "read_top_k=3"}, "^sparse option read_top_k must be a whole number of entries of at least 16 or"),
     ({"sparse": 5}, "^sparse must be a Sparse object, a dict or a string, got int$"),
     ({"sparse": True, "kv_bits": 8}, "^kv_bits quantises the entries that a policy keeps, .*: give memory=recall:8bit"),
-    ({"sparse": True, "max_kv_size": 64}, "^max_kv_size can't be combined"),
+    ({"sparse": "budget=40", "max_kv_size": 64}, "^max_kv_size can't be combined"),
 ]  # fmt: skip
 
 
@@ -147,8 +147,10 @@ def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(
     tiny_model, memory, at, monkeypatch
 ):
     """In the first chunk, one that chooses, the last one, the first token; after it they hold the prompt."""
-    sparse, earlier, prompt = f"budget=50%,read_top_k={PAGE}", random_tokens(50), random_tokens(600)
-    call = {"first": 1, "sparse": 3, "dense": 4, "token": 6, "later": 7}[at]
+    sparse, earlier, n = f"budget=50%,read_top_k={PAGE}", random_tokens(50), CHUNK + 100 + LAST
+    prompt = random_tokens(n)
+    # Chunks of CHUNK, 100, CHUNK - 100 and 99 tokens and one, and the answer.
+    call = {"first": 1, "sparse": 2, "dense": 4, "token": 6, "later": 7}[at]
     for n_held in (0, 50):
         cache = make_prompt_cache(tiny_model)
         if n_held:
@@ -159,8 +161,8 @@ def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(
             fail_in(call, tiny_model, failing)
             steps(tiny_model, prompt, 9, sparse=sparse, memory=memory, prompt_cache=cache)
         if at == "later":
-            n = 601 + (n_held and n_held + 1)
-            assert {c.offset for c in cache if hasattr(c, "offset")} == {n}
+            n_read = n + 1 + (n_held and n_held + 1)
+            assert {c.offset for c in cache if hasattr(c, "offset")} == {n_read}
             continue
         assert all(a is b for a, b in zip(cache, before, strict=True))
         assert [getattr(c, "offset", None) for c in cache] == held

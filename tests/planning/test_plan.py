@@ -1,3 +1,4 @@
+import gc
 import json
 import shlex
 import time
@@ -13,11 +14,12 @@ from real_models import MODELS as REAL
 from real_models import real_folder
 from tiny_models import make_llama
 
-from mlx_snapkv import KeyDiff, KVzip, SnapKV, SnapKVError, Sparse, plan_memory
+from mlx_snapkv import KeyDiff, KVzip, SnapKV, SnapKVError, Sparse, generate_step, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.planning import long_prompts, shapes
 from mlx_snapkv.planning.auto import EVICTING, QUESTION, SETTINGS, SMALL, AutoRequest, recommended
+from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.long_prompts import LongPrompts
 from mlx_snapkv.planning.machine import Machine, mac, this_machine
 from mlx_snapkv.planning.plan import Planner
@@ -198,3 +200,19 @@ def test_machines():
 def test_what_will_be_kept_is_told_before_it_is_read(demo_llama, n, options, said):
     told = LongPrompts(demo_llama[0], **options).foretold(n)
     assert told is said is None or said in told
+
+
+@pytest.mark.parametrize("memory", ["recall:4bit", "recall:file"])
+def test_what_the_last_tokens_of_a_sparse_prompt_read_is_planned(demo_llama, memory):
+    """They read everything, or more than others where that is in files."""
+    model, n = demo_llama[0], 5000
+    how = Sparse(budget=64, read_top_k=512)
+    plan, _ = Planner(model, max_tokens=1).planned(n, CompressionConfig(how, memory))
+    tokens = mx.random.randint(1, 60, (n,), key=mx.random.key(0))
+    gc.collect()
+    before = mx.get_active_memory() - plan.weights
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    for _ in generate_step(tokens, model, max_tokens=1, sparse=how, memory=memory):
+        pass
+    assert 0.4 * plan.peak < mx.get_peak_memory() - before < plan.peak

@@ -1,0 +1,185 @@
+"""Long answers: the oldest of their entries are chosen from, so that a token reads no more and more."""
+
+import copy
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from batch_helpers import Run, prompts_of
+from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import steps
+from tiny_models import make_llama
+
+from mlx_snapkv import Sparse
+from mlx_snapkv.caches import full_view
+from mlx_snapkv.caches import sparse as module
+from mlx_snapkv.caches.full_view import FullView
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.memories import make_caches
+from mlx_snapkv.caches.sparse import RECENT, SparseKVCache
+from mlx_snapkv.entries import rest
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import recording
+from mlx_snapkv.policies.budgets import Quota
+
+N, FEW_RECENT = 100, 32
+ALL, LITTLE = Quota(10_000, 2, 8), Quota(40, 2, 8)
+TOKENS = mx.random.randint(0, 64, (N + 120,), key=mx.random.key(0))
+
+
+@pytest.fixture(params=[True, False], ids=["index", "no index"])
+def index(request, monkeypatch):
+    """Whether what the answer chooses from has an index."""
+    monkeypatch.setattr(full_view, "FEW", 0 if request.param else 8192)
+    return request.param
+
+
+@pytest.fixture
+def few_recent(monkeypatch):
+    monkeypatch.setattr(module, "RECENT", FEW_RECENT)
+
+
+def choosing(model, quota):
+    """The caches of a prompt of `N` tokens, whose next tokens choose."""
+    caches = make_caches(model, "recall")
+    for layer in attention_layers(model, caches):
+        layer.cache_in(caches).layer = layer
+    model(TOKENS[None, :N], cache=caches)
+    for layer in attention_layers(model, caches):
+        view = FullView([layer.cache_in(caches).store], layer)
+        view.index = view.make_index(None)
+        layer.put(caches, SparseKVCache(view, quota, layer))
+    return caches
+
+
+def said(model, caches, tokens, together=1):
+    """The logits `(tokens, vocabulary)` of tokens that are fed one by one, or some together."""
+    logits = []
+    with recording(attention_classes(model)):
+        for i in range(0, len(tokens), together):
+            logits.append(model(tokens[None, i : i + together], cache=caches)[0])
+            mx.eval(logits[-1], [cache.state for cache in caches])
+    return mx.concatenate(logits)
+
+
+def away(found, full):
+    """The mean KL of predictions."""
+    found, full = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (found, full))
+    return (mx.exp(full) * (full - found)).sum(axis=-1).mean().item()
+
+
+def test_a_token_reads_no_more_of_a_long_answer(index, monkeypatch):
+    """Of 1,400 tokens, and less of it takes little from what they say."""
+    model, together = make_llama(), 8
+    answer = mx.random.randint(0, 64, (1400,), key=mx.random.key(1))
+    full = model(mx.concatenate([TOKENS[:N], answer])[None])[0, N:]
+    read, choose = [], SparseKVCache.choice
+    monkeypatch.setattr(
+        SparseKVCache, "choice", lambda self, asked: read.append(self.size()) or choose(self, asked)
+    )
+    most = LITTLE.entries - LITTLE.n_window + RECENT + together
+    moved = away(said(model, choosing(model, LITTLE), answer, together), full)
+    assert most - together < max(read) <= most
+    monkeypatch.setattr(module, "RECENT", answer.size)
+    kept = away(said(model, choosing(model, LITTLE), answer, together), full)
+    assert max(read) == LITTLE.entries + answer.size
+    assert moved < 3 * kept
+
+
+def test_where_everything_is_chosen_it_is_the_full_answer(index, few_recent):
+    """Wherever an entry went, it is seen as it was."""
+    model = make_llama()
+    full = make_prompt_cache(model)
+    model(TOKENS[None, :N], cache=full)
+    caches = choosing(model, ALL)
+    found, wanted = (said(model, c, TOKENS[N:]) for c in (caches, full))
+    assert mx.allclose(found, wanted, atol=1e-4)
+    for cache in caches:
+        assert FEW_RECENT // 2 <= cache._n_recent <= FEW_RECENT
+        assert cache.offset == cache.n_entries == len(TOKENS)
+        assert (cache._everything.index is not None) == index
+
+
+def test_the_entries_read_are_those_of_the_tokens_own_votes(few_recent, monkeypatch):
+    """By NumPy, of prompt and answer: of one layer, whose keys depend on no other token."""
+    model = make_llama(head_dim=32, num_hidden_layers=1)
+    caches, places, gather = choosing(model, LITTLE), [], FullView.gather
+    (cache,) = caches
+    said(model, caches, TOKENS[N:-1])
+    monkeypatch.setattr(
+        FullView,
+        "gather",
+        lambda self, where: places.append(np.array(where)) or gather(self, where),
+    )
+    n_recent = cache._n_recent
+    said(model, caches, TOKENS[-1:])
+    n = TOKENS.size
+    full = make_caches(model, "recall")
+    layer = attention_layers(model, full)[0]
+    layer.cache_in(full).layer = layer
+    layer.cache_in(full).observe(n - 1, n, n)
+    with recording(attention_classes(model)):
+        model(TOKENS[None], cache=full)
+    asked = layer.cache_in(full)
+    keys = np.array(asked.keys_and_values()[0])
+    scale = layer.family.scale_of(layer.attention, 32)
+    stop, n_chosen = n - 1 - n_recent, LITTLE.entries - LITTLE.n_sink - LITTLE.n_window
+    votes = reference.votes(asked.queries, keys[:, :, :stop], [n - 1], scale)[0]
+    wanted = [{*(2 + np.argsort(-of_head[2:])[:n_chosen])} for of_head in votes]
+    assert [{*head} for head in places[0][0]] == wanted
+    assert any(place >= N for places in wanted for place in places)
+
+
+@pytest.mark.parametrize("n", [58, 70])
+def test_tokens_are_rolled_back_whatever_was_moved_meanwhile(index, few_recent, n):
+    """Nothing was, or some entries: the tokens after the wrong ones are as if those had never been."""
+    model = make_llama()
+    caches = choosing(model, ALL)
+    said(model, caches, TOKENS[N : N + n])
+    said(model, caches, TOKENS[:14])
+    for cache in caches:
+        cache.rollback(14)
+    found = said(model, caches, TOKENS[N + n :])
+    wanted = said(model, choosing(model, ALL), TOKENS[N:])[n:]
+    assert mx.allclose(found, wanted, atol=1e-4)
+
+
+def test_copies_go_on_by_themselves(index, few_recent):
+    """Taken before anything was moved, and after: each says what it would have said without the other."""
+    model = make_llama()
+    wanted = said(model, choosing(model, LITTLE), TOKENS[N:])
+    for n in (10, 50):
+        caches = choosing(model, LITTLE)
+        said(model, caches, TOKENS[N : N + n])
+        copies = copy.deepcopy(caches)
+        said(model, caches, TOKENS[:50])
+        assert mx.array_equal(said(model, copies, TOKENS[N + n :]), wanted[n:])
+        again = copy.deepcopy(copies)
+        assert all(a.offset == b.offset for a, b in zip(again, copies))
+        more = (said(model, c, TOKENS[:40]) for c in (again, copies))
+        assert mx.array_equal(*more)
+
+
+def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(index, few_recent):
+    prompts, limits = prompts_of(190, 120), [70, 60]
+    run = Run(make_llama(), Sparse(budget=40, n_sink=2, n_window=8))
+    uids = run.insert(prompts, limits)
+    run.finish()
+    run.assert_alone(uids, prompts, limits)
+
+
+def test_means_of_the_answers_entries_stand_for_those_that_are_not_read(few_recent, monkeypatch):
+    monkeypatch.setattr(rest, "PAGE", 16)
+    model, answer = make_llama(), TOKENS[N:].tolist()
+
+    def logits(**options):
+        forced = itertools.chain(answer, itertools.repeat(0))
+        sampler = {"sampler": lambda _: mx.array([next(forced)])}
+        found = steps(model, TOKENS[:N], len(answer), **sampler, **options)
+        return mx.stack([x for _, x in found][-40:])
+
+    full = model(TOKENS[None])[0, -41:-1]
+    means, none = (logits(sparse=f"budget=24,n_window=6,rest={x}") for x in ("means", "none"))
+    assert 0 < away(means, full) < 0.2 * away(none, full)
