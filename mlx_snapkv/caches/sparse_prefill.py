@@ -27,7 +27,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     """Adds to a cache that holds all entries; each chunk reads some of them.
 
     Chunks that may read as many entries as there are read all of them. Those from position `last_from` on read what
-    `last` says, or everything if that is None.
+    `last` says.
     """
 
     keys = keys_of(lambda cache: cache.everything.growing)
@@ -40,7 +40,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         everything: RecordingKVCache,
         view: FullView,
         reach: Reach,
-        last: Reach | None,
+        last: Reach,
         last_from: float,
     ):
         self.everything, self.layer, self._view = everything, everything.layer, view
@@ -55,8 +55,6 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         It chooses none where it reads everything.
         """
         reach = self._last if start >= self._last_from else self._reach
-        if reach is None:
-            return 0, 0
         stop, n = max(0, start - reach.n_window) // PAGE, reach.n_chosen // PAGE
         return stop, 0 if stop - self._first <= n else n
 

@@ -17,7 +17,7 @@ from ..caches.sparse import SparseKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
 from ..entries.queries import Queries
 from ..policies.budgets import UNLIMITED, Quota
-from ..policies.sparse import LAST, LAST_WIDER
+from ..policies.sparse import LAST
 from .compress import Choice
 from .report import Verified
 from .retaining import RetainingReader
@@ -36,9 +36,8 @@ class SparseReader(RetainingReader):
         n_prompt = self.plan.n_prompt
         self._last_from = n_prompt - LAST
         reach = self.sparse.reach(n_prompt).within(self._most)
-        last = None
-        if in_files(self.config.memory) or self._length is not None:
-            last = reach.wider(LAST_WIDER).within(self._most)
+        bounded = in_files(self.config.memory) or self._length is not None
+        last = reach.of_last(bounded).within(self._most)
         for layer in self.layers:
             everything = layer.cache_in(self.prompt_cache)
             view = FullView([everything.store], layer, self.compaction)

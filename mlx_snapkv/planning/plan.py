@@ -15,7 +15,6 @@ from ..errors import SnapKVError
 from ..models.rope import trained_length
 from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_method
 from ..policies.budgets import UNLIMITED
-from ..policies.sparse import LAST_WIDER
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, Need, total_bytes, weight_bytes
 from .prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
@@ -173,10 +172,10 @@ class Planner:
         """Entries that a chunk of a prompt reads sparsely at most, the last tokens' among them; copies of how many."""
         config, reach = footprint.config, footprint.policy.reach(n_prompt)  # type: ignore[union-attr]
         pulled = config.compaction(self.model, n_prompt)
-        if in_files(config.memory) or (pulled is not None and n_prompt > pulled.length):
-            most = min(n_prompt, reach.wider(LAST_WIDER).most)
-            return most, most
-        return n_prompt, reach.most if config.memory == "recall" else n_prompt
+        bounded = in_files(config.memory) or (pulled is not None and n_prompt > pulled.length)
+        most = min(n_prompt, reach.of_last(bounded).most)
+        everything = most == n_prompt and config.memory == "recall"  # which is not gathered
+        return most, reach.most if everything else most
 
     def _choosing(self, footprint: Footprint, n_prompt: int) -> int:
         """The most in use while a policy chooses among a layer's entries; all entries read are there until then."""

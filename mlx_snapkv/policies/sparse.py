@@ -12,8 +12,9 @@ from .method import Method, choice, count, entry_count, option
 
 CHUNK = 512  # tokens that are read at a time and choose together
 WINDOW = 256  # tokens before a chunk that it reads
-LAST = 512  # tokens of the prompt that read everything before them: the question is among these
-LAST_WIDER = 4  # times as many entries as others they choose where they can't read everything
+LAST = 512  # tokens of the prompt that choose more than others: the question is among these
+LAST_CHOSEN = 16384  # entries, which is everything in shorter prompts
+LAST_WIDER = 4  # times as many as others, where entries are in files or beyond the trained length
 PAGE = 16  # neighbours that a chunk chooses together
 SHARE, LEAST = 16, 1024  # a token of the answer reads one entry in so many, and at least so many
 READ_TOP_K = 1024  # entries that a chunk chooses by default
@@ -43,8 +44,10 @@ class Reach(NamedTuple):
         n = max(n_held, self.most) + CHUNK
         return n if n < n_prompt - LAST else n_prompt
 
-    def wider(self, times: int) -> Reach:
-        return self._replace(n_chosen=times * self.n_chosen)
+    def of_last(self, bounded: bool) -> Reach:
+        """What the last tokens read; `bounded` where entries are in files or beyond the trained length."""
+        n = LAST_WIDER * self.n_chosen if bounded else max(LAST_CHOSEN, self.n_chosen)
+        return self._replace(n_chosen=n)
 
 
 @dataclass(frozen=True, kw_only=True)

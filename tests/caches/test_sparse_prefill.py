@@ -39,7 +39,7 @@ def sparse_caches(model, reach, memory="recall", last_from=1 << 30):
         everything = layer.cache_in(caches)
         everything.layer = layer
         views.append(FullView([everything.store], layer))
-        chooses = SparsePrefillKVCache(everything, views[-1], reach, None, last_from)
+        chooses = SparsePrefillKVCache(everything, views[-1], reach, ALL, last_from)
         layer.put(caches, chooses)
     return caches, views
 

@@ -12,7 +12,7 @@ from mlx_snapkv import Conversation, SnapKVError, Sparse
 from mlx_snapkv.caches import sparse
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.policies.sparse import LAST_WIDER, PAGE
+from mlx_snapkv.policies.sparse import PAGE
 
 # A chunk reads 128 entries besides its sink and window, and a token of the answer 128 in all.
 SPARSE = "top_k=92,n_window=32,read_top_k=128"
@@ -27,9 +27,10 @@ def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
     return conversation, facts
 
 
-def read(times=1):
-    """How many entries a chunk may read that chooses so many times as many as others."""
-    reach = Sparse.from_string(SPARSE).reach(2048).wider(times)
+def read(last=False):
+    """How many entries a chunk may read, or the last tokens where entries are in files."""
+    reach = Sparse.from_string(SPARSE).reach(2048)
+    reach = reach.of_last(bounded=True) if last else reach
     return range(reach.most + 1 - PAGE, reach.most + 1)
 
 
@@ -38,7 +39,7 @@ def test_six_questions_one_a_turn(demo_model):
     conversation, facts = about_a_text(*demo_model, 2048, 6, memory="recall:file")
     for fact in facts:
         assert is_answered(conversation, fact)
-        assert conversation.report.read_per_chunk in read(LAST_WIDER)
+        assert conversation.report.read_per_chunk in read(last=True)
     report = conversation.report
     assert report.policy == f"sparse:{SPARSE}" and 100 < report.read_per_token <= 128
     assert report.file_bytes and kv_bytes(conversation.prompt_cache) == 0
