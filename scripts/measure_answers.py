@@ -18,18 +18,15 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import numpy_attention
+from mlx_lm.models.cache import make_prompt_cache
+from results_page import Result, clock, shared_options
 
-numpy_attention.install()
-
-from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
-from results_page import Result, clock, shared_options  # noqa: E402
-
-from mlx_snapkv import generate_step  # noqa: E402
-from mlx_snapkv.caches import full_view  # noqa: E402
-from mlx_snapkv.cli.loading import load_model  # noqa: E402
-from mlx_snapkv.engine.prefill import read  # noqa: E402
-from mlx_snapkv.evals.divergence import divergence  # noqa: E402
-from mlx_snapkv.evals.tables import grouped  # noqa: E402
+from mlx_snapkv import generate_step
+from mlx_snapkv.caches import full_view
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.engine.prefill import read
+from mlx_snapkv.evals.divergence import divergence
+from mlx_snapkv.evals.tables import grouped
 
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery")
 SUMMARY = "Summarise the text above in three sentences."
@@ -103,6 +100,7 @@ def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[s
 
 
 def main() -> None:
+    numpy_attention.install()
     parser = shared_options(__doc__, "answers")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--asked", type=int, default=8, help="questions a task, and essays")

@@ -19,22 +19,19 @@ from typing import Any
 
 import mlx.core as mx
 import numpy_attention
+from results_page import ROOT, Result, shared_options
 
-numpy_attention.install()
-
-from results_page import ROOT, Result, shared_options  # noqa: E402
-
-from mlx_snapkv.cli.loading import load_model  # noqa: E402
-from mlx_snapkv.evals import loop  # noqa: E402
-from mlx_snapkv.evals.answering import decode  # noqa: E402
-from mlx_snapkv.evals.columns import string_match_all  # noqa: E402
-from mlx_snapkv.evals.divergence import Reference, divergence  # noqa: E402
-from mlx_snapkv.evals.loop import Record, Results  # noqa: E402
-from mlx_snapkv.evals.methods import FULL  # noqa: E402
-from mlx_snapkv.evals.reading import Reading, read_once  # noqa: E402
-from mlx_snapkv.evals.tables import difference, grouped  # noqa: E402
-from mlx_snapkv.evals.texts import Piece, Texts, around, frame_of  # noqa: E402
-from mlx_snapkv.policies import resolve_policy  # noqa: E402
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.evals import loop
+from mlx_snapkv.evals.answering import decode
+from mlx_snapkv.evals.columns import string_match_all
+from mlx_snapkv.evals.divergence import Reference, divergence
+from mlx_snapkv.evals.loop import Record, Results
+from mlx_snapkv.evals.methods import FULL
+from mlx_snapkv.evals.reading import Reading, read_once
+from mlx_snapkv.evals.tables import difference, grouped
+from mlx_snapkv.evals.texts import Piece, Texts, around, frame_of
+from mlx_snapkv.policies import resolve_policy
 
 LENGTHS = (0, 8, 16, 32, 64)
 POLICIES = {n: resolve_policy(policy=f"snapkv:budget=12.5%,lookahead={n}") for n in LENGTHS}
@@ -151,6 +148,7 @@ def summary(records: list[Record]) -> Iterator[Record]:
 
 
 def main() -> None:
+    numpy_attention.install()
     parser = shared_options(__doc__, "lookahead")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--pieces", type=int, default=24, help="of essays, one each")

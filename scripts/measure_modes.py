@@ -15,16 +15,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy_attention
+from results_page import ROOT, Result, shared_options
 
-numpy_attention.install()
-
-from results_page import ROOT, Result, shared_options  # noqa: E402
-
-from mlx_snapkv import generate_step  # noqa: E402
-from mlx_snapkv.cli.loading import load_model  # noqa: E402
-from mlx_snapkv.evals.divergence import divergence, log_softmax  # noqa: E402
-from mlx_snapkv.evals.texts import Texts  # noqa: E402
-from mlx_snapkv.reporting.files import put_figure  # noqa: E402
+from mlx_snapkv import generate_step
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.evals.divergence import divergence, log_softmax
+from mlx_snapkv.evals.texts import Texts
+from mlx_snapkv.reporting.files import put_figure
 
 MODES = {
     "SnapKV, 1/8": {"policy": "snapkv:budget=12.5%"},
@@ -79,6 +76,7 @@ def figure(rows: list[dict[str, Any]]) -> Any:
 
 
 def main() -> None:
+    numpy_attention.install()
     parser = shared_options(__doc__, "modes")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")

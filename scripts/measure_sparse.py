@@ -18,20 +18,17 @@ from typing import Any
 
 import mlx.core as mx
 import numpy_attention
+from mlx_lm.models.cache import make_prompt_cache
+from results_page import ROOT, Result, shared_options
 
-numpy_attention.install()
-
-from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
-from results_page import ROOT, Result, shared_options  # noqa: E402
-
-from mlx_snapkv import Sparse, prefill  # noqa: E402
-from mlx_snapkv.cli.loading import load_model  # noqa: E402
-from mlx_snapkv.engine.prefill import read  # noqa: E402
-from mlx_snapkv.evals.divergence import divergence, log_softmax  # noqa: E402
-from mlx_snapkv.evals.reading import judged  # noqa: E402
-from mlx_snapkv.evals.tables import grouped  # noqa: E402
-from mlx_snapkv.evals.texts import Texts  # noqa: E402
-from mlx_snapkv.policies.sparse import CHUNK  # noqa: E402
+from mlx_snapkv import Sparse, prefill
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.engine.prefill import read
+from mlx_snapkv.evals.divergence import divergence, log_softmax
+from mlx_snapkv.evals.reading import judged
+from mlx_snapkv.evals.tables import grouped
+from mlx_snapkv.evals.texts import Texts
+from mlx_snapkv.policies.sparse import CHUNK
 
 JUDGED = 64  # tokens that follow a text
 
@@ -81,6 +78,7 @@ def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
+    numpy_attention.install()
     parser = shared_options(__doc__, "reading")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")

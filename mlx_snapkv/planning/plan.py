@@ -172,8 +172,11 @@ class Planner:
         """Entries that a chunk of a prompt reads sparsely at most, the last tokens' among them; copies of how many."""
         config, reach = footprint.config, footprint.policy.reach(n_prompt)  # type: ignore[union-attr]
         pulled = config.compaction(self.model, n_prompt)
-        bounded = in_files(config.memory) or (pulled is not None and n_prompt > pulled.length)
-        most = min(n_prompt, reach.of_last(bounded).most)
+        is_far = pulled is not None and n_prompt > pulled.length
+        last = reach.of_last(in_files(config.memory) or is_far)
+        if pulled is not None and is_far:  # where half of the trained length is read at most
+            reach, last = reach.within(pulled.length // 2), last.within(pulled.length // 2)
+        most = min(n_prompt, last.most)
         everything = most == n_prompt and config.memory == "recall"  # which is not gathered
         return most, reach.most if everything else most
 

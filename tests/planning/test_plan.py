@@ -62,9 +62,8 @@ def test_every_measured_peak_is_planned_within_16_percent(name):
 def test_models_that_no_constant_was_chosen_on_and_quantised_entries(name, n, policy, bits):
     model = make_llama(head_dim=64) if name is None else model_named(name)
     row = measure(model, (n, policy, 256, bits))
-    # Alone these are within 15%. After the other tests in one process four cases take less than planned, and why is
-    # not known: it is not what else the machine does.
-    assert 0.85 * row["used"] < row["planned"] < 2.5 * row["used"]
+    most = 1.6 if "sparse" in (policy or "") else 1.15
+    assert 0.85 < row["planned"] / row["used"] < most
 
 
 @pytest.fixture(scope="module")

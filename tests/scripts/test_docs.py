@@ -18,7 +18,7 @@ import write_docs
 from mlx_snapkv.cli.app import app
 from mlx_snapkv.cli.config import commands_of
 from mlx_snapkv.cli.listings import CHOICES
-from mlx_snapkv.planning.auto import BOOK, CONVERSATION, QUESTION, RECALLED, SETTINGS, SNAPKV
+from mlx_snapkv.planning.auto import CONVERSATION, FILED, PACKED, QUESTION, SETTINGS, SNAPKV, SPARSE
 from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
 
 ROOT = Path(__file__).parents[2]
@@ -151,8 +151,10 @@ def test_a_pages_python_runs_one_after_the_other(readme_run, monkeypatch, capsys
 
 
 def setting_of(words):
-    """What a command says of policy and memory."""
+    """What a command says of policy or sparse attention, and memory."""
     said = dict(itertools.pairwise(words))
+    if "--sparse" in said:
+        return f"sparse:{said['--sparse']}", said.get("--memory", "recall")
     policy = f"snapkv:{said['--snapkv']}" if "--snapkv" in said else said.get("--policy")
     return policy, said.get("--memory", "drop")
 
@@ -170,10 +172,12 @@ def test_every_page_gives_the_settings_of_the_table(page):
 
 
 def test_auto_takes_what_the_tables_say():
-    assert SETTINGS[QUESTION][0] == SNAPKV and SETTINGS[CONVERSATION][:2] == (RECALLED, BOOK)
-    for setting in (SNAPKV, RECALLED, BOOK):
-        assert tuple(setting) in CHOSEN
-        policy = setting.policy.removeprefix("snapkv:")
-        given = f"--snapkv {policy}" if "keydiff" not in policy else f'--policy "{setting.policy}"'
-        memory = "" if setting.memory == "drop" else f" --memory {setting.memory}"
-        assert f"| `{given}{memory}` |" in README
+    """Sparse attention in memory, then in 4 bits, then in files, then SnapKV."""
+    assert SETTINGS[QUESTION] == SETTINGS[CONVERSATION]
+    assert SETTINGS[QUESTION][:4] == (SPARSE, PACKED, FILED, SNAPKV)
+    for given in (
+        "--sparse budget=6.25%",
+        "--sparse top_k=1024 --memory recall:file",
+        "--snapkv top_k=4096",
+    ):
+        assert f"`{given}` |" in README
