@@ -27,7 +27,8 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     """Adds to a cache that holds all entries; each chunk reads some of them.
 
     Chunks that may read as many entries as there are read all of them. Those from position `last_from` on read what
-    `last` says.
+    `last` says. Others choose among the entries `near` them, if that is given: beyond the trained length these stand
+    where they are, and the sink before them.
     """
 
     keys = keys_of(lambda cache: cache.everything.growing)
@@ -42,35 +43,40 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         reach: Reach,
         last: Reach,
         last_from: float,
+        near: int | None = None,
     ):
         self.everything, self.layer, self._view = everything, everything.layer, view
-        self._reach, self._last, self._last_from = reach, last, last_from
+        self._reach, self._last, self._last_from, self._near = reach, last, last_from, near
         self._first = reach.n_sink // PAGE  # page that may be chosen
         self._means: mx.array | None = None  # of the keys of the first pages, float32
         self.offset = everything.offset
 
-    def _pages(self, start: int) -> tuple[int, int]:
-        """For a chunk from `start` on, the page behind the last that it may choose, and how many it chooses.
+    def _pages(self, start: int) -> tuple[int, int, int]:
+        """For a chunk from `start` on, the pages among which it may choose, from one to before another, and how many.
 
         It chooses none where it reads everything.
         """
-        reach = self._last if start >= self._last_from else self._reach
+        is_last = start >= self._last_from
+        reach, first = self._last if is_last else self._reach, self._first
         stop, n = max(0, start - reach.n_window) // PAGE, reach.n_chosen // PAGE
-        return stop, 0 if stop - self._first <= n else n
+        if self._near is not None and not is_last:
+            first = max(first, -(-(start - self._near) // PAGE))
+        is_all = first == self._first and stop - first <= n
+        return first, stop, 0 if is_all else min(n, stop - first)
 
     @property
     def reads_some(self) -> bool:
         """Whether the next tokens do not read everything."""
-        return self._pages(self.offset)[1] > 0
+        return self._pages(self.offset)[2] > 0
 
     def _n_read(self, start: int) -> int:
         """Entries that a chunk from `start` on reads of those before it."""
-        stop, n = self._pages(start)
+        _, stop, n = self._pages(start)
         return (self._first + n - stop) * PAGE + start if n else start
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._again = self._chosen is not None
-        self._reads_all = not self._again and self._pages(self.offset)[1] == 0
+        self._reads_all = not self._again and self._pages(self.offset)[2] == 0
         if self._reads_all:
             self.move(keys.shape[2])
             return self.everything.update_and_fetch(keys, values)
@@ -100,32 +106,35 @@ class SparsePrefillKVCache(Choosing, LayerCache):
 
     def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
         start = self.offset - self._n_new
-        stop, n = self._pages(start)
+        first, stop, n = self._pages(start)
         self.n_read = max(self.n_read or 0, self._n_read(start))
-        pages = mx.sort(self._likeliest(captured, start, stop, n), axis=-1)
+        pages = mx.sort(self._likeliest(captured, start, range(first, stop), n), axis=-1)
         chosen = (pages[..., None] * PAGE + mx.arange(PAGE, dtype=mx.uint32)).flatten(-2)
         ends = (
             mx.arange(self._first * PAGE, dtype=mx.uint32),
             mx.arange(stop * PAGE, start, dtype=mx.uint32),
         )
         sink, window = (mx.broadcast_to(x, (*chosen.shape[:2], x.size)) for x in ends)
-        places = mx.concatenate([sink, chosen, window], axis=-1)
-        return join(self._view.lined_up(places, start, start).plain(), self._own)
+        if first == self._first:
+            places = mx.concatenate([sink, chosen, window], axis=-1)
+            return join(self._view.lined_up(places, start, start).plain(), self._own)
+        near = self._view.gather(mx.concatenate([chosen, window], axis=-1))
+        return join(self._view.lined_up(sink, start, first * PAGE).plain(), near.plain(), self._own)
 
-    def _likeliest(self, captured: Captured, start: int, stop: int, n: int) -> mx.array:
+    def _likeliest(self, captured: Captured, start: int, among: range, n: int) -> mx.array:
         """The pages with the largest share of any query's attention, unordered uint32 `(B, n_kv_heads, n)`.
 
         It is the attention to the pages' mean keys, by sampled queries of all heads of a GQA group.
         """
-        means = self._grown_means(stop)[:, :, self._first :]
+        means = self._grown_means(among.stop)[:, :, among.start :]
         B, H, _, D = means.shape
-        first = self._first * PAGE + PAGE // 2
-        places = mx.arange(first, stop * PAGE, PAGE)
+        places = mx.arange(among.start * PAGE + PAGE // 2, among.stop * PAGE, PAGE)
         means = self._view.turned(means, mx.broadcast_to(places, (B, H, places.size)), start)
         queries = captured.heads[:, :, ::-STRIDE].astype(mx.float32) * captured.scale
         logits = queries.reshape(B, H, -1, D) @ means.mT
         shares = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).max(axis=2)
-        return mx.argpartition(-shares, n - 1, axis=-1)[..., :n].astype(mx.uint32) + self._first
+        best = mx.argpartition(-shares, n - 1, axis=-1)[..., :n]
+        return best.astype(mx.uint32) + among.start
 
     def _grown_means(self, stop: int) -> mx.array:
         """Mean keys of the first `stop` pages."""

@@ -1,5 +1,6 @@
 """What a conversation is at some time: in a file, and before its last turn."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ class Before(Rewind):
 
     def __init__(self, conversation: Any):
         super().__init__(conversation.prompt_cache)
-        self._conversation = conversation
+        # Which holds this, and is to go with its caches as soon as nobody needs it.
+        self._conversation = weakref.proxy(conversation)
         self._fields = {name: getattr(conversation, name) for name in REPLACED}
 
     def restore(self) -> None:

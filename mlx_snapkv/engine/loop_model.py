@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ class HookedModel(WrappedModel):
 
     def __init__(self, model: Any, request: Any):
         super().__init__(model)
-        self._request = request
+        self._request = weakref.proxy(request)  # which holds this
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         hook: Call | None = self._request.hook

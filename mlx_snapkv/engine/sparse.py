@@ -38,10 +38,11 @@ class SparseReader(RetainingReader):
         reach = self.sparse.reach(n_prompt).within(self._most)
         bounded = in_files(self.config.memory) or self._length is not None
         last = reach.of_last(bounded).within(self._most)
+        near = None if self._length is None else 3 * self._length // 4
         for layer in self.layers:
             everything = layer.cache_in(self.prompt_cache)
             view = FullView([everything.store], layer, self.compaction)
-            reads = SparsePrefillKVCache(everything, view, reach, last, self._last_from)
+            reads = SparsePrefillKVCache(everything, view, reach, last, self._last_from, near)
             layer.put(self.caches, reads)
         self.observes, self.hook = True, self._read
 
@@ -108,6 +109,7 @@ class SparseReader(RetainingReader):
         """Store all entries for requests to come; the report says where they are."""
         self.offload()
         self.prompt_is_read()
+        self.hook = None
         caches = [layer.cache_in(self.prompt_cache) for layer in self.layers]
         report = self.report
         report.entries_kept = [None] * len(self.prompt_cache)
