@@ -222,24 +222,6 @@ def resident() -> list[str]:
     return table(("model", "cache", *(f"1/{share}" for share in shares)), body)
 
 
-def reading() -> list[str]:
-    """How far what follows a prompt moves, by the prompt's length and the entries that its chunks choose."""
-    result = load("reading")
-    top_ks = list(dict.fromkeys(row["top_k"] for row in result["rows"]))
-    body = []
-    for (model, length, kind), own in grouped(result["rows"], "model", "length", "kind").items():
-        of = {row["top_k"]: _moved(row) for row in own}
-        cells = [of.get(top_k, "") for top_k in top_ks]
-        body.append((f"`{model}`", f"{length:,}", f"{kind} ({own[0]['n']})", *cells))
-    header = ("model", "prompt", "what follows", *(f"{top_k:,} chosen" for top_k in top_ks))
-    return [*_measured(result), *table(header, body)]
-
-
-def _moved(row: Row) -> str:
-    right = f", {row['right']:.2f} right" if row["kind"] == "needle" else ""
-    return f"{row['kl']:.4f}{right}"
-
-
 def answers() -> list[str]:
     """How near answers come to the full cache's, by when they choose."""
     result = load("answers")
@@ -323,7 +305,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bits": bits,
     "resident": resident,
     "answers": answers,
-    "reading": reading,
     "lookahead": lookahead,
     "agents": agents,
 }

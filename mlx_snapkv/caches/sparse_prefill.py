@@ -20,7 +20,7 @@ from .contract import LayerCache, keys_of
 from .full_view import FullView
 from .recording import RecordingKVCache
 
-STRIDE = 8  # one query in so many ranks the pages
+SAMPLED = 64  # queries of a chunk that rank the pages, or all of fewer
 
 
 class SparsePrefillKVCache(Choosing, LayerCache):
@@ -130,8 +130,8 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         B, H, _, D = means.shape
         places = mx.arange(among.start * PAGE + PAGE // 2, among.stop * PAGE, PAGE)
         means = self._view.turned(means, mx.broadcast_to(places, (B, H, places.size)), start)
-        queries = captured.heads[:, :, ::-STRIDE].astype(mx.float32) * captured.scale
-        logits = queries.reshape(B, H, -1, D) @ means.mT
+        queries = captured.heads[:, :, :: -max(1, self._n_new // SAMPLED)].astype(mx.float32)
+        logits = queries.reshape(B, H, -1, D) * captured.scale @ means.mT
         shares = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).max(axis=2)
         best = mx.argpartition(-shares, n - 1, axis=-1)[..., :n]
         return best.astype(mx.uint32) + among.start

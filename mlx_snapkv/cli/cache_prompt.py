@@ -32,8 +32,8 @@ def cache_prompt(
     \b
       mlx-snapkv cache-prompt --model demo --prompt-file book.txt -o book.safetensors
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?" --sparse top_k=2048
-      mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors --sparse "" \\
-          --memory recall:file
+      mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors \\
+          --sparse top_k=1024 --memory recall:file
     """
     from .. import saved
     from ..caches.layers import kv_bytes

@@ -24,7 +24,7 @@ def chat(
 
     \b
       mlx-snapkv chat --model demo
-      mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
+      mlx-snapkv chat --model MODEL --sparse budget=6.25%
       mlx-snapkv chat --model MODEL --policy auto < questions.txt
     """
     from ..chat.conversation import Conversation

@@ -105,7 +105,7 @@ def generate(
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --snapkv top_k=1024
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
-          --snapkv top_k=1024 --memory recall
+          --sparse budget=6.25%
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt "Name a town." \\
           --json-schema '{"type": "object", "properties": {"town": {"type": "string"}}}'

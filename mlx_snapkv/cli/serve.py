@@ -114,7 +114,7 @@ def serve(
     """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, with compressed KV caches.
 
     \b
-      mlx-snapkv serve --model demo --snapkv top_k=1024 --memory recall
+      mlx-snapkv serve --model demo --sparse top_k=1024
       curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):

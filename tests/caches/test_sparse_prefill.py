@@ -13,7 +13,7 @@ from mlx_snapkv import SnapKVError, generate_step, prefill
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
-from mlx_snapkv.caches.sparse_prefill import STRIDE, SparsePrefillKVCache
+from mlx_snapkv.caches.sparse_prefill import SAMPLED, SparsePrefillKVCache
 from mlx_snapkv.engine import sparse
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.models import attention_classes
@@ -68,7 +68,7 @@ def chosen_pages(keys, queries, scale):
     """Pages `(n_kv_heads, N_CHOSEN)` that a chunk from `START` on chooses: by the share of a sampled query's attention
     that a page's mean key receives, the largest one of all heads that read it."""
     keys, queries = np.float64(keys)[0], np.float64(queries)[0, :, START:N]
-    asking = range(CHUNK - 1, -1, -STRIDE)
+    asking = range(CHUNK - 1, -1, -CHUNK // SAMPLED)
     n_pages, group = (START - WINDOW) // PAGE, len(queries) // len(keys)
     found = []
     for head, own in enumerate(keys):
