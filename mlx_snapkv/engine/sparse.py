@@ -31,7 +31,7 @@ class SparseReader(RetainingReader):
 
     def _prepare(self, quotas: list[Quota]) -> None:
         super()._prepare(quotas)
-        if self.sparse.read == "dense":
+        if not self.sparse.reads_little:
             return
         n_prompt = self.plan.n_prompt
         self._last_from = n_prompt - LAST
@@ -49,7 +49,7 @@ class SparseReader(RetainingReader):
     @property
     def _capacity(self) -> int:
         """Where entries go to another store with every chunk that chooses, those before the first such chunk."""
-        if self.sparse.read == "dense" or self.config.memory == "recall":
+        if not self.sparse.reads_little or self.config.memory == "recall":
             return super()._capacity
         n = self.plan.n_prompt
         first = self.sparse.reach(n).within(self._most).before_choice(n, self.n_held)
@@ -102,7 +102,7 @@ class SparseReader(RetainingReader):
 
     def prompt_is_read(self) -> None:
         super().prompt_is_read()
-        if self.sparse.read == "sparse" and not self.is_compressed:
+        if self.sparse.reads_little and not self.is_compressed:
             self.report.read_per_chunk = self.layers[0].cache_in(self.caches).n_read
 
     def leave_entries(self) -> None:
@@ -121,14 +121,10 @@ class SparseReader(RetainingReader):
         report.file_bytes = file_bytes(self.prompt_cache)
 
     def keep(self, choices: list[Choice]) -> None:
+        """Caches whose tokens choose anew among all entries, instead of choices."""
         self.caches[:] = copies_but_entries(self.caches, self.layers)
         self.offload()
-
-    def begin_answer(self) -> None:
-        """Let every token of the answer choose anew among all entries."""
-        super().begin_answer()
         report = self.report
-        self.observes = True
         shared = None if self._length is None else self._most_attended()
         for layer, quota in zip(self.layers, self.decode_quotas):
             cache = self._choosing(layer, quota, shared)
@@ -136,11 +132,14 @@ class SparseReader(RetainingReader):
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
-        self._count_staying()
+
+    def begin_answer(self) -> None:
+        super().begin_answer()
+        self.observes = True
         if self.config.verify is not None:
-            report.verified = Verified()
+            self.report.verified = Verified()
             caches = self._full_caches(), list(self.caches)
-            self.hook = SelfSpeculation(self._model, *caches, report.verified)
+            self.hook = SelfSpeculation(self._model, *caches, self.report.verified)
 
     def _count_staying(self) -> None:
         """What an answer reads includes the index by which it chooses."""

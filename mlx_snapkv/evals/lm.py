@@ -105,8 +105,9 @@ class PolicyLM(mlx_evaluate.MLXLM):
         if self._policy is None or len(prompt) < 2:
             return super()._process_prompt(prompt, step_size)
         if self._policy.evicts:
-            given = self._model, prompt[:-1], self._policy
-            cache, report = prefill(*given, prefill_step_size=step_size)
+            cache, report = prefill(
+                self._model, prompt[:-1], self._policy, prefill_step_size=step_size
+            )
             logits = self._model(mx.array([prompt[-1:]]), cache=cache)[:, -1]
         else:
             cache, report = read_sparsely(self._model, self._policy, prompt[:-1])  # type: ignore[arg-type]
