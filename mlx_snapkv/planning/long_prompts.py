@@ -5,6 +5,7 @@ from typing import Any
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Method, Stages
+from ..policies.sparse import LAST
 from .auto import AutoRequest, recommended, worth_comparing
 from .config import RETENTION, CompressionConfig
 from .footprint import EntrySizes, Footprint, total_bytes
@@ -61,9 +62,13 @@ class LongPrompts:
         count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
         if self._config.is_sparse:
             most = policy.reach(n).most  # type: ignore[union-attr]
-            chunk = f"a chunk will read at most {most:,} of {n:,} entries, and "
-            reads = chunk if self._config.reads_little and most < n else ""
-            return f"{reads}a token of the answer {count} of {n:,}; all {format_bytes(before)} of them stay"
+            answer = (
+                f"a token of the answer {count} of {n:,}; all {format_bytes(before)} of them stay"
+            )
+            if not self._config.reads_little or most >= n:
+                return answer
+            chunk = f"a chunk will read at most {most:,} of {n:,} entries"
+            return f"{chunk}, and {answer}; the prompt's last {LAST} tokens read more"
         if self._config.retains:
             return f"the answer will read {count} of {n:,} entries, all of which stay"
         beside = last.block if last.schedule == "block" else 0  # the next tokens' entries

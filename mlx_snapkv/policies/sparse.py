@@ -60,7 +60,7 @@ class Sparse(Method):
             it is 1/16 of the prompt, and at least 1,024.
         n_sink: number of first entries, which every token reads.
         n_window: number of the prompt's last entries, which every token reads, or a share of the budget. A token also
-            reads all of the answer before it.
+            reads the answer's latest 256 tokens or more, and chooses among its older ones as in the prompt.
         rest: how a token sees the entries that it does not read. "means": as one mean entry for every 256 neighbours,
             weighed by two factors a head that are found at the prompt's end (`entries/rest.py`); "none": not at all.
         read: how the prompt is read. "sparse": a chunk reads the sink, the 256 tokens before it, itself, and pages of
@@ -127,7 +127,7 @@ class Sparse(Method):
 
     @property
     def prefill_chunk(self) -> int | None:  # type: ignore[override]
-        return CHUNK if self.read == "sparse" else None
+        return CHUNK if self.reads_little else None
 
     def reach(self, n_prompt: int) -> Reach:
         """What a chunk of a prompt of `n_prompt` tokens reads, unless that is everything."""
