@@ -29,7 +29,7 @@ class Plan:
 
     contexts: list[int]  # lengths to decode `steps` tokens at
     prompts: list[int]  # lengths that the full cache and all policies read, `trials` of each
-    long_prompts: list[int]  # the same of those that only policies read that evict meanwhile
+    long_prompts: list[int]  # the same of those that only methods read that read little at a time
     policies: list[Method | Stages]
     trials: int
     steps: int
