@@ -1,9 +1,12 @@
 """Random entries of a layer, queries that vote for them, and their votes in float64."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import reference
 
+from mlx_snapkv.entries import device
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 
@@ -27,3 +30,8 @@ def asked(entries):
 
 def votes_of(entries):
     return reference.votes(*asked(entries), entries.observed.sinks)
+
+
+def computing(monkeypatch, **changes):
+    """As if the device that computes were otherwise; see `Device`."""
+    monkeypatch.setattr(device, "used", replace(device.used, **changes))

@@ -103,10 +103,10 @@ class BatchedChoices(Batched, Choosing):
         rows = []
         for member in self.members:
             bias = mx.zeros(shape) if member.bias is None else member.bias
-            own = biased(bias, member.n_seen)
+            own = biased(bias, member.n_seen, queries.dtype)
             padding = [(0, 0)] * 3 + [(0, n - member.n_seen)]
             rows.append(mx.pad(own, padding, constant_values=HIDDEN))
-        return mx.concatenate(rows).astype(queries.dtype)
+        return mx.concatenate(rows)
 
     @property
     def kind(self) -> tuple:

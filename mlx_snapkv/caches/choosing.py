@@ -84,16 +84,19 @@ class Choosing(OnQueries, ABC):
         return self._seen
 
 
-def biased(bias: mx.array, n: int, mask: Any = None) -> mx.array:
+def biased(bias: mx.array, n: int, dtype: mx.Dtype, mask: Any = None) -> mx.array:
     """An additive mask `(B, n_heads, L, n)` for entries the first of which have a `bias` `(B, n_heads, L, n_pages)`.
 
     Args:
+        dtype: of the mask. Of float16 the bias is at most its largest number: infinity would make the output NaN.
         mask: None, "causal", aligned with the last entry, or a bool one `(..., L, n)`.
     """
     B, H, L, n_pages = bias.shape
+    if dtype == mx.float16:
+        bias = mx.minimum(bias, mx.finfo(dtype).max)
     others = mx.zeros((B, H, L, n - n_pages))
     if isinstance(mask, str):
         mask = create_causal_mask(L, n - L)
     if mask is not None:
         others = mx.where(mask[..., n_pages:], others, HIDDEN)
-    return mx.concatenate([bias, others], axis=-1)
+    return mx.concatenate([bias, others], axis=-1).astype(dtype)

@@ -202,7 +202,7 @@ class SparseKVCache(Choosing, LayerCache):
         """The mask of the attention function's call, with the bias of the rest's pages in it."""
         if self.bias is None:
             return mask
-        return biased(self.bias, keys.shape[2], mask).astype(queries.dtype)
+        return biased(self.bias, keys.shape[2], queries.dtype, mask)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.n_entries, return_array, window_size)

@@ -2,6 +2,10 @@
 
 Only graphs are made here. Where a prompt is long they are made block by block, and `mx.depends` lets each block wait
 for the one before it. MLX allocates some operations ahead of the one that it computes, so the blocks are small.
+
+Half-precision keys are multiplied as a float32 copy of a block. MLX would round their products to their own type:
+float16 ends at 65,504, which logits may pass (those of Qwen2.5, whose keys have large biases), and bfloat16 has three
+digits, too few to rank large logits by. The copy is no larger than the logits that would have to be converted instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,20 +14,14 @@ from itertools import pairwise
 
 import mlx.core as mx
 
+from . import device
 from .queries import Queries
 
-# Of float32 logits made at a time. On a GPU every operation on a block is a launch, and of blocks as small as a CPU's
-# the launches would be most of a vote: with these it takes a fifth of the time, and 200 to 700 MB more.
-BLOCK_BYTES = {mx.cpu: 3 << 19, mx.gpu: 8 << 20}[mx.default_device().type]
 READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
 READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for any longer prompt
-HELD_BYTES = 8 << 20  # of logits and float32 keys, below which one pass over all keys will do
 KEPT_BYTES = 64 << 20  # of logits, below which the keys' blocks are read once; if queries are few
 # Of logits made at a time for the largest weights of queries.
 MOST_BYTES = 32 << 20
-# Whether products of half-precision keys are made in their own type (summed in float32, then rounded to it, as the
-# published SnapKV does) or of a float32 copy of a block. A GPU is faster so; a CPU only emulates those types.
-NATIVE = mx.default_device().type == mx.gpu
 
 # Softmax by powers of two, which a CPU takes in a third of the time of exp.
 LOG2_E = 1.4426950408889634
@@ -63,8 +61,8 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
     late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
     late = mx.tile(late.astype(mx.float32), (1, group))
     B, H, T, D = keys.shape
-    held = group * n + (0 if NATIVE or keys.dtype == mx.float32 else D)
-    if not _waits(keys) and 4 * B * H * T * held <= HELD_BYTES:
+    held = group * n + (0 if keys.dtype == mx.float32 else D)
+    if not _waits(keys) and 4 * B * H * T * held <= device.used.held_bytes:
         weights, share = _weights(keys, observed, T)
         votes = (share[..., None, :] * late) @ weights
     else:
@@ -108,7 +106,7 @@ def most_attention(
 
 def attention_weights(keys: Keys, observed: Queries) -> mx.array:
     """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum."""
-    weights, share = _weights(keys, observed, _block(_grouped(keys, observed), BLOCK_BYTES))
+    weights, share = _weights(keys, observed, _block(_grouped(keys, observed)))
     return (weights * share[..., None]).reshape(*observed.heads.shape[:3], -1)
 
 
@@ -125,7 +123,7 @@ def shared_logits(keys: Keys, observed: Queries) -> mx.array:
     observed = observed.of(mean)
     queries = _grouped(keys, observed)
     scores: list[mx.array] = []
-    for span in _spans(observed, T, _block(queries, BLOCK_BYTES)):
+    for span in _spans(observed, T, _block(queries)):
         logits = _logits(keys, observed, queries, span, scores[-1:])
         scores.append(logits.max(axis=(1, 2)))
     return mx.broadcast_to(mx.concatenate(scores, axis=-1)[:, None] / LOG2_E, (B, H, T))
@@ -160,7 +158,7 @@ def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array])
     queries = _grouped(keys, observed)
     n, waits = queries.shape[2], _waits(keys)
     keeps = n <= D // 4 and 4 * B * H * n * T <= KEPT_BYTES
-    block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries, BLOCK_BYTES)
+    block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries)
     # Of few queries, the logits of several blocks of keys are as much as those of one block of many.
     together = max(1, D // 2 // n) if keeps else 1
     spans = list(_spans(observed, T, block))
@@ -205,11 +203,10 @@ def _group(keys: Keys, observed: Queries) -> int:
 
 
 def _grouped(keys: Keys, observed: Queries) -> mx.array:
-    """Queries `(B, n_kv_heads, group * n, head_dim)`, as `_logits` takes them."""
-    if NATIVE:  # unscaled, so that they are what they were
-        queries = observed.heads.astype(keys.dtype)
-    else:
-        queries = observed.heads.astype(mx.float32) * (observed.scale * LOG2_E)
+    """Queries `(B, n_kv_heads, group * n, head_dim)` float32, as `_logits` takes them."""
+    queries = observed.heads.astype(mx.float32)
+    if not device.used.scales_logits:
+        queries = queries * (observed.scale * LOG2_E)
     B, H, _, D = keys.shape
     return queries.reshape(B, H, -1, D)
 
@@ -218,10 +215,10 @@ def _waits(keys: Keys) -> bool:
     return isinstance(keys, KeyBlocks) and keys.waits
 
 
-def _block(queries: mx.array, n_bytes: int) -> int:
+def _block(queries: mx.array, n_bytes: int | None = None) -> int:
     """Entries whose logits are held at a time; for few queries their float32 keys are what counts."""
     B, H, n, D = queries.shape
-    return max(64, n_bytes // (4 * B * H * max(n, D // 2)))
+    return max(64, (n_bytes or device.used.block_bytes) // (4 * B * H * max(n, D // 2)))
 
 
 def _spans(observed: Queries, T: int, block: int) -> Iterator[tuple[int, int]]:
@@ -247,10 +244,9 @@ def _logits(
         part = keys.read(start, stop, after)
     else:
         part = mx.depends(keys[:, :, start:stop], list(after))
-    if NATIVE:
-        logits = (queries @ part.mT).astype(mx.float32) * (observed.scale * LOG2_E)
-    else:
-        logits = queries @ part.astype(mx.float32).mT
+    logits = queries @ part.astype(mx.float32).mT
+    if device.used.scales_logits:
+        logits = logits * (observed.scale * LOG2_E)
     if observed.cap is not None:
         cap = observed.cap * LOG2_E
         logits = cap * mx.tanh(logits / cap)

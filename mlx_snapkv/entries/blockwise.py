@@ -8,7 +8,8 @@ powers of two cost a third of those. A GPU has kernels of its own.
 
 import mlx.core as mx
 
-from .attention import HIDDEN, LOG2_E, NATIVE
+from . import device
+from .attention import HIDDEN, LOG2_E
 
 BLOCK = 2048  # entries
 
@@ -17,7 +18,7 @@ def suits(queries: mx.array, keys: object, mask: object, sinks: object) -> bool:
     """Whether `blockwise_attention` computes such a call, and faster than MLX's attention function."""
     several = queries.shape[2] > 1 and isinstance(mask, str) and sinks is None
     plain = isinstance(keys, mx.array) and keys.dtype == queries.dtype == mx.float32
-    return not NATIVE and several and plain
+    return device.used.blockwise and several and plain
 
 
 def blockwise_attention(

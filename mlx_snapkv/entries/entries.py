@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
 from ..several.ranks import ALONE
-from .attention import BLOCK_BYTES, KeyBlocks, above_average, attention_weights, latest_votes
+from . import device
+from .attention import KeyBlocks, above_average, attention_weights, latest_votes
 from .quantization import KEYS, VALUES, Quantization, Stored, each, n_rows, pack, rows, unpack
 from .queries import Queries
 
@@ -131,7 +132,7 @@ class Entries:
     def of_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
         """`function` of the keys in float32, `by_block`, where it makes `width` numbers of each key."""
         B, H, _, D = self.blocks().shape
-        size = max(64, BLOCK_BYTES // (4 * B * H * max(D, width)))
+        size = max(64, device.used.block_bytes // (4 * B * H * max(D, width)))
         return self.by_block(
             lambda *block: function(self.read_keys(*block).astype(mx.float32)),
             range(0, len(self), size),

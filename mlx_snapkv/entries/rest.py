@@ -73,12 +73,17 @@ def page_logits(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def page_means(entries: mx.array) -> mx.array:
-    """Means of every `PAGE` of `(B, n_kv_heads, n, head_dim)` entries; of the last page, of as many as there are."""
+    """Means of every `PAGE` of `(B, n_kv_heads, n, head_dim)` entries; of the last page, of as many as there are.
+
+    They are summed in float32: of float16, sums of a few hundred numbers may be too large.
+    """
     n, whole = entries.shape[2], entries.shape[2] // PAGE * PAGE
-    means = mx.unflatten(entries[:, :, :whole], 2, (-1, PAGE)).mean(axis=3)
-    if whole == n:
-        return means
-    return mx.concatenate([means, entries[:, :, whole:].mean(axis=2, keepdims=True)], axis=2)
+    summed = entries.astype(mx.float32)
+    means = mx.unflatten(summed[:, :, :whole], 2, (-1, PAGE)).mean(axis=3)
+    if whole < n:
+        last = summed[:, :, whole:].mean(axis=2, keepdims=True)
+        means = mx.concatenate([means, last], axis=2)
+    return means.astype(entries.dtype)
 
 
 def means(entries: Any, first: int) -> tuple[mx.array, mx.array]:

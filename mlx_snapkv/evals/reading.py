@@ -20,11 +20,12 @@ from ..engine.prefill import prefill, read
 from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import NO_POLICY_REASON, Uncompressed, make_request
+from ..entries import device
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
-from ..planning.prompt_plan import LARGEST_CHUNK, PREFILL_STEP_SIZE, gate, plan_prompt
+from ..planning.prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
 from ..policies import Method, Stages
 
 AnyPolicy = Method | Stages
@@ -82,7 +83,7 @@ class Reading:
                 shared.share(before, before.offset)
             layer.put(caches, shared)
         # Not in a policy's own chunks: what is read must not depend on who asks.
-        given = {"prefill_step_size": LARGEST_CHUNK[mx.default_device().type], **options}
+        given = {"prefill_step_size": device.used.largest_chunk, **options}
         with recording(attention_classes(model)):
             # Log-probabilities `(vocab_size,)` of the token after the prompt.
             self.following = read(model, mx.array(list(unread)), caches, given)[0]

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import require_quantizable
 from ..caches.memories import in_files
-from ..entries.attention import BLOCK_BYTES, HELD_BYTES
+from ..entries import device
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..models.rope import trained_length
@@ -195,10 +195,12 @@ class Planner:
             return entries
         queries = plan.n_voters * heads * sizes.of_head()
         logits = 4 * heads * plan.n_voters * most
-        if logits <= HELD_BYTES:
+        if logits <= device.used.held_bytes:
             held = int(VOTED * logits)
         else:
-            held = VOTED_BLOCKS * max(BLOCK_BYTES, 4 * heads * plan.n_voters * LEAST_BLOCK)
+            held = VOTED_BLOCKS * max(
+                device.used.block_bytes, 4 * heads * plan.n_voters * LEAST_BLOCK
+            )
         return entries + queries + held
 
     def _recalled(self, footprint: Footprint, n: int) -> int:
@@ -238,7 +240,7 @@ class Planner:
         """Bytes held to sum all queries' attention: that of early chunks is summed in one pass, up to 8 MiB."""
         step = max(x.scores for x in self._shapes) * chunk * min(chunk, rows)
         layers = min(len(self._sizes.layers), 7)  # as many as are under way at once
-        passes = HELD_BYTES // step if step else 0
+        passes = device.used.held_bytes // step if step else 0
         return int(2.2 * layers * step * min(passes, -(-rows // chunk)))
 
 

@@ -6,9 +6,8 @@ Every way in asks here, so that the same prompt and policy keep the same entries
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from ..caches.layers import members
+from ..entries import device
 from ..errors import SnapKVError
 from ..policies import Method, Stages
 from ..policies.budgets import is_share
@@ -16,10 +15,6 @@ from ..policies.budgets import is_share
 ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
 
 PREFILL_STEP_SIZE = 2048  # mlx-lm's own default
-
-# A chunk's attention also computes what the causal mask hides, and holds its logits: on a CPU a prompt is read
-# faster, and in a third of the memory, in smaller chunks (docs/benchmarks.md). Those would leave a large GPU idle.
-LARGEST_CHUNK = {mx.cpu: 512, mx.gpu: PREFILL_STEP_SIZE}
 
 # Chunks are multiples of this where they may be: quantised mixture models are reported to go wrong at other lengths.
 MULTIPLE = 32
@@ -101,7 +96,7 @@ def chunk_size(policy: Method | Stages, limit: int | None, plan: PromptPlan, n_n
     prefill_policy, _ = policy.stages
     if policy.reads_in_blocks:
         return min(limit or prefill_policy.block, prefill_policy.block)
-    largest = LARGEST_CHUNK[mx.default_device().type]
+    largest = device.used.largest_chunk
     size = prefill_policy.prefill_chunk or min(limit or largest, largest)
     if policy.reads_little:
         return size

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.utils import load_config, load_model
 
 from ..caches.layers import members
+from ..entries import device
 from ..errors import UnsupportedModelError
 from ..models import attentions
 from ..models.family import AttentionFamily
@@ -21,7 +22,6 @@ from ..policies.budgets import UNLIMITED
 from .footprint import EntrySizes, window_of
 
 METAL = mx.metal.is_available()
-FUSED = (64, 80, 128)  # head sizes of Metal's attention kernel for chunks (MLX 0.32)
 _PRECISE = 0 if METAL else 4  # bytes of a number in norms and RoPE, at least
 
 # What mlx-lm's modules call their query heads, and the experts that a token goes to.
@@ -120,7 +120,7 @@ def _attending(
         scores = 2 if family is None or family.factor is None else 1
     elif family is not None and family.sinks_of(attention) is not None:
         scores = 3  # a column is joined to them for the sinks, and taken off again
-    if METAL and size in FUSED:
+    if size in device.used.fused:
         scores = int(scores == 2)
     return replace(
         shape,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import reference
 from disk_helpers import cut_short, full_disk
+from entry_helpers import computing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,7 +110,7 @@ def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
 
 @pytest.mark.parametrize("kind, how", [(MemoryStore, None), (MemoryStore, HOW), (FileStore, None)])
 def test_votes_over_several_stores(kind, how, monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK_BYTES", 50_000)
+    computing(monkeypatch, block_bytes=50_000)
     monkeypatch.setattr(attention, "READ_BYTES", 50_000)
     every, T = rows_of(321, dtype=mx.float32), 321
     parts = [[x[:, :, :300] for x in every], [x[:, :, 300:] for x in every]]

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from entry_helpers import asked, make_entries, normal, votes_of
+from entry_helpers import asked, computing, make_entries, normal, votes_of
 
 from mlx_snapkv import KeyDiff, KeyNorm
 from mlx_snapkv.entries import attention as votes
@@ -12,7 +12,6 @@ from mlx_snapkv.entries.attention import KeyBlocks, attention_votes, shared_logi
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Pages, Queries
-from mlx_snapkv.entries.selection import top_positions
 
 SINKS = mx.array([0.5, -1.0, 2.0, -mx.inf])
 
@@ -25,8 +24,7 @@ SINKS = mx.array([0.5, -1.0, 2.0, -mx.inf])
 def test_equals_the_float64_reference(shape, sinks, blocks, monkeypatch):
     """Sinks take their share of the softmax."""
     if blocks:
-        monkeypatch.setattr(votes, "HELD_BYTES", 0)
-        monkeypatch.setattr(votes, "BLOCK_BYTES", 1)
+        computing(monkeypatch, held_bytes=0, block_bytes=1)
     entries = make_entries(**shape)
     observed = entries.observed = dataclasses.replace(entries.observed, sinks=sinks)
     (B, H, T, D), wanted = entries.keys.shape, reference.weights(*asked(entries), sinks)
@@ -59,8 +57,7 @@ def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monk
     assert mx.array_equal(alone.heads, every.heads[:, :, 13:]) and alone.places == every.places[13:]
     whole = [attention_votes(entries.keys, observed) for observed in (every, alone)]
     mx.eval(whole)
-    monkeypatch.setattr(votes, "HELD_BYTES", 1 << 30 if kind == "held" else 0)
-    monkeypatch.setattr(votes, "BLOCK_BYTES", 1)
+    computing(monkeypatch, held_bytes=1 << 30 if kind == "held" else 0, block_bytes=1)
     if kind.startswith("read"):
         monkeypatch.setattr(votes, "READ_BYTES", 1)
         monkeypatch.setattr(votes, "KEPT_BYTES", 1 << 30 if "kept" in kind else 0)
@@ -92,13 +89,3 @@ def test_no_float32_copy_of_all_keys_is_made(n_heads, found):
     before = mx.get_active_memory()
     mx.eval(found(entries))
     assert mx.get_peak_memory() - before < 2 * keys.nbytes  # as much as the copy
-
-
-@pytest.mark.parametrize("native, most", [(False, 0), (True, 6)])
-def test_positions_kept_of_bfloat16_keys(native, most, monkeypatch):
-    """Products of float32 keep what float64 keeps; native ones miss no more than the published code, rounded so."""
-    monkeypatch.setattr(votes, "NATIVE", native)
-    entries, k = make_entries(T=3000, n=16, D=64, dtype=mx.bfloat16), 300
-    entries.observed = dataclasses.replace(entries.observed, heads=3 * entries.queries)
-    kept, wanted = np.array(top_positions(entries.votes, k))[0], np.argsort(-votes_of(entries)[0])
-    assert sum(len(set(a) - set(b)) for a, b in zip(kept, wanted[:, :k])) <= most

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_snapkv.entries import blockwise
+from mlx_snapkv.entries import blockwise, device
 from mlx_snapkv.entries.blockwise import blockwise_attention, suits
 
 
@@ -20,7 +20,7 @@ def test_it_is_causal_attention(n, spread, monkeypatch):
 
 def test_what_it_does_not_compute(monkeypatch):
     """A single token's attention stays bit-identical, and half precision rounds as it does for single tokens."""
-    monkeypatch.setattr(blockwise, "NATIVE", False)
+    monkeypatch.setattr(device, "used", device.CPU)
     two, keys = mx.zeros((1, 4, 2, 8)), mx.zeros((1, 2, 9, 8))
     half = mx.float16
     assert suits(two, keys, "causal", None)
@@ -29,3 +29,5 @@ def test_what_it_does_not_compute(monkeypatch):
     assert not suits(two, keys, mx.ones((2, 9), mx.bool_), None)
     assert not suits(two, keys, "causal", mx.zeros(4))
     assert not suits(two.astype(half), keys.astype(half), "causal", None)
+    monkeypatch.setattr(device, "used", device.GPU)  # which has kernels of its own
+    assert not suits(two, keys, "causal", None)

@@ -12,7 +12,7 @@ from tiny_models import make_llama
 
 from mlx_snapkv import patch_for_snapkv, unpatch_snapkv
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.entries import blockwise
+from mlx_snapkv.entries import device
 from mlx_snapkv.models import capture, patch
 from mlx_snapkv.models.patch import recording
 
@@ -41,7 +41,7 @@ def test_queries_before_a_gap_are_forgotten(tokens):
 
 def test_several_tokens_read_all_entries_block_by_block(tokens, monkeypatch):
     """Only where asked to: the same numbers as mlx-lm's but for rounding, and bit by bit those of a single token."""
-    monkeypatch.setattr(blockwise, "NATIVE", False)
+    monkeypatch.setattr(device, "used", device.CPU)
     calls, attend = [], patch.blockwise_attention
     monkeypatch.setattr(patch, "blockwise_attention", lambda *a: calls.append(a) or attend(*a))
     model = make_llama()

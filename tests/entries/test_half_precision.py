@@ -1,0 +1,104 @@
+"""Entries in half precision are ranked as the same entries are in float32, however large they are, also on a GPU."""
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from entry_helpers import computing, normal
+
+from mlx_snapkv import KeyDiff, SnapKV
+from mlx_snapkv.caches.choosing import biased
+from mlx_snapkv.entries import device
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.key_index import KeyIndex
+from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.entries.rest import PAGE, Rest, page_means
+from mlx_snapkv.entries.selection import top_positions
+
+H, T, N, D, KEPT = 2, 2000, 64, 64, 300
+# Spread and bias of keys; their logits are up to 6, 5,000 and 70,000.
+PLAIN, LARGE, HUGE = (1, 0), (30, 0), (30, 1000)
+LEAST = {mx.float16: 0.99, mx.bfloat16: 0.97}
+
+
+def made(spread, bias):
+    """Keys and queries in float32; keys of a head share a bias, as those of Qwen2.5 do."""
+    keys = spread * normal(1, H, T, D, seed=1) + bias * normal(1, H, 1, D, seed=2)
+    return keys, spread * normal(1, 2 * H, N, D, seed=3)
+
+
+def entries_of(keys, queries, bits=None):
+    entries = Entries(keys, keys, Queries(queries, range(T - N, T), D**-0.5))
+    return entries.packed(bits and Quantization(bits, 32))
+
+
+def in_float32(entries):
+    """The same entries and queries, converted."""
+    queries = dataclasses.replace(entries.observed, heads=entries.queries.astype(mx.float32))
+    return Entries(*(x.astype(mx.float32) for x in entries.plain()), queries)
+
+
+def by_index(entries):
+    """What a sparse token's index ranks them by."""
+    index = KeyIndex(entries.keys, entries.queries)
+    index.append(entries.keys)
+    return index.relevance(dataclasses.replace(entries.observed, places=range(T, T + N)), T)
+
+
+def overlap(scores, others):
+    """Of the best entries by either, the share that both have; the least of the KV heads."""
+    assert not mx.any(mx.isnan(scores)).item()
+    pairs = zip(*(np.array(top_positions(x, KEPT))[0] for x in (scores, others)))
+    return min(len(set(a) & set(b)) / KEPT for a, b in pairs)
+
+
+RANKED = [SnapKV(top_k=KEPT).score, KeyDiff(budget=KEPT).score, by_index]
+
+
+@pytest.mark.parametrize("score", RANKED, ids=["snapkv", "keydiff", "sparse"])
+@pytest.mark.parametrize("sizes, dtype, bits, kind", [
+    (PLAIN, mx.float16, None, "GPU"), (PLAIN, mx.bfloat16, 8, "CPU"), (PLAIN, mx.bfloat16, 4, "GPU"),
+    (LARGE, mx.float16, 8, "GPU"), (LARGE, mx.float16, 4, "CPU"), (LARGE, mx.bfloat16, None, "GPU"),
+    (HUGE, mx.float16, None, "GPU"), (HUGE, mx.bfloat16, None, "GPU"), (HUGE, mx.bfloat16, 8, "CPU"),
+    (HUGE, mx.float16, 4, "GPU"), (HUGE, mx.float16, None, "CPU"),
+])  # fmt: skip
+def test_they_are_ranked_as_in_float32(sizes, dtype, bits, kind, score, monkeypatch):
+    """In one pass over the keys, or where a GPU reads them block by block."""
+    monkeypatch.setattr(device, "used", getattr(device, kind))
+    entries = entries_of(*(x.astype(dtype) for x in made(*sizes)), bits)
+    wanted = score(in_float32(entries))
+    assert overlap(score(entries), wanted) >= LEAST[dtype]
+    computing(monkeypatch, held_bytes=0, block_bytes=1 << 18)
+    assert overlap(score(entries), wanted) >= LEAST[dtype]
+
+
+@pytest.mark.parametrize("score", RANKED[:2], ids=["snapkv", "keydiff"])
+@pytest.mark.parametrize("sizes, dtype", [
+    (PLAIN, mx.float16), (PLAIN, mx.bfloat16), ((3, 0), mx.bfloat16), (LARGE, mx.float16),
+])  # fmt: skip
+def test_rounding_them_moves_few(sizes, dtype, score, monkeypatch):
+    """Against entries that were never rounded. Logits of thousands are only as exact as bfloat16's keys are."""
+    monkeypatch.setattr(device, "used", device.GPU)
+    keys, queries = made(*sizes)
+    rounded = entries_of(keys.astype(dtype), queries.astype(dtype))
+    assert overlap(score(rounded), score(entries_of(keys, queries))) >= LEAST[dtype]
+
+
+def test_a_page_s_sum_may_pass_float16():
+    entries = (300 + 100 * normal(1, 1, PAGE + 200, 8)).astype(mx.float16)
+    found, wanted = np.array(page_means(entries)), np.array(entries, np.float64)
+    assert found.dtype == np.float16
+    parts = [wanted[:, :, :PAGE].mean(axis=2), wanted[:, :, PAGE:].mean(axis=2)]
+    assert np.allclose(found, np.stack(parts, axis=2), rtol=1e-3)
+
+
+def test_a_page_s_bias_may_pass_float16():
+    """A head at half the temperature adds 100,000 to a logit of -200,000."""
+    keys, heads = mx.full((1, 1, 2, 8), -250.0), mx.full((1, 1, 1, 8), 100.0)
+    one = mx.ones((1, 1, 1, 1, 1))
+    bias = Rest(keys, keys, 0 * one, one / 2).bias(heads, mx.array([[[PAGE, 0]]]))
+    mask = biased(bias, 5, mx.float16)
+    assert bias[..., 0].item() > 65504 == mask[..., 0].item()
+    assert mask[..., 1].item() == -mx.inf and mask.dtype == mx.float16 and not mask[..., 2:].any()
