@@ -55,11 +55,16 @@ class Contender:
         if self.is_sparse:
             everything = FullView([MemoryStore(cache=full_cache(entries))], layer)
             everything.index = everything.make_index(None)
-            # As after a prompt, whose last queries weigh what a token does not read.
-            heads, n = mx.random.normal((*keys.shape[:2], FITTED, keys.shape[3])), keys.shape[2]
-            observed = Queries(heads, range(n - FITTED, n), keys.shape[3] ** -0.5)
+            weighs = policy.rest is not None  # type: ignore[attr-defined,union-attr]
+            observed = _last_queries(keys) if weighs else None
             return SparseKVCache(everything, quota, layer, observed=observed)
         return decode_cache(layer, entries, context, policy, quota, uniform=True)  # type: ignore[arg-type]
+
+
+def _last_queries(keys: mx.array) -> Queries:
+    """As after a prompt, whose last queries weigh what a token does not read."""
+    heads, n = mx.random.normal((*keys.shape[:2], FITTED, keys.shape[3])), keys.shape[2]
+    return Queries(heads, range(n - FITTED, n), keys.shape[3] ** -0.5)
 
 
 def make_random_model() -> llama.Model:

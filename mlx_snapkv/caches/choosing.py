@@ -94,9 +94,9 @@ def biased(bias: mx.array, n: int, dtype: mx.Dtype, mask: Any = None) -> mx.arra
     B, H, L, n_pages = bias.shape
     if dtype == mx.float16:
         bias = mx.minimum(bias, mx.finfo(dtype).max)
-    others = mx.zeros((B, H, L, n - n_pages))
     if isinstance(mask, str):
         mask = create_causal_mask(L, n - L)
-    if mask is not None:
-        others = mx.where(mask[..., n_pages:], others, HIDDEN)
+    if mask is None:
+        return mx.pad(bias, [(0, 0)] * 3 + [(0, n - n_pages)]).astype(dtype)
+    others = mx.where(mask[..., n_pages:], mx.zeros((B, H, L, n - n_pages)), HIDDEN)
     return mx.concatenate([bias, others], axis=-1).astype(dtype)

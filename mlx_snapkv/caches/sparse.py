@@ -14,8 +14,8 @@ from ..entries.attention import attention_votes
 from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes, rows
 from ..entries.queries import Captured, Queries
-from ..entries.rest import Example, Rest, best_factors, distances, page_counts, span_counts
-from ..entries.selection import n_of_groups, top_of_groups
+from ..entries.rest import Example, Rest, best_factors, distances
+from ..entries.selection import Top, n_of_groups, top_of_groups
 from ..errors import TrimError
 from ..policies.budgets import Quota
 from .adapter import full_cache
@@ -24,7 +24,7 @@ from .contract import LayerCache, keys_of
 from .full_view import FullView
 from .stores import MemoryStore
 
-RECENT = 512  # of the answer's latest tokens, which every token reads; at least half of them
+RECENT = 512  # latest tokens that are read at most beside a small window; older ones are chosen from, half at a time
 
 
 class SparseKVCache(Choosing, LayerCache):
@@ -59,6 +59,7 @@ class SparseKVCache(Choosing, LayerCache):
         n_late = n - self._stop + self._shared.size
         self._end = n - n_late  # of the places of those that are chosen
         self._n_chosen = max(0, quota.entries - quota.n_sink - n_late)
+        self._most_recent = max(RECENT, quota.n_window + RECENT // 2)
         self._always = KVCache()  # sink, shared, window, and the answer's recent entries
         if n:
             late = mx.concatenate([self._shared, mx.arange(self._stop, n, dtype=mx.uint32)])
@@ -70,7 +71,6 @@ class SparseKVCache(Choosing, LayerCache):
             self.offset = n
         self._rest = None if observed is None else self._weighed_rest(observed, quota.n_window)
         self.n_seen = self.size()  # entries that the last token saw
-        self._count_candidates()
 
     def _weighed_rest(self, observed: Queries, n_window: int) -> Rest | None:
         """The means of what a token does not read, weighed for the prompt's last queries.
@@ -104,7 +104,7 @@ class SparseKVCache(Choosing, LayerCache):
         shape = self._everything.blocks().shape[:2]
         read = mx.broadcast_to(read, (*shape, every.size))
         if stop > self._first:
-            places = self._likeliest(one, stop)
+            places = self._likeliest(one, stop).places
             read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
         return read[:, :, None]
 
@@ -137,30 +137,35 @@ class SparseKVCache(Choosing, LayerCache):
             return always
         tokens = range(self.offset - heads.shape[2], self.offset)
         asked = self._everything.asked_by(Queries(heads, tokens, scale, sinks, cap=self.layer.cap))
-        places = mx.sort(self._likeliest(asked, self._stop), axis=-1)
-        chosen = self._everything.lined_up(places, tokens.start, self._end).plain()
+        top = self._likeliest(asked, self._stop)
+        chosen = self._read(top.places, tokens.start).plain()
         parts, rest = [chosen, always], self._rest
         if rest is not None:
-            unread = self._candidates - page_counts(places, rest.n_pages)
-            self.bias = rest.bias(heads * scale, unread)
+            self.bias = rest.bias(heads * scale, top.others)
             means = (x.astype(y.dtype) for x, y in zip((rest.keys, rest.values), always))
             parts = [tuple(means), *parts]
         found = join(*parts)
-        if self._n_recent > RECENT and not self._everything.is_far(self.offset):
+        if self._n_recent > self._most_recent and not self._everything.is_far(self.offset):
             self._move_recent(RECENT // 2)
         return found
 
-    def _likeliest(self, asked: Queries, stop: int) -> mx.array:
-        """The places between sink and `stop` that queries attend to most, unordered uint32 `(B, n_kv_heads, n)`."""
+    def _likeliest(self, asked: Queries, stop: int) -> Top:
+        """The places between sink and `stop` that queries attend to most, by KV head."""
         index = self._everything.index
         if index is not None:
             scores = index.relevance(asked, stop)
         else:
-            scores = attention_votes(self._everything.blocks(), asked)
+            scores = -1 / attention_votes(self._everything.blocks(), asked)
         if self._shared.size:
             scores = scores.at[..., self._shared].add(-mx.inf)
         middle = scores[..., self._first : stop]
-        return top_of_groups(middle, self._n_chosen) + self._first
+        return top_of_groups(middle, self._n_chosen, self._first, len(self._everything))
+
+    def _read(self, places: mx.array, start: int) -> Entries:
+        """The entries at these places as a token at `start` sees them, in order only if some are too far."""
+        if self._everything.is_far(start):
+            places = mx.sort(places, axis=-1)
+        return self._everything.lined_up(places, start, self._end)
 
     @property
     def _n_recent(self) -> int:
@@ -179,7 +184,6 @@ class SparseKVCache(Choosing, LayerCache):
         kept = rows(held, 0, start), rows(held, start + n, self._always.offset)
         self._always = full_cache(Entries(*join(*kept)))
         self._stop += n
-        self._count_candidates()
 
     def _extend_view(self, entries: Entries) -> None:
         if self._answer is None:
@@ -193,10 +197,6 @@ class SparseKVCache(Choosing, LayerCache):
             index.append(self._everything.read_keys(n, len(self._everything)))
         if self._rest is not None:
             self._rest = self._rest.extended(self._everything, n)
-
-    def _count_candidates(self) -> None:
-        """By page, the entries among which a token chooses: those it does not choose are not read."""
-        self._candidates = span_counts(self._first, self._stop, self.n_means)
 
     def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> Any:
         """The mask of the attention function's call, with the bias of the rest's pages in it."""
@@ -225,7 +225,8 @@ class SparseKVCache(Choosing, LayerCache):
 
     def _n_read(self) -> int:
         """Chosen entries that a token reads."""
-        return n_of_groups(self._stop - self._first, self._n_chosen) if self._n_chosen else 0
+        n = self._stop - self._first
+        return n_of_groups(n, self._n_chosen, len(self._everything)) if self._n_chosen else 0
 
     @property
     def n_after_next(self) -> int:

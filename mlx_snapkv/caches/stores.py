@@ -13,7 +13,7 @@ from ..entries.quantization import (
     VALUES,
     Quantization,
     Stored,
-    each,
+    arrays,
     grown,
     join,
     n_bytes,
@@ -104,8 +104,11 @@ class MemoryStore(Store):
         return rows((self.cache.keys, self.cache.values)[which], start, stop)
 
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
-        held = each(lambda x: take_entries(x, places), (self.cache.keys, self.cache.values))
-        return tuple(unpack(x, self.quantization) for x in held)
+        keys, values = arrays(self.cache.keys), arrays(self.cache.values)
+        taken = take_entries([*keys, *values], places)
+        parts = taken[: len(keys)], taken[len(keys) :]
+        plain = self.quantization is None
+        return tuple(unpack(x[0] if plain else tuple(x), self.quantization) for x in parts)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -143,6 +146,8 @@ class JoinedView(EntryView):
         return join(*(part.read(which, a, b) for part, a, b in self._within(start, stop)))
 
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
+        if len(self._parts) == 1:
+            return self._parts[0].gather(places)
         found: Any = ()
         first = 0
         for part, _, n in self._within(0, self.n_entries):

@@ -11,6 +11,7 @@ digits, too few to rank large logits by. The copy is no larger than the logits t
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -58,11 +59,15 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
     One pass over the keys makes all.
     """
     n, group = len(observed.places), _group(keys, observed)
-    late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
-    late = mx.tile(late.astype(mx.float32), (1, group))
     B, H, T, D = keys.shape
     held = group * n + (0 if keys.dtype == mx.float32 else D)
-    if not _waits(keys) and 4 * B * H * T * held <= device.used.held_bytes:
+    in_one = not _waits(keys) and 4 * B * H * T * held <= device.used.held_bytes
+    if in_one and list(counts) == [n]:  # as for every decoded token: in few operations
+        weights, share = _weights(keys, observed, T)
+        return mx.moveaxis(share[..., None, :] @ weights, 2, 0) / group
+    late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
+    late = mx.tile(late.astype(mx.float32), (1, group))
+    if in_one:
         weights, share = _weights(keys, observed, T)
         votes = (share[..., None, :] * late) @ weights
     else:
@@ -99,7 +104,7 @@ def most_attention(
         spans = [(asked.start, asked.stop), (again, part.places.stop), (0, n_sink)]
         logits = [_logits(keys, part, queries, span, most[-1:]) for span in spans]
         total = _with_sinks(part, _log_sum(mx.concatenate(logits, axis=-1)))
-        weights = (logits[0] - total[..., None]).max(axis=2)
+        weights = total.share(logits[0]).max(axis=2)
         most.append(mx.maximum(weights, most[-1]) if most else weights)
     return most[-1]
 
@@ -139,8 +144,10 @@ def _weights(keys: Keys, observed: Queries, block: int) -> tuple[mx.array, mx.ar
     logits = mx.concatenate(parts, axis=-1)
     top = logits.max(axis=-1)
     weights = mx.power(2, logits - top[..., None])
-    total = _with_sinks(observed, top + mx.log2(weights.sum(axis=-1)))
-    return weights, mx.power(2, top - total)
+    if observed.sinks is None:
+        return weights, 1 / weights.sum(axis=-1)
+    total = _with_sinks(observed, LogSum(top, mx.log2(weights.sum(axis=-1))))
+    return weights, mx.power(2, total.share(top[..., None]))[..., 0]
 
 
 def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array]) -> mx.array:
@@ -164,37 +171,60 @@ def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array])
     spans = list(_spans(observed, T, block))
     groups = [spans[i : i + together] for i in range(0, len(spans), together)]
     kept: list[mx.array] = []
-    sums: list[mx.array] = []
+    sums: list[LogSum] = []
     for group in groups:
         parts: list[mx.array] = []
         for span in group:
-            parts.append(made(_logits(keys, observed, queries, span, (parts or sums)[-1:])))
+            after = parts[-1:] or list(sums[-1] if sums else ())
+            parts.append(made(_logits(keys, observed, queries, span, after)))
         logits = mx.concatenate(parts, axis=-1)
-        sums.append(made(_log_sum(logits)))
+        sums.append(LogSum(*map(made, _log_sum(logits))))
         if keeps:
             kept.append(logits)
-    total = _with_sinks(observed, _log_sum(mx.stack(sums, axis=-1)))
+    total = _with_sinks(observed, _joined(sums))
     votes: list[mx.array] = []
     for i, (span, *_) in enumerate(groups):
-        logits = kept[i] if keeps else _logits(keys, observed, queries, span, votes[-1:] or [total])
-        votes.append(made(summed(logits - total[..., None])))
+        after = votes[-1:] or list(total)
+        logits = kept[i] if keeps else _logits(keys, observed, queries, span, after)
+        votes.append(made(summed(total.share(logits))))
     return mx.concatenate(votes, axis=-1)
 
 
-def _log_sum(logits: mx.array) -> mx.array:
-    """The logarithm of the sum of powers of two along the last axis."""
+class LogSum(NamedTuple):
+    """Logarithms, base 2, of softmax denominators `(B, n_kv_heads, group * n)`, each a sum of two numbers.
+
+    Logits of 10^5 leave float32 no digits for the second one, in which queries differ.
+    """
+
+    top: mx.array  # the largest logit
+    rest: mx.array  # the logarithm of the sum of what all are of it
+
+    def share(self, logits: mx.array) -> mx.array:
+        """The logarithm of what logits `(B, n_kv_heads, group * n, T)` have of the softmax."""
+        return (logits - self.top[..., None]) - self.rest[..., None]
+
+
+def _log_sum(logits: mx.array) -> LogSum:
+    """Of powers of two along the last axis."""
     top = logits.max(axis=-1)
-    return top + mx.log2(mx.power(2, logits - top[..., None]).sum(axis=-1))
+    return LogSum(top, mx.log2(mx.power(2, logits - top[..., None]).sum(axis=-1)))
 
 
-def _with_sinks(observed: Queries, total: mx.array) -> mx.array:
-    """Logarithms, base 2, of the softmax's denominators `(B, n_kv_heads, group * n)`, the sinks' part added."""
+def _joined(sums: Sequence[LogSum]) -> LogSum:
+    tops = mx.stack([part.top for part in sums])
+    top = tops.max(axis=0)
+    powers = mx.power(2, tops - top + mx.stack([part.rest for part in sums]))
+    return LogSum(top, mx.log2(powers.sum(axis=0)))
+
+
+def _with_sinks(observed: Queries, total: LogSum) -> LogSum:
+    """The softmax's denominators, the sinks' part added."""
     if observed.sinks is None:
         return total
-    H = total.shape[1]
-    sinks = observed.sinks.astype(mx.float32).reshape(1, H, -1, 1)
-    by_head = mx.unflatten(total, 2, (sinks.shape[2], -1))
-    return (mx.logaddexp(by_head / LOG2_E, sinks) * LOG2_E).flatten(2)
+    _, H, n = total.top.shape
+    sinks = (observed.sinks.astype(mx.float32) * LOG2_E).reshape(1, H, -1)
+    sinks = mx.broadcast_to(mx.repeat(sinks, n // sinks.shape[2], axis=2), total.top.shape)
+    return _joined([total, LogSum(sinks, mx.zeros_like(sinks))])
 
 
 def _group(keys: Keys, observed: Queries) -> int:

@@ -25,6 +25,7 @@ class Device:
         largest_chunk: tokens of a prompt to read at a time at most. A chunk's attention also computes what the causal
             mask hides: on a CPU a prompt is read faster in smaller chunks (docs/benchmarks.md), which would leave a
             large GPU idle.
+        multiplies_codes: MLX has products with batches of quantised arrays. On CUDA it has none (0.32).
         fused: head sizes whose attention MLX computes, for many queries, without storing their scores (MLX 0.32). A CPU
             has no such kernel.
     """
@@ -34,6 +35,7 @@ class Device:
     scales_logits: bool
     blockwise: bool
     largest_chunk: int
+    multiplies_codes: bool
     fused: tuple[int, ...]
 
 
@@ -43,6 +45,7 @@ CPU = Device(
     scales_logits=False,
     blockwise=True,
     largest_chunk=512,
+    multiplies_codes=True,
     fused=(),
 )
 GPU = Device(
@@ -51,6 +54,7 @@ GPU = Device(
     scales_logits=True,
     blockwise=False,
     largest_chunk=2048,
+    multiplies_codes=not mx.cuda.is_available(),
     fused=(64, 80, 128),
 )
 used = GPU if mx.default_device().type == mx.gpu else CPU

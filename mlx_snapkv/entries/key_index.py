@@ -1,36 +1,40 @@
 """An index of keys: which entries queries attend to most, found without reading the keys.
 
 Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. Here a channel counts
-by how large queries are in it, so that the components are those of the logits' variance: half of `head_dim`, in
-4 bits each, which is an eighth of the keys' bytes in bfloat16. A quarter of the components in 8 bits each costs as
-much, and loses models that look entries up by keys that vary in all directions.
+by how large queries are in it, so that the components are those of the logits' variance: half of `head_dim`, in 4 bits
+each, an eighth of the keys' bytes in bfloat16. A quarter of the components in 8 bits each costs as much, and loses
+models that look entries up by keys that vary in all directions.
+
+The codes are the OCP's MXFP4 (Microscaling Formats v1.0, section 5.1): floats of 4 bits, 32 of which share a power of
+two. MLX multiplies by them as they are stored, in one operation. A key's sixteen even steps rank no better, and cost
+two float32 expansions of all codes a token.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 
+from . import device
 from .attention import latest_votes
+from .quantization import grown, n_bytes, n_rows, rows, with_room, write
 from .queries import Queries
 from .selection import top_of_groups
 
 SAMPLE = 4096  # keys that the components should be taken from, at most
-STEPS = 9  # from a component's mean to its largest value; 8 are held, and few keys lie beyond them
-BLOCK = 8192  # tokens whose codes are one array, and whose logits are made at a time
-# Of float32 logits and codes, below which all are made at once, without a wait.
-WHOLE_BYTES = {mx.cpu: 16 << 20, mx.gpu: 256 << 20}[mx.default_device().type]
-SAMPLED = 8  # one key in so many, of which the largest logit of each query is taken then
+MODE: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
+WIDTH = 32  # components that share a power of two
+LOGIT_BYTES = 64 << 20  # of float32 logits, below which all are made at once
 ASKING = 32  # of the latest queries, which find those that all of them vote for
 CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
 
-# Factors `(B, n_kv_heads, group * m, size)` of codes and of their low halves, and what is the same for all keys.
-Asking = tuple[mx.array, mx.array, mx.array]
+# Queries' components `(B, n_kv_heads, group * m, components)`, and their logits of the mean key, if those differ.
+Asking = tuple[mx.array, mx.array | None]
 
 
 class KeyIndex:
@@ -55,30 +59,31 @@ class KeyIndex:
         centred = (sample - self._mean) * weights
         covariance = centred.swapaxes(-1, -2) @ centred / sample.shape[2]
         _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # by ascending variance
-        vectors = vectors[..., : -2 * _size(D) - 1 : -1]
-        largest = mx.abs(centred @ vectors).max(axis=2, keepdims=True)
-        step = mx.maximum(largest, 1e-6) / STEPS
-        self._of_keys = weights.swapaxes(-1, -2) * vectors / step
-        self._of_queries = vectors * step / weights.swapaxes(-1, -2)
+        size = _size(D)
+        vectors = vectors[..., : -size - 1 : -1]
+        largest = mx.maximum(mx.abs(centred @ vectors).max(axis=2, keepdims=True), 1e-6)
+        padding = [(0, 0), (0, 0), (0, 0), (0, -size % WIDTH)]
+        self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
+        self._of_queries = mx.pad(vectors * largest / weights.swapaxes(-1, -2), padding)
         mx.eval(self._mean, self._of_keys, self._of_queries)
-        # uint8 `(B, n_kv_heads, size, BLOCK)` each, the last one of fewer tokens: two components a byte.
-        self._codes: list[mx.array] = []
+        # Codes and powers of two `(B, n_kv_heads, room, ...)`, of `_n` keys and of some to come.
+        self._codes = tuple(mx.zeros((B, H, 0, width), dtype) for width, dtype in _packed(D))
+        self._n = 0
 
     def __len__(self) -> int:
-        return sum(codes.shape[3] for codes in self._codes)
+        return self._n
 
     @property
     def nbytes(self) -> int:
-        return sum(codes.nbytes for codes in self._codes)
+        return n_bytes(self._codes)
 
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
-        levels = ((keys.astype(mx.float32) - self._mean) @ self._of_keys).mT
-        high, low = mx.split(mx.clip(mx.floor(levels) + 8, 0, 15).astype(mx.uint8), 2, axis=2)
-        codes = 16 * high + low
-        if len(self) % BLOCK:
-            codes = mx.concatenate([self._codes.pop(), codes], axis=3)
-        self._codes += mx.split(codes, range(BLOCK, codes.shape[3], BLOCK), axis=3)
+        components = (keys.astype(mx.float32) - self._mean) @ self._of_keys
+        n, self._n = self._n, self._n + keys.shape[2]
+        if self._n > n_rows(self._codes):
+            self._codes = grown(rows(self._codes, 0, n), with_room(self._n) - n)
+        write(self._codes, n, mx.quantize(components, **MODE))
         mx.eval(self._codes)
 
     def outgrown_by(self, n: int) -> bool:
@@ -89,37 +94,34 @@ class KeyIndex:
         return n >= 2 * self.n_made_of
 
     def truncate(self, n: int) -> None:
-        self._codes = [
-            codes[..., : n - start] for start, codes in zip(range(0, n, BLOCK), self._codes)
-        ]
+        self._n = min(n, self._n)
 
     @property
     def state(self) -> list:
-        return [self._mean, self._of_keys, self._of_queries, self._codes]
+        return [self._mean, self._of_keys, self._of_queries, *rows(self._codes, 0, self._n)]
 
     @classmethod
     def restored(cls, state: Any, keys: mx.array) -> KeyIndex | None:
         """The index of a file, for keys of this shape; None if it does not fit them."""
         index = cls.__new__(cls)
         B, H, _, D = keys.shape
-        size = _size(D)
         try:
-            index._mean, index._of_keys, index._of_queries, index._codes = state
+            index._mean, index._of_keys, index._of_queries, *codes = state
+            index._n = index.n_made_of = n_rows(codes)
+            wanted = [((B, H, index._n, width), dtype) for width, dtype in _packed(D)]
             fits = (
                 index._mean.shape == (B, H, 1, D)
-                and index._of_keys.shape == index._of_queries.shape == (B, H, D, 2 * size)
-                and all(c.shape[:3] == (B, H, size) for c in index._codes)
-                and all(c.dtype == mx.uint8 and c.shape[3] <= BLOCK for c in index._codes)
-                and all(c.shape[3] == BLOCK for c in index._codes[:-1])
+                and index._of_keys.shape == index._of_queries.shape == (B, H, D, _padded(D))
+                and [(x.shape, x.dtype) for x in codes] == wanted
             )
         except (AttributeError, IndexError, TypeError, ValueError):
             return None
-        index.n_made_of = len(index) if fits else 0
+        index._codes = tuple(codes)
         return index if fits else None
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
         other = copy.copy(self)
-        other._codes = list(self._codes)
+        other._codes = copy.deepcopy(self._codes, memo)
         return other
 
     def relevance(self, observed: Queries, n: int) -> mx.array:
@@ -128,42 +130,55 @@ class KeyIndex:
         In nats below it, so that 0 is the best: the maximum over queries, and over a GQA group. It orders entries
         nearly as the softmax does, and takes no exponentials. The queries see all of the keys.
 
-        Returns: `(B, n_kv_heads, n)` float32.
+        Returns: `(B, n_kv_heads, n)` float32, 0 at most.
         """
-        B, H, _, n_components = self._of_queries.shape
-        parts = list(self._parts(observed, n))
-        m = parts[0][1][0].shape[2]
-        if 4 * B * H * n * (m + n_components) <= WHOLE_BYTES:
-            every = [_logits(*part) for part in parts]
-            most = _most(x.max(axis=3, keepdims=True) for x in every)
-            below = [(x - most).max(axis=2) for x in every]
-            return mx.concatenate(below, axis=-1)
-        # Few entries are above the largest of a sample, and those are among the best.
-        most = _most(
-            _in_turn(
-                _logits(codes[..., ::SAMPLED], asking).max(axis=3, keepdims=True)
-                for codes, asking in parts
-            )
-        )
-        below = _in_turn((_logits(*part) - most).max(axis=2) for part in parts)
-        return mx.minimum(mx.concatenate(below, axis=-1), 0)
+        spans = list(self._spans(observed, n))
+        if len(spans) == 1:
+            logits = self._logits(*spans[0])
+            return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
+        # Made twice, since they are too many to be kept.
+        tops: list[mx.array] = []
+        for span in spans:
+            tops.append(self._logits(*span, tops[-1:]).max(axis=3, keepdims=True))
+        most = mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
+        below: list[mx.array] = []
+        for span in spans:
+            below.append((self._logits(*span, below[-1:] or [most]) - most).max(axis=2))
+        return mx.concatenate(below, axis=-1)
 
-    def _parts(self, observed: Queries, n: int) -> Iterator[tuple[mx.array, Asking]]:
-        """Codes of the first `n` keys, a block or page at a time, and the queries that see them."""
+    def _spans(self, observed: Queries, n: int) -> Iterator[tuple[Asking, int, int]]:
+        """What multiplies the codes of keys from one to before another, which are all `n` or as many as may be."""
+        B, H, _, _ = self._of_queries.shape
         near = self._asking(observed)
-        edges = {*range(0, n, BLOCK), *(min(edge, n) for edge in observed.edges), n}
-        for start, stop in pairwise(sorted(edges)):
-            seen, first = observed.seen_by(start), start // BLOCK * BLOCK
+        block = max(WIDTH, LOGIT_BYTES // (4 * B * H * near[0].shape[2]))
+        for begin, end in pairwise(sorted({*(min(edge, n) for edge in observed.edges), n})):
+            seen = observed.seen_by(begin)
             asking = near if seen is observed else self._asking(seen)
-            yield self._codes[start // BLOCK][..., start - first : stop - first], asking
+            for start in range(begin, end, block):
+                yield asking, start, min(start + block, end)
 
     def _asking(self, observed: Queries) -> Asking:
         B, H, D, _ = self._of_queries.shape
         heads = (observed.heads.astype(mx.float32) * observed.scale).reshape(B, H, -1, D)
-        of_codes = heads @ self._of_queries
-        high, low = mx.split(of_codes, 2, axis=-1)
-        middle = 7.5 * of_codes.sum(axis=-1, keepdims=True)  # of the levels 0 to 15
-        return high / 16, low - high / 16, heads @ self._mean.mT - middle
+        # What all keys have in common makes a difference only to what other keys see otherwise.
+        common = None if observed.pages is None else heads @ self._mean.mT
+        return heads @ self._of_queries, common
+
+    def _logits(
+        self, asking: Asking, start: int, stop: int, after: Sequence[mx.array] = ()
+    ) -> mx.array:
+        """Of the keys `[start, stop)`, computed after what is given: `(B, n_kv_heads, group * m, n)` float32."""
+        queries, common = asking
+        # MLX may copy a part of the codes: nearly all of them are multiplied as a whole.
+        whole = start == 0 and 8 * stop >= 7 * n_rows(self._codes)
+        codes, powers = self._codes if whole else rows(self._codes, start, stop)
+        queries = mx.depends(queries, list(after)) if after else queries
+        if device.used.multiplies_codes:
+            logits = mx.quantized_matmul(queries, codes, powers, transpose=True, **MODE)
+        else:
+            logits = queries @ mx.dequantize(codes, powers, **MODE).astype(mx.float32).mT
+        logits = logits[..., : stop - start]
+        return logits if common is None else logits + common
 
     def latest_votes(
         self,
@@ -183,7 +198,7 @@ class KeyIndex:
         first, T = observed.places.start, len(self)
         n = min(first, CANDIDATES * budget)
         relevance = self.relevance(observed.latest(ASKING), first)
-        likeliest = mx.sort(top_of_groups(relevance, n), axis=-1)
+        likeliest = mx.sort(top_of_groups(relevance, n).places, axis=-1)
         own = mx.broadcast_to(mx.arange(first, T, dtype=mx.uint32), (B, H, T - first))
         places = mx.concatenate([likeliest, own], axis=-1)
         moved = likeliest.shape[-1] - first
@@ -197,28 +212,19 @@ class KeyIndex:
 def index_bytes(keys: mx.array) -> int:
     """Bytes that an index of the keys `(B, n_kv_heads, n, head_dim)` takes."""
     B, H, n, D = keys.shape
-    return B * H * n * _size(D)
+    return B * H * n * sum(width * dtype.size for width, dtype in _packed(D))
 
 
 def _size(head_dim: int) -> int:
-    return max(1, head_dim // 4)
+    """Components that are held."""
+    return min(head_dim, -(-head_dim // (2 * WIDTH)) * WIDTH)
 
 
-def _logits(codes: mx.array, asking: Asking) -> mx.array:
-    """`(B, n_kv_heads, group * m, n)` float32."""
-    of_bytes, of_low, base = asking
-    found = mx.addmm(base, of_bytes, codes.astype(mx.float32))
-    return mx.addmm(found, of_low, (codes & 15).astype(mx.float32))
+def _padded(head_dim: int) -> int:
+    return -(-_size(head_dim) // WIDTH) * WIDTH
 
 
-def _most(tops: Iterable[mx.array]) -> mx.array:
-    return mx.concatenate(list(tops), axis=3).max(axis=3, keepdims=True)
-
-
-def _in_turn(made: Iterable[mx.array]) -> list[mx.array]:
-    """Computed one after the other, with the memory of one."""
-    done = []
-    for each in made:
-        mx.eval(each)
-        done.append(each)
-    return done
+def _packed(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
+    """A key's numbers of codes, eight in one, and of powers of two, and their types."""
+    width = _padded(head_dim)
+    return (width // 8, mx.uint32), (width // WIDTH, mx.uint8)

@@ -14,6 +14,7 @@ by clusters, with a = t = 1; SparQ (Ribar et al., 2024, arXiv:2312.04985) by one
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -58,18 +59,27 @@ class Rest:
 
         Args:
             queries: `(B, n_heads, L, head_dim)`, scaled, each KV head's together.
-            unread: `(B, n_kv_heads, n_pages)`: how many entries of each page are not read.
+            unread: bool `(B, n_kv_heads, n)`, whole pages and no fewer than these: entries that are not read.
         """
-        logits = page_logits(queries, self.keys) * (self.temperature - 1)
-        counts = unread[:, :, None, None]
-        weighed = logits + mx.log(mx.maximum(counts, NOTHING)) + self.log_mass
-        return mx.where((counts > 0) & (self.log_mass > HIDDEN), weighed, HIDDEN).flatten(1, 2)
+        counts = by_page(unread)[:, :, None, None, : self.n_pages]
+        logits = page_logits(queries, self.keys)
+        return _weighed(logits, counts, self.temperature, self.log_mass).flatten(1, 2)
+
+
+@partial(mx.compile, shapeless=True)
+def _weighed(
+    logits: mx.array, counts: mx.array, temperature: mx.array, log_mass: mx.array
+) -> mx.array:
+    weighed = logits * (temperature - 1) + mx.log(mx.maximum(counts, NOTHING)) + log_mass
+    return mx.where((counts > 0) & (log_mass > HIDDEN), weighed, HIDDEN)
 
 
 def page_logits(queries: mx.array, keys: mx.array) -> mx.array:
     """`(B, n_kv_heads, group, L, n_pages)` float32."""
-    grouped = mx.unflatten(queries.astype(mx.float32), 1, (keys.shape[1], -1))
-    return grouped @ keys.astype(mx.float32)[:, :, None].swapaxes(-1, -2)
+    B, H, _, D = keys.shape
+    by_head = queries.astype(mx.float32).reshape(B, H, -1, D)
+    logits = by_head @ keys.astype(mx.float32).mT
+    return mx.unflatten(logits, 2, (-1, queries.shape[2]))
 
 
 def page_means(entries: mx.array) -> mx.array:
@@ -96,22 +106,6 @@ def means(entries: Any, first: int) -> tuple[mx.array, mx.array]:
     )
     mx.eval(keys, values)
     return keys, values
-
-
-def page_counts(positions: mx.array, n_pages: int) -> mx.array:
-    """How many of the uint32 `positions` `(B, n_kv_heads, n)` are in each page: int32 `(B, n_kv_heads, n_pages)`."""
-    B, H, _ = positions.shape
-    first = mx.arange(0, B * H * n_pages, n_pages, dtype=mx.uint32).reshape(B, H, 1)
-    places = (positions // PAGE + first).flatten()
-    counts = mx.zeros(B * H * n_pages, mx.int32).at[places].add(1)
-    return counts.reshape(B, H, n_pages)
-
-
-def span_counts(start: int, stop: int, n_pages: int) -> mx.array:
-    """How many of the positions `[start, stop)` are in each page, int32 `(n_pages,)`."""
-    first = mx.arange(n_pages) * PAGE
-    inside = mx.minimum(first + PAGE, stop) - mx.maximum(first, start)
-    return mx.maximum(inside, 0)
 
 
 PAIRS = list(product(MASSES, TEMPERATURES))  # the first is no rest at all
@@ -171,7 +165,7 @@ def distances(entries: Any, pages: tuple[mx.array, mx.array], example: Example) 
         weights = mx.exp(logits - top)
         every = _summed(every, weights, values)
         read = _summed(read, mx.where(is_read[:, :, None], weights, 0), values)
-        unread.append(_by_page((seen & ~is_read).astype(mx.float32))[:, :, None])
+        unread.append(by_page(seen & ~is_read)[:, :, None])
         mx.eval(every, read, unread)
     full, (total, sums) = every[1] / every[0], read
     counts, of_pages = mx.concatenate(unread, axis=-1), pages[1].astype(mx.float32)[:, :, None]
@@ -196,7 +190,8 @@ def best_factors(errors: mx.array) -> tuple[mx.array, mx.array]:
     return log_mass[..., None, None], temperature[..., None, None]
 
 
-def _by_page(flags: mx.array) -> mx.array:
-    """Sums of every `PAGE` of `(..., n)`."""
-    padding = [(0, 0)] * (flags.ndim - 1) + [(0, -flags.shape[-1] % PAGE)]
-    return mx.unflatten(mx.pad(flags, padding), -1, (-1, PAGE)).sum(axis=-1)
+def by_page(flags: mx.array) -> mx.array:
+    """How many of every `PAGE` of `(..., n)` bools are true, int32; of the last page, as many as there are."""
+    if spare := -flags.shape[-1] % PAGE:
+        flags = mx.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, spare)])
+    return mx.unflatten(flags, -1, (-1, PAGE)).sum(axis=-1)

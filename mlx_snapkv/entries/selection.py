@@ -1,12 +1,21 @@
 """Which entries stay: scores to positions. Pure functions of arrays, no model and no cache."""
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..errors import SnapKVError
 
 GROUP = 2048  # scores that a GPU sorts in one step
+MULTIPLE = 256  # a group's size is one of this
+PLACE = GROUP - 1  # low bits of a cost, which are the place in a group
+COST = (
+    0x7FFFFFFF - PLACE
+)  # the others, without the sign: of a float of 0 at most they rise as it falls
+NO_CANDIDATE = 0x7F800000  # the cost of minus infinity
 
 
 def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
@@ -49,37 +58,82 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     return mx.sort(ranked, axis=-1)[..., :k]
 
 
-def top_of_groups(scores: mx.array, k: int) -> mx.array:
-    """About the `k` highest of `(..., T)` scores, unordered uint32 positions `(..., n_of_groups(T, k))`.
+class Top(NamedTuple):
+    """The highest of a head's scores, and which others there are."""
 
-    Long rows are dealt out, like cards, to groups of at most `GROUP` scores, and each gives its best: neighbours are in
-    different groups, so that a run of high scores is kept whole. A GPU sorts a group in one step.
+    places: mx.array  # uint32 `(..., k)`, unordered
+    others: (
+        mx.array
+    )  # bool `(..., n)`, false where there is no score; `n` is a multiple of `MULTIPLE`
+
+
+def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
+    """About the `k` highest of `(..., m)` scores: `n_of_groups(m, k, n)` places, the first of which is `first`.
+
+    Scores are 0 at most, and those of minus infinity are no candidates. They are compared by 13 significant bits, ties
+    go to lower places. Long rows are dealt out, like cards, to groups of at most `GROUP` scores, and each gives its
+    best: neighbours are in different groups, so that a run of high scores is kept whole. A GPU sorts a group in one
+    step; a score's place in its group is the low bits of what is sorted.
+
+    Args:
+        n: places there are, if more than `first + m`.
     """
-    T = scores.shape[-1]
-    if k >= T:
-        return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), scores.shape)
-    n_groups = math.ceil(T / GROUP)
-    each = n_of_groups(T, k) // n_groups
-    size = math.ceil(T / n_groups)
-    padding = [(0, 0)] * (scores.ndim - 1) + [(0, size * n_groups - T)]
-    dealt = mx.pad(-scores, padding, constant_values=mx.inf)
-    dealt = mx.unflatten(dealt, -1, (size, n_groups)).swapaxes(-1, -2)
-    best = mx.argpartition(dealt, each - 1, axis=-1)[..., :each].astype(mx.uint32)
-    return (best * n_groups + mx.arange(n_groups, dtype=mx.uint32)[:, None]).flatten(-2)
+    lead, stop = scores.shape[:-1], first + scores.shape[-1]
+    n_groups = _groups(max(n, stop))
+    size = math.ceil(max(n, stop) / n_groups / MULTIPLE) * MULTIPLE
+    if k >= stop - first:
+        places = mx.broadcast_to(mx.arange(first, stop, dtype=mx.uint32), scores.shape)
+        return Top(places, mx.zeros((*lead, n_groups * size), mx.bool_))
+    padding = [(0, 0)] * len(lead) + [(first, n_groups * size - stop)]
+    padded = mx.pad(scores, padding, constant_values=-mx.inf)
+    dealt = mx.unflatten(mx.view(padded, mx.uint32), -1, (size, n_groups))
+    costs = _costs(dealt, counted(size)[:, None])
+    each = max(1, k // n_groups)
+    best = mx.partition(costs, each - 1, axis=-2)[..., :each, :]
+    others = _others(costs, best[..., -1:, :]).flatten(-2)
+    return Top(_places(best, counted(n_groups), n_groups).flatten(-2), others)
 
 
-def n_of_groups(T: int, k: int) -> int:
-    """How many of `T` scores `top_of_groups` gives: `k` or all, or a multiple of the groups' number."""
-    n_groups = math.ceil(T / GROUP)
-    return T if k >= T else n_groups * max(1, k // n_groups)
+def n_of_groups(m: int, k: int, n: int = 0) -> int:
+    """How many places `top_of_groups` gives: `k`, all `m`, or a multiple of the groups' number."""
+    n_groups = _groups(max(m, n))
+    return m if k >= m else n_groups * max(1, k // n_groups)
 
 
-def take_entries(buffer: mx.array, positions: mx.array) -> mx.array:
-    """Entries `(B, n_kv_heads, n, D)` at `positions` `(B, n_kv_heads, n)` of a contiguous `(B, n_kv_heads, T, D)`."""
+def _groups(n: int) -> int:
+    return math.ceil(n / GROUP)
+
+
+@partial(mx.compile, shapeless=True)
+def _costs(bits: mx.array, place: mx.array) -> mx.array:
+    return (bits & COST) | place
+
+
+@partial(mx.compile, shapeless=True)
+def _others(costs: mx.array, highest: mx.array) -> mx.array:
+    return (costs > highest) & (costs < NO_CANDIDATE)
+
+
+@partial(mx.compile, shapeless=True)
+def _places(costs: mx.array, group: mx.array, n_groups: int) -> mx.array:
+    return (costs & PLACE) * n_groups + group
+
+
+@lru_cache(64)
+def counted(n: int, step: int = 1) -> mx.array:
+    """The first `n` multiples of `step`, uint32; a decoded token needs the same ones again and again."""
+    found = mx.arange(0, n * step, step, dtype=mx.uint32)
+    mx.eval(found)
+    return found
+
+
+def take_entries(buffers: Sequence[mx.array], positions: mx.array) -> list[mx.array]:
+    """Entries `(B, n_kv_heads, n, ...)` at `positions` `(B, n_kv_heads, n)` of contiguous `(B, n_kv_heads, T, ...)`."""
     # 2 to 6 times faster than to take them along an axis; a buffer that is not contiguous would be copied.
-    B, H, T, D = buffer.shape
-    rows = positions + mx.arange(0, B * H * T, T, dtype=mx.uint32).reshape(B, H, 1)
-    return mx.take(buffer.reshape(-1, D), rows.flatten(), axis=0).reshape(B, H, -1, D)
+    B, H, T, _ = buffers[0].shape
+    places = (positions + counted(B * H, T).reshape(B, H, 1)).flatten()
+    taken = (mx.take(x.reshape(B * H * T, -1), places, axis=0) for x in buffers)
+    return [mx.unflatten(x, 0, (B, H, -1)) for x in taken]
 
 
 def nan_scores() -> SnapKVError:

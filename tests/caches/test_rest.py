@@ -143,9 +143,8 @@ def output_of_answer(query, keys, values, read, pair):
 
 
 def test_positions_are_counted_by_page(small_pages):
-    positions = mx.array([[[0, 15, 16, 47], [31, 32, 33, 34]]], mx.uint32)
-    assert rest.page_counts(positions, 3).tolist() == [[[2, 1, 1], [0, 1, 3]]]
-    assert rest.span_counts(3, 34, 4).tolist() == [13, 16, 2, 0]
+    flags = mx.zeros((2, 40), mx.bool_).at[0, mx.array([0, 15, 16, 39])].add(True)
+    assert rest.by_page(flags).tolist() == [[2, 1, 1], [0, 0, 0]]
     means = rest.page_means(mx.arange(40, dtype=mx.float32).reshape(1, 1, 40, 1))
     assert means.flatten().tolist() == [7.5, 23.5, 35.5]
 
