@@ -19,12 +19,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy_attention
+from evaluation.columns import string_match_all
 from results_page import ROOT, Result, shared_options
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.evals import loop
-from mlx_snapkv.evals.answering import decode
-from mlx_snapkv.evals.columns import string_match_all
+from mlx_snapkv.evals.decoding import decode
 from mlx_snapkv.evals.divergence import Reference, divergence
 from mlx_snapkv.evals.loop import Record, Results
 from mlx_snapkv.evals.methods import FULL

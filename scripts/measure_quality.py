@@ -4,8 +4,8 @@
     python scripts/measure_quality.py                     # writes docs/quality.json and .md
     python scripts/measure_quality.py --documents 50      # fewer texts and questions a cell
 
-Each part is one command of mlx-snapkv. What it has measured stays in build/quality, and a later run goes on from there:
-with more documents, too.
+Each part is one command of mlx-snapkv or of scripts/evaluate.py. What it has measured stays in build/quality, and a
+later run goes on from there: with more documents, too.
 """
 
 import json
@@ -34,6 +34,7 @@ MORE_GEMMA = (*MORE, "niah_multikey_2")
 TASKS_QWEN = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "niah_multiquery")
 FEWER = ("niah_single_2", "fwe")  # for what reads every question anew
 
+EVALUATE = "scripts/evaluate.py"
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
 BUDGETS = ("25%", "12.5%", "6.25%")
 EVERY_BUDGET = ("snapkv:budget={}", "streaming_llm:budget={},schedule=once")
@@ -101,7 +102,8 @@ def _ruler(
     setting: str = "known",
     option: str = "--policy",
 ) -> list[str]:
-    words = ["eval", "data", "--model", str(model), "--data", str(RULER / model.name / str(length))]
+    data = str(RULER / model.name / str(length))
+    words = [EVALUATE, "data", "--model", str(model), "--data", data]
     return [*words, *_each("--task", tasks), "--setting", setting, *_each(option, policies)]
 
 
@@ -114,7 +116,7 @@ ENTRIES = [form.format(budget) for budget in ("512", "256") for form in EVERY_BU
 CODE = [form.format("12.5%") for form in EVERY_BUDGET] + [f"snapkv:budget=12.5%,{PAPER}"]
 ONE_EIGHTH = CODE[:2]
 SETTINGS = _each("--setting", ("text", "known", "later"))
-SUITE = "eval suite --model demo-tasks --setting both".split()
+SUITE = f"{EVALUATE} suite --model demo-tasks --setting both".split()
 # By name: a command, and how many documents it gets: one in so many of those asked for. Those of some take longer.
 PARTS: dict[str, tuple[list[str], int]] = {
     "code-qwen": (_fidelity(QWEN, ONE_EIGHTH, texts="code"), 10),
@@ -161,7 +163,8 @@ def measure(name: str, folder: Path, documents: int) -> dict[str, Any]:
     subprocess.run(command, check=True, cwd=ROOT)
     result = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
     del result["records"]
-    return {"part": name, **result, "command": " ".join(["mlx-snapkv", *given])}
+    program = "python" if words[0] == EVALUATE else "mlx-snapkv"
+    return {"part": name, **result, "command": " ".join([program, *given])}
 
 
 def main() -> None:

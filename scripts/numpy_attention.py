@@ -1,12 +1,14 @@
-"""Runs an mlx-snapkv command with attention's exponentials by NumPy, for evaluations of real models on a CPU.
+"""Runs an mlx-snapkv command, or a script, with attention's exponentials by NumPy, for real models on a CPU.
 
     python scripts/numpy_attention.py eval fidelity --model real-models/smollm2-135m-instruct ...
+    python scripts/numpy_attention.py scripts/evaluate.py data --model real-models/smollm2-135m-instruct ...
 
 MLX's CPU backend takes exponentials one by one: 75 ms for a softmax that NumPy's vectors finish in 3. With this a real
 model of 135 million parameters reads faster, in float32, and its log-probabilities change by less than
 1e-4. Scripts that measure quality use it; the package does not, and a Mac does not need it.
 """
 
+import runpy
 import sys
 from typing import Any
 
@@ -57,7 +59,11 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
-    from mlx_snapkv.__main__ import main
+    if sys.argv[1:] and sys.argv[1].endswith(".py"):
+        del sys.argv[0]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        from mlx_snapkv.__main__ import main
 
-    sys.argv[0] = "mlx-snapkv"
-    main()
+        sys.argv[0] = "mlx-snapkv"
+        main()

@@ -4,10 +4,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from evaluation.scores import before_compression
 from results_page import table, written_by
 
 from mlx_snapkv.evals.methods import FULL
-from mlx_snapkv.evals.tables import before_compression, interval
+from mlx_snapkv.evals.tables import interval
 from mlx_snapkv.planning.units import format_bytes
 
 HOW = """## How it was measured
@@ -91,6 +92,9 @@ def _texts(part: dict[str, Any]) -> str:
 
 
 def _command(command: str) -> list[str]:
+    """A part's command as it is given now: parts measured earlier say `mlx-snapkv eval data` and `suite`."""
+    for task in ("data", "suite"):
+        command = command.replace(f"mlx-snapkv eval {task}", f"python scripts/evaluate.py {task}")
     wrapped = textwrap.wrap(command, 110, break_long_words=False, break_on_hyphens=False)
     return ["```", *(f"{line} \\" for line in wrapped[:-1]), wrapped[-1], "```"]
 

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from evaluation.suite_tasks import TASKS
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.llama import Model, ModelArgs
 from results_page import options
@@ -26,7 +27,6 @@ from training_batches import ANSWER, COPY, TEXT, Mix, Progress, SequenceMaker, e
 from training_quick_exp import cross_entropy, quick_llama
 
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.demo.tasks import TASKS
 
 TEXT_WEIGHT = 0.2
 FIRST_WEIGHT = 4.0

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evaluation.suite_tasks import TASKS
 from tokenizers import Tokenizer
 from training_tokenizer import BOS, END, ROLES
 
-from mlx_snapkv.demo import documents, tasks
+from mlx_snapkv.demo import documents
 
 TEXT, ANSWER, COPY = 0, 1, 2
 
@@ -82,7 +83,7 @@ class SequenceMaker:
 
     def task(self, mix: Mix) -> Sequence:
         """One of the harder tasks, as a chat."""
-        sentences, questions = tasks.TASKS[self.rng.choice(mix.tasks)](self.rng, self._hidden(mix))
+        sentences, questions = TASKS[self.rng.choice(mix.tasks)](self.rng, self._hidden(mix))
 
         def document(n_tokens: int) -> str:
             return documents.hide(self.rng, sentences, n_tokens, self.count, in_order=True)

@@ -24,7 +24,7 @@ from unittest import mock
 CAN_FORK = sys.platform == "linux"
 AT_MOST = 900  # seconds: a command that takes that long hangs, on any machine
 IMPORTED = """fork_helpers mlx_lm prompt_toolkit transformers mlx_snapkv.api mlx_snapkv.bench.speed mlx_snapkv.cli.app
-mlx_snapkv.evals.answering""".split()
+mlx_snapkv.evals.compare""".split()
 
 
 @dataclass

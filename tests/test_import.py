@@ -48,7 +48,7 @@ def test_version_and_help_import_nothing_slow():
 import sys
 from mlx_snapkv.__main__ import main
 commands = ["generate", "chat", "batch", "cache-prompt", "inspect", "demo", "models", "policies", "bench", "eval"]
-for arguments in (["--version"], ["--help"], *([name, "--help"] for name in commands), ["eval", "needle", "--help"]):
+for arguments in (["--version"], ["--help"], *([name, "--help"] for name in commands), ["eval", "fidelity", "--help"]):
     sys.argv = ["mlx-snapkv", *arguments]
     try:
         main()

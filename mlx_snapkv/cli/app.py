@@ -3,9 +3,10 @@
 import errno
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from .._version import __version__
 from ..errors import SnapKVError, sentence
@@ -19,9 +20,7 @@ from .command import Command, in_flags, with_options
 from .compare import compare
 from .config import config
 from .demo import demo
-from .eval_answers import data, lines, needle, suite
 from .eval_fidelity import fidelity
-from .eval_lm import lm
 from .generate import generate
 from .inspecting import inspect
 from .listings import models, policies
@@ -44,12 +43,27 @@ def _help(context: typer.Context) -> None:
         print(context.get_help())
 
 
-EVALUATIONS = "Measure answers about long documents, with the full cache and with policies."
-evaluations = typer.Typer(help=EVALUATIONS, callback=_help, invoke_without_command=True)
+class Evaluations(TyperGroup):
+    """The commands of `eval`; those that became scripts are named with what to run in their place."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in SCRIPTS:
+            raise SnapKVError(
+                f"eval {args[0]} has left the package: in a checkout of mlx-snapkv's repository, run "
+                f"python scripts/evaluate.py {args[0]}"
+            )
+        return super().resolve_command(ctx, args)
+
+
+SCRIPTS = ("needle", "lines", "suite", "data", "lm")
+EVALUATIONS = "Measure on your own texts how far a model's predictions move."
+evaluations = typer.Typer(
+    cls=Evaluations, help=EVALUATIONS, callback=_help, invoke_without_command=True
+)
 COMMANDS = (
     generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench,
 )  # fmt: skip
-for group, commands in ((app, COMMANDS), (evaluations, (fidelity, data, lm, needle, lines, suite))):
+for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
         name = function.__name__.replace("_", "-")
         first, *_ = (function.__doc__ or "").split("\n\n")
@@ -68,7 +82,7 @@ def root(
         _help(context)
 
 
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
     """Run the command; a user's mistake is one line on stderr and exit code 2, a full disk 1."""
     process.hold_standard_descriptors()
     if not isinstance(sys.stderr, process.Stderr):
@@ -79,7 +93,7 @@ def main() -> None:
     if folder and not os.path.isdir(folder):  # which MLX would fail on
         fail(f"TMPDIR must be a folder, got {folder}")
     try:
-        status = app(standalone_mode=False)
+        status = commands(standalone_mode=False)
         if status == INTERRUPTED:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
         sys.stdout.flush()

@@ -12,7 +12,7 @@ from typer import Option
 from typer.core import TyperCommand
 
 from ..errors import GONE, SnapKVError
-from .config import ONE_OF, settings_of
+from .config import ONE_OF, Setting, settings_of
 
 
 def option(help: str, default: Any = None, *flags: str, **more: Any) -> Any:
@@ -86,8 +86,12 @@ BROUGHT = ("snapkv", "policy", "sparse", "memory", "verify", "far", "kv_bits")
 class Command(TyperCommand):
     """A command whose options may be set by variables and config.toml, and which refuses those that do nothing."""
 
+    def settings(self, ctx: Any) -> dict[str, Setting]:
+        """What variables and config.toml say of the command's options."""
+        return settings_of(ctx)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        settings = ctx.meta["settings"] = settings_of(ctx)
+        settings = ctx.meta["settings"] = self.settings(ctx)
         ctx.default_map = {name: setting.value for name, setting in settings.items()}
         try:
             typed, _, _ = self.make_parser(ctx).parse_args(list(args))

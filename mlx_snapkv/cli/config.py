@@ -57,8 +57,6 @@ def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Se
     places = [(table, f"{config_file()}, ", True)]  # with a name for each, and whether all share it
     for n, part in enumerate(path, start=1):
         table = table.get(part.replace("-", "_"), {})
-        if not isinstance(table, dict):  # a flag by a command's name, such as eval's data
-            break
         places.append((table, f"{config_file()}, [{'.'.join(path[:n])}], ", False))
     for values, place, is_shared in [(variables, PREFIX, True), *reversed(places)]:
         passed_over = ONE_OF if ONE_OF & found.keys() else set()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from typer import Option
 
@@ -81,11 +81,11 @@ def _is_replaced(path: Path) -> bool:
     return is_there
 
 
-def about() -> dict[str, Any]:
+def about(program: str = "mlx-snapkv") -> dict[str, Any]:
     """How and where a result was measured: the command, versions, commit and machine."""
     from ..reporting.setting import setting
 
-    return {"command": shlex.join(["mlx-snapkv", *sys.argv[1:]]), **setting()}
+    return {"command": shlex.join([*program.split(), *sys.argv[1:]]), **setting()}
 
 
 def write_json(base: Path, result: Any) -> Path:
@@ -141,6 +141,8 @@ Sparses = Annotated[
 class ResultOptions:
     """What becomes of a result: it is printed, and written to files."""
 
+    program: ClassVar[str] = "mlx-snapkv"  # whose command line a result shows
+
     output: str | None = option(
         "Write results to OUTPUT.jsonl as they come, or continue from it if it exists; at the end write OUTPUT.json "
         "and OUTPUT.md."
@@ -174,7 +176,7 @@ class ResultOptions:
             bars.start("documents", n_documents)
             records = run(results_in(files, fixed), bars.done)
         found = {**VERSION, "summary": page.summarise(records), "records": records}
-        result = {**about(), **fixed, **found}
+        result = {**about(self.program), **fixed, **found}
         if self.as_json:
             print(json.dumps(result))
         else:
@@ -197,15 +199,13 @@ def results_in(files: ResultFiles | None, fixed: dict[str, Any]) -> Results:
 def methods_of(
     policies: Sequence[str] | None,
     lengths: Sequence[int] = (),
-    by_mask: Sequence[str] | None = None,
     sparse: Sequence[str] | None = None,
     **retention: Any,
 ) -> list[Method]:
-    """The full cache, each policy and sparse attention with its memory, and what is measured by mask.
+    """The full cache, and each policy and sparse attention with its memory.
 
     Raises: SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
     """
-    from ..evals.headwise import headwise
     from ..evals.methods import Method, require_compression
     from ..planning.config import CompressionConfig
 
@@ -215,7 +215,6 @@ def methods_of(
         config = CompressionConfig(each, **retention)
         config.require_drafts()
         options[each] = {k: x for k, x in config.retention.items() if x not in ("drop", None)}
-    masked = [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]
-    methods = [Method(), *(Method(each, how) for each, how in options.items()), *masked]
+    methods = [Method(), *(Method(each, how) for each, how in options.items())]
     require_compression(methods, lengths)
     return methods

@@ -1,11 +1,9 @@
 """Prompts that ask for a hidden fact, and the judgement of an answer."""
 
 import random
-import re
 from collections.abc import Callable
 
 from .documents import Fact, fact_sentence, hide, make_facts
-from .tasks import Question
 
 
 def token_counter(tokenizer) -> Callable[[str], int]:
@@ -30,12 +28,7 @@ def question_prompt(tokenizer, document: str, question: str) -> list[int]:
     )
 
 
-def is_right(fact: Fact | Question, answer: str) -> bool:
+def is_right(fact: Fact, answer: str) -> bool:
     """The answer begins with the value, and not with a longer number."""
     rest = answer.strip().removeprefix(fact.value)
     return rest != answer.strip() and not rest[:1].isalnum()
-
-
-def contains(answer: str, value: str) -> bool:
-    """The value stands in the answer by itself, not inside a longer word or number."""
-    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None

@@ -22,7 +22,7 @@ from ..engine.request import held_tokens
 from ..inspecting.sentences import token_spans
 from ..planning.prompt_plan import gate
 from ..reporting.table import Table
-from .answering import Answer, decode
+from .decoding import Answer, decode
 from .divergence import Reference
 from .methods import Method
 from .reading import AnyPolicy, n_before, read_once

@@ -1,6 +1,7 @@
 """The files of results: which of them this package's commands have written, for only those are ever replaced."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ from ..errors import SnapKVError
 from ..paths import put_result
 
 # What stands near a file's beginning. Whoever goes on from a .jsonl file looks for itself.
+_COMMAND = rb"(mlx-snapkv|python scripts/evaluate\.py) "
 _MARKS = {
-    ".json": b'"command": "mlx-snapkv ',
-    ".md": b"\nWritten by `mlx-snapkv ",
-    ".png": b"Software\0mlx-snapkv",
-    ".html": b'<meta name="generator" content="mlx-snapkv">',
+    ".json": rb'"command": "' + _COMMAND,
+    ".md": rb"\nWritten by `" + _COMMAND,
+    ".png": rb"Software\0mlx-snapkv",
+    ".html": rb'<meta name="generator" content="mlx-snapkv">',
 }
 _BEGINNING = 1024  # bytes
 
@@ -21,7 +23,7 @@ def is_ours(path: Path) -> bool:
     """Whether a file of a result was written by a command of this package."""
     mark = _MARKS.get(path.suffix, b"")
     with path.open("rb") as file:
-        return mark in file.read(_BEGINNING)
+        return re.search(mark, file.read(_BEGINNING)) is not None
 
 
 def put_figure(path: Path, figure: Any, dpi: int = 120) -> None:

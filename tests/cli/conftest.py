@@ -1,16 +1,13 @@
 import contextlib
-import io
 import os
 import pty
 import random
 import select
-import sys
-import tempfile
 
 import fork_helpers
 import pytest
 from batch_file_helpers import read, write
-from command_lines import MODULE
+from command_lines import MODULE, caller, refuser
 
 from mlx_snapkv.cli import app
 from mlx_snapkv.demo.questions import make_haystack
@@ -18,29 +15,12 @@ from mlx_snapkv.demo.questions import make_haystack
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """The command in this process, where starting Python would take most of the time: (exit code, stdout, stderr)."""
-
-    def invoke(*args, stdin=b""):
-        monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)  # which --store-dir sets
-        monkeypatch.setattr(sys, "argv", ["mlx-snapkv", *args])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as exit:
-            app.main()
-        return exit.value.code, *capsys.readouterr()
-
-    return invoke
+    return caller(app.main, monkeypatch, capsys)
 
 
 @pytest.fixture
 def refused(call):
-    """refused(*args) -> the one line of a mistake on stderr."""
-
-    def invoke(*args, **how):
-        code, out, err = call(*args, **how)
-        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("mlx-snapkv: ")
-        return err
-
-    return invoke
+    return refuser(call)
 
 
 @pytest.fixture(scope="session")

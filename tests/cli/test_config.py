@@ -21,8 +21,8 @@ json = true
 [plan]
 memory = "16GB"
 
-[eval.lm]
-tasks = ["one", "two"]
+[eval.fidelity]
+setting = ["text", "later"]
 """
 
 
@@ -91,7 +91,7 @@ def test_config_tells_what_applies_and_where_it_is_from(run):
     assert "plan" not in said["--memory 'recall'"]
     assert said["--memory '16GB'"].endswith("config.toml, [plan], memory: plan")
     assert said["--max-tokens 6"].endswith("config.toml, [generate], max-tokens: generate")
-    assert said["--tasks ['one', 'two']"].endswith("[eval.lm], tasks: eval lm")
+    assert said["--setting ['text', 'later']"].endswith("[eval.fidelity], setting: eval fidelity")
     assert said["--api-key (hidden)"].endswith("config.toml, api-key: serve")
     code, out, _ = run("", "config")
     assert code == 0 and "sets nothing" in out

@@ -56,7 +56,6 @@ generate --prompt x --model demo --sparse "" --policy tova | a policy says which
 generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
 generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
 generate --prompt x --model demo --sparse "" --kv-bits 8 | sparse keeps all: give --memory recall:8bit or recall:4bit
-eval suite --sparse top_k=4 --verify all --memory recall:file | --verify all needs all entries in memory, and with
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | but no policy was given
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy snapkv | but snapkv chooses when a
@@ -68,20 +67,17 @@ batch {}/requests -o /dev/full --model demo              | is not a regular file
 batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | in a batch --kv-bits needs a policy
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
 plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
-eval needle --policy snapkv:top_k=8000                   | would compress none of the prompts: the prompt's 4096 entries
-eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, sep
-eval needle --haystack /dev/null                         | --haystack /dev/null: there is no text
-eval needle --output {}/                                 | is a folder
-eval data --data {}/text --model none                    | text: line 1 is not a JSON object
-eval suite --by-mask keydiff:budget=64                   | --by-mask must be
 eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress none of the prompts
+eval fidelity --text {}/text --policy tova:budget=9 --output {}/ | is a folder
+bench --context 4k                                       | --context must be whole numbers from 1024 to 10000000, sep
+compare --prompt x --model demo --sparse top_k=4 --verify all --memory recall:file | --verify all needs all entries in
 eval fidelity --text {}/text                             | needs --policy or --sparse
 generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: add that, or drop
 generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens does nothing without --draft-model
 generate --prompt x --model demo --policy snapkv --refresh turn | --refresh is gone: --sparse budget=6.25% lets every
 generate --prompt x --model demo --memory recall --store-dir . | --store-dir does nothing without --memory recall:file
 serve --model demo --port 0 --prefix-dir-bytes 4GB       | --prefix-dir-bytes does nothing without --prefix-dir
-eval suite --refresh=turn                                | and a policy with --memory recall chooses once a turn
+chat --model demo --refresh=turn                          | and a policy with --memory recall chooses once a turn
 plan --model demo --kv-memory 3MB                        | --kv-memory does nothing without --policy auto
 """
 ROWS = [re.split(r" +\| ", line) for line in MISTAKES.splitlines() if line]
@@ -161,9 +157,10 @@ def test_names_that_no_file_can_have(refused, name):
         assert refused("generate", *args)
 
 
+FIDELITY = "eval fidelity --text {}/requests --length 16 --continuation 1 --policy tova:budget=8"
 DISKS = [
     ("inspect --model demo -q --policy keydiff:budget=25% --prompt Cold. -m 2", "r.html", 5000),
-    ("eval needle --length 256 --depths 1", "r.jsonl", 100),
+    (FIDELITY, "r.jsonl", 100),
     ("batch {}/requests --model demo -q -m 2", "a.jsonl", 300),
 ]
 

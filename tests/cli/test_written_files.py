@@ -7,7 +7,16 @@ import pytest
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.demo import MODELS
 
-NEEDLE = ["eval", "needle", "--length", "256", "--depths", "1"]
+FIDELITY = [
+    "eval",
+    "fidelity",
+    "--policy",
+    "tova:budget=8",
+    "--length",
+    "16",
+    "--continuation",
+    "1",
+]
 
 
 def cache_prompt(call, file):
@@ -43,11 +52,12 @@ def test_replacing_a_saved_prompt_is_said_and_a_link_stays_one(call, tmp_path):
     assert link.is_symlink() and file.stat().st_ino != before
 
 
-@pytest.mark.parametrize("ending", [".json", "-full-cache-known.png", ".jsonl"])
+@pytest.mark.parametrize("ending", [".json", ".md", ".jsonl"])
 def test_a_result_replaces_only_results(refused, tmp_path, ending):
     file = tmp_path / f"r{ending}"
     file.write_text("my notes")
-    for command in [NEEDLE, ["bench"]] if ending == ".json" else [NEEDLE]:
+    fidelity = [*FIDELITY, "--text", str(file)]
+    for command in [fidelity, ["bench"]] if ending == ".json" else [fidelity]:
         assert str(file) in refused(*command, "--output", str(tmp_path / "r"))
         assert [p.name for p in tmp_path.iterdir()] == [file.name]
         assert file.read_text() == "my notes"

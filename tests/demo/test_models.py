@@ -1,11 +1,11 @@
 import random
 
 import pytest
+from evaluation.suite_tasks import TASKS, make_task
 
 from mlx_snapkv import generate
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, question_prompt, token_counter
-from mlx_snapkv.demo.tasks import TASKS, make_task
 
 SIZE = {"n_sink": 4, "n_window": 32, "obs_window": 32, "pool": "avg", "pool_kernel": 21}
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import evaluate
 import fork_helpers
 import policies_page
 import pytest
@@ -23,8 +24,18 @@ from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-HAND_WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = {" ".join(p): c for p, c in commands_of(typer.main.get_command(app))}
+HAND_WRITTEN = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "scripts/evaluation/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+# What a page says before a command's words, and the commands of each program.
+PROGRAMS = {"mlx-snapkv": app, "python scripts/evaluate.py": evaluate.app}
+COMMANDS = {
+    program: {" ".join(p): c for p, c in commands_of(typer.main.get_command(commands))}
+    for program, commands in PROGRAMS.items()
+}
 PLACEHOLDERS = ("...", "COMMAND")
 
 
@@ -80,24 +91,26 @@ def test_every_relative_link_leads_somewhere(page):
             assert place in places, target  # as GitHub names them
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
-def test_every_command_shown_can_be_given(page):
-    for words in _shown(page.read_text(encoding="utf-8")):
-        name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in COMMANDS), None)
+def test_every_command_shown_can_be_given(page, program):
+    commands = COMMANDS[program]
+    for words in _shown(page.read_text(encoding="utf-8"), program):
+        name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in commands), None)
         assert name is not None, words
         given = words[len(name.split()) :]
-        known = {o for p in COMMANDS[name].params for o in [*p.opts, *p.secondary_opts]}
+        known = {o for p in commands[name].params for o in [*p.opts, *p.secondary_opts]}
         assert {word for word in given if re.match(r"--?[a-z]", word)} <= known, words
         for option, value in itertools.pairwise(given):
             if option in ("--policy", "--snapkv") and value != "auto":
                 resolve_policy(**{option.strip("-"): value})
 
 
-def _shown(text: str) -> list[list[str]]:
-    """The words after `mlx-snapkv` of every command in a block of code, up to a redirection."""
+def _shown(text: str, program: str = "mlx-snapkv") -> list[list[str]]:
+    """The words after `program` of every command in a block of code, up to a redirection."""
     blocks = [b for kind, b in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if not kind]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = [line.partition("mlx-snapkv ")[2] for line in lines if "mlx-snapkv " in line]
+    found = [line.partition(f"{program} ")[2] for line in lines if f"{program} " in line]
     split = [shlex.split(line.partition(" < ")[0], comments=True) for line in found]
     return [[w for w in words if w not in PLACEHOLDERS] for words in split]
 

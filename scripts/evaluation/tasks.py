@@ -1,12 +1,13 @@
 """The tasks that are made here: `needle`, `lines` and `suite`.
 
 Needle in a haystack: a fact in a long document (Kamradt, "Needle In A Haystack: Pressure Testing LLMs", 2023; SnapKV's
-section 4.1). The facts are those of `demo/documents.py`: invented values of several tokens, which no model can guess.
+section 4.1). The facts are those of `mlx_snapkv/demo/documents.py`: invented values of several tokens, which no model
+can guess.
 
 Lines (LongEval's: Li et al., "How Long Can Open-Source LLMs Truly Promise on Context Length?", 2023): they differ in a
 name and a number only, so a policy that keeps part of a number shows. SnapKV's ablation of pooling.
 
-Suite: the tasks of `demo/tasks.py`, which tell policies apart, with many questions about each document.
+Suite: the tasks of `suite_tasks.py`, which tell policies apart, with many questions about each document.
 
 The same arguments always make the same documents.
 """
@@ -14,24 +15,26 @@ The same arguments always make the same documents.
 import bisect
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..demo import tasks as suite_tasks
-from ..demo.documents import fact_sentence, filler_sentence, make_facts, make_subject
-from ..demo.questions import contains, question_prompt, token_counter
-from ..errors import SnapKVError
-from ..inspecting.sentences import sentences_of
-from .loop import Record
-from .methods import Dataset, Document, Question, n_shared
-from .tables import SCORES, Page
-from .texts import digest_of
+from mlx_snapkv.demo.documents import fact_sentence, filler_sentence, make_facts, make_subject
+from mlx_snapkv.demo.questions import question_prompt, token_counter
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.loop import Record
+from mlx_snapkv.evals.texts import digest_of
+from mlx_snapkv.inspecting.sentences import sentences_of
 
-RETRIEVAL = Page("Retrieval", f"An answer is right if it contains the exact value. {SCORES}")
+from . import suite_tasks
+from .datasets import Dataset, Document, Question, n_shared
+from .scores import scores_page
+
+RETRIEVAL = scores_page("Retrieval", "An answer is right if it contains the exact value.")
 ALONE = "An answer is right if it consists of the value and nothing else."
-SUITE = Page("Tasks that tell policies apart", f"{ALONE} {SCORES}")
+SUITE = scores_page("Tasks that tell policies apart", ALONE)
 HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # of an answer
 QUESTION_TOKENS = 60  # of the suite's prompts, template included
 
@@ -91,6 +94,11 @@ def haystack(
 
     fixed = {"task": task, "seed": grid.seed, **setting}
     return Dataset(tokenizer, fixed, grid.places(task), make)
+
+
+def contains(answer: str, value: str) -> bool:
+    """The value stands in the answer by itself, not inside a longer word or number."""
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None
 
 
 def filled(

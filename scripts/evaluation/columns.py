@@ -17,22 +17,23 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
-from ..errors import SnapKVError
-from ..models.rope import trained_length
-from ..paths import path_of, reason
-from .loop import Record
-from .methods import Dataset, Document, Question
-from .tables import SCORES, Page
-from .texts import around, digest_of
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.loop import Record
+from mlx_snapkv.evals.texts import around, digest_of
+from mlx_snapkv.models.rope import trained_length
+from mlx_snapkv.paths import path_of, reason
+
+from .datasets import Dataset, Document, Question
+from .scores import scores_page
 
 MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't separate
 SPLIT = re.compile(r"(train|test|validation|data)\b")
-PAGE = Page(
+PAGE = scores_page(
     "Questions of a data set",
     "Each task has its own score. RULER: the share of the references that the output contains; for qa, whether it "
     "contains one. LongBench: its own scores, computed by lm-evaluation-harness. InfiniteBench and LooGLE: F1 of words "
     "for English questions, the chosen letter for multiple choice. All other tasks get RULER's score, which is not "
-    f"their own. {SCORES}",
+    "their own.",
 )
 
 Text = Annotated[str, Field(min_length=1)]
@@ -130,9 +131,7 @@ def _parquet(path: Path) -> Iterator[dict]:
     try:
         arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
-        raise SnapKVError(
-            f"{path}: parquet needs pyarrow: run pip install 'mlx-snapkv[data]'"
-        ) from None
+        raise SnapKVError(f"{path}: parquet needs pyarrow: run pip install -e '.[dev]'") from None
     try:
         yield from parquet.ParquetFile(path).read().to_pylist()
     except arrow.ArrowException as error:
@@ -237,7 +236,7 @@ def longbench(task: str) -> Callable[[dict[str, Any], str], float]:
             found = load_yaml(Path(tasks.__file__).with_name("longbench") / f"{task}.yaml")
     except ImportError as error:
         raise SnapKVError(
-            f"the score of {task} needs lm-evaluation-harness: run pip install 'mlx-snapkv[lm]' ({error})"
+            f"the score of {task} needs lm-evaluation-harness: run pip install -e '.[dev]' ({error})"
         ) from error
     of_first_line = "\n" in found["generation_kwargs"]["until"]
 

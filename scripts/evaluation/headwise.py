@@ -5,7 +5,7 @@ for each KV head hides what the method drops: that measures accuracy, and neithe
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 from unicodedata import category
@@ -13,23 +13,25 @@ from unicodedata import category
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.layers import attention_layers, kv_bytes, quotas_of
-from ..caches.recording import RecordingKVCache
-from ..engine.compress import score
-from ..engine.report import CompressionReport
-from ..entries.attention import attention_weights
-from ..entries.entries import Entries
-from ..entries.selection import nan_scores, top_positions
-from ..errors import SnapKVError, UnknownOptionError, UnsupportedModelError
-from ..planning.prompt_plan import gate
-from ..policies import Policy, SnapKV, resolve_policy
-from ..policies.budgets import Quota
-from .reading import Reading, shares_reading
+from mlx_snapkv.caches.layers import attention_layers, kv_bytes, quotas_of
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.engine.compress import score
+from mlx_snapkv.engine.report import CompressionReport
+from mlx_snapkv.entries.attention import attention_weights
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.selection import nan_scores, top_positions
+from mlx_snapkv.errors import SnapKVError, UnknownOptionError, UnsupportedModelError
+from mlx_snapkv.evals.methods import Method, require_compression
+from mlx_snapkv.evals.reading import AnyPolicy, Reading, shares_reading
+from mlx_snapkv.planning.prompt_plan import gate
+from mlx_snapkv.policies import Policy, SnapKV, resolve_policy
+from mlx_snapkv.policies.budgets import Quota
 
 # Which of a prompt's tokens are special, and which nothing but punctuation, bool `(T,)` each.
 Kinds = tuple[mx.array, mx.array]
 
 OF = " of "
+BY_MASK = ", by mask"  # ends the names of methods that hide entries instead of dropping them
 QUERIES = 128  # whose attention is computed at a time
 
 
@@ -179,6 +181,26 @@ def kinds_of(tokenizer, tokens: Sequence[int]) -> Kinds:
     text = {token: tokenizer.decode([token]).strip() for token in set(tokens) - special}
     marks = {t for t, x in text.items() if x and all(category(c).startswith("P") for c in x)}
     return mx.array([t in special for t in tokens]), mx.array([t in marks for t in tokens])
+
+
+class ByMask(Method):
+    """A head-wise method, whose answers are decoded with a mask over all entries."""
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}{BY_MASK}"
+
+
+def scoring(policy: AnyPolicy | None) -> AnyPolicy | None:
+    """The policy that scores entries: a head-wise method's, or the policy itself."""
+    return policy.scores if isinstance(policy, HeadWise) else policy
+
+
+def by_mask(texts: Iterable[str], lengths: Sequence[int]) -> list[ByMask]:
+    """The methods of such strings; SnapKVError if one would hide nothing of prompts of all these lengths."""
+    methods = [ByMask(headwise(text)) for text in dict.fromkeys(texts)]
+    require_compression([Method(scoring(method.policy)) for method in methods], lengths)
+    return methods
 
 
 def headwise(text: str) -> HeadWise:

@@ -10,9 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-pytest.importorskip("lm_eval", reason="needs pip install 'mlx-snapkv[lm]'")
+pytest.importorskip("lm_eval", reason="needs pip install -e '.[dev]'")
 
 import lm_eval.tasks
+from evaluation import lm as harness
+from evaluation.lm import PolicyLM, load_tasks, run
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_tasks import N, write_tasks
@@ -22,8 +24,6 @@ from mlx_snapkv import prefill
 from mlx_snapkv.batch.generate import batch_generate
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals import lm as harness
-from mlx_snapkv.evals.lm import PolicyLM, load_tasks, run
 from mlx_snapkv.evals.loop import Results
 from mlx_snapkv.evals.methods import Method
 from mlx_snapkv.policies import resolve_policy
@@ -191,7 +191,7 @@ def test_tasks_that_cant_be_are_named(folder, name, message):
 
 
 def test_rulers_prompts_are_made_for_the_length_and_by_the_seed(monkeypatch):
-    pytest.importorskip("wonderwords", reason="needs pip install 'mlx-snapkv[lm]'")
+    pytest.importorskip("wonderwords", reason="needs pip install -e '.[dev]'")
     monkeypatch.setenv("LOCAL_RANK", "1")  # nltk's data are not downloaded
     path = f"{Path(lm_eval.tasks.__file__).parent}/ruler/niah_single_1.yaml"
     told = {"tokenizer": str(MODELS["demo"]), "max_seq_lengths": [700]}

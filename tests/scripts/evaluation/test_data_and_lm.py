@@ -4,9 +4,9 @@ import sys
 from functools import partial
 
 import pytest
+from evaluation import lm_command
 from lm_tasks import write_tasks
 
-from mlx_snapkv.cli import eval_lm
 from mlx_snapkv.demo.questions import make_haystack
 
 KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
@@ -30,7 +30,7 @@ def data(tmp_path, demo_llama):
 def test_tables_and_records_of_a_data_set(call, data, tmp_path):
     """Answers of both settings by task."""
     base = tmp_path / "r"
-    args = ["eval", "data", "--data", data, "--output", str(base)]
+    args = ["data", "--data", data, "--output", str(base)]
     code, out, err = call(*args, "--policy", RANDOM, "--policy", KEYDIFF, "--json")
     assert code == 0, err
     result = json.loads(out)
@@ -47,7 +47,7 @@ def test_tables_and_records_of_a_data_set(call, data, tmp_path):
 
 def test_what_to_ask(call, data):
     args = "--task vt --setting known --documents 1 --json --ignore-chat-template".split()
-    code, out, _ = call("eval", "data", "--data", data, *args)
+    code, out, _ = call("data", "--data", data, *args)
     result = json.loads(out)
     assert code == 0 and result["chat_template"] is False
     assert [(r["task"], r["setting"]) for r in result["records"]] == [("vt", "known")] * 2
@@ -63,18 +63,18 @@ def folder(demo_llama, tmp_path_factory):
 
 @pytest.fixture
 def lm(call, folder, monkeypatch):
-    """`eval lm` without an index of lm-evaluation-harness' own tasks, which takes seconds."""
+    """`lm` without an index of lm-evaluation-harness' own tasks, which takes seconds."""
     manager = pytest.importorskip("lm_eval.tasks").TaskManager
     without = partial(manager, include_defaults=False)
-    monkeypatch.setattr("mlx_snapkv.evals.lm.TaskManager", without)
-    return partial(call, "eval", "lm", "--include-path", str(folder))
+    monkeypatch.setattr("evaluation.lm.TaskManager", without)
+    return partial(call, "lm", "--include-path", str(folder))
 
 
 def without_models(monkeypatch):
     def load(*args):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(eval_lm, "load_model", load)
+    monkeypatch.setattr(lm_command, "load_model", load)
 
 
 def test_the_harness_runs_with_the_full_cache_and_each_policy(lm, tmp_path, monkeypatch):
@@ -115,9 +115,9 @@ def test_mistakes_are_one_line_before_the_model_is_loaded(lm, monkeypatch, args,
 
 def test_without_the_harness_a_sentence_says_what_to_install(lm, monkeypatch):
     without_models(monkeypatch)
-    for name in ("mlx_snapkv.evals.lm", "mlx_lm.evaluate"):
+    for name in ("evaluation.lm", "mlx_lm.evaluate"):
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("mlx_snapkv.evals.lm")
+    monkeypatch.delattr("evaluation.lm")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, _, err = lm("--tasks", "facts")
-    assert code == 2 and "pip install 'mlx-snapkv[lm]'" in err
+    assert code == 2 and "pip install -e '.[dev]'" in err

@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from .documents import ADJECTIVES, ATTRIBUTES, NOUNS, THINGS, Fact, fact_sentence, hide, make_facts
+from mlx_snapkv.demo.documents import (
+    ADJECTIVES,
+    ATTRIBUTES,
+    NOUNS,
+    THINGS,
+    Fact,
+    fact_sentence,
+    hide,
+    make_facts,
+)
 
 Sentences = list[str]
 

@@ -1,4 +1,4 @@
-"""`mlx-snapkv eval lm`: lm-evaluation-harness' tasks, with the full cache and with policies."""
+"""`lm`: lm-evaluation-harness' tasks, with the full cache and with policies."""
 
 import os
 from dataclasses import dataclass
@@ -7,12 +7,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..demo import MODELS
-from ..errors import SnapKVError
-from .command import option
-from .loading import load_model
-from .options import ChatTemplateConfig, Model, adapt_tokenizer
-from .results import Policies, ResultOptions, Sparses, methods_of, results_in
+from mlx_snapkv.cli.command import option
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.cli.options import ChatTemplateConfig, Model, adapt_tokenizer
+from mlx_snapkv.cli.results import Policies, Sparses, methods_of, results_in
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.errors import SnapKVError
+
+from .results import ScoreOptions
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,18 @@ def lm(
     model: Model = "demo",
     policy: Policies = None,
     sparse: Sparses = None,
-    result: ResultOptions,
+    result: ScoreOptions,
 ) -> None:
     """Run tasks of lm-evaluation-harness (RULER, LongBench, ...) with the full cache and with each policy.
 
-    mlx-snapkv eval lm --model MODEL --tasks niah_single_1,ruler_vt --length 4096 --policy snapkv:budget=12.5%
+    python scripts/evaluate.py lm --model MODEL --tasks ruler_vt --length 4096 --policy snapkv:budget=12.5%
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of forks
     try:
-        from ..evals import lm as harness
+        from . import lm as harness
     except ImportError as error:
         raise SnapKVError(
-            f"eval lm needs lm-evaluation-harness: run pip install 'mlx-snapkv[lm]' ({error})"
+            f"lm needs lm-evaluation-harness: run pip install -e '.[dev]' ({error})"
         ) from error
     methods = methods_of(policy, sparse=sparse)
     folder = None if options.include_path is None else str(options.include_path)

@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
+from evaluation.tasks import FACTS, LONGEVAL, Grid, contains, filled, joined, lines, needle
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.tasks import FACTS, LONGEVAL, Grid, filled, joined, lines, needle
 from mlx_snapkv.inspecting.sentences import sentences_of
 
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -98,3 +98,17 @@ def test_a_text_is_cut_between_sentences_and_hides_others_at_their_depth():
 def test_no_room_is_an_error_that_says_how_much_is_needed():
     with pytest.raises(SnapKVError, match="--length must be at least 11 for this question, got 10"):
         filled(10, [(0.5, "needle is . ")], itertools.cycle(["1 2 3 4 5 6 7 8."]), n_words)
+
+
+@pytest.mark.parametrize(
+    "answer, named",
+    [
+        (" 1234.", True),
+        ("1234\nmore", True),
+        ("It is 1234.", True),
+        ("12345", False),
+        ("", False),
+    ],
+)
+def test_a_value_stands_by_itself(answer, named):
+    assert contains(answer, "1234") is named

@@ -1,17 +1,16 @@
 """The loop: both settings, going on, questions and methods that don't see each other, and the tables of it all."""
 
 import pytest
+from evaluation.answering import run
+from evaluation.headwise import AdaKV, ByMask
+from evaluation.heatmap import accuracies
+from evaluation.scores import summarise, tables
+from evaluation.tasks import Grid, needle, suite
 
 from mlx_snapkv import stream_generate
-from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.answering import run
-from mlx_snapkv.evals.headwise import AdaKV
 from mlx_snapkv.evals.loop import Results
-from mlx_snapkv.evals.methods import KNOWN, LATER, SETTINGS, Method, require_compression
-from mlx_snapkv.evals.tables import summarise, tables
-from mlx_snapkv.evals.tasks import Grid, needle, suite
+from mlx_snapkv.evals.methods import KNOWN, LATER, SETTINGS, Method
 from mlx_snapkv.policies import method_named
-from mlx_snapkv.reporting.heatmap import accuracies
 
 SNAPKV = "snapkv:budget=48,n_window=16,obs_window=16,lookahead=0,on_full=slide"
 AHEAD = "snapkv:budget=12,n_sink=0,n_window=4,obs_window=8,lookahead=8"
@@ -124,14 +123,8 @@ def test_head_wise_methods_answer_by_mask(demo_tasks):
     model, tokenizer = demo_tasks
     dataset = suite(tokenizer, ["single"], [700], 1, 2)
     shipped = method("snapkv:budget=64,n_sink=4,n_window=16,obs_window=16,on_full=grow")
-    equal = Method(AdaKV(policy=shipped.policy, safeguard=1))
+    equal = ByMask(AdaKV(policy=shipped.policy, safeguard=1))
     records = run(model, dataset, [shipped, equal], SETTINGS, Results({}))
     mine, masked = ([r for r in records if r["method"] == m.name] for m in (shipped, equal))
     assert [r["answer"] for r in masked] == [r["answer"] for r in mine] and len(mine) == 2 * 2
     assert all(r["entries"] == 64 for r in masked)
-
-
-def test_a_policy_has_to_compress_one_of_the_lengths():
-    with pytest.raises(SnapKVError, match="the prompt's 512 tokens are below min_ctx"):
-        require_compression([Method(), method("snapkv:min_ctx=600")], [256, 512])
-    require_compression([method("keydiff:budget=300,min_ctx=400")], [256, 512])

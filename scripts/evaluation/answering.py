@@ -10,28 +10,24 @@ keep every entry read for themselves. No method's answer depends on which others
 import copy
 import itertools
 import operator
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import file_bytes, kv_bytes
-from ..engine.generate import stream_generate
-from ..engine.prefill import prefill
-from ..engine.report import CompressionReport
-from ..engine.request import held_tokens
-from . import loop
-from .divergence import Reference
-from .headwise import HeadWise, masked
-from .loop import Record, Results
-from .methods import SETTINGS, Dataset, Document, Method
-from .reading import Reading, n_before, read_once
-from .tables import grouped
+from mlx_snapkv.caches.layers import file_bytes, kv_bytes
+from mlx_snapkv.engine.prefill import prefill
+from mlx_snapkv.evals import loop
+from mlx_snapkv.evals.decoding import Kept, decode
+from mlx_snapkv.evals.divergence import Reference
+from mlx_snapkv.evals.loop import Record, Results
+from mlx_snapkv.evals.methods import SETTINGS, Method
+from mlx_snapkv.evals.reading import Reading, n_before, read_once
+from mlx_snapkv.evals.tables import grouped
 
-Kept = tuple[list, CompressionReport | None]  # None if what it has not been fed is compressed, too
+from .datasets import Dataset, Document
+from .headwise import HeadWise, masked, scoring
 
 
 def run(
@@ -71,68 +67,6 @@ def run(
     return loop.run(map(cells, dataset.places), results, on_document)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A greedy answer."""
-
-    text: str
-    tokens: list[int]  # with the one that ends it, if that came
-    cache: list  # the prompt cache that it was given; with a `memory`, of all entries
-    report: CompressionReport
-    times: list[float]  # when decoding began, and when each token came that was decoded
-    n_before: int  # so many of these are before the compression
-
-
-def decode(
-    model: Any,
-    tokenizer: Any,
-    prompt: Sequence[int],
-    begun: Sequence[int],
-    kept: Kept,
-    max_tokens: int,
-    on_text: Callable[[str], None] = lambda text: None,
-    on_report: Callable[[CompressionReport], None] = lambda report: None,
-    **options: Any,
-) -> Answer:
-    """The greedy answer that goes on from a cache which has been fed the first tokens of prompt and answer.
-
-    Args:
-        begun: the answer's first tokens.
-        on_text: called with the text as it comes, without the token that ends it.
-        on_report: called when a prompt has been compressed.
-        **options: of `stream_generate`, where what is kept has no report yet.
-    """
-    cache, report = kept
-    detokenizer, stops = tokenizer.detokenizer, tokenizer.eos_token_ids
-    tokens: list[int] = []
-    times = [time.perf_counter()]
-    n_before = 0
-
-    def compressed(found: CompressionReport) -> None:
-        nonlocal n_before, report
-        report, n_before = found, len(times)
-        on_report(found)
-
-    def decoded() -> Iterator[int]:
-        rest = [*prompt, *begun][held_tokens(model, cache) :]
-        given = {"on_report": compressed, **options} if report is None else {}
-        asked = model, tokenizer, rest, max_tokens - len(begun)
-        for response in stream_generate(*asked, prompt_cache=cache, **given):
-            times.append(time.perf_counter())
-            yield response.token
-
-    ended = len(begun) >= max_tokens or (begun and begun[-1] in stops)
-    for token in itertools.chain(begun, [] if ended else decoded()):
-        tokens.append(token)
-        if token not in stops:
-            detokenizer.add_token(token)
-            on_text(detokenizer.last_segment)
-    detokenizer.finalize()
-    on_text(detokenizer.last_segment)
-    assert report is not None
-    return Answer(detokenizer.text, tokens, cache, report, times, n_before)
-
-
 class Answers:
     """What is recorded of the answers to questions about one document.
 
@@ -151,7 +85,7 @@ class Answers:
         self._model, self._tokenizer, self._questions = model, tokenizer, document.questions
         self._document = document.questions[0].prompt[: document.n_shared]
         self._suffixes = {i: self._questions[i].prompt[document.n_shared :] for i in known}
-        self._policies = [method.scores for method in methods if method.shares_reading]
+        self._policies = [scoring(m.policy) for m in methods if m.shares_reading]
         self._full: dict[int, Record] = {}  # by question: the same in both settings
 
     @cached_property
@@ -218,7 +152,7 @@ class Answers:
         answer = decode(*asked, policy=method.policy, **method.options)
         report = answer.report
         n_bytes = report.kv_bytes_after if report.compressed else kv_bytes(answer.cache)
-        n_tokens, before, policy = len(answer.tokens), 0, method.scores
+        n_tokens, before, policy = len(answer.tokens), 0, scoring(method.policy)
         if kept[1] is None:
             before = answer.n_before + 1
         elif ahead and policy is not None:

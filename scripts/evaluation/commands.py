@@ -1,28 +1,30 @@
-"""`mlx-snapkv eval needle`, `lines`, `suite` and `data`: questions whose right answers are known."""
-
-from __future__ import annotations
+"""`needle`, `lines`, `suite` and `data`: questions about documents, whose right answers are known."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..demo import MODELS
-from ..demo.tasks import TASKS
-from ..errors import SnapKVError
-from .cache_options import RetentionOptions
-from .command import option
-from .loading import load_model
-from .options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
-from .prompts import read_file
-from .results import Policies, ResultOptions, Sparses, methods_of
+from mlx_snapkv.cli.cache_options import RetentionOptions
+from mlx_snapkv.cli.command import option
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
+from mlx_snapkv.cli.prompts import read_file
+from mlx_snapkv.cli.results import Policies, Sparses, methods_of
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.loop import Record
+from mlx_snapkv.evals.methods import SETTINGS, Method
 
-if TYPE_CHECKING:
-    from ..evals.methods import Dataset, Method
-    from ..evals.tasks import Grid
-    from .results import Run
+from . import heatmap, tasks
+from .answering import run
+from .columns import PAGE, columns, read_columns, require_room
+from .datasets import Dataset
+from .headwise import by_mask
+from .results import ScoreOptions
+from .suite_tasks import TASKS
+from .tasks import RETRIEVAL, Grid
 
-SETTINGS = "known", "later"
 WHETHER = "When the policy sees the question: in the prompt (known), after the compression (later), or both."
 POOLED = "snapkv:budget=12.5%,n_window=32,obs_window=32,lookahead=0"
 POOLING = [*(f"{POOLED},pool=avg,pool_kernel={width}" for width in (1, 7, 21)), POOLED]
@@ -50,10 +52,8 @@ class AskedOptions:
 
     def asked(
         self, model: Any, dataset: Dataset, methods: Sequence[Method]
-    ) -> tuple[dict[str, Any], int, Run]:
+    ) -> tuple[dict[str, Any], int, Callable[..., list[Record]]]:
         """What results have in common, the number of documents, and what asks about them."""
-        from ..evals.answering import run
-
         fixed = {**dataset.setting, "model": self.model}
         return fixed, len(dataset.places), partial(run, model, dataset, methods, self.settings)
 
@@ -71,12 +71,9 @@ class GridOptions(AskedOptions):
     seed: DocumentSeed = 0
 
     def ask(
-        self, make: Callable[[Any, Grid], Dataset], policies: Sequence[str], result: ResultOptions
+        self, make: Callable[[Any, Grid], Dataset], policies: Sequence[str], result: ScoreOptions
     ) -> None:
         """Ask, and draw a heat map of every method."""
-        from ..evals.tasks import RETRIEVAL, Grid
-        from ..reporting import heatmap
-
         if not self.length:
             raise SnapKVError("--length is empty: give at least one number of tokens")
         methods = methods_of(policies, self.length, sparse=self.sparse)
@@ -96,28 +93,24 @@ class NeedleOptions(GridOptions):
     haystack: list[str] | None = option("Text file to hide the facts in; repeatable.")
 
 
-def needle(*, options: NeedleOptions, result: ResultOptions) -> None:
+def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
     """Hide a fact at each depth of prompts of each length, and ask for it at the end.
 
-    mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy snapkv:budget=12.5%,lookahead=0
+    python scripts/evaluate.py needle --policy keydiff:budget=12.5% --policy snapkv:budget=12.5%,lookahead=0
     """
-    from ..evals import tasks
-
     files = options.haystack or []
     text = "\n\n".join(read_file("--haystack", file) for file in files)
     make = partial(tasks.needle, needles=options.needles, text=text or None)
     options.ask(make, options.policy or [], result)
 
 
-def lines(*, options: GridOptions, result: ResultOptions) -> None:
+def lines(*, options: GridOptions, result: ScoreOptions) -> None:
     """Ask for one of many lines that differ only in a name and a number (LongEval's lines task).
 
     Without --policy and --sparse it measures SnapKV with 1/8 of the entries: without pooling, with the paper's pooling
     over 7 and 21, and with its default pooling. All use lookahead=0, since with a lookahead the full cache would answer
     the whole number. The embedded models, which don't know LongEval's words, get lines of their own.
     """
-    from ..evals import tasks
-
     wording = tasks.FACTS if options.model in MODELS else tasks.LONGEVAL
     policies = options.policy or ([] if options.sparse else POOLING)
     options.ask(partial(tasks.lines, wording=wording), policies, result)
@@ -140,16 +133,14 @@ class SuiteOptions(AskedOptions):
     seed: DocumentSeed = 0
 
 
-def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ResultOptions) -> None:
+def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ScoreOptions) -> None:
     """Ask harder questions: look-alikes, several facts, overwritten values and chains.
 
-    mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
+    python scripts/evaluate.py suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
-    from ..evals import tasks
-
     kept = retention.retention()
-    asked = options.policy, options.length, options.by_mask, options.sparse
-    methods = methods_of(*asked, **kept)
+    methods = methods_of(options.policy, options.length, options.sparse, **kept)
+    methods += by_mask(options.by_mask or [], options.length)
     files = result.files()
     model, tokenizer = options.load()
     named = list(dict.fromkeys(options.task or TASKS))
@@ -170,13 +161,11 @@ class DataOptions(AskedOptions):
     ignore_chat_template: IgnoreChatTemplate = False
 
 
-def data(*, options: DataOptions, retention: RetentionOptions, result: ResultOptions) -> None:
+def data(*, options: DataOptions, retention: RetentionOptions, result: ScoreOptions) -> None:
     """Ask the questions of a data set in kvpress' columns: RULER, LongBench, InfiniteBench, LooGLE or your own.
 
-    mlx-snapkv eval data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
+    python scripts/evaluate.py data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
     """
-    from ..evals.columns import PAGE, columns, read_columns, require_room
-
     methods = methods_of(options.policy, sparse=options.sparse, **retention.retention())
     found, digest = read_columns(options.data, options.task, options.documents)
     files = result.files()

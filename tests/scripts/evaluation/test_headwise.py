@@ -3,13 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-
-from mlx_snapkv import SnapKVError, stream_generate
-from mlx_snapkv.engine.request import held_tokens
-from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.evals.answering import decode
-from mlx_snapkv.evals.headwise import (
+from evaluation.headwise import (
     AdaKV,
     FastGen,
     MaskedKVCache,
@@ -18,6 +12,12 @@ from mlx_snapkv.evals.headwise import (
     kinds_of,
     masked,
 )
+
+from mlx_snapkv import SnapKVError, stream_generate
+from mlx_snapkv.engine.request import held_tokens
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.evals.decoding import decode
 from mlx_snapkv.evals.reading import read_once
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.policies.budgets import Quota

@@ -5,10 +5,7 @@ import sys
 
 import pyarrow
 import pytest
-from pyarrow import parquet
-
-from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.columns import (
+from evaluation.columns import (
     Row,
     columns,
     longbench,
@@ -16,6 +13,9 @@ from mlx_snapkv.evals.columns import (
     require_room,
     score_of,
 )
+from pyarrow import parquet
+
+from mlx_snapkv.errors import SnapKVError
 
 ROW = {
     "context": "The code is 4711. The sky is blue.\n",
@@ -103,7 +103,7 @@ def test_what_is_not_there(tmp_path, monkeypatch):
         read_columns(data, ["vt"])
     (tmp_path / "d.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(SnapKVError, match=r"parquet needs pyarrow: run pip install 'mlx-snapkv"):
+    with pytest.raises(SnapKVError, match=r"parquet needs pyarrow: run pip install -e '\.\[dev"):
         read_columns(str(tmp_path))
 
 
@@ -171,5 +171,5 @@ def test_longbenchs_scores_are_lm_evaluation_harness(tmp_path, monkeypatch):
     longbench.cache_clear()
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     data = write(tmp_path / "d.jsonl", [ROW | {"task": "qmsum"}])
-    with pytest.raises(SnapKVError, match=r"score of qmsum .* pip install 'mlx-snapkv\[lm\]'"):
+    with pytest.raises(SnapKVError, match=r"score of qmsum .* pip install -e '\.\[dev\]'"):
         read_columns(data)

@@ -24,18 +24,21 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from ..batch.generate import batch_generate
-from ..engine.prefill import prefill
-from ..engine.report import CompressionReport
-from ..errors import SnapKVError, brief
-from ..models import attention_classes
-from ..models.patch import recording
-from ..policies import Method as AnyMethod
-from ..policies import Stages
-from . import loop, tables
-from .loop import Record, Results
-from .methods import FULL, KNOWN, Method
-from .reading import judged, read_sparsely
+from mlx_snapkv.batch.generate import batch_generate
+from mlx_snapkv.engine.prefill import prefill
+from mlx_snapkv.engine.report import CompressionReport
+from mlx_snapkv.errors import SnapKVError, brief
+from mlx_snapkv.evals import loop
+from mlx_snapkv.evals.loop import Record, Results
+from mlx_snapkv.evals.methods import FULL, KNOWN, Method
+from mlx_snapkv.evals.reading import judged, read_sparsely
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import recording
+from mlx_snapkv.policies import Method as AnyMethod
+from mlx_snapkv.policies import Stages
+
+from . import scores
+from .scores import scores_page
 
 
 class PolicyLM(mlx_evaluate.MLXLM):
@@ -244,7 +247,7 @@ def summarise(records: Sequence[Record]) -> list[dict[str, Any]]:
         if not (value == -1 and metric[0].isdigit())
     }
     fixed = {"setting": KNOWN, "length": None, "kv_bytes": None, "file_bytes": 0, "question": None}
-    return tables.summarise(
+    return scores.summarise(
         [
             {
                 **fixed,
@@ -269,9 +272,8 @@ def _by_document(record: Record, metric: str) -> dict[int, float]:
     return {d["document"]: d[name] for d in own}
 
 
-PAGE = tables.Page(
+PAGE = scores_page(
     "lm-evaluation-harness",
-    "Scores are those metrics of lm-evaluation-harness that are means over documents; n counts a document per metric. "
-    + tables.SCORES,
+    "Scores are those metrics of lm-evaluation-harness that are means over documents; n counts a document per metric.",
     summarise,
 )

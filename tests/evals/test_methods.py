@@ -1,0 +1,17 @@
+"""The methods that are compared."""
+
+import pytest
+
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.methods import Method, require_compression
+from mlx_snapkv.policies import method_named
+
+
+def method(text):
+    return Method(method_named(text))
+
+
+def test_a_policy_has_to_compress_one_of_the_lengths():
+    with pytest.raises(SnapKVError, match="the prompt's 512 tokens are below min_ctx"):
+        require_compression([Method(), method("snapkv:min_ctx=600")], [256, 512])
+    require_compression([method("keydiff:budget=300,min_ctx=400")], [256, 512])

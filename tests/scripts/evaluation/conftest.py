@@ -1,0 +1,16 @@
+from functools import partial
+
+import evaluate
+import pytest
+from command_lines import caller, refuser
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """The script in this process; see `caller`."""
+    return caller(partial(evaluate.main, evaluate.app), monkeypatch, capsys)
+
+
+@pytest.fixture
+def refused(call):
+    return refuser(call)
