@@ -139,7 +139,7 @@ class SparseReader(RetainingReader):
         if self.config.verify is not None:
             self.report.verified = Verified()
             caches = self._full_caches(), list(self.caches)
-            self.hook = SelfSpeculation(self._model, *caches, self.report.verified)
+            self.hook = SelfSpeculation(self._model, *caches, self.report.verified, self._pieces)
 
     def _count_staying(self) -> None:
         """What an answer reads includes the index by which it chooses."""

@@ -11,7 +11,7 @@ from .machine import this_machine
 
 MOST_BYTES = 512 << 20
 SHARE = 32  # of a machine's memory, one part in so many where that is less
-LEAST = 32  # tokens that are read at once in any case
+LEAST = 32  # tokens of a prompt that are read at once in any case
 
 
 def scores_limit() -> int:
@@ -19,13 +19,13 @@ def scores_limit() -> int:
     return min(MOST_BYTES, this_machine().memory // SHARE)
 
 
-def tokens_at_once(n_before: int, pair_bytes: int, limit: int) -> int:
+def tokens_at_once(n_before: int, pair_bytes: int, limit: int, least: int = LEAST) -> int:
     """How many tokens to read at once, after `n_before` entries, so that a layer's scores take `limit` bytes at most.
 
-    They see those entries and each other. A multiple of 32, and at least that.
+    They see those entries and each other. From 32 on it is a multiple of that; and never less than `least`.
 
     Args:
         pair_bytes: stored for each query and entry, of all of a layer's heads; see `shapes.score_bytes`.
     """
     n = (math.isqrt(n_before * n_before + 4 * (limit // pair_bytes)) - n_before) // 2
-    return max(LEAST, n // LEAST * LEAST)
+    return max(least, n // LEAST * LEAST or n)
