@@ -48,6 +48,11 @@ class LayerCache(ABC):
         return self.size()
 
     @property
+    def n_before_next(self) -> int:
+        """Entries that the next tokens of a prompt read, themselves not among them."""
+        return self.n_entries
+
+    @property
     def kv_nbytes(self) -> int:
         """Bytes of keys and values in memory, with the room that is kept for more."""
         return self.nbytes

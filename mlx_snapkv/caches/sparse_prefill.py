@@ -74,6 +74,10 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         _, stop, n = self._pages(start)
         return (self._first + n - stop) * PAGE + start if n else start
 
+    @property
+    def n_before_next(self) -> int:
+        return self._n_read(self.offset)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._again = self._chosen is not None
         self._reads_all = not self._again and self._pages(self.offset)[2] == 0

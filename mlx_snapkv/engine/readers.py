@@ -24,6 +24,7 @@ from ..planning.prompt_plan import ProgressCallback, chunk_size, fits_reason, pl
 from ..policies.budgets import Quota
 from .compress import Choice, Compression
 from .loop_model import Call, HookedModel
+from .pieces import Pieces
 from .repetition import Repetition
 from .report import CompressionReport
 
@@ -81,6 +82,9 @@ class Request(Compression, ABC):
                 f"{type_of(model)!r}: give another policy, such as snapkv"
             )
         config.require_rollback(prompt_cache, len(layers))
+        self._pieces = Pieces(model, layers, n_new, n_prompt)
+        if not self.policy.reads_in_blocks:  # whose chunks are blocks, before evictions
+            self.hook = self._pieces
         self._prepare(quotas_of(layers, self.policy.prefill_quotas, n_prompt))
 
     @abstractmethod
@@ -154,7 +158,7 @@ class InMemoryReader(Request):
 
     def _prepare(self, quotas: list[Quota]) -> None:
         if self.decode_policy.repeats is not None:
-            self.repetition = Repetition(self._model, self.layers, self.decode_policy, self.n_new)
+            self.repetition = Repetition(self._pieces, self.layers, self.decode_policy, self.n_new)
             self.hook = self.repetition.read
         self.caches = copies_but_entries(self.prompt_cache, self.layers)
         held = {layer.entries_in(self.prompt_cache).n_entries for layer in self.layers}

@@ -13,17 +13,22 @@ from ..caches.layers import layer_caches
 from ..models.capture import blockwise
 from ..several.shard import shard_of
 from .draft_length import DraftLength
+from .pieces import Pieces
 from .report import Verified
 
 
 class SelfSpeculation:
     """Makes calls of one token of a model, whose attention classes are patched, ahead of time where drafts were right.
 
-    It drafts on its `small` caches, checks on its `full` ones, and counts both in `verified`.
+    It drafts on its `small` caches, checks on its `full` ones as many tokens as its `pieces` allow, and counts both in
+    `verified`.
     """
 
-    def __init__(self, model, full: list, small: list, verified: Verified):
+    def __init__(
+        self, model, full: list, small: list, verified: Verified, pieces: Pieces | None = None
+    ):
         self._model, self._full, self._small, self._verified = model, full, small, verified
+        self._pieces = pieces
         self._length, self._n_drafts = DraftLength(), 0  # of the last round
         self._ahead: list[tuple[int, mx.array]] = []  # drafts, and the logits after each
         self._unread: list[int] = []  # tokens that the small caches have not read
@@ -42,6 +47,8 @@ class SelfSpeculation:
         # By the clock, which every rank has its own of.
         ranks = shard_of(self._model).ranks
         n_drafts, stopped = ranks.first((self._length.next(), self._length.stopped))
+        if self._pieces is not None:
+            n_drafts = min(n_drafts, self._pieces.at_once(self._full, least=1) - 1)
         logits = self._round(token, n_drafts)
         self._verified.seconds += perf_counter() - started
         self._verified.plain_seconds = self._length.plain

@@ -91,10 +91,10 @@ class SparseReader(RetainingReader):
         first = self.layers[0].cache_in(cache)
         n = self._last_from - first.offset
         if 0 < n < inputs.shape[1] and first.reads_some:
-            self._model(inputs[:, :n], cache=cache)
+            self._pieces(inputs[:, :n], cache)
             mx.eval([c.state for c in cache])
             inputs = inputs[:, n:]
-        return self._model(inputs, cache=cache)
+        return self._pieces(inputs, cache)
 
     def choose(self) -> list[Choice]:
         """Nothing: the answer's tokens choose."""
@@ -139,7 +139,7 @@ class SparseReader(RetainingReader):
         if self.config.verify is not None:
             self.report.verified = Verified()
             caches = self._full_caches(), list(self.caches)
-            self.hook = SelfSpeculation(self._model, *caches, self.report.verified)
+            self.hook = SelfSpeculation(self._model, *caches, self.report.verified, self._pieces)
 
     def _count_staying(self) -> None:
         """What an answer reads includes the index by which it chooses."""

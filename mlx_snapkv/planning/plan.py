@@ -18,6 +18,7 @@ from ..policies.budgets import UNLIMITED
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, Need, total_bytes, weight_bytes
 from .prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
+from .scores import scores_limit
 from .shapes import layer_shapes, query_heads, tables
 
 MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
@@ -75,7 +76,7 @@ class Planner:
         self._max_tokens, self._step_size = max_tokens, prefill_step_size
         self._sizes, self._weights = EntrySizes(model), weight_bytes(model)
         self.can_compress = self._sizes.refusal is None
-        self._shapes = layer_shapes(model, self._sizes)
+        self._shapes, self._limit = layer_shapes(model, self._sizes), scores_limit()
         self._vocabulary = max(x.weight.shape[0] for x in tables(model))
         self._widest = max((*self._sizes.of_token(), *self._sizes.plain), default=0)
         self._heads = max((query_heads(layer.attention) for layer in self._sizes.layers), default=0)
@@ -163,7 +164,7 @@ class Planner:
                 GATHERED * self._widest * (gathered + chunk) + self._sizes.of_means() * n
             )
             most += chunk
-        held = self._chunks(n, chunk, most)
+        held = self._chunks(n, chunk, most, None if policy.reads_in_blocks else self._limit)
         if any(stage.accumulates_attention for stage in policy.stages):
             held = max(held, self._counting(chunk, most))
         return max(entries + held, self._choosing(footprint, n_prompt))
@@ -229,11 +230,11 @@ class Planner:
         logits = 3 * 4 * self._vocabulary  # as they are, normalised, and what is sampled from
         return entries + sizes.rest(n_prompt + self._max_tokens, self._step_size) + logits + held
 
-    def _chunks(self, n: int, chunk: int, most: int = UNLIMITED) -> int:
+    def _chunks(self, n: int, chunk: int, most: int = UNLIMITED, limit: int | None = None) -> int:
         """Bytes held by the last whole chunk, or the rest after it, besides full caches of `most` entries."""
         whole, rest = n - n % chunk, n % chunk
         spans = [(chunk, chunk), (chunk, whole), (rest, n)]
-        held = max(x.held(length, end, most) for x in self._shapes for length, end in spans)
+        held = max(x.held(length, end, most, limit) for x in self._shapes for length, end in spans)
         return held + self._sizes.rest(n, chunk)
 
     def _counting(self, chunk: int, rows: int) -> int:

@@ -91,7 +91,8 @@ def chunk_size(policy: Method | Stages, limit: int | None, plan: PromptPlan, n_n
     Where it doesn't, the size leaves the voters to a short last chunk, so that the queries of a whole chunk never wait,
     in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is
     needed. A prompt of one chunk stays one; `n_new` of its tokens are still to be read. Where chunks choose what they
-    read, the last tokens come in a call of their own anyway.
+    read, the last tokens come in a call of their own anyway. The model reads a chunk in pieces where its scores would
+    take too much memory; see `scores`.
     """
     prefill_policy, _ = policy.stages
     if policy.reads_in_blocks:

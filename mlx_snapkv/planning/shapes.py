@@ -20,6 +20,7 @@ from ..models.family import AttentionFamily
 from ..models.rope_parameters import taken_over
 from ..policies.budgets import UNLIMITED
 from .footprint import EntrySizes, window_of
+from .scores import LEAST, tokens_at_once
 
 METAL = mx.metal.is_available()
 _PRECISE = 0 if METAL else 4  # bytes of a number in norms and RoPE, at least
@@ -42,12 +43,19 @@ class LayerShape:
     per_entry: int = 0  # of each entry in the cache
     before: int = 0  # entries seen in the layer before, if a first chunk holds its scores as well
 
-    def held(self, chunk: int, end: int, most: int) -> int:
-        """Bytes held while the `chunk` tokens before `end` are read, where full caches have at most `most` entries."""
+    def held(self, chunk: int, end: int, most: int, limit: int | None = None) -> int:
+        """Bytes held while the `chunk` tokens before `end` are read, where full caches have at most `most` entries.
+
+        With a `limit` of the scores, the chunk is read in pieces: of the largest its tokens count, of any its scores.
+        """
         seen = min(end, most if self.window == UNLIMITED else self.window + chunk - 1)
         if chunk == end and self.before:  # later, caches are copied in between
             seen += min(end, self.before + chunk - 1)
-        total = self.scores * chunk * seen + self.per_entry * seen + self.per_token * chunk
+        scores = self.scores * chunk * seen
+        if limit is not None and self.scores:
+            scores = min(scores, max(limit, self.scores * LEAST * seen))
+            chunk = min(chunk, tokens_at_once(0, self.scores, limit))
+        total = scores + self.per_entry * seen + self.per_token * chunk
         return total + self.pairs * _SSD_STEP * min(chunk, _SSD_STEP)
 
 
@@ -112,24 +120,34 @@ def _attending(
     item: int,
     before: int,
 ) -> LayerShape:
-    heads, size, scores, per_entry = query_heads(attention), cache.key_size, 1, 0
+    heads, size, per_entry = query_heads(attention), cache.key_size, 0
     if hasattr(attention, "embed_q"):  # MLA's latents, expanded for every head
         size = attention.qk_nope_head_dim
         per_entry = item * heads * (size + attention.v_head_dim)
-        # Scores of the positional parts are made apart, unless both parts come together.
-        scores = 2 if family is None or family.factor is None else 1
-    elif family is not None and family.sinks_of(attention) is not None:
-        scores = 3  # a column is joined to them for the sinks, and taken off again
-    if size in device.used.fused:
-        scores = int(scores == 2)
     return replace(
         shape,
         per_token=shape.per_token + max(item, _PRECISE) * 4 * heads * size,
-        scores=item * heads * scores,
+        scores=score_bytes(attention, family, size, item),
         window=cache.window,
         per_entry=per_entry,
         before=before if family and family.rotates and family.rope_of(attention) is None else 0,
     )
+
+
+def score_bytes(attention: Any, family: AttentionFamily | None, head_size: int, item: int) -> int:
+    """Bytes that are stored for each query of a chunk and each entry it sees, of all heads, in numbers of `item` bytes.
+
+    Nothing where a kernel of the device computes heads of this size. MLA's scores of positional parts are made apart,
+    unless both parts come together, and stored in any case.
+    """
+    arrays = 1
+    if hasattr(attention, "embed_q"):
+        arrays = 2 if family is None or family.factor is None else 1
+    elif family is not None and family.sinks_of(attention) is not None:
+        arrays = 3  # a column is joined to them for the sinks, and taken off again
+    if head_size in device.used.fused:
+        arrays = int(arrays == 2)
+    return item * query_heads(attention) * arrays
 
 
 def _without_attention(

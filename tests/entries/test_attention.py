@@ -8,6 +8,7 @@ from entry_helpers import asked, computing, make_entries, normal, votes_of
 
 from mlx_snapkv import KeyDiff, KeyNorm
 from mlx_snapkv.entries import attention as votes
+from mlx_snapkv.entries import device
 from mlx_snapkv.entries.attention import KeyBlocks, attention_votes, shared_logits
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
@@ -16,13 +17,15 @@ from mlx_snapkv.entries.queries import Pages, Queries
 SINKS = mx.array([0.5, -1.0, 2.0, -mx.inf])
 
 
+@pytest.mark.parametrize("kind", ["CPU", "GPU"])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("shape, sinks", [
     ({"B": 2, "n": 3}, SINKS), ({"n_heads": 6, "H": 1}, None), ({"n_heads": 2, "n": 1}, None),
     ({"n": 70, "dtype": mx.float16}, None), ({"T": 300}, None),
 ])  # fmt: skip
-def test_equals_the_float64_reference(shape, sinks, blocks, monkeypatch):
+def test_equals_the_float64_reference(shape, sinks, blocks, kind, monkeypatch):
     """Sinks take their share of the softmax."""
+    monkeypatch.setattr(device, "used", getattr(device, kind))
     if blocks:
         computing(monkeypatch, held_bytes=0, block_bytes=1)
     entries = make_entries(**shape)

@@ -1,0 +1,48 @@
+"""A prompt's chunks in pieces whose scores fit: the longer the context, the fewer tokens are read at once."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..caches.layers import AttentionLayer
+from ..planning.footprint import EntrySizes
+from ..planning.scores import LEAST, scores_limit, tokens_at_once
+from ..planning.shapes import layer_shapes, query_heads
+from ..policies.budgets import UNLIMITED
+
+PAIR_BYTES = 3 * 4  # of a query, an entry and a head, at most
+
+
+class Pieces:
+    """Makes a model's calls for tokens of a prompt, in pieces; the logits are those of the last piece.
+
+    Where pieces choose what they read, each chooses for itself.
+
+    Args:
+        n_new, n_prompt: tokens of the prompt that are to be read, and all.
+    """
+
+    def __init__(self, model: Any, layers: list[AttentionLayer], n_new: int, n_prompt: int):
+        self._model, self._layers, self._pair_bytes = model, layers, 0
+        heads = max(query_heads(layer.attention) for layer in layers)
+        most = PAIR_BYTES * heads * max(LEAST, n_new) * n_prompt
+        ranks = layers[0].shard.ranks  # all make the same pieces
+        most, self._limit = ranks.first((most, scores_limit()))
+        if most > self._limit:  # or a model's shapes need not be known, which takes some time
+            found = max(shape.scores for shape in layer_shapes(model, EntrySizes(model)))
+            self._pair_bytes = ranks.first(found)
+
+    def __call__(self, inputs: mx.array, cache: list) -> mx.array:
+        while inputs.shape[1] > LEAST and (n := self.at_once(cache)) < inputs.shape[1]:
+            self._model(inputs[:, :n], cache=cache)
+            mx.eval([c.state for c in cache])
+            mx.clear_cache()  # of arrays that are too small for the next piece's scores
+            inputs = inputs[:, n:]
+        return self._model(inputs, cache=cache)
+
+    def at_once(self, cache: list, least: int = LEAST) -> int:
+        """How many tokens to read at once after what `cache` holds."""
+        if not self._pair_bytes:
+            return UNLIMITED
+        n_before = max(layer.entries_in(cache).n_before_next for layer in self._layers)
+        return tokens_at_once(n_before, self._pair_bytes, self._limit, least)

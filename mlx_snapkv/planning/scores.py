@@ -1,0 +1,31 @@
+"""The scores of a chunk's attention, where MLX stores them: how much they may take, and how many tokens that is.
+
+MLX's attention function computes many queries without storing their scores only on a GPU, and only for heads of some
+sizes (`Device.fused`). For others, and on a CPU for all, it stores a number for each query, entry and head: 8.6 GB in
+half precision for 2,048 tokens after 131,072, of 16 heads.
+"""
+
+import math
+
+from .machine import this_machine
+
+MOST_BYTES = 512 << 20
+SHARE = 32  # of a machine's memory, one part in so many where that is less
+LEAST = 32  # tokens of a prompt that are read at once in any case
+
+
+def scores_limit() -> int:
+    """Bytes that a layer's scores may take on this machine."""
+    return min(MOST_BYTES, this_machine().memory // SHARE)
+
+
+def tokens_at_once(n_before: int, pair_bytes: int, limit: int, least: int = LEAST) -> int:
+    """How many tokens to read at once, after `n_before` entries, so that a layer's scores take `limit` bytes at most.
+
+    They see those entries and each other. From 32 on it is a multiple of that; and never less than `least`.
+
+    Args:
+        pair_bytes: stored for each query and entry, of all of a layer's heads; see `shapes.score_bytes`.
+    """
+    n = (math.isqrt(n_before * n_before + 4 * (limit // pair_bytes)) - n_before) // 2
+    return max(least, n // LEAST * LEAST or n)

@@ -1,0 +1,70 @@
+"""How many tokens are read at once where MLX stores their scores."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from measure_plan import measure
+from model_configs import make_model
+
+from mlx_snapkv.entries import device
+from mlx_snapkv.planning import scores
+from mlx_snapkv.planning.machine import Machine
+from mlx_snapkv.planning.plan import Planner
+from mlx_snapkv.planning.scores import LEAST, scores_limit, tokens_at_once
+from mlx_snapkv.planning.shapes import LayerShape, score_bytes
+from mlx_snapkv.policies.budgets import UNLIMITED
+
+
+@given(st.integers(0, 1 << 21), st.integers(1, 1000), st.integers(1, 1 << 30))
+def test_they_fill_the_limit_and_no_more(n_before, pair_bytes, limit):
+    """In steps of 32 tokens; of fewer, one by one."""
+    n, few = (tokens_at_once(n_before, pair_bytes, limit, least) for least in (LEAST, 1))
+
+    def taken(n):
+        return pair_bytes * n * (n_before + n)
+
+    assert n % LEAST == 0 and (n == LEAST or taken(n) <= limit < taken(n + LEAST))
+    assert few == n or few == 1 or taken(few) <= limit < taken(few + 1)
+
+
+def test_a_smaller_machine_allows_less(monkeypatch):
+    for memory, limit in ((64 << 30, 512 << 20), (16 << 30, 512 << 20), (8 << 30, 256 << 20)):
+        monkeypatch.setattr(scores, "this_machine", lambda m=memory: Machine(m, m))
+        assert scores_limit() == limit
+
+
+@pytest.mark.parametrize("size, kind, stored", [
+    (64, "GPU", 0), (80, "GPU", 0), (128, "GPU", 0), (192, "GPU", 32), (256, "GPU", 32), (64, "CPU", 32),
+])  # fmt: skip
+def test_scores_are_stored_where_no_kernel_is_fused(size, kind, stored, monkeypatch):
+    """Of 16 heads, in half precision."""
+    monkeypatch.setattr(device, "used", getattr(device, kind))
+    assert score_bytes(SimpleNamespace(n_heads=16), None, size, 2) == stored
+
+
+WIDE = {"head_dim": 256, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8}
+
+
+DENSE = "sparse:top_k=128,read=dense"
+
+
+@pytest.mark.parametrize("policy", ["snapkv:top_k=128,n_window=64", DENSE])
+def test_pieces_are_planned(policy, monkeypatch):
+    model, n = make_model("llama", WIDE), 800
+    chunks = Planner(model, prefill_step_size=512).plan(n, policy).peak
+    monkeypatch.setattr(scores, "MOST_BYTES", 2 << 20)
+    row = measure(model, (n, policy, 512, None))
+    assert 0.85 < row["planned"] / row["used"] < 1.15 < chunks / row["planned"]
+
+
+def test_a_layer_is_planned_to_store_the_limit_at_most():
+    """But for contexts so long that 32 tokens need more."""
+    shape, limit = LayerShape(100, 0, scores=32, window=UNLIMITED), 48 << 20
+    others = replace(shape, scores=0)
+    for end, stored in ((512, 32 * 512 * 512), (4000, limit), (1 << 20, 32 * 32 << 20)):
+        both = [x.held(512, end, UNLIMITED, limit) for x in (shape, others)]
+        assert both[0] - both[1] == stored
+    assert shape.held(512, 4000, UNLIMITED) == 512 * (100 + 32 * 4000)
