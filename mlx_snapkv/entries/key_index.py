@@ -210,7 +210,7 @@ class KeyIndex:
 
 
 def index_bytes(keys: mx.array) -> int:
-    """Bytes that an index of the keys `(B, n_kv_heads, n, head_dim)` takes."""
+    """Bytes that an index of the keys `(B, n_kv_heads, n, head_dim)` takes, without the room for more."""
     B, H, n, D = keys.shape
     return B * H * n * sum(width * dtype.size for width, dtype in _packed(D))
 

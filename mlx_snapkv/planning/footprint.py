@@ -143,7 +143,8 @@ class Footprint:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
         if not self.config.retains:
             return 0
-        return n * (self.sizes.of_memory(self.config.memory) + self.sizes.of_index() * (n > FEW))
+        index = with_room(n) * self.sizes.of_index() if n > FEW else 0
+        return n * self.sizes.of_memory(self.config.memory) + index
 
     def kept(self, n_prompt: int) -> list[int]:
         assert self.policy is not None
