@@ -48,6 +48,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def allow(self, n_bytes: int) -> None:
+        """Change the limit, once a model tells how large its prompts are."""
+        self._most_bytes = n_bytes
+
     def fetch(self, tokens: list[int], n_last: int) -> tuple[list | None, int]:
         """A copy of the caches that have read the most of a prompt without its last tokens, and how many those are."""
         ids, files = as_ids(tokens[:-n_last]), self.files
