@@ -2,13 +2,15 @@
 
 import errno
 import os
+import re
 import sys
 from typing import Annotated, NoReturn
 
 import typer
 
 from .._version import __version__
-from ..errors import SnapKVError, sentence
+from ..errors import SnapKVError, brief, sentence
+from ..prerequisites import complaint_here
 from ..several import launched
 from . import process
 from .batch import batch
@@ -19,6 +21,7 @@ from .command import Command, in_flags, with_options
 from .compare import compare
 from .config import config
 from .demo import demo
+from .doctor import doctor
 from .eval_answers import data, lines, needle, suite
 from .eval_fidelity import fidelity
 from .eval_lm import lm
@@ -47,7 +50,7 @@ def _help(context: typer.Context) -> None:
 EVALUATIONS = "Measure answers about long documents, with the full cache and with policies."
 evaluations = typer.Typer(help=EVALUATIONS, callback=_help, invoke_without_command=True)
 COMMANDS = (
-    generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench,
+    generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench, doctor,
 )  # fmt: skip
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity, data, lm, needle, lines, suite))):
     for function in commands:
@@ -95,6 +98,10 @@ def main() -> None:
     except OSError as error:  # a full disk; no mistake of the command's
         named = f"{error.filename}: " if error.filename else ""
         fail(named + (error.strerror or str(error)), status=1)
+    except ImportError as error:
+        if (said := _of_mlx(error)) is None:
+            raise
+        fail(said, status=1)
     except Exception as error:
         # Newer typers bring a click of their own, so its usage errors are known by what they can do.
         if hasattr(error, "format_message"):
@@ -104,6 +111,14 @@ def main() -> None:
         raise
     else:
         process.leave(status if isinstance(status, int) else 0)
+
+
+def _of_mlx(error: ImportError) -> str | None:
+    """What to do about MLX, if that is what can't be imported."""
+    named = f"{error.name} {error.path}".split()
+    if not any(re.search(r"(^|[/.])mlx([/.]|$)", each) for each in named):
+        return None
+    return complaint_here(mlx_error=brief(error))
 
 
 def _is_of_full_disk(error: BaseException | None) -> bool:
