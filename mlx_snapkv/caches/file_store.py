@@ -27,6 +27,7 @@ from .open_files import allow_more_files, is_of_limit, said_of
 from .stores import EntryView, JoinedView, Store
 
 COPIED = 8 << 20  # bytes of a file at a time
+JOINED = 256 << 20  # bytes of a file that are copied to join parts, at most
 
 
 @dataclass(frozen=True)
@@ -245,13 +246,17 @@ class FileStore(JoinedView, Store):
     def _begin(self, layouts: list[Layout]) -> None:
         """Begin files of this store's own, with copies of the last parts where each is less than twice those behind it.
 
-        So the parts of a conversation, which gets files of its own in every turn, are as many as its length has bits.
+        So the parts of a conversation, which gets files of its own in every turn, are as many as its length has bits,
+        besides large ones, which stay as they are.
         """
         parts, first = self._parts, len(self._parts) - 1
+        most = JOINED // max(layout.token for layout in layouts)
         n = parts[-1].n_entries if parts and not parts[-1].is_saved else 0
-        while first > 0 and not parts[first - 1].is_saved and parts[first - 1].n_entries < 2 * n:
-            first -= 1
-            n += parts[first].n_entries
+        while first > 0 and not parts[first - 1].is_saved:
+            before = parts[first - 1].n_entries
+            if before >= 2 * n or n + before > most:
+                break
+            first, n = first - 1, n + before
         joined = parts[first:] if first < len(parts) - 1 else []
         own, at = _Part([EntryFile(layout) for layout in layouts], self.quantization), 0
         for part in joined:

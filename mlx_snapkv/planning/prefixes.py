@@ -7,6 +7,7 @@ from typing import Any
 
 from ..caches.memories import in_files, memory_quantization
 from ..entries.quantization import taken_from
+from ..errors import SnapKVError
 from ..models.rope import trained_length
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, weight_bytes
@@ -20,15 +21,18 @@ UNTOLD = 1 << 17  # tokens of a prompt for a model that does not tell its traine
 
 @dataclass(frozen=True)
 class PrefixRoom:
-    """Bytes for prompts that have been read; `context` is the longest prompt's tokens, and `each` what that takes."""
+    """Bytes for prompts that have been read; `context` is the longest prompt's tokens, and `each` what that takes, if it
+    can be counted."""
 
     limit: int
     context: int
     each: int
 
     def __str__(self) -> str:
-        n, room = self.limit // max(1, self.each), f"prefix cache: {format_bytes(self.limit)}"
-        if n:
+        room = f"prefix cache: {format_bytes(self.limit)}"
+        if not self.each:
+            return room
+        if n := self.limit // self.each:
             return f"{room} hold {n:,} prompt{'s' * (n > 1)} of {self.context:,} tokens"
         most = self.context * self.limit // self.each
         return (
@@ -57,7 +61,10 @@ def prefix_room(
     config, _ = CompressionConfig.taken_from(options, policy, quantization=quantization)
     longest = trained_length(model) or max_context or UNTOLD
     context = min(longest, max_context or longest)
-    each = kept_bytes(model, config, context)
+    try:
+        each = kept_bytes(model, config, context)
+    except SnapKVError:  # of the policy, which can't serve so long a prompt
+        each = 0
     if in_files(config.memory):
         least, free = IN_FILES, shutil.disk_usage(tempfile.gettempdir()).free
     else:

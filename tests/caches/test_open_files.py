@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_snapkv import Conversation
+from mlx_snapkv.caches import file_store
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.entries.entries import Entries
 
@@ -45,7 +46,7 @@ def test_a_file_is_mapped_once_and_again_only_where_it_has_grown(monkeypatch):
 
 
 OPENING = """
-import resource, sys
+import os, resource, sys
 import mlx.core as mx
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.file_store import FileStore
@@ -53,6 +54,8 @@ from mlx_snapkv.entries.entries import Entries
 
 soft, hard, n = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+if soft < hard:  # as if others had opened all
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(soft - len(os.listdir("/dev/fd")) + 1)]
 stores = []
 try:
     for _ in range(n):
@@ -98,6 +101,15 @@ def test_a_conversation_of_a_hundred_books_has_few_files_open():
     each = 2 if sys.version_info >= (3, 13) else 4  # where maps have a descriptor of their own
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) - before == each * len(store._parts)
+
+
+def test_large_parts_are_not_copied(monkeypatch):
+    monkeypatch.setattr(file_store, "JOINED", 60 * 2 * 64 * 4)
+    store = FileStore()
+    for n in (50, 50, 20, 20, 20):
+        store = copy.deepcopy(store)
+        store.append(entries(n))
+    assert [part.n_entries for part in store._parts] == [50, 50, 60]
 
 
 def test_a_conversation_reads_all_documents_into_the_same_files(demo_llama):

@@ -87,3 +87,4 @@ def test_a_kept_prompt_takes_what_was_counted(make, config):
 
 def test_one_sentence_however_little_there_is():
     assert str(PrefixRoom(100, 50, 200)).count("hold no prompt of 50 tokens") == 1
+    assert str(PrefixRoom(100, 50, 0)) == "prefix cache: 100 B"
