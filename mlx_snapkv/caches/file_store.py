@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import os
-import sys
 import tempfile
 import weakref
 import zlib
@@ -23,6 +21,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, arrays, unpack
 from ..errors import EntryFileError
 from ..paths import refusing
+from .file_map import file_map
 from .open_files import allow_more_files, is_of_limit, said_of
 from .stores import EntryView, JoinedView, Store
 
@@ -65,14 +64,10 @@ class Layout:
         return parts[0] if len(parts) == 1 else parts
 
 
-# A map's own descriptor, which it does without.
-_ALONE: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-
-
 class EntryFile:
     """A layer's keys or values in a file; by default one without a name, which goes with this."""
 
-    _map: mmap.mmap | None = None
+    _map: Any = None
 
     def __init__(self, layout: Layout, file: Any = None):
         self.layout = layout
@@ -121,15 +116,13 @@ class EntryFile:
         n_held = len(self._mapped(n * self.layout.token)) // self.layout.token
         return np.ndarray((n_held, *self.layout.heads), row, self._map)
 
-    def _mapped(self, n_bytes: int) -> mmap.mmap:
+    def _mapped(self, n_bytes: int) -> Any:
         """A map of at least so many bytes: the one there is, unless the file had fewer when that was made."""
         if self._map is None or len(self._map) < n_bytes:
-            allow_more_files()
             try:
-                self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ, **_ALONE)
-            except (OSError, ValueError) as error:
-                why = said_of(error)
-                raise EntryFileError(f"entries kept in a file can't be read: {why}") from error
+                self._map = file_map(self._file.fileno())
+            except OSError as error:
+                raise EntryFileError(f"entries kept in a file can't be read: {error}") from error
         return self._map
 
     def _require(self, n_bytes: int) -> None:

@@ -21,7 +21,7 @@ UNTOLD = 1 << 17  # tokens of a prompt for a model that does not tell its traine
 
 @dataclass(frozen=True)
 class PrefixRoom:
-    """Bytes for prompts that have been read; `context` is the longest prompt's tokens, and `each` what that takes, if it
+    """Bytes for prompts that have been read; `context` is the longest one's tokens, and `each` what that takes, if it
     can be counted."""
 
     limit: int

@@ -2,16 +2,18 @@
 
 import copy
 import gc
-import mmap
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.caches import file_store
+from mlx_snapkv.caches.file_map import file_map
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.entries.entries import Entries
 
@@ -24,14 +26,7 @@ def entries(n):
 
 def test_a_file_is_mapped_once_and_again_only_where_it_has_grown(monkeypatch):
     made = []
-
-    real = mmap.mmap
-
-    def counted(*args, **how):
-        made.append(args)
-        return real(*args, **how)
-
-    monkeypatch.setattr(mmap, "mmap", counted)
+    monkeypatch.setattr(file_store, "file_map", lambda number: made.append(1) or file_map(number))
     store = FileStore()
     for n_maps in (2, 4):
         store.append(entries(50))
@@ -49,6 +44,7 @@ OPENING = """
 import os, resource, sys
 import mlx.core as mx
 from mlx_snapkv import SnapKVError
+from mlx_snapkv.caches.file_map import file_map
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.entries.entries import Entries
 
@@ -87,7 +83,26 @@ def test_where_the_system_allows_no_more_one_sentence_says_so():
     assert "ulimit -n" in said and "or use another memory" in said
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors of Linux")
+def maps_of(folder):
+    """This process's maps of files in a folder, with or without names."""
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's list of maps")
+def test_a_map_goes_with_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store = FileStore()
+    store.append(entries(50))
+    held = store.entries()
+    assert len(maps_of(tmp_path)) == 2
+    del store
+    gc.collect()
+    assert maps_of(tmp_path) == [] and mx.all(mx.isfinite(held[0]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts Linux's descriptors")
 def test_a_conversation_of_a_hundred_books_has_few_files_open():
     """The server copies its caches for every turn, and what a copy is given goes to files of its own."""
     gc.collect()
@@ -98,9 +113,10 @@ def test_a_conversation_of_a_hundred_books_has_few_files_open():
         all_keys.append(book.stored_keys)
         assert store.n_entries and len(os.listdir("/proc/self/fd")) - before <= 2 * 8
     assert mx.array_equal(store.entries()[0], mx.concatenate(all_keys, axis=2))
-    each = 2 if sys.version_info >= (3, 13) else 4  # where maps have a descriptor of their own
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) - before == each * len(store._parts)
+    assert len(os.listdir("/proc/self/fd")) - before == 2 * len(
+        store._parts
+    )  # their maps have none
 
 
 def test_large_parts_are_not_copied(monkeypatch):
