@@ -11,12 +11,13 @@ RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 # A model that only `eval` fetches: 1.1 GB, and 7.1 GB in float32.
 LARGER := qwen2.5-coder-1.5b-instruct
 
-.PHONY: help demo test lint docs bench eval mlx-lm-tests agents real-models clean
+.PHONY: help demo test lint docs bench bench-gpu eval mlx-lm-tests agents real-models clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 14
 
 $(VENV)/.installed: pyproject.toml
+	@$(PYTHON) mlx_snapkv/prerequisites.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
@@ -52,6 +53,9 @@ bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and 
 	$(RUN) scripts/measure_servers.py
 	$(RUN) scripts/measure_plan.py
 	$(RUN) scripts/write_docs.py
+
+bench-gpu: $(VENV)/.installed ## one model on this machine's GPU: a table to paste into an issue (ten minutes; MODEL=REPOSITORY for another model)
+	@$(RUN) scripts/bench_gpu.py $(if $(MODEL),--model $(MODEL))
 
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py

@@ -1,9 +1,12 @@
-"""Where the command starts, `mlx-snapkv` or `python -m mlx_snapkv`."""
+"""Where the command starts, `mlx-snapkv` or `python -m mlx_snapkv`; it must be readable by Python 3.9."""
 
-from .cli.process import stop_at_once
+from .prerequisites import require
 
 
 def main() -> None:
+    require()
+    from .cli.process import stop_at_once
+
     stop_at_once()
     from .cli.app import main
 

@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import mlx.core as mx
+
 from mlx_snapkv.demo import MODELS
 
 
@@ -10,6 +12,14 @@ def demo_with(folder, **changes):
     """The embedded LLaMA in a new folder, with changes to its configuration; the folder."""
     shutil.copytree(MODELS["demo"], folder)
     change(folder / "config.json", **changes)
+    return folder
+
+
+def wide_demo(folder):
+    """The embedded LLaMA in a new folder, in float32; the folder."""
+    weights = mx.load(str(demo_with(folder) / "model.safetensors"))
+    wide = {name: x.astype(mx.float32) for name, x in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), wide, {"format": "pt"})
     return folder
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, greedy_sampler
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -130,7 +131,15 @@ class CompressedBatchGenerator(BatchGenerator):
             has_room = len(groups) < self.completion_batch_size
             unread = len(self._prompt_batch) or (has_room and self._unprocessed_sequences)
             groups.waits = bool(unread)
-        return super()._next()
+        found = super()._next()
+        if any(response.finish_reason is not None for response in found[1]):
+            mx.clear_cache()  # the groups that are left have other sizes
+        return found
+
+    def remove(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().remove(*args, **kwargs)
+        mx.clear_cache()
+        return found
 
     def _make_batch(self, n: int) -> Any:
         if self._settings is None:

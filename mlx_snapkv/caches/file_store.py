@@ -1,4 +1,4 @@
-"""A layer's entries in files, which are read through NumPy's memory maps."""
+"""A layer's entries in files, which are read through memory maps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, arrays, unpack
 from ..errors import EntryFileError
 from ..paths import refusing
+from .file_map import file_map
+from .open_files import allow_more_files, is_of_limit, said_of
 from .stores import EntryView, JoinedView, Store
+
+COPIED = 8 << 20  # bytes of a file at a time
+JOINED = 256 << 20  # bytes of a file that are copied to join parts, at most
 
 
 @dataclass(frozen=True)
@@ -62,43 +67,69 @@ class Layout:
 class EntryFile:
     """A layer's keys or values in a file; by default one without a name, which goes with this."""
 
+    _map: Any = None
+
     def __init__(self, layout: Layout, file: Any = None):
         self.layout = layout
-        self._file = file or tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)  # noqa: SIM115
+        if file is None:
+            allow_more_files()
+            file = tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)  # noqa: SIM115
+        self._file = file
         weakref.finalize(self, self._file.close)
 
     def write(self, stored: Stored, at: int) -> None:
         """Write rows from entry `at` on. Raises: OSError; EntryFileError: those before it are gone."""
         data, start = self.layout.to_bytes(stored), at * self.layout.token
-        if (
-            found := os.fstat(self._file.fileno()).st_size
-        ) < start:  # the system would fill up with zeros
-            raise EntryFileError(
-                f"entries kept in a file can't be read: it should have {start:,} bytes and has {found:,}"
-            )
+        self._require(start)  # the system would fill up with zeros
         while data:
             n = os.pwrite(self._file.fileno(), data, start)
             data, start = data[n:], start + n
+
+    def copy(self, other: EntryFile, n: int, at: int) -> None:
+        """Write the first `n` entries of a file of the same layout from entry `at` on."""
+        size, start = n * self.layout.token, at * self.layout.token
+        other._require(size)
+        for done in range(0, size, COPIED):
+            data = os.pread(other._file.fileno(), min(COPIED, size - done), done)
+            while data:
+                n_written = os.pwrite(self._file.fileno(), data, start)
+                data, start = data[n_written:], start + n_written
 
     def cut(self, n: int) -> None:
         os.ftruncate(self._file.fileno(), n * self.layout.token)
 
     def read(self, start: int, stop: int) -> Stored:
-        return self.layout.from_bytes(self._map(np.arange(start, stop))[start:].transpose(1, 2, 0))
+        rows = self._rows(np.arange(start, stop))[start:stop]
+        return self.layout.from_bytes(rows.transpose(1, 2, 0))
 
     def gather(self, places: np.ndarray) -> Stored:
         """The rows at `places` `(B, n_kv_heads, n)`."""
         B, H = self.layout.heads
         batch, head = np.ogrid[:B, :H]
-        return self.layout.from_bytes(self._map(places)[places, batch[..., None], head[..., None]])
+        rows = self._rows(places)
+        return self.layout.from_bytes(rows[places, batch[..., None], head[..., None]])
 
-    def _map(self, places: np.ndarray) -> np.ndarray:
-        """The rows of the first entries, `(n, B, n_kv_heads)`, each one item, of which those at `places` are read."""
-        row, n = np.dtype((np.void, self.layout.row)), int(places.max(initial=0)) + 1
-        try:
-            return np.memmap(self._file, row, "r", shape=(n, *self.layout.heads))
-        except (OSError, ValueError) as error:
-            raise EntryFileError(f"entries kept in a file can't be read: {error}") from error
+    def _rows(self, places: np.ndarray) -> np.ndarray:
+        """The file's first rows, `(n, B, n_kv_heads)`, each one item, of which those at `places` are read."""
+        n, row = int(places.max(initial=0)) + 1, np.dtype((np.void, self.layout.row))
+        self._require(n * self.layout.token)
+        n_held = len(self._mapped(n * self.layout.token)) // self.layout.token
+        return np.ndarray((n_held, *self.layout.heads), row, self._map)
+
+    def _mapped(self, n_bytes: int) -> Any:
+        """A map of at least so many bytes: the one there is, unless the file had fewer when that was made."""
+        if self._map is None or len(self._map) < n_bytes:
+            try:
+                self._map = file_map(self._file.fileno())
+            except OSError as error:
+                raise EntryFileError(f"entries kept in a file can't be read: {error}") from error
+        return self._map
+
+    def _require(self, n_bytes: int) -> None:
+        """Raises: EntryFileError: the file is shorter. A map of what is no longer there would end the process."""
+        if (found := os.fstat(self._file.fileno()).st_size) < n_bytes:
+            why = f"it should have {n_bytes:,} bytes and has {found:,}"
+            raise EntryFileError(f"entries kept in a file can't be read: {why}")
 
 
 class SavedFile(EntryFile):
@@ -116,18 +147,19 @@ class SavedFile(EntryFile):
     ):
         self.path = path
         with refusing(f"{path} can't be read"):
+            allow_more_files()
             super().__init__(layout, path.open("rb", buffering=0))
         self._size, self._checksums, self._piece = n_entries * layout.token, checksums, piece
         self._is_new = np.ones(len(checksums), np.bool_)  # not compared yet
         self._require_size()
 
-    def _map(self, places: np.ndarray) -> np.ndarray:
-        self._require_size()  # a map of what is no longer there would end the process
+    def _rows(self, places: np.ndarray) -> np.ndarray:
+        self._require_size()
         pieces = np.unique(places // self._piece)
         pieces = pieces[self._is_new[pieces]]
         if pieces.size:
-            whole, size = np.memmap(self._file, np.uint8, "r"), self._piece * self.layout.token
-            parts = (whole[i * size : (i + 1) * size].data for i in pieces.tolist())
+            whole, size = memoryview(self._mapped(self._size)), self._piece * self.layout.token
+            parts = (whole[i * size : (i + 1) * size] for i in pieces.tolist())
             with ThreadPoolExecutor(os.cpu_count()) as threads:
                 sound = self._checksums[pieces] == list(threads.map(zlib.crc32, parts))
             self._is_new[pieces[sound]] = False
@@ -137,7 +169,7 @@ class SavedFile(EntryFile):
                     "put back the file that was saved, or save the prompt again",
                     self.path,
                 )
-        return super()._map(places)
+        return super()._rows(places)
 
     def _require_size(self) -> None:
         found = os.fstat(self._file.fileno()).st_size
@@ -154,6 +186,10 @@ class _Part(EntryView):
     quantization: Quantization | None
     n_entries: int = 0
     waits = True
+
+    @property
+    def is_saved(self) -> bool:
+        return any(isinstance(file, SavedFile) for file in self.files)
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         return self.files[which].read(start, stop)
@@ -187,19 +223,41 @@ class FileStore(JoinedView, Store):
         stored = new.stored_keys, new.stored_values
         try:
             if not self._grows:
-                files = [EntryFile(Layout.of(x)) for x in stored]
-                self._parts.append(_Part(files, self.quantization))
-                self._grows = True
+                self._begin(list(map(Layout.of, stored)))
             part = self._parts[-1]
             for file, x in zip(part.files, stored):
                 file.write(x, part.n_entries)
         except OSError as error:
             self._cut()
+            why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
+            why = said_of(error) if is_of_limit(error) else why
             raise EntryFileError(
-                f"entries can't be kept in a file in {tempfile.gettempdir()}: {error.strerror or error}; "
-                "set TMPDIR or --store-dir to a folder with room, or use another memory"
+                f"entries can't be kept in a file in {tempfile.gettempdir()}: {why}, or use another memory"
             ) from error
         self._parts[-1] = replace(part, n_entries=part.n_entries + len(new))
+
+    def _begin(self, layouts: list[Layout]) -> None:
+        """Begin files of this store's own, with copies of the last parts where each is less than twice those behind it.
+
+        So the parts of a conversation, which gets files of its own in every turn, are as many as its length has bits,
+        besides large ones, which stay as they are.
+        """
+        parts, first = self._parts, len(self._parts) - 1
+        most = JOINED // max(layout.token for layout in layouts)
+        n = parts[-1].n_entries if parts and not parts[-1].is_saved else 0
+        while first > 0 and not parts[first - 1].is_saved:
+            before = parts[first - 1].n_entries
+            if before >= 2 * n or n + before > most:
+                break
+            first, n = first - 1, n + before
+        joined = parts[first:] if first < len(parts) - 1 else []
+        own, at = _Part([EntryFile(layout) for layout in layouts], self.quantization), 0
+        for part in joined:
+            for file, source in zip(own.files, part.files):
+                file.copy(source, part.n_entries, at)
+            at += part.n_entries
+        self._parts[len(parts) - len(joined) :] = [replace(own, n_entries=at)]
+        self._grows = True
 
     def truncate(self, n: int) -> None:
         while self.n_entries > n:

@@ -262,6 +262,7 @@ class Conversation:
                 yield response
         finally:
             responses.close()  # type: ignore[attr-defined]  # all of these are generators
+            mx.clear_cache()  # the next turn's buffers have other sizes
             if answered:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
                 self.said = [*self.said, parts]

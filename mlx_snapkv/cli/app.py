@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -9,7 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from .._version import __version__
-from ..errors import SnapKVError, sentence
+from ..errors import SnapKVError, brief, sentence
+from ..prerequisites import complaint_here
 from ..several import launched
 from . import process
 from .batch import batch
@@ -20,6 +22,7 @@ from .command import Command, in_flags, with_options
 from .compare import compare
 from .config import config
 from .demo import demo
+from .doctor import doctor
 from .eval_fidelity import fidelity
 from .generate import generate
 from .inspecting import inspect
@@ -61,7 +64,7 @@ evaluations = typer.Typer(
     cls=Evaluations, help=EVALUATIONS, callback=_help, invoke_without_command=True
 )
 COMMANDS = (
-    generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench,
+    generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench, doctor,
 )  # fmt: skip
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
@@ -109,6 +112,10 @@ def main(commands: typer.Typer = app) -> None:
     except OSError as error:  # a full disk; no mistake of the command's
         named = f"{error.filename}: " if error.filename else ""
         fail(named + (error.strerror or str(error)), status=1)
+    except ImportError as error:
+        if (said := _of_mlx(error)) is None:
+            raise
+        fail(said, status=1)
     except Exception as error:
         # Newer typers bring a click of their own, so its usage errors are known by what they can do.
         if hasattr(error, "format_message"):
@@ -118,6 +125,14 @@ def main(commands: typer.Typer = app) -> None:
         raise
     else:
         process.leave(status if isinstance(status, int) else 0)
+
+
+def _of_mlx(error: ImportError) -> str | None:
+    """What to do about MLX, if that is what can't be imported."""
+    named = f"{error.name} {error.path}".split()
+    if not any(re.search(r"(^|[/.])mlx([/.]|$)", each) for each in named):
+        return None
+    return complaint_here(mlx_error=brief(error))
 
 
 def _is_of_full_disk(error: BaseException | None) -> bool:

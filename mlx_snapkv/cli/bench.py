@@ -46,6 +46,7 @@ def bench(*, options: BenchOptions) -> None:
     from ..bench.contenders import RANDOM, make_random_model
     from ..bench.speed import Plan, measure_speed
     from ..bench.tables import figure, markdown, speed
+    from ..engine.wired_memory import hold_memory
     from ..reporting.files import put_figure
     from .progress import StepBars
 
@@ -58,6 +59,7 @@ def bench(*, options: BenchOptions) -> None:
     files = None if options.output is None else ResultFiles(options.output, endings)
     listen()
     loaded = make_random_model() if model is None else load_model(model)[0]
+    hold_memory(loaded)  # of the random one as well
     result: dict[str, Any] = {**about(), "model": model or RANDOM, "speed": []}
     with StepBars() as bars:
 

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
@@ -14,6 +14,9 @@ from ..paths import path_of
 from .command import flag_of
 from .process import be_silent, listen
 
+WEIGHTS = (
+    0.5  # the share of a machine's memory that weights made wider may take: entries get wider, too
+)
 INDEX = "model.safetensors.index.json"
 # What mlx and mlx-lm say of a model that can't be split so.
 UNSPLIT = ("does not support", "must be positive", "annot shard", "annot be sharded")
@@ -57,7 +60,10 @@ def load_model(
 
     Raises: SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
+    import mlx.core as mx
     from mlx_lm import load
+
+    from ..engine.wired_memory import hold_memory
 
     n_ranks = _joined(pipeline)
     require_alone(adapter_path=adapter_path, quantize_activations=quantize_activations)
@@ -88,7 +94,11 @@ def load_model(
         raise SnapKVError(f"{option} {name}: {error}") from error
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
         raise SnapKVError(f"{option} {name}: {_why(name, folder, error, 'loaded')}") from error
-    _make_fast(name, model)
+    # Several processes would each decide, and have to agree.
+    if (n_ranks == 1 or name in MODELS) and (said := _make_fast(name, model)):
+        print(f"mlx-snapkv: {option} {name}: {said}", file=sys.stderr)
+    mx.eval(model.parameters())
+    hold_memory(model)
     return model, tokenizer
 
 
@@ -167,8 +177,11 @@ def _load_shard(folder: str, n_ranks: int, pipeline: bool, **options: Any) -> tu
     return model, tokenizer
 
 
-def load_without_weights(name: str):
-    """The same model from its configuration and its weights' headers alone; of the hub, no more is downloaded."""
+def load_without_weights(name: str, for_mac: bool = False):
+    """The same model from its configuration and its weights' headers alone; of the hub, no more is downloaded.
+
+    `for_mac`: half precision stays, as where there is a GPU.
+    """
     folder = _place(name, "--model")
     from mlx_lm.utils import hf_repo_to_path
 
@@ -184,7 +197,8 @@ def load_without_weights(name: str):
         raise SnapKVError(f"--model {name}: {error}") from error
     except Exception as error:  # as above
         raise SnapKVError(f"--model {name}: {_why(name, folder, error, 'planned')}") from error
-    _make_fast(name, model)
+    if name in MODELS or not for_mac:
+        _make_fast(name, model)
     return model
 
 
@@ -208,11 +222,32 @@ def _place(name: str, option: str) -> Path:
     return folder
 
 
-def _make_fast(name: str, model) -> None:
-    import mlx.core as mx
+def _make_fast(name: str, model: Any, memory: int | None = None) -> str:
+    """Compute half precision in float32 without a GPU, if that many bytes allow it; what to say about it, if anything.
 
-    if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
-        model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
+    MLX only emulates halves on a CPU, several times slower. `memory` is the whole machine's: what is free would change
+    from run to run, and with it the answers and whether saved prompts fit.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from ..planning.machine import this_machine
+    from ..planning.units import format_bytes
+
+    weights = [x for _, x in cast(list, tree_flatten(model.parameters()))]
+    halves = [x for x in weights if x.dtype in (mx.float16, mx.bfloat16)]
+    if not halves or mx.default_device() != mx.Device(mx.cpu):
+        return ""
+    needed = sum(x.nbytes for x in [*weights, *halves])
+    memory = this_machine().memory if memory is None else memory
+    dtype = str(halves[0].dtype).removeprefix("mlx.core.")
+    sizes = f"{format_bytes(needed)} of {format_bytes(memory)}"
+    if name not in MODELS and needed > memory * WEIGHTS:
+        return f"{dtype} is slow without a GPU, and in float32 the weights would take {sizes}"
+    model.set_dtype(mx.float32)
+    if name in MODELS:
+        return ""
+    return f"computing in float32, faster than {dtype} without a GPU; the weights take {sizes}"
 
 
 def _why(name: str, folder: Path, error: Exception, done: str) -> str:

@@ -62,7 +62,7 @@ def plan(
     chosen = policy.resolve()
     named = None if chosen is None else policy.policy or str(chosen)
     machine = this_machine() if asked.memory is None else mac(asked.memory)
-    loaded = load_without_weights(model)
+    loaded = load_without_weights(model, for_mac=asked.memory is not None)
     trained = trained_length(loaded)
     how = {name: value for name, value in vars(cache).items() if name != "kv_bits"}
     planner = Planner(loaded, max_tokens=asked.max_tokens, **how)

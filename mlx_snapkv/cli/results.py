@@ -31,7 +31,19 @@ if TYPE_CHECKING:
     Plots = Callable[[dict[str, Any], Path], list[Path]]
 
 # Columns of words; all others hold figures.
-NAMES = ("cache", "server", "policy", "method", "task", "model type", "also loads", "note", "why")
+NAMES = (
+    "cache",
+    "server",
+    "policy",
+    "method",
+    "task",
+    "model type",
+    "also loads",
+    "note",
+    "why",
+    "name",
+    "here",
+)
 VERSION = {"mlx-snapkv": __version__}
 LONG = 24  # characters of a heading, which are then folded
 LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut

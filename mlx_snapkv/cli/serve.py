@@ -21,11 +21,11 @@ from .process import listen
 from .reading import Reading
 
 if TYPE_CHECKING:
+    from ..planning.prefixes import PrefixRoom
     from ..server.access import Settings
     from ..server.prefix_files import PrefixFiles
     from ..server.requests import Loaded
 
-PREFIXES = "4GB"
 PREFIX_FILES = "20GB"
 
 
@@ -73,7 +73,8 @@ class PrefixOptions:
     """What stays of the prompts that have been read."""
 
     prefix_bytes: int | None = option(
-        f"Size of the prefix cache; default: {PREFIXES} in memory, {PREFIX_FILES} in files.",
+        f"Size of the prefix cache; default: 4GB in memory, {PREFIX_FILES} in files, or what a prompt of the model's "
+        "context takes, up to half of what is free.",
         parser=n_bytes,
     )
     prefix_dir: str | None = option("Also keep prefixes in this folder, across restarts.")
@@ -120,8 +121,9 @@ def serve(
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
-    from ..caches.memories import in_files
     from ..completions.request import Defaults
+    from ..planning.machine import this_machine
+    from ..planning.prefixes import prefix_room
     from ..server.admission import Limits
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
@@ -133,28 +135,35 @@ def serve(
     settings = None if ranks.rank else http.settings()
     keywords = compression.keywords()
     keywords |= compression.take(model.model, None, "conversation", Reading().say, vars(cache))
-    room = n_bytes(PREFIX_FILES if in_files(keywords["memory"]) else PREFIXES)
     # Of several ranks, rank 0 says what is given up for room.
-    n_prefix_bytes = sys.maxsize if ranks.rank else prefixes.prefix_bytes or room
+    kept = PrefixCache(sys.maxsize, ranks.first)
+    rooms: list[PrefixRoom] = []
+
+    def room(loaded: Any) -> PrefixRoom:
+        own = {"given": prefixes.prefix_bytes, "max_kv_bytes": limits.max_kv_bytes}
+        options = keywords | vars(cache)
+        return prefix_room(loaded, options, this_machine(), max_context=limits.max_context, **own)
 
     def load() -> Loaded:
         loaded, tokenizer = model.load()
         sampling.generation(tokenizer)  # which finds mistakes
+        if not ranks.rank:
+            rooms.append(room(loaded))
+            kept.allow(rooms[0].limit)
         return Loaded(loaded, tokenizer, (model.model, *(http.alias or ())))
 
     bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else None
     about = keywords | {"kv_bits": bits}
     setting = {name: str(about[name]) for name in ("policy", "memory", "far", "kv_bits")}
     listen()  # here, since the model is loaded in another thread, which may not
-    kept = PrefixCache(n_prefix_bytes, ranks.first)
     most = Limits(limits.concurrency, limits.queue, limits.max_context, limits.max_kv_bytes)
     usual = Defaults(**vars(sampling))
     open_files = partial(prefixes.files, setting)
     given = load, keywords | vars(cache), kept, most, usual, Metrics(), open_files, ranks
-    _run(settings, model.model, *given)
+    _run(settings, model.model, rooms, *given)
 
 
-def _run(settings: Settings | None, model: str, *given: Any) -> None:
+def _run(settings: Settings | None, model: str, rooms: list[PrefixRoom], *given: Any) -> None:
     """Serve until it is stopped, on rank 0; on the others, which have no settings, follow it."""
     from ..server.app import listening, serve
     from ..server.engine import Engine
@@ -169,4 +178,4 @@ def _run(settings: Settings | None, model: str, *given: Any) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
         line = f"{model} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
-        serve(engine, settings, place, partial(print, line, flush=True))
+        serve(engine, settings, place, partial(print, line, *rooms, sep="\n", flush=True))

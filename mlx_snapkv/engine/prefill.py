@@ -108,8 +108,9 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
         return mx.argmax(logprobs, axis=-1)
 
     start = pacing(partial(mlx_generate.generate_step, tokens))
-    for _ in start(model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options):
-        raise AssertionError("mlx-lm yielded a token of a request for none")
+    with mlx_generate.wired_limit(model, [mlx_generate.generation_stream]):
+        for _ in start(model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options):
+            raise AssertionError("mlx-lm yielded a token of a request for none")
     return following[-1]
 
 

@@ -12,9 +12,18 @@ _MEMINFO = Path("/proc/meminfo")  # Linux's
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
+_BUFFERS = 16  # the part of a GPU's memory that MLX may keep of what was freed
+_LEAST_BUFFERS = 256 << 20  # bytes: what a chunk's activations are made in, again and again
+
+
 class Machine(NamedTuple):
     memory: int
     usable: int
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of freed buffers that MLX may keep; by default it keeps all, which other programs then lack."""
+        return max(_LEAST_BUFFERS, self.usable // _BUFFERS)
 
 
 def this_machine() -> Machine:

@@ -114,7 +114,7 @@ def load(path: str | Path, model) -> SavedPrompt:
         why = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
         raise SnapKVError(f"{path} {why}") from error
     if ours and found["fingerprint"] != fingerprint(model):
-        why = f"was made with another model or other weights (mlx-lm {found['mlx_lm']})"
+        why = f"was made with another model or other weights, or in another dtype (mlx-lm {found['mlx_lm']})"
         raise SnapKVError(f"{path} {why}: give the model it was made with")
     notes, tokens = tokens_in(found) if ours else (found, None)
     try:

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import os
-import resource
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -15,6 +13,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from ..caches.file_store import FileStore
 from ..caches.layers import file_bytes, memory_bytes
 from ..caches.memories import books
+from ..caches.open_files import many_are_open
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.messages import Message
@@ -48,6 +47,10 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def allow(self, n_bytes: int) -> None:
+        """Change the limit, once a model tells how large its prompts are."""
+        self._most_bytes = n_bytes
 
     def fetch(self, tokens: list[int], n_last: int) -> tuple[list | None, int]:
         """A copy of the caches that have read the most of a prompt without its last tokens, and how many those are."""
@@ -83,7 +86,7 @@ class PrefixCache:
 
         self._keep([*(p for p in self._kept if not serves(p)), new])
         while self.nbytes + self.file_nbytes > self._most_bytes or (
-            self.file_nbytes and _many_files_are_open()
+            self.file_nbytes and many_are_open()
         ):
             self.trim_to(n_sequences=len(self) - 1)
         return True
@@ -116,12 +119,6 @@ class PrefixCache:
 def _bytes_of(caches: list) -> int:
     """In memory and in nameless files."""
     return memory_bytes(caches) + file_bytes(caches)
-
-
-def _many_files_are_open() -> bool:
-    """Whether half of the files that the process may open are open; without any left, nobody could connect."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return most != resource.RLIM_INFINITY and len(os.listdir("/dev/fd")) > most / 2
 
 
 class Checkpoints:

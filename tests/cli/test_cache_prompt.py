@@ -6,12 +6,11 @@ from datetime import datetime
 import pytest
 from mlx_lm import cache_prompt
 from mlx_lm.models.cache import save_prompt_cache
-from model_folders import demo_with
+from model_folders import demo_with, wide_demo
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.prompts import encode_question, opening_tokens
-from mlx_snapkv.demo import MODELS
 from mlx_snapkv.engine.prefill import mlx_generate
 
 HALF = ["--policy", "keydiff:budget=50%,block=64"]
@@ -96,8 +95,9 @@ def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(book, cache, ask, mon
     assert code == 2 and "is already quantised" in err
 
 
-def test_a_prompt_saved_by_mlx_lm_goes_on(ask, book, monkeypatch, capsys):
-    model, file = str(MODELS["demo"]), str(book[0] / "theirs.safetensors")
+def test_a_prompt_saved_by_mlx_lm_goes_on(ask, book, monkeypatch, capsys, tmp_path):
+    """In the dtype that the command computes in."""
+    model, file = str(wide_demo(tmp_path / "wide")), str(book[0] / "theirs.safetensors")
     text = (book[0] / "book.txt").read_text() + " "
     options = ["--model", model, "--prompt-cache-file", file, "--prompt", text]
     monkeypatch.setattr(sys, "argv", ["mlx_lm.cache_prompt", *options])

@@ -100,7 +100,7 @@ def test_what_the_hub_refuses(hub, tmp_path):
 
 
 def test_a_repository_is_planned_without_its_weights(hub, tmp_path):
-    done = run("plan --context 4k --json", tmp_path, hub, "somebody/big")
+    done = run("plan --context 4k --memory 16GB --json", tmp_path, hub, "somebody/big")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     size = len(hub.files["model.safetensors"])

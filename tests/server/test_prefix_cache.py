@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from server_helpers import ask, serving, talk
 
-from mlx_snapkv.server import prefix_cache
+from mlx_snapkv.caches import open_files
 from mlx_snapkv.server.prefix_cache import PrefixCache
 
 DOCUMENT = list(range(320))
@@ -85,7 +85,8 @@ def test_prompts_in_files_leave_files_for_connections(monkeypatch):
     """Every prompt kept has open files in every layer; the oldest go before there are too many."""
     gc.collect()  # what earlier tests have left
     most, before = 100, len(os.listdir("/dev/fd"))
-    monkeypatch.setattr(prefix_cache.resource, "getrlimit", lambda kind: (2 * (before + most), -1))
+    limits = (2 * (before + most),) * 2  # a process's own, and the system's, which can't be raised
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda kind: limits)
     with serving(memory="recall:file") as served:
         for n in range(24):
             ask(served, talk(f"{n} word " * 110), max_tokens=1)

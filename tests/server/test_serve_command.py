@@ -1,5 +1,6 @@
 """`mlx-snapkv serve` as a process: its first line, its models, Ctrl-C."""
 
+import re
 import signal
 import socket
 import sys
@@ -11,6 +12,8 @@ from server_helpers import served_process
 
 def test_an_alias_is_a_model_and_ctrl_c_ends_the_server():
     with served_process("--alias", "gpt-4o") as (url, process):
+        room = process.stdout.readline()
+        assert re.fullmatch(r"prefix cache: [\d.]+ .B hold [\d,]+ prompts of 16,384 tokens\n", room)
         models = httpx.get(f"{url}/v1/models").json()["data"]
         assert [model["id"] for model in models] == ["demo", "gpt-4o"]
         process.send_signal(signal.SIGINT)

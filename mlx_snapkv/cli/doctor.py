@@ -1,0 +1,41 @@
+"""`mlx-snapkv doctor`: what a bug report needs to say of this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from typer import Option
+
+from ..demo import MODELS
+from .options import AsJson
+
+
+def doctor(
+    *,
+    model: Annotated[
+        str | None,
+        Option(
+            help=f"Model whose attention to look at: folder, Hugging Face repository, or {', '.join(MODELS)}."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a bug report needs: machine, memory, versions, what MLX computes with, free disk.
+
+    No weights are loaded.
+
+    \b
+      mlx-snapkv doctor
+      mlx-snapkv doctor --model MODEL
+    """
+    from ..reporting.diagnosis import as_table, diagnosis
+    from .loading import load_without_weights
+    from .results import print_table
+
+    loaded = None if model is None else load_without_weights(model, for_mac=True)
+    report = diagnosis(loaded, model)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print_table(as_table(report))

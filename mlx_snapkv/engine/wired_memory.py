@@ -1,0 +1,30 @@
+"""What MLX is told about a machine's memory before a command runs a model."""
+
+import atexit
+import contextlib
+import sys
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import SnapKVError
+from ..planning.machine import this_machine
+from ..prerequisites import complaint_here
+from .prefill import mlx_generate
+
+_HELD = contextlib.ExitStack()
+atexit.register(_HELD.close)
+
+
+def hold_memory(model: Any) -> None:
+    """Keep a GPU's memory wired, as mlx-lm does while it generates, until the process ends or another model is loaded,
+    and bound what MLX keeps of freed buffers.
+
+    Raises: SnapKVError: MLX finds no GPU on a Mac.
+    """
+    if (said := complaint_here(has_metal=mx.metal.is_available())) is not None:
+        raise SnapKVError(said)
+    mx.set_cache_limit(this_machine().buffers)
+    _HELD.close()
+    with contextlib.redirect_stdout(sys.stderr):  # it may warn, and answers go to stdout
+        _HELD.enter_context(mlx_generate.wired_limit(model))

@@ -1,0 +1,88 @@
+"""How much a server keeps of the prompts that it has read, and how many prompts that is."""
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from ..caches.memories import in_files, memory_quantization
+from ..entries.quantization import taken_from
+from ..errors import SnapKVError
+from ..models.rope import trained_length
+from .config import CompressionConfig
+from .footprint import EntrySizes, Footprint, weight_bytes
+from .machine import Machine
+from .units import format_bytes
+
+IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9  # bytes, by default, where no prompt takes more
+LEAST = 256 << 20  # bytes, however little memory there is
+UNTOLD = 1 << 17  # tokens of a prompt for a model that does not tell its trained length
+
+
+@dataclass(frozen=True)
+class PrefixRoom:
+    """Bytes for prompts that have been read; `context` is the longest one's tokens, and `each` what that takes, if it
+    can be counted."""
+
+    limit: int
+    context: int
+    each: int
+
+    def __str__(self) -> str:
+        room = f"prefix cache: {format_bytes(self.limit)}"
+        if not self.each:
+            return room
+        if n := self.limit // self.each:
+            return f"{room} hold {n:,} prompt{'s' * (n > 1)} of {self.context:,} tokens"
+        most = self.context * self.limit // self.each
+        return (
+            f"{room} hold no prompt of {self.context:,} tokens, which takes {format_bytes(self.each)}, but one of "
+            f"{most:,}; --prefix-bytes gives more, and a policy or --memory recall:4bit needs less"
+        )
+
+
+def prefix_room(
+    model: Any,
+    options: dict[str, Any],
+    machine: Machine,
+    *,
+    given: int | None = None,
+    max_kv_bytes: int | None = None,
+    max_context: int | None = None,
+) -> PrefixRoom:
+    """The bytes `given`; by default what a prompt of the model's context takes, but no more than half of the memory
+    beside the weights, or of the disk, of which requests need the rest.
+
+    Args:
+        options: of the `CompressedBatchGenerator`.
+        max_kv_bytes, max_context: the server's own limits.
+    """
+    policy, (quantization, _) = options.get("policy"), taken_from(options)
+    config, _ = CompressionConfig.taken_from(options, policy, quantization=quantization)
+    longest = trained_length(model) or max_context or UNTOLD
+    context = min(longest, max_context or longest)
+    try:
+        each = kept_bytes(model, config, context)
+    except SnapKVError:  # of the policy, which can't serve so long a prompt
+        each = 0
+    if in_files(config.memory):
+        least, free = IN_FILES, shutil.disk_usage(tempfile.gettempdir()).free
+    else:
+        least, free = IN_MEMORY, machine.usable - weight_bytes(model)
+    limit = given or min(max(least, each), max(LEAST, free // 2))
+    if max_kv_bytes is not None and not in_files(config.memory):
+        limit = min(limit, max_kv_bytes)
+    return PrefixRoom(limit, context, each)
+
+
+def kept_bytes(model: Any, config: CompressionConfig, n: int) -> int:
+    """What caches that have read a prompt of `n` tokens take, in memory and in files, for others to go on from."""
+    sizes = EntrySizes(model)
+    footprint = Footprint(sizes, config)
+    if not config.retains:
+        return footprint.need(n, 0).held
+    found = footprint.stored(n) + n * sum(sizes.plain) + sizes.rest(n, footprint.step_size)
+    if in_files(config.memory):
+        how = memory_quantization(model, sizes.layers, config.memory)
+        found += n * sum(sizes.of_token(how))
+    return found

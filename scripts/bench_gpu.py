@@ -1,0 +1,153 @@
+"""Measures one model on this machine's GPU; prints a table in Markdown, to be pasted into an issue.
+
+    make bench-gpu                      # ten minutes with the default model on a Mac
+    make bench-gpu MODEL=REPOSITORY
+
+A document hides a fact, which the prompt asks for at its end. The full cache, SnapKV and sparse attention read it and
+answer, greedily and equally long, whatever the model would stop at.
+"""
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_snapkv import SnapKVError, generate_step
+from mlx_snapkv.caches.layers import kv_bytes
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.demo.questions import contains, make_haystack, question_prompt
+from mlx_snapkv.evals.methods import FULL
+from mlx_snapkv.planning.machine import this_machine
+from mlx_snapkv.planning.plan import Planner
+from mlx_snapkv.planning.units import format_bytes
+from mlx_snapkv.reporting.diagnosis import as_table, diagnosis
+from mlx_snapkv.reporting.table import Table, as_markdown
+
+MODEL = "mlx-community/Llama-3.2-3B-Instruct-4bit"
+SHARE = "budget=6.25%"
+METHODS: dict[str, dict[str, Any]] = {
+    FULL: {},
+    f"SnapKV, {SHARE}": {"snapkv": SHARE},
+    f"sparse, {SHARE}": {"sparse": SHARE},
+}
+FIRST = 4  # tokens of an answer until all are decoded from what a policy keeps
+COLUMNS = ["prompt", "cache", "reading", "tokens/s read", "tokens/s", "peak memory", "KV memory"]
+ANSWERS = ["answer"]  # which are words
+
+Row = dict[str, Any]
+
+
+def measured(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, **method: Any) -> Row:
+    """Seconds until the first token, with what a selection adds to the next ones; the median of those after them; and
+    the answer up to where it ends."""
+    cache, reports = make_prompt_cache(model), []
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    times, tokens = [time.perf_counter()], []
+    steps = generate_step(
+        mx.array(prompt),
+        model,
+        max_tokens=n_tokens,
+        prompt_cache=cache,
+        on_report=reports.append,
+        **method,
+    )
+    for token, _ in steps:
+        times.append(time.perf_counter())
+        tokens.append(int(token))
+    ends = (i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids)
+    said = tokens[: next(ends, len(tokens))]
+    seconds = [b - a for a, b in itertools.pairwise(times)]
+    usual = statistics.median(seconds[FIRST:])
+    selecting = max(0.0, sum(seconds[1:FIRST]) - (FIRST - 1) * usual)
+    return {
+        "n_prompt": len(prompt),
+        "read_seconds": seconds[0] + selecting,
+        "token_seconds": usual,
+        "peak_bytes": mx.get_peak_memory(),
+        "kv_bytes": max(reports[0].kv_bytes_after or 0, kv_bytes(cache)),
+        "tokens": said,
+        "text": tokenizer.decode(said),
+    }
+
+
+def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row]:
+    """What each method needs for a prompt of about so many tokens; nothing if the full cache does not fit."""
+    peak, usable = Planner(model, max_tokens=n_tokens).plan(length).peak, this_machine().usable
+    if peak > usable:
+        say(f"{length:,} tokens would take {format_bytes(peak)} of {format_bytes(usable)}")
+        return
+    document, (fact, *_) = make_haystack(tokenizer, random.Random(0), 4, length)
+    prompt = question_prompt(tokenizer, document, fact.question)
+    full: list[int] = []
+    for name, method in METHODS.items():
+        say(f"{len(prompt):,} tokens, {name}")
+        row = measured(model, tokenizer, prompt, n_tokens, **method) | {"cache": name}
+        full = full or row["tokens"]
+        row["same"] = row["tokens"] == full
+        row["right"] = contains(row["text"], fact.value)
+        yield row
+
+
+def as_results(found: list[Row]) -> Table:
+    table = Table("", "", [*COLUMNS, *ANSWERS])
+    first: Row = {}
+    for row in found:
+        first = row if row["cache"] == FULL else first
+        faster = first["token_seconds"] / row["token_seconds"]
+        answer = "right" if row["right"] else "wrong"
+        same = "" if row["cache"] == FULL else ", the same" if row["same"] else ", differs"
+        table.add(
+            f"{row['n_prompt']:,}",
+            row["cache"],
+            f"{row['read_seconds']:.1f} s",
+            f"{row['n_prompt'] / row['read_seconds']:,.0f}",
+            f"{1 / row['token_seconds']:.1f} ({faster:.2f}x)",
+            format_bytes(row["peak_bytes"]),
+            format_bytes(row["kv_bytes"]),
+            answer + same,
+        )
+    return table
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def warmed_up(model: Any, tokenizer: Any) -> None:
+    """Compile the kernels, which the first prompt would wait for."""
+    prompt = question_prompt(tokenizer, "Nothing happened. " * 200, "What happened?")
+    for method in METHODS.values():
+        measured(model, tokenizer, prompt, FIRST + 1, **method)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32_768])
+    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    args = parser.parse_args()
+    if args.tokens <= FIRST:
+        parser.error(f"--tokens must be more than {FIRST}, got {args.tokens}")
+    try:
+        model, tokenizer = load_model(args.model)
+        warmed_up(model, tokenizer)
+        found = [row for n in args.lengths for row in rows(model, tokenizer, n, args.tokens)]
+    except SnapKVError as error:
+        say(f"bench-gpu: {error}")
+        sys.exit(2)
+    about = as_markdown(as_table(diagnosis(model, args.model)))
+    print(f"### {args.model}\n\n{about}\n\n{as_markdown(as_results(found))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What `doctor` tells of this machine is what MLX, the system and the installed packages say."""
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from importlib.metadata import version
+
+import mlx.core as mx
+import pytest
+from tiny_models import make_llama
+
+from mlx_snapkv.planning.machine import this_machine
+from mlx_snapkv.planning.units import format_bytes
+from mlx_snapkv.reporting import diagnosis
+
+
+def test_a_bug_reports_figures_are_this_machines(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code, out, err = call("doctor", "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (found["mlx"], found["mlx-lm"]) == (version("mlx"), version("mlx-lm"))
+    assert found["Python"] == platform.python_version()
+    assert f"{os.cpu_count()} cores" in found["machine"] and platform.machine() in found["machine"]
+    assert found["memory"].startswith(format_bytes(this_machine().memory))
+    assert f"in {tmp_path}" in found["free disk"]
+    gigabytes = float(found["free disk"].split()[0])
+    assert gigabytes == pytest.approx(shutil.disk_usage(tmp_path).free / 1e9, rel=0.2)
+    if mx.default_device() == mx.Device(mx.cpu):
+        assert "CPU" in found["MLX computes with"] and "without Metal" in found["wired limit"]
+
+
+def test_it_is_a_table_which_a_models_attention_is_added_to(call, refused):
+    out = call("doctor")[1]
+    assert "For a bug report" in out and "wired limit" in out and "attention" not in out
+    assert "attention of demo" in call("doctor", "--model", "demo")[1]
+    assert "no such folder" in refused("doctor", "--model", "nowhere")
+
+
+@pytest.mark.parametrize(
+    "size, words", [(64, "heads of 64, fused"), (48, "not fused for a prompt's chunks with 48")]
+)
+def test_heads_without_a_kernel_of_metals_are_named(monkeypatch, size, words):
+    monkeypatch.setattr(diagnosis, "METAL", True)
+    assert words in diagnosis.kernels(make_llama(head_dim=size))

@@ -1,0 +1,90 @@
+"""What a server keeps of prompts by default, and whether that is what they take."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import SnapKV, Sparse, prefill
+from mlx_snapkv.caches.layers import file_bytes, memory_bytes
+from mlx_snapkv.planning import prefixes
+from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.machine import mac
+from mlx_snapkv.planning.prefixes import PrefixRoom, kept_bytes, prefix_room
+
+GB = 10**9
+SNAPKV = SnapKV(budget=200, n_sink=4, n_window=32, obs_window=32, lookahead=0)
+
+
+@pytest.fixture
+def of_8b():
+    """Layers as large as an 8B's, 131,072 bytes a token in half precision, and few weights."""
+    model = make_llama(
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        num_attention_heads=8,
+        head_dim=128,
+        max_position_embeddings=131_072,
+    )
+    model.set_dtype(mx.float16)
+    return model
+
+
+def test_a_prompt_of_an_8bs_context_fits_where_the_memory_allows(of_8b):
+    room = prefix_room(of_8b, {}, mac(64 << 30))
+    assert room.context == 131_072 and room.each == pytest.approx(131_072**2, rel=0.01)
+    assert room.limit == room.each and " hold 1 prompt of 131,072 tokens" in str(room)
+    half = mac(24 << 30).usable / 2
+    small = prefix_room(of_8b, {}, mac(24 << 30))
+    assert 0.9 * half < small.limit < half
+    assert "hold no prompt of 131,072 tokens, which takes 17.2 GB, but one of 6" in str(small)
+    quarter = prefix_room(of_8b, {"policy": Sparse(), "memory": "recall:4bit"}, mac(24 << 30))
+    assert quarter.each < room.each / 2 and " hold 1 prompt of" in str(quarter)
+
+
+def test_what_was_asked_for_is_kept_and_other_limits_hold(of_8b):
+    machine = mac(64 << 30)
+    assert prefix_room(of_8b, {}, machine, given=5 * GB).limit == 5 * GB
+    assert prefix_room(of_8b, {}, machine, max_kv_bytes=GB).limit == GB
+    short = prefix_room(of_8b, {}, machine, max_context=4096)
+    assert (short.limit, short.context) == (4 * GB, 4096)
+    assert str(short) == "prefix cache: 4 GB hold 7 prompts of 4,096 tokens"
+
+
+def test_entries_in_files_take_half_of_the_disk_at_most(of_8b, monkeypatch):
+    options = {"policy": Sparse(), "memory": "recall:file"}
+    disk = type("Disk", (), {"free": 30 * GB})
+    monkeypatch.setattr(prefixes.shutil, "disk_usage", lambda folder: disk)
+    assert prefix_room(of_8b, options, mac(8 << 30)).limit == 15 * GB
+    disk.free = 100 * GB
+    found = prefix_room(of_8b, options, mac(8 << 30))
+    assert found.limit == max(20 * GB, found.each)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+@pytest.mark.parametrize(
+    "config",
+    [
+        CompressionConfig(),
+        CompressionConfig(SNAPKV),
+        CompressionConfig(SNAPKV, "recall"),
+        CompressionConfig(Sparse(budget=200, n_window=32), "recall:file"),
+    ],
+    ids=["full", "drop", "recall", "file"],
+)
+def test_a_kept_prompt_takes_what_was_counted(make, config):
+    model, tokens = make(head_dim=32), mx.random.randint(0, 64, (2000,))
+    if config.policy is None:
+        cache = make_prompt_cache(model)
+        mx.eval(model(tokens[None], cache=cache))
+    elif config.is_sparse or not config.retains:
+        cache, _ = prefill(model, tokens, config.policy, memory=config.memory)
+    else:
+        cache, _ = prefill(model, tokens, sparse="budget=200,n_window=32", memory="recall")
+    taken = memory_bytes(cache) + file_bytes(cache)
+    assert kept_bytes(model, config, len(tokens)) == pytest.approx(taken, rel=0.25)
+
+
+def test_one_sentence_however_little_there_is():
+    assert str(PrefixRoom(100, 50, 200)).count("hold no prompt of 50 tokens") == 1
+    assert str(PrefixRoom(100, 50, 0)) == "prefix cache: 100 B"
