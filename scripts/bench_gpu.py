@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+from evaluation.tasks import contains
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv import SnapKVError, generate_step
 from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.demo.questions import contains, make_haystack, question_prompt
+from mlx_snapkv.demo.questions import make_haystack, question_prompt
 from mlx_snapkv.evals.methods import FULL
 from mlx_snapkv.planning.machine import this_machine
 from mlx_snapkv.planning.plan import Planner

@@ -13,6 +13,7 @@ from tiny_models import make_llama
 
 from mlx_snapkv.planning.machine import this_machine
 from mlx_snapkv.planning.units import format_bytes
+from mlx_snapkv.entries import device
 from mlx_snapkv.reporting import diagnosis
 
 
@@ -43,5 +44,5 @@ def test_it_is_a_table_which_a_models_attention_is_added_to(call, refused):
     "size, words", [(64, "heads of 64, fused"), (48, "not fused for a prompt's chunks with 48")]
 )
 def test_heads_without_a_kernel_of_metals_are_named(monkeypatch, size, words):
-    monkeypatch.setattr(diagnosis, "METAL", True)
+    monkeypatch.setattr(device, "used", device.GPU)
     assert words in diagnosis.kernels(make_llama(head_dim=size))

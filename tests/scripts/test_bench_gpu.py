@@ -4,10 +4,9 @@ import re
 import sys
 from pathlib import Path
 
+import bench_gpu
 import pytest
 import yaml
-
-from scripts import bench_gpu
 
 TEMPLATES = Path(__file__).parents[2] / ".github" / "ISSUE_TEMPLATE"
 
