@@ -14,7 +14,7 @@ from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
 from ..entries.queries import Queries
 from .compaction import Compaction
-from .stores import EntryView, JoinedView
+from .stores import Beginning, EntryView, JoinedView
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED = 16  # places all over the text, whose keys' spread it is made for
@@ -43,6 +43,12 @@ class FullView(Entries):
     def followed_by(self, view: EntryView) -> FullView:
         """The same entries with others behind them, without an index."""
         return FullView([self._entries, view], self.layer, self._compaction)
+
+    def beginning(self, n: int) -> FullView:
+        """The first `n` entries, ranked by the same index."""
+        view = FullView([Beginning(self._entries, n)], self.layer, self._compaction)
+        view.index = self.index
+        return view
 
     def is_far(self, start: int) -> bool:
         """Whether some entries are too far from queries from `start` on to be read where they are."""

@@ -84,7 +84,7 @@ def prefill(
             if prompt_cache is None:
                 cache = saved_forms(model, cache)
         elif config.retains:
-            cache = request.prompt_cache
+            cache, request.answers = request.prompt_cache, False
             read(request.model, tokens, request.caches, options)
             request.leave_entries()
             cache = lasting_forms(model, cache, config.memory)

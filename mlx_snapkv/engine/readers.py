@@ -43,6 +43,7 @@ class Request(Compression, ABC):
         caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.
         observes: queries are asked for.
         hook: makes the model's calls, if it is not the model itself.
+        answers: an answer follows; where entries are only left for requests to come, there is none.
         repetition: reads the prompt again, if the policy asks for that.
         report: what the compression did; empty before.
 
@@ -52,6 +53,7 @@ class Request(Compression, ABC):
     """
 
     hook: Call | None = None
+    answers = True
     repetition: Repetition | None = None
     _started: float | None = None
     _prefill_seconds: float | None = None

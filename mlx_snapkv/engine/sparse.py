@@ -16,6 +16,7 @@ from ..caches.memories import in_files
 from ..caches.sparse import SparseKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
 from ..entries.queries import Queries
+from ..models.patch import recording
 from ..policies.budgets import UNLIMITED, Quota
 from ..policies.sparse import LAST
 from .compress import Choice
@@ -24,17 +25,28 @@ from .retaining import RetainingReader
 from .self_speculation import SelfSpeculation
 
 SHARED, PAGES = 128, 4  # entries of a page that all heads read, and how many such pages
+AGAIN = 64  # of the prompt's latest tokens, which beyond the trained length are read again, as the answer's are
+TOGETHER = 8  # of those, which choose together
 
 
 class SparseReader(RetainingReader):
-    """Reads on caches that choose for each chunk, or, with read="dense", on the caller's own; the answer chooses."""
+    """Reads on caches that choose for each chunk, or, with read="dense", on the caller's own; the answer chooses.
+
+    Beyond the trained length the question's tokens, too, have to read what they ask for where every head finds it: the
+    prompt's latest tokens are read a second time, on the answer's caches, before its last one is.
+    """
+
+    # Caches without the latest tokens' part, but for entries, and those tokens `(1, n)` each.
+    _before_latest: list | None = None
+    _latest: list[mx.array]
 
     def _prepare(self, quotas: list[Quota]) -> None:
         super()._prepare(quotas)
+        self._latest = []
         if not self.sparse.reads_little:
             return
         n_prompt = self.plan.n_prompt
-        self._last_from = n_prompt - LAST
+        self._last_from, self._again_from = n_prompt - LAST, n_prompt - AGAIN
         reach = self.sparse.reach(n_prompt).within(self._most)
         bounded = in_files(self.config.memory) or self._length is not None
         last = reach.of_last(bounded).within(self._most)
@@ -87,14 +99,37 @@ class SparseReader(RetainingReader):
         return self.policy
 
     def _read(self, inputs: mx.array, cache: list) -> mx.array:
-        """The model's call for tokens `(1, L)` of the prompt; the last ones read more, in a call of their own."""
+        """The model's call for tokens `(1, L)` of the prompt.
+
+        The last ones read more, in a call of their own, and the very last is read on the answer's caches where the
+        latest are.
+        """
         first = self.layers[0].cache_in(cache)
         n = self._last_from - first.offset
         if 0 < n < inputs.shape[1] and first.reads_some:
             self._pieces(inputs[:, :n], cache)
             mx.eval([c.state for c in cache])
             inputs = inputs[:, n:]
-        return self._pieces(inputs, cache)
+        if self._length is None:
+            return self._pieces(inputs, cache)
+        if self.answers and first.offset == self.plan.n_prompt - 1:
+            self.compress()
+            cache[:] = self.caches
+            return self._model(inputs, cache=cache)
+        return self._read_latest(inputs, cache)
+
+    def _read_latest(self, inputs: mx.array, cache: list) -> mx.array:
+        """The same, with those noted that are to be read again."""
+        n = max(0, self._again_from - self.layers[0].cache_in(cache).offset)
+        if n >= inputs.shape[1]:
+            return self._pieces(inputs, cache)
+        if n:
+            self._pieces(inputs[:, :n], cache)
+            mx.eval([c.state for c in cache])
+        if self._before_latest is None:
+            self._before_latest = copies_but_entries(cache, self.layers)
+        self._latest.append(inputs[:, n:])
+        return self._pieces(inputs[:, n:], cache)
 
     def choose(self) -> list[Choice]:
         """Nothing: the answer's tokens choose."""
@@ -122,16 +157,21 @@ class SparseReader(RetainingReader):
 
     def keep(self, choices: list[Choice]) -> None:
         """Caches whose tokens choose anew among all entries, instead of choices."""
-        self.caches[:] = copies_but_entries(self.caches, self.layers)
+        self.caches[:] = copies_but_entries(self._before_latest or self.caches, self.layers)
         self.offload()
         report = self.report
         shared = None if self._length is None else self._most_attended()
+        latest = mx.concatenate(self._latest, axis=1) if self._latest else mx.zeros((1, 0))
         for layer, quota in zip(self.layers, self.decode_quotas):
-            cache = self._choosing(layer, quota, shared)
+            cache = self._choosing(layer, quota, shared, latest.shape[1])
             layer.put(self.caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
+        with recording(self._observed):
+            for start in range(0, latest.shape[1], TOGETHER):
+                mx.eval(self._model(latest[:, start : start + TOGETHER], cache=self.caches))
+        self._before_latest, self._latest = None, []
 
     def begin_answer(self) -> None:
         super().begin_answer()
@@ -148,10 +188,13 @@ class SparseReader(RetainingReader):
         self.report.kv_bytes_staying -= sum(cache.index_nbytes for cache in kept)
 
     def _choosing(
-        self, layer: AttentionLayer, quota: Quota, shared: mx.array | None
+        self, layer: AttentionLayer, quota: Quota, shared: mx.array | None, n_latest: int
     ) -> SparseKVCache:
-        """A cache whose tokens choose `quota` entries anew among all, beside those `shared` by all heads."""
+        """A cache whose tokens choose `quota` entries anew among all before the latest, beside those `shared` by all
+        heads."""
         view, cache = self.full_view(layer), layer.cache_in(self.prompt_cache)
+        if n_latest:
+            view = view.beginning(len(view) - n_latest)
         # All layers or none: mlx-lm makes one mask for them.
         weighs = self.sparse.rest is not None and all(map(SparseKVCache.can_weigh, self.layers))
         weighs &= self._length is None

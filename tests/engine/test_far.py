@@ -12,13 +12,16 @@ from model_configs import make_model
 from mlx_snapkv import Conversation, SnapKVError, generate_step, prefill
 from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.engine import sparse
+from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.engine.sparse import SparseReader
 from mlx_snapkv.models.rope import longest_trained_length, trained_length
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.policies.sparse import resolve_sparse
 
 LENGTH = 512
 READ = "keydiff:budget=96,block=128,n_sink=4,n_window=32"
@@ -232,3 +235,51 @@ def test_positions_stay_or_are_compacted_as_far_says(short):
         assert report.compressed and report.pulled_to == pulled
     cache, _ = prefill(model, tokens[:400], READ, far="pull")
     assert all(c.compaction.length == LENGTH for c in cache)
+
+
+def test_the_question_is_read_as_the_answer_is(short, monkeypatch):
+    """The prompt's latest tokens come a second time, to caches whose entries end before them, a few together."""
+    model, tokenizer = short
+    made, calls, init = [], [], SparseKVCache.__init__
+
+    def spied(self, everything, *args, **options):
+        init(self, everything, *args, **options)
+        made.append((len(everything), self))
+
+    monkeypatch.setattr(SparseKVCache, "__init__", spied)
+    choice = SparseKVCache.choice
+    monkeypatch.setattr(
+        SparseKVCache,
+        "choice",
+        lambda self, captured: (
+            calls.append((self, captured.heads.shape[2])) or choice(self, captured)
+        ),
+    )
+    tokens = mx.array(tokenizer.encode(make_haystack(tokenizer, random.Random(3), 4, 3000)[0]))
+    steps = list(
+        generate_step(tokens, model, max_tokens=3, sparse="budget=96,n_sink=4,n_window=32")
+    )
+    assert len(steps) == 3
+    n, cache = made[0]
+    # All but the last token had been read.
+    assert n == tokens.size - 1 - (sparse.AGAIN - 1) and len(made) == len(model.layers)
+    pieces = [L for who, L in calls if who is cache]
+    assert pieces[:8] == [sparse.TOGETHER] * 7 + [7] and set(pieces[8:]) == {1}
+
+
+def test_a_hybrid_s_linear_layers_read_the_question_once():
+    model, tokenizer = load(
+        str(MODELS["demo-qwen3-next"]), model_config={"max_position_embeddings": LENGTH}
+    )
+    model.set_dtype(mx.float32)
+    tokens = mx.array(tokenizer.encode(make_haystack(tokenizer, random.Random(3), 4, 1500)[0]))
+    config = CompressionConfig(resolve_sparse("budget=96,n_sink=4,n_window=32"), "recall")
+    request = make_request(model, config, tokens.size, None)
+    with request.recording():
+        request.model(tokens[None, :-1], request.caches)
+        request.model(tokens[None, -1:], request.caches)
+    plain = make_prompt_cache(model)
+    model(tokens[None], cache=plain)
+    # The first layer's states don't depend on what attention layers read.
+    for ours, wanted in zip(request.caches[0].cache, plain[0].cache, strict=True):
+        assert mx.allclose(ours, wanted, rtol=0, atol=5e-7).item()
