@@ -135,8 +135,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         places = mx.arange(among.start * PAGE + PAGE // 2, among.stop * PAGE, PAGE)
         means = self._view.turned(means, mx.broadcast_to(places, (B, H, places.size)), start)
         queries = captured.heads[:, :, :: -max(1, self._n_new // SAMPLED)].astype(mx.float32)
-        logits = queries.reshape(B, H, -1, D) * captured.scale @ means.mT
-        shares = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).max(axis=2)
+        shares = _largest_shares(queries.reshape(B, H, -1, D) * captured.scale, means)
         best = mx.argpartition(-shares, n - 1, axis=-1)[..., :n]
         return best.astype(mx.uint32) + among.start
 
@@ -178,3 +177,18 @@ class SparsePrefillKVCache(Choosing, LayerCache):
 
     def is_trimmable(self) -> bool:
         return False
+
+
+def _largest_shares(queries: mx.array, means: mx.array) -> mx.array:
+    """Logarithms of the largest share of any query's attention that a page's mean key gets: `(B, n_kv_heads, pages)`.
+
+    Queries `(B, n_kv_heads, n, head_dim)`, float32 and scaled, come a few at a time: the logits of all would take
+    several times the memory of the means.
+    """
+    few = max(1, queries.shape[3] // 2)
+    largest: list[mx.array] = []
+    for start in range(0, queries.shape[2], few):
+        logits = mx.depends(queries[:, :, start : start + few], largest) @ means.mT
+        shares = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).max(axis=2)
+        largest = [mx.maximum(shares, *largest) if largest else shares]
+    return largest[0]
