@@ -12,6 +12,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +23,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from results_page import Result, clock, shared_options
 
 from mlx_snapkv import generate_step
-from mlx_snapkv.caches import full_view
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
+from mlx_snapkv.entries import device
 from mlx_snapkv.evals.divergence import divergence
 from mlx_snapkv.evals.tables import grouped
 
@@ -35,8 +36,8 @@ LAST_TOKENS = 64  # of a prompt, which hold its question and are read for every 
 ONCE, SPARSE = "snapkv:budget={}%", "budget={}%,read=dense"
 # By name: options of an answer that reads so many percent, and the fewest entries that an index is asked for.
 WAYS = {
-    "SnapKV, once": ({"policy": ONCE, "memory": "recall"}, full_view.FEW),
-    "sparse, by its votes": ({"sparse": SPARSE}, full_view.FEW),
+    "SnapKV, once": ({"policy": ONCE, "memory": "recall"}, device.used.exact_votes),
+    "sparse, by its votes": ({"sparse": SPARSE}, device.used.exact_votes),
     "sparse, by the index": ({"sparse": SPARSE}, 0),
 }
 
@@ -86,7 +87,7 @@ def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[s
     full, plain_seconds = answered(model, caches, last, tokens)
     for share, (way, (options, few)) in itertools.product(shares, WAYS.items()):
         given = {name: text.format(100 / share) for name, text in options.items()}
-        with patch.object(full_view, "FEW", few):
+        with patch.object(device, "used", replace(device.used, exact_votes=few)):
             found, seconds = answered(model, caches, last, tokens, **given)
         same = mx.argmax(full, axis=-1) == mx.argmax(found, axis=-1)
         yield {

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..entries import device
 from ..entries.attention import latest_votes
 from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
@@ -19,7 +20,6 @@ from .stores import Beginning, EntryView, JoinedView
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED = 16  # places all over the text, whose keys' spread it is made for
 ANY = 1 << 62  # positions that queries and keys may be apart
-FEW = 8192  # entries whose exact votes cost no more than an index
 
 
 class FullView(Entries):
@@ -35,7 +35,7 @@ class FullView(Entries):
         super().__init__(None, None, layer=layer)
         self._compaction = compaction or Compaction(ANY)
         self._entries = JoinedView(views)
-        self.index = index if len(self) > FEW else None
+        self.index = index if len(self) > device.used.exact_votes else None
 
     def __len__(self) -> int:
         return self._entries.n_entries
@@ -86,7 +86,7 @@ class FullView(Entries):
         """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`, their readers in turn; None if the
         keys are few."""
         n = len(self)
-        if n <= FEW:
+        if n <= device.used.exact_votes:
             return None
         length = SAMPLE // SAMPLED
         starts = range(0, n, math.ceil(n / SAMPLED))
@@ -102,7 +102,7 @@ class FullView(Entries):
     def grown_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
         """An index of the first keys with the others added, or what `make_index` makes if it is outgrown or none."""
         n = len(self)
-        if index is None or n <= FEW or index.outgrown_by(n):
+        if index is None or n <= device.used.exact_votes or index.outgrown_by(n):
             return self.make_index(queries)
         for start in range(len(index), n, READ_TOKENS):
             index.append(self.read_keys(start, min(start + READ_TOKENS, n)))

@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.full_view import FEW, FullView
+from ..caches.full_view import FullView
 from ..caches.layers import (
     AttentionLayer,
     copies_but_entries,
@@ -15,6 +15,7 @@ from ..caches.layers import (
 from ..caches.memories import in_files
 from ..caches.sparse import SparseKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
+from ..entries import device
 from ..entries.queries import Queries
 from ..models.patch import recording
 from ..policies.budgets import UNLIMITED, Quota
@@ -217,7 +218,7 @@ class SparseReader(RetainingReader):
         for layer in self.layers:
             view = self.full_view(layer)
             entries = view.voted_by(self._voters(layer, view))
-            entries.budget = max(quota.entries, FEW)
+            entries.budget = max(quota.entries, device.used.exact_votes)
             votes = mx.unflatten(
                 entries.votes[..., first * SHARED : last * SHARED], -1, (-1, SHARED)
             )

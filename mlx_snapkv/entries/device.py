@@ -25,6 +25,8 @@ class Device:
         largest_chunk: tokens of a prompt to read at a time at most. A chunk's attention also computes what the causal
             mask hides: on a CPU a prompt is read faster in smaller chunks (docs/benchmarks.md), which would leave a
             large GPU idle.
+        exact_votes: entries whose exact votes for a token cost no more than those by an index. A GPU waits for memory,
+            and a float32 copy of half-precision keys is several times what attention itself reads.
         multiplies_codes: MLX has products with batches of quantised arrays. On CUDA it has none (0.32).
         fused: head sizes whose attention MLX computes, for many queries, without storing their scores (MLX 0.32). A CPU
             has no such kernel.
@@ -35,6 +37,7 @@ class Device:
     scales_logits: bool
     blockwise: bool
     largest_chunk: int
+    exact_votes: int
     multiplies_codes: bool
     fused: tuple[int, ...]
 
@@ -45,6 +48,7 @@ CPU = Device(
     scales_logits=False,
     blockwise=True,
     largest_chunk=512,
+    exact_votes=8192,
     multiplies_codes=True,
     fused=(),
 )
@@ -54,6 +58,7 @@ GPU = Device(
     scales_logits=True,
     blockwise=False,
     largest_chunk=2048,
+    exact_votes=1024,
     multiplies_codes=not mx.cuda.is_available(),
     fused=(64, 80, 128),
 )

@@ -12,9 +12,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
-from ..caches.full_view import FEW
 from ..caches.layers import AttentionLayer, attention_layers, members, quotas_of, token_caches
 from ..caches.memories import in_files, memory_quantization
+from ..entries import device
 from ..entries.key_index import index_bytes
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
@@ -143,7 +143,7 @@ class Footprint:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
         if not self.config.retains:
             return 0
-        index = with_room(n) * self.sizes.of_index() if n > FEW else 0
+        index = with_room(n) * self.sizes.of_index() if n > device.used.exact_votes else 0
         return n * self.sizes.of_memory(self.config.memory) + index
 
     def kept(self, n_prompt: int) -> list[int]:

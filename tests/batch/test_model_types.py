@@ -2,11 +2,11 @@
 
 import pytest
 from batch_helpers import Run, prompts_of
+from entry_helpers import computing
 from model_configs import make_model
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.batch.generator import ALONE
-from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import members
 
 POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,lookahead=0"
@@ -26,7 +26,7 @@ CHOOSING = ["qwen3_next", "gpt_oss", "deepseek_v3", "gemma3n"]
     ],
 )
 def test_a_batch_answers_as_each_alone(name, memory, few, monkeypatch):
-    monkeypatch.setattr(full_view, "FEW", few)
+    computing(monkeypatch, exact_votes=few)
     model = make_model(name)
     prompts = prompts_of(40, 30, 55, vocab_size=120)
     try:

@@ -5,6 +5,7 @@ import copy
 import mlx.core as mx
 import pytest
 from batch_helpers import Run, prompts_of
+from entry_helpers import computing
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_unpatched
 from tiny_models import make_llama, make_qwen
@@ -73,7 +74,7 @@ def test_several_go_on_with_the_index_of_what_one_has_read(model, memory, monkey
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(full_view, "FEW", 100)
+    computing(monkeypatch, exact_votes=100)
     monkeypatch.setattr(full_view, "KeyIndex", Counted)
     (document,) = prompts_of(200)
     prefixes, run = PrefixCache(1 << 32), Run(model, SPARSE, turns=True, memory=memory)

@@ -7,6 +7,7 @@ import batch_helpers
 import mlx.core as mx
 import pytest
 from batch_file_helpers import COMPLETIONS, SNAPKV, answer, chat, line, read, said, text, write
+from entry_helpers import computing
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, Sparse
@@ -153,8 +154,7 @@ def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, m
 
 
 def test_the_index_of_a_recalled_request_is_counted(demo_llama, monkeypatch):
-    for module in ("planning.footprint", "caches.full_view"):
-        monkeypatch.setattr(f"mlx_snapkv.{module}.FEW", 1000)
+    computing(monkeypatch, exact_votes=1000)
     options = options_of(Sparse(budget=256), memory="recall:file") | {"prefill_step_size": 64}
     run = batch_helpers.Run(demo_llama[0], **options)
     (uid,) = run.insert(batch_helpers.prompts_of(2000), 40)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import reference
 from batch_helpers import Run, prompts_of
+from entry_helpers import computing
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import steps
 from tiny_models import make_llama
 
 from mlx_snapkv import Sparse
-from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches import sparse as module
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
@@ -32,7 +32,7 @@ TOKENS = mx.random.randint(0, 64, (N + 120,), key=mx.random.key(0))
 @pytest.fixture(params=[True, False], ids=["index", "no index"])
 def index(request, monkeypatch):
     """Whether what the answer chooses from has an index."""
-    monkeypatch.setattr(full_view, "FEW", 0 if request.param else 8192)
+    computing(monkeypatch, exact_votes=0 if request.param else 8192)
     return request.param
 
 

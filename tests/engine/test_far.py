@@ -5,6 +5,7 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
+from entry_helpers import computing
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
@@ -95,7 +96,7 @@ def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
 @pytest.mark.parametrize("memory, few", [("recall", 0), ("recall:file", 8192)])
 def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory, few, monkeypatch):
     """No key that is read, of a chunk or a token, stands farther from its queries than the trained length."""
-    monkeypatch.setattr(full_view, "FEW", few)
+    computing(monkeypatch, exact_votes=few)
     turned, lined_up = [], full_view.FullView.lined_up
 
     def seen(self, places, start, end):

@@ -4,12 +4,12 @@ import gc
 
 import mlx.core as mx
 import pytest
+from entry_helpers import computing
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, plain, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import prefill
-from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.book import BookKVCache
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
@@ -100,7 +100,7 @@ def test_memory_stays_flat_while_a_prompt_is_read():
 
 
 def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, monkeypatch):
-    monkeypatch.setattr(full_view, "FEW", 64)
+    computing(monkeypatch, exact_votes=64)
     made, make = [], FullView.make_index
     monkeypatch.setattr(
         FullView, "make_index", lambda self, queries: made.append(len(self)) or make(self, queries)

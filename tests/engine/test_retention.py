@@ -6,13 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
+from entry_helpers import computing
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, prefill
-from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import layer_caches
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.sparse import SparseKVCache
@@ -245,7 +245,7 @@ WAYS = [
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, monkeypatch):
     """Every array once: what a token reads, the index among it, and beside that what stays."""
-    monkeypatch.setattr(full_view, "FEW", few)
+    computing(monkeypatch, exact_votes=few)
     own = dict(options)
     method = resolve_method(policy=own.pop("policy", None), sparse=own.pop("sparse", None))
     config, _ = CompressionConfig.taken_from(own, method, turns=True)

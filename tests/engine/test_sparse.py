@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
+from entry_helpers import computing
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
@@ -13,7 +14,6 @@ from request_helpers import assert_same, fail_in, plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, generate_step, stream_generate
-from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
@@ -38,7 +38,7 @@ FAMILIES = "llama deepseek_v3 gpt_oss qwen3_next gemma2 gemma3n minicpm3 gpt2".s
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_room_for_all_but_one_it_is_the_full_answer(name, index, monkeypatch):
-    monkeypatch.setattr(full_view, "FEW", 0 if index else 8192)
+    computing(monkeypatch, exact_votes=0 if index else 8192)
     model = make_model(name)
     prompt = random_tokens(100)
     full = plain(model, prompt, 8)

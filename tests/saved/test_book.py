@@ -4,13 +4,13 @@ import shutil
 
 import pytest
 from disk_helpers import full_disk
+from entry_helpers import computing
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from request_helpers import assert_same, plain, steps
 from saved_helpers import question, saved_file
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, prefill, saved
-from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.book import BookKVCache
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.policies import Sparse
@@ -77,7 +77,7 @@ def test_a_policy_chooses_from_a_book_s_entries(path, tokens, memory):
 
 
 def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch):
-    monkeypatch.setattr(full_view, "FEW", 50)
+    computing(monkeypatch, exact_votes=50)
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
     options = {"sparse": SPARSE, "memory": "recall:file"}
