@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 from tiny_models import make_llama
 
+from mlx_snapkv.entries import device
 from mlx_snapkv.planning.machine import this_machine
 from mlx_snapkv.planning.units import format_bytes
-from mlx_snapkv.entries import device
 from mlx_snapkv.reporting import diagnosis
 
 
