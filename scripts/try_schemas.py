@@ -21,7 +21,8 @@ from jsonschema import validators
 
 from mlx_snapkv import stream_generate
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.completions.constraint import Constraint, json_form
+from mlx_snapkv.completions.constraint import Constraint
+from mlx_snapkv.completions.grammar import json_form
 from mlx_snapkv.completions.request import initial_state
 from mlx_snapkv.errors import SnapKVError
 

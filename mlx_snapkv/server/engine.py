@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..completions.body import ChatBody, CommonBody, CompletionBody
-from ..completions.constraint import Form
+from ..completions.grammar import Form
 from ..completions.request import Defaults, chat_tokens, completion_request
 from ..errors import SnapKVError, sentence
 from ..several.ranks import ALONE, Ranks
