@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from acting_server import acting
-from scripted_server import scripted_server
+from acting_server import acting, answering
 from server_helpers import serving
 
 from mlx_snapkv.demo.questions import make_haystack
@@ -26,7 +25,7 @@ def agent():
 @pytest.fixture(scope="session")
 def scripted():
     """A server whose model gives the answer of the test, under chat templates of several families."""
-    with scripted_server() as found:
+    with answering() as found:
         yield found
 
 

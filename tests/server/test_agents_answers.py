@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from scripted_server import ASKED, CHAT, MESSAGES, OPEN, TEXT, calls, user
+from acting_server import CHAT, MESSAGES, TEXT
+from agent_messages import ASKED, OPEN, calls, user
 
 
 @pytest.mark.parametrize("family", ["thinking", "ending"])

@@ -4,7 +4,8 @@ import gzip
 import json
 import zlib
 
-from scripted_server import CHAT, TEXT, user
+from acting_server import CHAT, TEXT
+from agent_messages import user
 from server_helpers import serving
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from scripted_server import ASKED, CHAT, MESSAGES, OPEN, PATHS, RESPONSES, TEXT, calls, user
+from acting_server import CHAT, MESSAGES, RESPONSES, TEXT
+from agent_messages import ASKED, OPEN, PATHS, calls, user
 
 CASES = yaml.safe_load(
     (Path(__file__).parents[1] / "fixtures" / "agents_requests.yaml").read_text()
