@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.generate import BatchResponse as MlxBatchResponse
+from mlx_lm.generate import BatchStats
 from mlx_lm.generate import batch_generate as mlx_batch_generate
 
 from ..engine.generate import figures
@@ -14,6 +15,7 @@ from ..engine.request import NO_POLICY_REASON
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.auto import BATCH, resolve
+from ..planning.config import CompressionConfig
 from ..policies import Policy, SnapKV, Sparse, Stages
 from .generator import CompressedBatchGenerator
 
@@ -54,57 +56,41 @@ def batch_generate(
 
     Raises: SnapKVError: options, models or prompts can't be served; nothing has been read then.
     """
-    given = [list(prompt) for prompt in prompts]
-    if [] in given:
-        raise SnapKVError(f"prompt {given.index([])} is empty: give at least one token")
-    longest = max(map(len, given), default=0)
-    most = max_tokens if isinstance(max_tokens, int) else max(max_tokens, default=0)
-    how: dict[str, Any] = {
-        "snapkv": snapkv,
-        "policy": policy,
-        "sparse": sparse,
-        "max_tokens": most,
-    }
-    config, others, _ = resolve(model, longest, BATCH, kwargs, **how)
-    chosen = config.policy
-    on_report = on_report or (lambda report: None)
-    if chosen is None:
+    token_lists = [list(prompt) for prompt in prompts]
+    if [] in token_lists:
+        raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    longest, most = max(map(len, token_lists), default=0), max(limits, default=0)
+    config, options, _ = resolve(
+        model, longest, BATCH, kwargs, snapkv=snapkv, policy=policy, sparse=sparse, max_tokens=most
+    )
+    report_to = on_report or (lambda report: None)
+    if config.policy is None:
         config.require(model)
-        for prompt in given:
-            on_report(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
-        wanted = return_prompt_caches, return_token_ids, return_logprobs
+        for prompt in token_lists:
+            report_to(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
         return mlx_batch_generate(
             model,
             tokenizer,
-            given,
+            token_lists,
             prompt_caches,
             max_tokens,
             verbose,
-            *wanted,
-            **taken_from(others)[1],
+            return_prompt_caches,
+            return_token_ids,
+            return_logprobs,
+            **taken_from(options)[1],
         )
-    reports: dict[int, CompressionReport] = {}
-    stops = [[token] for token in tokenizer.eos_token_ids]
-    others |= {"policy": chosen, "stop_tokens": stops, "on_report": reports.__setitem__}
-    generator = CompressedBatchGenerator(model, reads_first=True, **config.retention, **others)
-    with contextlib.closing(generator), generator.stats() as stats:
-        answers = [_Answer() for _ in given]
-        limits = [max_tokens] * len(given) if isinstance(max_tokens, int) else max_tokens
-        generator.insert(given, limits, caches=prompt_caches)  # which numbers them from 0
-        while responses := generator.next_generated():
-            for response in responses:
-                answers[response.uid].add(response, return_logprobs)
-    for uid in sorted(reports):
-        on_report(reports[uid])
+    answers, stats = _answer_all(
+        model, tokenizer, token_lists, limits, prompt_caches, config, options, return_logprobs
+    )
+    for answer in answers:
+        if answer.report is not None:
+            report_to(answer.report)
     if verbose:
-        print(f"{len(given)} of {len(given)} prompts answered{figures(stats)}")
-    return BatchResponse(
-        [tokenizer.decode(answer.tokens) for answer in answers],
-        stats,
-        [answer.prompt_cache for answer in answers] if return_prompt_caches else None,
-        [answer.tokens for answer in answers] if return_token_ids else None,
-        [answer.logprobs for answer in answers] if return_logprobs else None,
-        [answer.error for answer in answers],
+        print(f"{len(token_lists)} of {len(token_lists)} prompts answered{figures(stats)}")
+    return _response(
+        tokenizer, answers, stats, return_prompt_caches, return_token_ids, return_logprobs
     )
 
 
@@ -116,6 +102,7 @@ class _Answer:
     logprobs: list[float] = field(default_factory=list)
     prompt_cache: list[Any] = field(default_factory=list)
     error: Exception | None = None
+    report: CompressionReport | None = None
 
     def add(self, response: Any, with_logprobs: bool) -> None:
         self.prompt_cache, self.error = response.prompt_cache or [], response.error
@@ -123,3 +110,50 @@ class _Answer:
             self.tokens.append(response.token)
             if with_logprobs:
                 self.logprobs.append(response.logprobs[response.token].item())
+
+
+def _answer_all(
+    model,
+    tokenizer,
+    prompts: list[list[int]],
+    limits: list[int],
+    prompt_caches: list[list[Any]] | None,
+    config: CompressionConfig,
+    options: dict[str, Any],
+    with_logprobs: bool,
+) -> tuple[list[_Answer], BatchStats]:
+    """Each prompt's answer, of at most its limit's tokens, and the statistics of all; `options` are mlx-lm's."""
+    answers = [_Answer() for _ in prompts]
+    generator = CompressedBatchGenerator(
+        model,
+        policy=config.policy,
+        stop_tokens=[[token] for token in tokenizer.eos_token_ids],
+        on_report=lambda uid, report: setattr(answers[uid], "report", report),
+        reads_first=True,
+        **config.retention,
+        **options,
+    )
+    with contextlib.closing(generator), generator.stats() as stats:
+        generator.insert(prompts, limits, caches=prompt_caches)  # which numbers them from 0
+        while responses := generator.next_generated():
+            for response in responses:
+                answers[response.uid].add(response, with_logprobs)
+    return answers, stats
+
+
+def _response(
+    tokenizer,
+    answers: list[_Answer],
+    stats: BatchStats,
+    with_prompt_caches: bool,
+    with_token_ids: bool,
+    with_logprobs: bool,
+) -> BatchResponse:
+    return BatchResponse(
+        [tokenizer.decode(answer.tokens) for answer in answers],
+        stats,
+        [answer.prompt_cache for answer in answers] if with_prompt_caches else None,
+        [answer.tokens for answer in answers] if with_token_ids else None,
+        [answer.logprobs for answer in answers] if with_logprobs else None,
+        [answer.error for answer in answers],
+    )

@@ -117,10 +117,11 @@ class Run:
         if self.seed is not None:
             name = f"{self.seed} {line.custom_id}".encode(errors="replace")
             seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-        wanted = completion_request(line.body, self.tokenizer, self.defaults, seed, self._longest)
-        size = len(wanted.prompt), wanted.max_tokens
-        need = None if self._memory is None else self._memory.need(*size)
-        return Request(line, wanted, need, Completion(wanted, self.tokenizer))
+        asked = completion_request(line.body, self.tokenizer, self.defaults, seed, self._longest)
+        need = None
+        if self._memory is not None:
+            need = self._memory.need(len(asked.prompt), asked.max_tokens)
+        return Request(line, asked, need, Completion(asked, self.tokenizer))
 
     def _admit(self, requests: Iterator[Request]) -> bool:
         """Admit requests while they fit; whether there are any."""
@@ -133,13 +134,13 @@ class Run:
             if memory and need and memory.admit(need, others, held) is None:
                 self._waiting = request
                 break
-            wanted = request.asked
+            asked = request.asked
             try:
                 (uid,) = self._generator.insert(
-                    [wanted.prompt],
-                    [wanted.max_tokens],
-                    samplers=[wanted.sampler],  # type: ignore[list-item]  # None is greedy
-                    logits_processors=[wanted.processors],
+                    [asked.prompt],
+                    [asked.max_tokens],
+                    samplers=[asked.sampler],  # type: ignore[list-item]  # None is greedy
+                    logits_processors=[asked.processors],
                 )
                 self._active[uid] = request
             except SnapKVError as error:  # of the policy, about this prompt

@@ -78,13 +78,15 @@ class Conversation:
         _require_known(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
-        retention = {"memory": memory, "verify": verify, "far": far}
-        how = {
-            "policy": policy,
-            "sparse": sparse,
-            "max_tokens": generation.get("max_tokens", MAX_TOKENS),
-        }
-        config, _, _ = resolve(model, None, CONVERSATION, {**generation, **retention}, **how)
+        config, _, _ = resolve(
+            model,
+            None,
+            CONVERSATION,
+            {**generation, "memory": memory, "verify": verify, "far": far},
+            policy=policy,
+            sparse=sparse,
+            max_tokens=generation.get("max_tokens", MAX_TOKENS),
+        )
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
         self._rendered = Rendering(tokenizer)
         self.policy, self.memory, self.verify = config.policy, config.memory, config.verify
@@ -103,8 +105,7 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
-        kept = self.memory, self.verify, self.far
-        return CompressionConfig(self.policy, *kept, turns=True)
+        return CompressionConfig(self.policy, self.memory, self.verify, self.far, turns=True)
 
     def verify_answers(self, verify: str | None) -> None:
         """Let later answers be verified so, or not at all. Raises: SnapKVError: the memory or policy forbids it."""
@@ -243,12 +244,14 @@ class Conversation:
     ) -> Iterator[GenerationResponse]:
         before, text = Before(self), ""
         answered: list[int] = []
-        prompt = {"tokenizer": self.tokenizer, "prompt": mx.array(tokens)}
-        wanted = len(tokens), options.get("max_tokens", MAX_TOKENS), self._config
         responses = served(
-            partial(mlx_generate.stream_generate, **prompt),
+            partial(
+                mlx_generate.stream_generate, tokenizer=self.tokenizer, prompt=mx.array(tokens)
+            ),
             self.model,
-            *wanted,
+            len(tokens),
+            options.get("max_tokens", MAX_TOKENS),
+            self._config,
             partial(setattr, self, "report"),
             options | {"prompt_cache": self.prompt_cache},
         )

@@ -74,8 +74,18 @@ def batch(
         answers = AnswersFile(path, {"model": model.model, **about})
         loaded, tokenizer = model.load()
         sampling.generation(tokenizer)  # which finds mistakes
-        asked = answers, keywords | vars(cache), model.model, about, Defaults(**vars(sampling))
-        run = Run(loaded, tokenizer, *asked, files.concurrency, files.max_kv_bytes, seed=files.seed)
+        run = Run(
+            loaded,
+            tokenizer,
+            answers,
+            keywords | vars(cache),
+            model.model,
+            about,
+            Defaults(**vars(sampling)),
+            concurrency=files.concurrency,
+            max_kv_bytes=files.max_kv_bytes,
+            seed=files.seed,
+        )
         _answer(run, lines, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)

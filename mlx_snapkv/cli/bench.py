@@ -1,8 +1,10 @@
 """`mlx-snapkv bench`: the ways to hold a prompt's entries, side by side in one process."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from itertools import chain, product
-from typing import Any
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from .cache_options import each_method
 from .command import option
@@ -10,6 +12,9 @@ from .loading import load_model
 from .options import lengths
 from .process import listen
 from .results import ResultFiles, about, print_table, write_json, write_result
+
+if TYPE_CHECKING:
+    from ..policies import Method, Stages
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
 POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
@@ -40,6 +45,12 @@ class BenchOptions:
     steps: int = option("Tokens to decode per cache.", 50, min=1, max=200)
     output: str | None = option("Write OUTPUT.json, OUTPUT.md and a plot, OUTPUT.png.")
 
+    def methods(self) -> list[Method | Stages]:
+        """Those that were given, or else the default ones; SnapKVError if one can't be read."""
+        if self.policy or self.snapkv or self.sparse:
+            return each_method(self.policy, self.snapkv, self.sparse)
+        return each_method(POLICIES, sparse=SPARSE)
+
 
 def bench(*, options: BenchOptions) -> None:
     """Measure prefill and decoding by context length: the full cache, mlx-lm's own options, and policies, in turn."""
@@ -50,10 +61,9 @@ def bench(*, options: BenchOptions) -> None:
     from ..reporting.files import put_figure
     from .progress import StepBars
 
-    model, asked = options.model, (options.context, options.prompt_tokens, options.long_prompts)
-    given: Any = options.policy, options.snapkv, options.sparse
-    policies = each_method(*(given if any(given) else (POLICIES, None, SPARSE)))
-    for policy, n in product(policies, chain(*asked)):
+    model, policies = options.model, options.methods()
+    lengths = [*options.context, *options.prompt_tokens, *options.long_prompts]
+    for policy, n in product(policies, lengths):
         policy.prefill_quotas(n, 1)  # which finds mistakes
     endings = ".json", ".md", ".png"
     files = None if options.output is None else ResultFiles(options.output, endings)
@@ -69,7 +79,14 @@ def bench(*, options: BenchOptions) -> None:
             if files is not None:
                 write_json(files.base, result)
 
-        plan = Plan(*asked, policies, options.num_trials, options.steps)
+        plan = Plan(
+            contexts=options.context,
+            prompts=options.prompt_tokens,
+            long_prompts=options.long_prompts,
+            policies=policies,
+            trials=options.num_trials,
+            steps=options.steps,
+        )
         result["speed"] = measure_speed(loaded, plan, bars.start, done)
     print_table(speed(result["speed"]))
     if files is not None:

@@ -100,12 +100,12 @@ def each_method(
     """That of --snapkv, and those of every --policy and --sparse. Raises: SnapKVError: one can't be read."""
     from ..policies import resolve_method
 
-    given = [
+    methods = [
         resolve_method(snapkv),
         *(resolve_method(policy=text) for text in policy or []),
         *(resolve_method(sparse=text) for text in sparse or []),
     ]
-    return [each for each in given if each is not None]
+    return [method for method in methods if method is not None]
 
 
 @dataclass(frozen=True)
@@ -226,21 +226,32 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         n_prompt: int | None,
         task: str,
         say: Callable[[str], None],
-        given: dict[str, Any],
-        **how: Any,
+        generation: dict[str, Any],
+        max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        """What --policy auto changes of them, said in one line; a model's name will do.
+        """What --policy auto changes of them, said in one line.
 
-        Beside what is `given` as options of mlx-lm's, the arguments are those of `resolve`.
+        Args:
+            model: a loaded one, or the name of one.
+            n_prompt, task, max_tokens: as of `resolve`.
+            generation: mlx-lm's options.
         """
         from ..planning.auto import resolve
+        from ..planning.plan import MAX_TOKENS
         from .loading import load_without_weights, require_alone
 
         if not self.is_auto:
             return {}
         require_alone(policy=self.policy)
         model = load_without_weights(model) if isinstance(model, str) else model
-        how |= {"policy": self.policy, "kv_memory": self.kv_memory}
-        config, _, taken = resolve(model, n_prompt, task, given | self.retention(), **how)
-        say(in_flags(str(taken)))
+        config, _, recommendation = resolve(
+            model,
+            n_prompt,
+            task,
+            generation | self.retention(),
+            policy=self.policy,
+            max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
+            kv_memory=self.kv_memory,
+        )
+        say(in_flags(str(recommendation)))
         return {"policy": config.policy, **config.retention}

@@ -56,7 +56,6 @@ def cache_prompt(
     tokens = reading.wait_for(opening)
     keywords = {"policy": chosen, "memory": memory, "far": config.far, **vars(cache)}
     reading.warn(loaded, len(tokens), was_chosen=chosen is None, **keywords)
-    where = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
     cost = partial(file_cost, loaded, memory, saved_in=path.resolve().parent)
     with reading.bar(cost) as bar:
         read, report = _read(loaded, tokens, **keywords, prompt_progress_callback=bar)
@@ -64,20 +63,26 @@ def cache_prompt(
     used = report.policy if report.compressed else NO_POLICY
     if memory != "drop":
         notes["memory"], used = memory, str(chosen)
+    where = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
     writing, forms = writing_bar(reading.console), saved_forms(loaded, read)
     with writing as update:
         saved.save(path, loaded, forms, tokens, used, notes, update)
     if writing.done:
         where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
-    kept = report.entries_text
-    if memory != "drop":
-        chunks = (
-            "" if report.read_per_chunk is None else f", {report.read_per_chunk:,} read by a chunk"
-        )
-        kept = f"all {report.entries:,} entries{chunks}"
-    kept = f"{kept}{report.recall_text}" if report.compressed else f"full cache: {report.reason}"
     held = format_bytes(report.kv_bytes_after or kv_bytes(forms))
+    kept = _kept_text(report, memory)
     reading.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {held} | {where}")
+
+
+def _kept_text(report: CompressionReport, memory: str) -> str:
+    """What of the text's entries is saved."""
+    if not report.compressed:
+        return f"full cache: {report.reason}"
+    if memory == "drop":
+        return f"{report.entries_text}{report.recall_text}"
+    per_chunk = report.read_per_chunk
+    chunks = "" if per_chunk is None else f", {per_chunk:,} read by a chunk"
+    return f"all {report.entries:,} entries{chunks}{report.recall_text}"
 
 
 def _read(

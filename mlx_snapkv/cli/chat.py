@@ -39,8 +39,9 @@ def chat(
     cache.require(loaded)
     options.seed_sampling(seed)
     reading = Reading(quiet)
-    most = {"max_tokens": sampling.max_tokens}
-    keywords |= compression.take(loaded, None, "conversation", reading.say, vars(cache), **most)
+    keywords |= compression.take(
+        loaded, None, "conversation", reading.say, vars(cache), sampling.max_tokens
+    )
     keywords |= sampling.generation(tokenizer)
     conversation = Conversation(loaded, tokenizer, system=system_prompt, **keywords)
     session = Session(model.model, conversation, sampling, lines, reading, context)

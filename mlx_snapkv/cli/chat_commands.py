@@ -257,11 +257,17 @@ def _policy(session: Session, text: str) -> None:
         session.say(f"policy: {now.policy or 'none'}")
         return
     if text == AUTO:
-        own = {"memory": session.wanted["memory"], "far": now.far}
-        kv_memory = session.context.params["kv_memory"]
-        options = CompressionOptions(policy=AUTO, verify=now.verify, kv_memory=kv_memory, **own)
-        most = {"max_tokens": now.generation.get("max_tokens", 256)}
-        changes = options.take(now.model, None, CONVERSATION, session.say, now.generation, **most)
+        options = CompressionOptions(
+            policy=AUTO,
+            memory=session.wanted["memory"],
+            far=now.far,
+            verify=now.verify,
+            kv_memory=session.context.params["kv_memory"],
+        )
+        max_tokens = now.generation.get("max_tokens")
+        changes = options.take(
+            now.model, None, CONVERSATION, session.say, now.generation, max_tokens
+        )
     else:
         changes = {"policy": None if text == "none" else method_named(text)}
     policy = changes["policy"] or "none"

@@ -17,6 +17,7 @@ from .results import methods_of, print_table, require_page
 
 if TYPE_CHECKING:
     from ..evals.compare import Compared
+    from ..evals.methods import Method
 
 REMARK = (
     "Entries are per KV head. KL is the divergence from the full cache over the full cache's own answer, in nats per "
@@ -57,33 +58,27 @@ def compare(
     """
     from ..evals.compare import compare as compared
     from ..evals.compare import page
-    from ..planning.auto import worth_comparing
-    from ..policies import Sparse
 
-    path, retained = require_page(shown.output, ".html"), retention.retention()
-    methods_of(shown.policy, sparse=shown.sparse, **retained)  # which finds mistakes
+    path = require_page(shown.output, ".html")
+    methods_of(shown.policy, shown.sparse, retention=retention)  # which finds mistakes
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
-    policies, sparse = shown.policy, shown.sparse
-    if not policies and not sparse:
-        # Of a short prompt the default reads more than the policies keep, or all.
-        n, is_short = len(tokens), 4 * Sparse().entries(len(tokens)) > len(tokens)
-        policies, sparse = worth_comparing(n), ["budget=6.25%" if is_short else ""]
-        # A policy of blocks drops what --memory would keep, and only sparse attention drafts what is verified.
-        policies = policies[: 0 if retention.verify else 1 if retention.memory != "drop" else 2]
-    methods = methods_of(policies, sparse=sparse, **retained)
+    if shown.policy or shown.sparse:
+        methods = methods_of(shown.policy, shown.sparse, retention=retention)
+    else:
+        methods = _default_methods(len(tokens), retention)
     answers: list[Compared] = []
-    begun: set[str] = set()
-
-    def show(name: str, text: str) -> None:
-        # Not printed before: the bar of a reading is in between.
-        heading = "" if name in begun else f"── {name}\n"
-        begun.add(name)
-        print(*([] if shown.as_json else [heading, text]), sep="", end="", flush=True)
-
     with reading.bar() as update:
-        how = {"prefill_step_size": prefill_step_size, "prompt_progress_callback": update}
-        for answer in compared(loaded, tokenizer, tokens, methods, max_tokens, show, **how):
+        for answer in compared(
+            loaded,
+            tokenizer,
+            tokens,
+            methods,
+            max_tokens,
+            (lambda name, text: None) if shown.as_json else _Shown().add,
+            prefill_step_size=prefill_step_size,
+            prompt_progress_callback=update,
+        ):
             answers.append(answer)
             print("" if shown.as_json else "\n\n", end="", flush=True)
     table = _table(answers, len(tokens))
@@ -96,6 +91,36 @@ def compare(
     if path is not None:
         put_result(path, page(model.model, tokenizer, tokens, answers, table))
         reading.say(f"wrote {path}")
+
+
+def _default_methods(n_prompt: int, retention: cache_options.RetentionOptions) -> list[Method]:
+    """The full cache, sparse attention and two policies that suit the prompt's length."""
+    from ..planning.auto import worth_comparing
+    from ..policies import Sparse
+
+    # Of a short prompt the default reads more than the policies keep, or all.
+    is_short = 4 * Sparse().entries(n_prompt) > n_prompt
+    policies = worth_comparing(n_prompt)
+    if retention.verify:
+        policies = []  # only sparse attention drafts what is verified
+    elif retention.memory != "drop":
+        policies = policies[
+            :1
+        ]  # the second evicts while it reads, and --memory would keep everything
+    return methods_of(policies, ["budget=6.25%" if is_short else ""], retention=retention)
+
+
+class _Shown:
+    """Answers on stdout as they come, each below its method's name."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def add(self, name: str, text: str) -> None:
+        # Not printed before: the bar of a reading is in between.
+        heading = "" if name in self._names else f"── {name}\n"
+        self._names.add(name)
+        print(heading, text, sep="", end="", flush=True)
 
 
 def _table(answers: list[Compared], n_prompt: int) -> Table:

@@ -1,5 +1,7 @@
 """`mlx-snapkv demo`: one document's questions with all entries, with few kept, with few read, and the speed."""
 
+from __future__ import annotations
+
 import os
 import random
 import shlex
@@ -7,7 +9,7 @@ import shutil
 import sys
 import textwrap
 from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +20,9 @@ from ..paths import path_of, put, refusing
 from ..planning.units import format_bytes
 from .loading import load_model
 from .options import MOST, DocumentSeed, Facts, Model, adapt_tokenizer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SHARE = 16  # one entry in so many is kept, or read by a token
 READ_SHARE = 8  # of which a chunk of the prompt chooses one in so many
@@ -43,10 +48,7 @@ def demo(
     """
     from rich.console import Console
     from rich.progress import track
-    from rich.table import Table
 
-    from ..policies import SnapKV, Sparse
-    from ..policies.sparse import LAST
     from .progress import PALETTE, stderr_console
 
     console = Console(highlight=False, theme=PALETTE)
@@ -56,27 +58,56 @@ def demo(
     if save_document is not None:
         _save(document, save_document)
     n = len(question_prompt(tokenizer, document, facts[0].question))
-    # The answers are short: with a lookahead the full cache would give them.
-    snapkv: Any = {"policy": SnapKV(budget=n // SHARE, obs_window=32, lookahead=0)}
-    sparse: Any = {"sparse": Sparse(budget=n // SHARE, read_top_k=n // READ_SHARE)}
-    caches = {FULL: {}, SMALL: snapkv, SPARSE: sparse}
-    console.print(
-        f"A document of about {n:,} tokens hides {len(facts)} facts. Three chats ask for them one after the other: "
+    console.print(_announced(n, len(facts)))
+    chats = _chats(n)
+    columns = [
+        _column(loaded, tokenizer, document, facts, options)
+        for options in track(chats.values(), "asking", console=stderr_console(), transient=True)
+    ]
+    console.print(_table(facts, dict(zip(chats, columns))))
+    console.print(_speed(loaded))
+    next_steps = _next_steps(model, save_document, facts[0].question, n)
+    console.print(next_steps, soft_wrap=True, markup=False)
+
+
+def _chats(n_prompt: int) -> dict[str, dict[str, Any]]:
+    """By the name of its column, the options of each `Conversation`."""
+    from ..policies import SnapKV, Sparse
+
+    few = n_prompt // SHARE
+    return {
+        FULL: {},
+        # The answers are short: with a lookahead the full cache would give them.
+        SMALL: {"policy": SnapKV(budget=few, obs_window=32, lookahead=0)},
+        SPARSE: {"sparse": Sparse(budget=few, read_top_k=n_prompt // READ_SHARE)},
+    }
+
+
+def _announced(n_prompt: int, n_facts: int) -> str:
+    from ..policies.sparse import LAST
+
+    return (
+        f"A document of about {n_prompt:,} tokens hides {n_facts} facts. Three chats ask for them one after the other: "
         f"with all entries, with 1/{SHARE} that SnapKV keeps, and with sparse attention: all entries stay, and chunks "
         f"of the prompt, except its last {LAST} tokens, and tokens of the answer choose which few they read."
     )
-    columns = [
-        _column(loaded, tokenizer, document, facts, options)
-        for options in track(caches.values(), "asking", console=stderr_console(), transient=True)
-    ]
-    table = Table("question", "hidden", *caches)
+
+
+def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
+    """The chats beside each other: a line for each fact, then their figures."""
+    from rich.table import Table
+
+    table = Table("question", "hidden", *columns)
     names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
     names += [("right", ""), ("entries read by a chunk", ""), ("entries read by a token", "")]
     names += [("KV memory between turns", "")]
-    for i, (name, *cells) in enumerate(zip(names, *columns), start=1):
+    for i, (name, *cells) in enumerate(zip(names, *columns.values()), start=1):
         table.add_row(*name, *cells, end_section=i == len(facts))
-    console.print(table)
-    console.print(_speed(loaded))
+    return table
+
+
+def _next_steps(model: str, save_document: str | None, question: str, n_prompt: int) -> str:
+    """The commands for one's own model and text, and for the document if it was saved."""
     here = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
     program = "mlx-snapkv" if shutil.which("mlx-snapkv") else here
     lines = [
@@ -85,10 +116,11 @@ def demo(
         f"  {program} chat --model MODEL --policy auto",
     ]
     if save_document is not None:
-        file, question = shlex.quote(save_document), shlex.quote(facts[0].question)
-        asked = f"{program} generate --model {model} --prompt-file {file} --prompt {question}"
-        lines.append(f"Ask again: {asked} --snapkv budget={n // SHARE},obs_window=32,lookahead=0")
-    console.print("\n".join(lines), soft_wrap=True, markup=False)
+        file, question = shlex.quote(save_document), shlex.quote(question)
+        command = f"{program} generate --model {model} --prompt-file {file} --prompt {question}"
+        snapkv = f"budget={n_prompt // SHARE},obs_window=32,lookahead=0"
+        lines.append(f"Ask again: {command} --snapkv {snapkv}")
+    return "\n".join(lines)
 
 
 def _save(document: str, name: str) -> None:

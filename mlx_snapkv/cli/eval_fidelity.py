@@ -56,7 +56,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     from ..evals.texts import Texts
 
     settings = list(dict.fromkeys(options.setting or [measuring.TEXT]))
-    methods = methods_of(options.policy, [options.length], sparse=options.sparse)
+    methods = methods_of(options.policy, options.sparse, lengths=[options.length])
     if len(methods) == 1:
         raise SnapKVError(
             "eval fidelity needs --policy or --sparse: what is compared with the full cache"
@@ -70,9 +70,24 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     n_following = options.continuation + 1
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     questions = options.question or list(QUESTIONS)
-    same = {name: getattr(options, name) for name in ("text", "length", "continuation", "model")}
-    fixed = {"task": "fidelity", **same, "texts": texts.digest, "questions": questions}
-    fixed["judged"] = measuring.AFTER  # records that count the tokens before it are another run's
-    asked = pieces, methods, settings, questions, options.continuation
-    ask = partial(measuring.run, model, tokenizer, *asked)
-    result.measure(files, fixed, len(pieces), ask, measuring.PAGE)
+    fixed = {
+        "task": "fidelity",
+        "text": options.text,
+        "length": options.length,
+        "continuation": options.continuation,
+        "model": options.model,
+        "texts": texts.digest,
+        "questions": questions,
+        "judged": measuring.AFTER,  # records that count the tokens before it are another run's
+    }
+    run = partial(
+        measuring.run,
+        model,
+        tokenizer,
+        pieces,
+        methods,
+        settings,
+        questions,
+        options.continuation,
+    )
+    result.measure(files, fixed, len(pieces), run, measuring.PAGE)

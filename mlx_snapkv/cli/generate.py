@@ -17,6 +17,7 @@ from .prompts import PromptOptions, read_file
 from .reading import Reading
 
 if TYPE_CHECKING:
+    from ..entries.quantization import Quantization
     from .saved_start import SavedStart
 
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
@@ -72,7 +73,8 @@ def _constrained(
 ) -> dict[str, Any]:
     """Options of `stream_generate` for an answer that obeys a schema; SnapKVError if it can't be enforced."""
     from ..completions.chat_template import Rendered, initial_state
-    from ..completions.constraint import Constraint, json_form
+    from ..completions.constraint import Constraint
+    from ..completions.grammar import json_form
 
     if prompt.prefill_response is not None:
         raise SnapKVError("--json-schema constrains a whole answer: drop --prefill-response")
@@ -112,7 +114,6 @@ def generate(
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
     from ..several.ranks import here
-    from .saved_start import SavedStart
 
     keywords, file = compression.keywords(), prompt.prompt_cache_file
     keywords |= cache.generation(keywords["policy"])
@@ -128,13 +129,12 @@ def generate(
         keywords |= compression.take(
             loaded, len(tokens), "question", reading.say, keywords, max_tokens=sampling.max_tokens
         )
-        was_chosen = compression.is_auto and keywords["policy"] is None
-        asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
-        reading.warn(loaded, len(tokens), **asked)
+        full_is_best = compression.is_auto and keywords["policy"] is None
+        reading.warn(
+            loaded, len(tokens), was_chosen=full_is_best, max_tokens=sampling.max_tokens, **keywords
+        )
     else:
-        names = "policy", "memory", "verify"
-        chosen = *(keywords[name] for name in names), cache.quantization
-        start = SavedStart(file, model.model, loaded, *chosen)
+        start = _saved_start(file, model.model, loaded, keywords, cache.quantization)
         keywords |= start.options
         if compression.is_auto:
             reading.say(f"note: --policy auto has no effect on {file}, which continues as saved")
@@ -148,6 +148,27 @@ def generate(
         keywords |= _constrained(schema, tokenizer, text, tokens, prompt, sampling.max_tokens)
     hint = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
     _Answer(model.model, keywords, start, output, hint).print(loaded, tokenizer, tokens, reading)
+
+
+def _saved_start(
+    file: str,
+    model_name: str,
+    model: Any,
+    keywords: dict[str, Any],
+    quantization: Quantization | None,
+) -> SavedStart:
+    """The saved prompt of a file, for an answer with these keywords of `stream_generate`."""
+    from .saved_start import SavedStart
+
+    return SavedStart(
+        file,
+        model_name,
+        model,
+        keywords["policy"],
+        keywords["memory"],
+        keywords["verify"],
+        quantization,
+    )
 
 
 @dataclass
@@ -229,7 +250,7 @@ class _Answer:
 
     def _to_dict(self) -> dict[str, Any]:
         report = self.reports[0] if self._continued is None else self._continued.report
-        found = {
+        answer = {
             "model": self.name,
             "text": "".join(self.texts),
             **{name: getattr(self.last, name) for name in FIGURES},
@@ -239,5 +260,5 @@ class _Answer:
             "prompt_cache": self.start and self.start.to_dict(),
         }
         if any(constraint.is_cut for constraint in self.keywords.get("logits_processors", ())):
-            found["finish_reason"] = "length"
-        return {name: value for name, value in found.items() if value is not None}
+            answer["finish_reason"] = "length"
+        return {name: value for name, value in answer.items() if value is not None}

@@ -65,27 +65,43 @@ def inspect(
     path = require_page(shown.output, ".html", ".png")
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
-    found = []
+    inspections = []
     for policy in chosen:
         with reading.bar() as update:
-            how: Any = {"prefill_step_size": prefill_step_size, "prompt_progress_callback": update}
-            given = loaded, tokenizer, tokens, max_tokens
-            found.append(inspect_prompt(*given, policy=policy, **how))  # type: ignore[arg-type]
+            inspection = inspect_prompt(
+                loaded,
+                tokenizer,
+                tokens,
+                max_tokens,
+                policy=policy,  # type: ignore[arg-type]
+                prefill_step_size=prefill_step_size,
+                prompt_progress_callback=update,
+            )
+        inspections.append(inspection)
     if shown.as_json:
-        one, policies = found[0], [each.to_dict() for each in found]
-        asked = {"prompt_tokens": one.n_tokens, "text": one.text, "spans": one.spans}
-        print(json.dumps({"model": model.model, **asked, "policies": policies}, ensure_ascii=False))
+        print(json.dumps(_to_dict(model.model, inspections), ensure_ascii=False))
     else:
-        for i, each in enumerate(found):
+        for i, inspection in enumerate(inspections):
             print("\n\n" * (i > 0), end="")
-            _print(each)
+            _print(inspection)
     if path is None:
         return
     if path.suffix == ".png":
-        write_picture(found, model.model, path)
+        write_picture(inspections, model.model, path)
     else:
-        put_result(path, page(found, model.model, special_tokens(tokenizer)))
+        put_result(path, page(inspections, model.model, special_tokens(tokenizer)))
     reading.say(f"wrote {path}")
+
+
+def _to_dict(model: str, inspections: list[Inspection]) -> dict[str, Any]:
+    prompt = inspections[0]
+    return {
+        "model": model,
+        "prompt_tokens": prompt.n_tokens,
+        "text": prompt.text,
+        "spans": prompt.spans,
+        "policies": [inspection.to_dict() for inspection in inspections],
+    }
 
 
 def _print(found: Inspection) -> None:

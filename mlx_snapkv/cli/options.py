@@ -111,11 +111,21 @@ class ModelOptions:
     quantize_activations: bool = option("Quantise activations as the weights are.", False, "-qa")
     trust_remote_code: bool = option("Let the tokenizer run its own code.", False)
 
-    def load(self, **more: Any) -> tuple[Any, Any]:
+    def load(self) -> tuple[Any, Any]:
         from .loading import load_model
 
-        how = self.adapter_path, self.trust_remote_code
-        return load_model(self.model, *how, quantize_activations=self.quantize_activations, **more)
+        return load_model(
+            self.model,
+            self.adapter_path,
+            self.trust_remote_code,
+            quantize_activations=self.quantize_activations,
+            pipeline=self.splits_layers,
+        )
+
+    @property
+    def splits_layers(self) -> bool | None:
+        """Whether several Macs have some of the layers each; None is a command for one process."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -125,8 +135,8 @@ class TalkingModelOptions(ModelOptions):
     chat_template_config: ChatTemplateConfig = None
     extra_eos_token: list[str] | None = option("Another token that ends answers; repeatable.")
 
-    def load(self, **more: Any) -> tuple[Any, Any]:
-        model, tokenizer = super().load(**more)
+    def load(self) -> tuple[Any, Any]:
+        model, tokenizer = super().load()
         adapt_tokenizer(tokenizer, self.extra_eos_token, self.chat_template_config)
         return model, tokenizer
 
@@ -140,8 +150,9 @@ class ShardedModelOptions(TalkingModelOptions):
         False,
     )
 
-    def load(self, **more: Any) -> tuple[Any, Any]:
-        return super().load(pipeline=self.pipeline, **more)
+    @property
+    def splits_layers(self) -> bool:
+        return self.pipeline
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,12 @@ def plan(
     machine = this_machine() if asked.memory is None else mac(asked.memory)
     loaded = load_without_weights(model, for_mac=asked.memory is not None)
     trained = trained_length(loaded)
-    how = {name: value for name, value in vars(cache).items() if name != "kv_bits"}
-    planner = Planner(loaded, max_tokens=asked.max_tokens, **how)
+    planner = Planner(
+        loaded,
+        max_tokens=asked.max_tokens,
+        prefill_step_size=cache.prefill_step_size,
+        kv_group_size=cache.kv_group_size,
+    )
     plans = Plans(model, machine, planner, trained, named, cache.kv_bits, policy.kv_memory)
     choices = [plans.choose(n) for n in ([asked.context] if asked.context else plans.contexts())]
     if asked.as_json:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich import progress
 from rich.console import Console
@@ -40,8 +39,12 @@ class CallbackBar:
     ):
         self.done = 0
         columns = TextColumn(what), BarColumn(), *columns, TimeRemainingColumn()
-        how: Any = {"transient": console.is_terminal, "disable": quiet or console.quiet}
-        self._bar = Progress(*columns, console=console, **how)
+        self._bar = Progress(
+            *columns,
+            console=console,
+            transient=console.is_terminal,
+            disable=quiet or console.quiet,
+        )
         self._task = self._bar.add_task("", start=False, total=0)
 
     def __enter__(self) -> Callable[[int, int], None]:

@@ -18,7 +18,7 @@ from ..errors import SnapKVError
 from ..paths import path_of, put_result, refusing, require_place
 from ..reporting import files as reported
 from ..reporting.table import Table
-from .cache_options import each_method
+from .cache_options import RetentionOptions, each_method
 from .command import option
 from .options import AsJson
 
@@ -210,11 +210,12 @@ def results_in(files: ResultFiles | None, fixed: dict[str, Any]) -> Results:
 
 def methods_of(
     policies: Sequence[str] | None,
-    lengths: Sequence[int] = (),
     sparse: Sequence[str] | None = None,
-    **retention: Any,
+    *,
+    lengths: Sequence[int] = (),
+    retention: RetentionOptions | None = None,
 ) -> list[Method]:
-    """The full cache, and each policy and sparse attention with its memory.
+    """The full cache, and each policy and sparse attention, with one `retention` for all.
 
     Raises: SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
     """
@@ -224,7 +225,7 @@ def methods_of(
     chosen = each_method(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
     options: dict[Any, dict[str, Any]] = {}
     for each in chosen:
-        config = CompressionConfig(each, **retention)
+        config = CompressionConfig(each, **({} if retention is None else retention.retention()))
         config.require_drafts()
         options[each] = {k: x for k, x in config.retention.items() if x not in ("drop", None)}
     methods = [Method(), *(Method(each, how) for each, how in options.items())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -23,6 +24,8 @@ from .reading import Reading
 if TYPE_CHECKING:
     from ..planning.prefixes import PrefixRoom
     from ..server.access import Settings
+    from ..server.engine import Engine
+    from ..server.prefix_cache import PrefixCache
     from ..server.prefix_files import PrefixFiles
     from ..server.requests import Loaded
 
@@ -54,10 +57,15 @@ class HTTPOptions:
     def settings(self) -> Settings:
         from ..server.access import Settings
 
-        origins, headers = tuple(self.allow_origin or ()), tuple(self.volatile_header)
-        how: Any = {"timeout": self.timeout, "volatile_headers": headers}
-        how["hosts"] = tuple(self.allow_host or ())
-        return Settings(self.host, self.port, self.api_key or None, origins, **how)
+        return Settings(
+            self.host,
+            self.port,
+            self.api_key or None,
+            tuple(self.allow_origin or ()),
+            hosts=tuple(self.allow_host or ()),
+            timeout=self.timeout,
+            volatile_headers=tuple(self.volatile_header),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,15 +90,15 @@ class PrefixOptions:
         "Size limit of --prefix-dir; the oldest prefixes are deleted.", PREFIX_FILES, parser=n_bytes
     )
 
-    def files(self, setting: dict[str, str], found: Loaded) -> PrefixFiles | None:
+    def files(self, setting: dict[str, str], loaded: Loaded) -> PrefixFiles | None:
         """The folder of prefixes, if there is one, for this model and what is set about its entries."""
         from ..server.prefix_files import PrefixFiles, tokenizer_digest
 
         if self.prefix_dir is None:
             return None
         folder = path_of(self.prefix_dir, "--prefix-dir")
-        about = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
-        return PrefixFiles(folder, self.prefix_dir_bytes, found.model, about)
+        about = setting | {"tokenizer": tokenizer_digest(loaded.tokenizer)}
+        return PrefixFiles(folder, self.prefix_dir_bytes, loaded.model, about)
 
 
 @dataclass(frozen=True)
@@ -118,16 +126,12 @@ def serve(
       mlx-snapkv serve --model demo --sparse top_k=1024
       curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
-        if find_spec(package) is None:
-            raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
+    _require_packages()
     from ..completions.request import Defaults
-    from ..planning.machine import this_machine
-    from ..planning.prefixes import prefix_room
     from ..server.admission import Limits
+    from ..server.engine import Engine
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
-    from ..server.requests import Loaded
     from ..several.ranks import here
 
     require_alone(prefix_dir=prefixes.prefix_dir)
@@ -135,47 +139,87 @@ def serve(
     settings = None if ranks.rank else http.settings()
     keywords = compression.keywords()
     keywords |= compression.take(model.model, None, "conversation", Reading().say, vars(cache))
+    generation = keywords | vars(cache)
     # Of several ranks, rank 0 says what is given up for room.
-    kept = PrefixCache(sys.maxsize, ranks.first)
-    rooms: list[PrefixRoom] = []
-
-    def room(loaded: Any) -> PrefixRoom:
-        own = {"given": prefixes.prefix_bytes, "max_kv_bytes": limits.max_kv_bytes}
-        options = keywords | vars(cache)
-        return prefix_room(loaded, options, this_machine(), max_context=limits.max_context, **own)
-
-    def load() -> Loaded:
-        loaded, tokenizer = model.load()
-        sampling.generation(tokenizer)  # which finds mistakes
-        if not ranks.rank:
-            rooms.append(room(loaded))
-            kept.allow(rooms[0].limit)
-        return Loaded(loaded, tokenizer, (model.model, *(http.alias or ())))
-
-    bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else None
-    about = keywords | {"kv_bits": bits}
-    setting = {name: str(about[name]) for name in ("policy", "memory", "far", "kv_bits")}
+    prefix_cache = PrefixCache(sys.maxsize, ranks.first)
+    names = model.model, *(http.alias or ())
+    loader = _Loader(model, names, sampling, limits, prefixes, generation, prefix_cache, ranks.rank)
     listen()  # here, since the model is loaded in another thread, which may not
-    most = Limits(limits.concurrency, limits.queue, limits.max_context, limits.max_kv_bytes)
-    usual = Defaults(**vars(sampling))
-    open_files = partial(prefixes.files, setting)
-    given = load, keywords | vars(cache), kept, most, usual, Metrics(), open_files, ranks
-    _run(settings, model.model, rooms, *given)
+    start = partial(
+        Engine,
+        loader.load,
+        generation,
+        prefix_cache,
+        Limits(limits.concurrency, limits.queue, limits.max_context, limits.max_kv_bytes),
+        Defaults(**vars(sampling)),
+        Metrics(),
+        partial(prefixes.files, _entries_setting(keywords, cache)),
+        ranks,
+    )
+    _run(settings, loader, start)
 
 
-def _run(settings: Settings | None, model: str, rooms: list[PrefixRoom], *given: Any) -> None:
+@dataclass
+class _Loader:
+    """Loads the model in the engine's thread, and on rank 0 gives the prefix cache its room."""
+
+    model: options.ShardedModelOptions
+    names: tuple[str, ...]  # by which clients may ask for it
+    sampling: AnswerOptions
+    limits: LimitOptions
+    prefixes: PrefixOptions
+    options: dict[str, Any]  # of a request's entries
+    prefix_cache: PrefixCache
+    rank: int
+    room: PrefixRoom | None = None  # what the prefix cache may take, once the model is loaded
+
+    def load(self) -> Loaded:
+        from ..planning.machine import this_machine
+        from ..planning.prefixes import prefix_room
+        from ..server.requests import Loaded
+
+        model, tokenizer = self.model.load()
+        self.sampling.generation(tokenizer)  # which finds mistakes
+        if self.rank == 0:
+            self.room = prefix_room(
+                model,
+                self.options,
+                this_machine(),
+                given=self.prefixes.prefix_bytes,
+                max_kv_bytes=self.limits.max_kv_bytes,
+                max_context=self.limits.max_context,
+            )
+            self.prefix_cache.allow(self.room.limit)
+        return Loaded(model, tokenizer, self.names)
+
+
+def _require_packages() -> None:
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
+
+
+def _entries_setting(keywords: dict[str, Any], cache: cache_options.CacheOptions) -> dict[str, str]:
+    """What is set about entries, by which a folder of prefixes tells its own from others'."""
+    bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else None
+    setting = keywords | {"kv_bits": bits}
+    return {name: str(setting[name]) for name in ("policy", "memory", "far", "kv_bits")}
+
+
+def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]) -> None:
     """Serve until it is stopped, on rank 0; on the others, which have no settings, follow it."""
     from ..server.app import listening, serve
-    from ..server.engine import Engine
 
     if settings is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all
-        Engine(*given).join()
+        start().join()
         os._exit(0)  # with rank 0 gone, MLX's threads would abort the usual exit
     with listening(settings) as place:
-        engine = Engine(*given)
+        engine = start()
         host, port, *_ = place.getsockname()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
-        line = f"{model} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
-        serve(engine, settings, place, partial(print, line, *rooms, sep="\n", flush=True))
+        line = (
+            f"{loader.names[0]} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
+        )
+        serve(engine, settings, place, partial(print, line, loader.room, sep="\n", flush=True))

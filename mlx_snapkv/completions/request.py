@@ -13,7 +13,8 @@ from ..engine.generate import encode_prompt
 from ..errors import SnapKVError, brief
 from .body import NO_LIMIT, Body, ChatBody
 from .chat_template import Rendered, initial_state, render
-from .constraint import Constraint, Form, call_form, json_form, name_of
+from .constraint import Constraint
+from .grammar import Form, call_form, json_form, name_of
 from .messages import Message
 from .thinking import thinking_options
 

@@ -11,21 +11,24 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes
 from ..content_policy import content_policy
+from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from ..inspecting.sentences import token_spans
 from ..planning.prompt_plan import gate
 from ..reporting.table import Table
-from .decoding import Answer, decode
+from .decoding import Answer, Kept, decode
 from .divergence import Reference
 from .methods import Method
-from .reading import AnyPolicy, n_before, read_once
+from .reading import AnyPolicy, Reading, read_once
+from .reading import n_before as decoded_before
 
 PAGE = Path(__file__).with_name("compare.html")
 BEFORE = 8  # tokens shown before the first that differs
@@ -77,54 +80,117 @@ def compare(
         on_text: called with a method's name and its answer's text as it comes.
         **options: `prefill_step_size` and `prompt_progress_callback`, of every reading.
     """
-    n = len(tokens)
+    prompt = _Prompt(model, tokenizer, tokens, max_tokens, on_text, options)
     started = time.perf_counter()
     policies = [method.policy for method in methods if method.shares_reading]
     reading = read_once(model, tokens, policies, **options)
     read_seconds = time.perf_counter() - started
-
-    def answered(name: str, *started: Any, **more: Any) -> Compared:
-        given = *started, max_tokens, partial(on_text, name)
-        answer = decode(model, tokenizer, tokens, *given, **more)
-        return _compared(name, answer, n, None if more else read_seconds)
-
-    full = answered(methods[0].name, reading.answer(1), reading.compressed(None))
+    name = methods[0].name
+    answer = prompt.decode(name, reading.answer(1), reading.compressed(None))
+    full = _compared(name, answer, len(tokens), read_seconds)
     yield full
     reference = Reference(reading, full.tokens)
     for method in methods[1:]:
-        policy: Any = method.policy
-        if (reason := gate(policy, n, None, max_tokens)) is not None:
+        if (reason := gate(method.policy, len(tokens), None, max_tokens)) is not None:  # type: ignore[arg-type]
             on_text(method.name, full.text)
             yield replace(full, name=method.name, reason=reason)
-            continue
-        held: list[list] = []  # what was kept, before anything is decoded from it
-        if method.shares_reading:
-            kept = reading.compressed(policy, answering=True)
-            held.append(copy.deepcopy(kept[0]))
-            found = answered(method.name, full.tokens[: held_tokens(model, kept[0]) - n + 1], kept)
+        elif method.shares_reading:
+            attempt = _from_reading(prompt, method, reading, read_seconds, full, reference)
+            yield _judged(prompt, method, attempt, full, reference)
         else:
-            cache = make_prompt_cache(model)
-            more = {"policy": policy, **method.options, **options}
-            if not method.options:
-                more["on_report"] = lambda report: held.append(copy.deepcopy(cache))  # noqa: B023
-            found = answered(method.name, [], (cache, None), **more)
-        if held and (method.shares_reading or not policy.stages[1].lookahead):
-            logprobs = reference.predictions(held[0])
-        else:  # what all of the answer's tokens are decoded from, whether or not they are verified
-            without = ("on_report", "verify", "prompt_progress_callback")
-            logprobs = reference.generated(**{k: x for k, x in more.items() if k not in without})
-        begins = len(full.tokens) - len(logprobs)
-        if not len(logprobs) and not method.options:
-            begins = n_before(policy, n)
-        kl = reference.figures(logprobs)["kl"]
-        yield replace(
-            found,
-            kl=None if kl is None else float(kl),
-            n_before=begins,
-            uncompressed=_not_yet(policy, len(full.tokens), begins) if kl is None else None,
-            kept=_share_kept(model, held[0], n) if held else None,
-            differs=_difference(tokenizer, full.tokens, found.tokens),
+            attempt = _from_own_reading(prompt, method, reference)
+            yield _judged(prompt, method, attempt, full, reference)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What all methods answer, and where the texts of their answers go; `options` are those of every reading."""
+
+    model: Any
+    tokenizer: Any
+    tokens: Sequence[int]
+    max_tokens: int
+    on_text: Callable[[str, str], None]
+    options: dict[str, Any]
+
+    def decode(self, name: str, begun: Sequence[int], kept: Kept, **options: Any) -> Answer:
+        return decode(
+            self.model,
+            self.tokenizer,
+            self.tokens,
+            begun,
+            kept,
+            self.max_tokens,
+            partial(self.on_text, name),
+            **options,
         )
+
+
+class _Attempt(NamedTuple):
+    """A method's answer, what it kept of the prompt, and what it predicts where the full cache's answer goes on."""
+
+    compared: Compared
+    kept: np.ndarray | None
+    logprobs: mx.array  # `(m, vocab_size)` for the last `m` tokens of the full cache's answer
+
+
+def _from_reading(
+    prompt: _Prompt,
+    method: Method,
+    reading: Reading,
+    read_seconds: float,
+    full: Compared,
+    reference: Reference,
+) -> _Attempt:
+    """The answer of a policy that chooses from the reading that it shares."""
+    n = len(prompt.tokens)
+    cache, report = reading.compressed(method.policy, answering=True)
+    held = copy.deepcopy(cache)  # before anything is decoded from it
+    begun = full.tokens[: held_tokens(prompt.model, cache) - n + 1]
+    answer = prompt.decode(method.name, begun, (cache, report))
+    compared = _compared(method.name, answer, n, read_seconds)
+    return _Attempt(compared, _share_kept(prompt.model, held, n), reference.predictions(held))
+
+
+def _from_own_reading(prompt: _Prompt, method: Method, reference: Reference) -> _Attempt:
+    """The answer of a method that reads the prompt for itself."""
+    n, policy = len(prompt.tokens), method.policy
+    cache = make_prompt_cache(prompt.model)
+    held: list[list] = []  # what was kept, before anything is decoded from it
+
+    def hold(report: CompressionReport) -> None:
+        if not method.options:
+            held.append(copy.deepcopy(cache))
+
+    options = {"policy": policy, **method.options, **prompt.options}
+    answer = prompt.decode(method.name, [], (cache, None), on_report=hold, **options)
+    kept = _share_kept(prompt.model, held[0], n) if held else None
+    if held and not policy.stages[1].lookahead:  # type: ignore[union-attr]
+        logprobs = reference.predictions(held[0])
+    else:  # what all of the answer's tokens are decoded from, whether or not they are verified
+        for name in ("verify", "prompt_progress_callback"):
+            options.pop(name, None)
+        logprobs = reference.generated(**options)  # type: ignore[arg-type]
+    return _Attempt(_compared(method.name, answer, n, None), kept, logprobs)
+
+
+def _judged(
+    prompt: _Prompt, method: Method, attempt: _Attempt, full: Compared, reference: Reference
+) -> Compared:
+    """A method's answer beside the full cache's."""
+    policy: Any = method.policy
+    n_before = len(full.tokens) - len(attempt.logprobs)
+    if not len(attempt.logprobs) and not method.options:
+        n_before = decoded_before(policy, len(prompt.tokens))
+    kl = reference.figures(attempt.logprobs)["kl"]
+    return replace(
+        attempt.compared,
+        kl=None if kl is None else float(kl),
+        n_before=n_before,
+        uncompressed=_not_yet(policy, len(full.tokens), n_before) if kl is None else None,
+        kept=attempt.kept,
+        differs=_difference(prompt.tokenizer, full.tokens, attempt.compared.tokens),
+    )
 
 
 def _not_yet(policy: AnyPolicy, n: int, n_before: int) -> str:

@@ -57,9 +57,11 @@ def decode(
 
     def decoded() -> Iterator[int]:
         rest = [*prompt, *begun][held_tokens(model, cache) :]
-        given = {"on_report": compressed, **options} if report is None else {}
-        asked = model, tokenizer, rest, max_tokens - len(begun)
-        for response in stream_generate(*asked, prompt_cache=cache, **given):
+        keywords = {"on_report": compressed, **options} if report is None else {}
+        n_left = max_tokens - len(begun)
+        for response in stream_generate(
+            model, tokenizer, rest, n_left, prompt_cache=cache, **keywords
+        ):
             times.append(time.perf_counter())
             yield response.token
 

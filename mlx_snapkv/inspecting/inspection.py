@@ -6,10 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.layers import attention_layers
+from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.recording import RecordingKVCache
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
@@ -147,43 +148,80 @@ def inspect_prompt(
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     if max_tokens < 1:
         raise SnapKVError(f"max_tokens must be at least 1, got {max_tokens}")
-    n = tokens.size
-    read: Any = tokens.tolist()
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:
         # It records no queries itself, but has the attention's calls seen where nothing is dropped.
-        layer.put(caches, RecordingKVCache(0, 0, n + max_tokens + 1, layer))
-    recorder = Recorder(layers, n, max_tokens)
+        layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
+    recorder = Recorder(layers, tokens.size, max_tokens)
     options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
-    asked = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
-    start = functools.partial(mlx_generate.stream_generate, **asked)
-    wanted = model, n, max_tokens, CompressionConfig(chosen), recorder.on_report, options
+    responses = _answer(model, tokenizer, tokens, max_tokens, chosen, recorder, options)
+    read: Any = tokens.tolist()
+    return _inspection(tokenizer, read, chosen, layers, len(caches), recorder, responses)
+
+
+def _answer(
+    model: Any,
+    tokenizer: Any,
+    tokens: mx.array,
+    max_tokens: int,
+    policy: Policy | Stages | None,
+    recorder: Recorder,
+    options: dict[str, Any],
+) -> list[GenerationResponse]:
+    """mlx-lm's responses to a prompt, while what is kept and attended to is recorded."""
+    steps = served(
+        functools.partial(
+            mlx_generate.stream_generate, tokenizer=tokenizer, prompt=tokens, max_tokens=max_tokens
+        ),
+        model,
+        tokens.size,
+        max_tokens,
+        CompressionConfig(policy),
+        recorder.on_report,
+        options,
+        on_kept=recorder.on_kept,
+    )
     responses = []
     with recording(attention_classes(model)), on_queries(recorder.on_queries):
-        for response in served(start, *wanted, on_kept=recorder.on_kept):
+        for response in steps:
             recorder.record()
             responses.append(response)
-    said = [response.token for response in responses if response.finish_reason != "stop"]
-    whole, spans = token_spans(tokenizer, [*read, *said])
+    return responses
+
+
+def _inspection(
+    tokenizer: Any,
+    tokens: list[int],
+    policy: Policy | Stages | None,
+    layers: list[AttentionLayer],
+    n_caches: int,
+    recorder: Recorder,
+    responses: list[GenerationResponse],
+) -> Inspection:
+    """What was recorded of a prompt and its answer, with the texts of their tokens."""
+    n = len(tokens)
+    answer_tokens = [response.token for response in responses if response.finish_reason != "stop"]
+    whole, spans = token_spans(tokenizer, [*tokens, *answer_tokens])
     end = spans[n - 1][1]
     sentences: tuple[Sentence, ...] = ()
-    if chosen is not None and recorder.kept:
-        counts = recorder.counts(chosen.stages[1].quotas(n, len(layers)))
-        special = np.isin(read, sorted(special_tokens(tokenizer)))
+    if policy is not None and recorder.kept:
+        counts = recorder.counts(policy.stages[1].quotas(n, len(layers)))
+        special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         sentences = ranked(whole[:end], spans[:n], special, counts, bool(recorder.votes))
+    with_entries = [layer.index for layer in layers]
     return Inspection(
         policy=recorder.report.policy,
-        tokens=tuple(read),
+        tokens=tuple(tokens),
         text=whole[:end],
         spans=tuple(spans[:n]),
-        layers=tuple(layer.index for layer in layers),
-        layers_without=tuple(sorted({*range(len(caches))} - {layer.index for layer in layers})),
+        layers=tuple(with_entries),
+        layers_without=tuple(sorted({*range(n_caches)} - {*with_entries})),
         heads=tuple(recorder.n_heads),
         positions=recorder.positions,
         sentences=sentences,
         report=recorder.report,
         answer="".join(response.text for response in responses),
         answer_tokens=tuple(whole[max(a, end) : b] for a, b in spans[n:]),
-        attended=recorder.attended(len(said)),
+        attended=recorder.attended(len(answer_tokens)),
     )

@@ -25,7 +25,7 @@ from .random_rows import RandomRows as RandomRows
 
 # isort: on
 from .method import Method
-from .sparse import Sparse, resolve_sparse
+from .sparse import Sparse
 
 # Any other file here is a policy too; those follow in the order of their names.
 for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
@@ -101,12 +101,12 @@ def resolve_method(
 
     Raises: SnapKVError: two are given, or one can't be read.
     """
-    found, chosen = resolve_policy(snapkv, policy), resolve_sparse(sparse)
-    if found is not None and chosen is not None:
+    evicting, reading = resolve_policy(snapkv, policy), Sparse.from_keyword(sparse)
+    if evicting is not None and reading is not None:
         raise SnapKVError(
             "a policy says which entries stay, and sparse says which are read while all stay: give only one of them"
         )
-    return found or chosen
+    return evicting or reading
 
 
 def method_named(text: str) -> Method | Stages | None:
@@ -133,17 +133,13 @@ def resolve_policy(
         raise SnapKVError(
             f"policy {AUTO} works only in generate, chat, batch and serve: name a policy here (mlx-snapkv policies)"
         )
-    if snapkv is not None and not isinstance(snapkv, bool):
-        if isinstance(snapkv, str):
-            return SnapKV.from_string(snapkv)
-        if isinstance(snapkv, dict):
-            return SnapKV.from_options(snapkv)
-        policy = snapkv
-    if policy is None or isinstance(policy, (Method, Stages)):
+    if policy is None:
+        return SnapKV.from_keyword(snapkv)
+    if isinstance(policy, (Method, Stages)):
         return policy  # type: ignore[return-value]
     if not isinstance(policy, str):
         kind = type(policy).__name__
-        raise SnapKVError(f"a policy must be a policy object, a dict or a string, got {kind}")
+        raise SnapKVError(f"policy must be a policy object or a string, got {kind}")
     stages = [_from_name(*part.split(":", 1)) for part in policy.split(THEN)]
     if len(stages) > 2:
         raise SnapKVError(

@@ -186,6 +186,30 @@ class Method:
             options[name] = parsed(value)
         return cls.from_options(options)
 
+    @classmethod
+    def from_keyword(cls, value: Self | dict[str, Any] | str | bool | None) -> Self | None:
+        """The method that a keyword of its name asks for: `snapkv` and `sparse` of `generate_step`.
+
+        Args:
+            value: an object of this class, a dict of its options, a string such as `"top_k=2048"`, or True for the
+                defaults. None and False ask for none.
+
+        Raises: SnapKVError: it can't be read.
+        """
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls()
+        if isinstance(value, dict):
+            return cls.from_options(value)
+        if isinstance(value, str):
+            return cls.from_string(value)
+        if isinstance(value, cls):
+            return value
+        raise SnapKVError(
+            f"{cls.name} must be a {cls.__name__} object, a dict or a string, got {type(value).__name__}"
+        )
+
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in self.options() if name != self._implied}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..entries.rest import FITTED
 from ..errors import SnapKVError
@@ -136,25 +136,3 @@ class Sparse(Method):
         else:
             chosen = amount(self.read_top_k, n_prompt)
         return Reach(-(-self.n_sink // PAGE) * PAGE, chosen // PAGE * PAGE, WINDOW)
-
-
-def resolve_sparse(sparse: Sparse | dict[str, Any] | str | bool | None) -> Sparse | None:
-    """The sparse attention that the keyword of `generate_step` asks for, or None.
-
-    Args:
-        sparse: a `Sparse`, a dict of its options, `"top_k=2048"`, or True for the defaults.
-
-    Raises: SnapKVError: it can't be read.
-    """
-    if sparse is None or sparse is False:
-        return None
-    if isinstance(sparse, Sparse):
-        return sparse
-    if sparse is True:
-        return Sparse()
-    if isinstance(sparse, dict):
-        return Sparse.from_options(sparse)
-    if isinstance(sparse, str):
-        return Sparse.from_string(sparse)
-    kind = type(sparse).__name__
-    raise SnapKVError(f"sparse must be a Sparse object, a dict or a string, got {kind}")

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..completions.body import ChatBody, CommonBody, CompletionBody
-from ..completions.constraint import Form
+from ..completions.grammar import Form
 from ..completions.request import Defaults, chat_tokens, completion_request
 from ..errors import SnapKVError, sentence
 from ..several.ranks import ALONE, Ranks
@@ -132,8 +132,16 @@ class Engine:
             self.loaded, prefixes, metrics = loaded, self.prefixes, self.metrics
             self._checkpoints = Checkpoints(prefixes, loaded, options)
             self._admission = Admission(limits, loaded.model, options, prefixes, metrics)
-            given = limits.concurrency, self._checkpoints, metrics, self._ranks, self._pause
-            self._new_batch = partial(ServedBatch, loaded, options, *given)
+            self._new_batch = partial(
+                ServedBatch,
+                loaded,
+                options,
+                most=limits.concurrency,
+                checkpoints=self._checkpoints,
+                metrics=metrics,
+                ranks=self._ranks,
+                on_pause=self._pause,
+            )
             self.batch = self._new_batch()
             prefixes.files = self._open_files(loaded)
         except BaseException as error:
@@ -217,10 +225,13 @@ class Engine:
                 log.warning("of a request %s", said)
 
     def _prepare(self, request: EngineRequest) -> None:
-        given = request.seed, self._admission.longest_answer
-        tokenizer = self.loaded.tokenizer
         request.asked = completion_request(
-            request.body, tokenizer, self._defaults, *given, request.form
+            request.body,
+            self.loaded.tokenizer,
+            self._defaults,
+            request.seed,
+            self._admission.longest_answer,
+            request.form,
         )
 
     def _sent(self, request: EngineRequest) -> dict[str, Any]:

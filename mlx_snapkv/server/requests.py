@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..completions.answer import Completion, Said
 from ..completions.body import Body
-from ..completions.constraint import Form
+from ..completions.grammar import Form
 from ..completions.request import CompletionRequest
 from ..completions.token_bytes import token_bytes
 from ..engine.report import CompressionReport

@@ -76,7 +76,7 @@ class GridOptions(AskedOptions):
         """Ask, and draw a heat map of every method."""
         if not self.length:
             raise SnapKVError("--length is empty: give at least one number of tokens")
-        methods = methods_of(policies, self.length, sparse=self.sparse)
+        methods = methods_of(policies, self.sparse, lengths=self.length)
         maps = [heatmap.ending(method.name, s) for method in methods for s in self.settings]
         files = result.files(*maps)
         model, tokenizer = self.load()
@@ -138,8 +138,9 @@ def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ScoreOp
 
     python scripts/evaluate.py suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
-    kept = retention.retention()
-    methods = methods_of(options.policy, options.length, options.sparse, **kept)
+    methods = methods_of(
+        options.policy, options.sparse, lengths=options.length, retention=retention
+    )
     methods += by_mask(options.by_mask or [], options.length)
     files = result.files()
     model, tokenizer = options.load()
@@ -166,7 +167,7 @@ def data(*, options: DataOptions, retention: RetentionOptions, result: ScoreOpti
 
     python scripts/evaluate.py data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
     """
-    methods = methods_of(options.policy, sparse=options.sparse, **retention.retention())
+    methods = methods_of(options.policy, options.sparse, retention=retention)
     found, digest = read_columns(options.data, options.task, options.documents)
     files = result.files()
     model, tokenizer = load_model(options.model)

@@ -65,7 +65,7 @@ def lm(
         raise SnapKVError(
             f"lm needs lm-evaluation-harness: run pip install -e '.[dev]' ({error})"
         ) from error
-    methods = methods_of(policy, sparse=sparse)
+    methods = methods_of(policy, sparse)
     folder = None if options.include_path is None else str(options.include_path)
     if folder is not None and not os.path.isdir(folder):
         raise SnapKVError(f"--include-path {folder} is not a folder")

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from mlx_snapkv import SnapKVError, stream_generate
 from mlx_snapkv.completions.answer import Completion
 from mlx_snapkv.completions.body import CHAT, parse
-from mlx_snapkv.completions.constraint import Constraint, json_form
+from mlx_snapkv.completions.constraint import Constraint
+from mlx_snapkv.completions.grammar import json_form
 from mlx_snapkv.completions.request import Defaults, completion_request
 from mlx_snapkv.demo import MODELS as EMBEDDED
 

@@ -99,7 +99,8 @@ def test_strings_dicts_and_objects_name_the_same_policy():
         ({"snapkv": "top_k=1,top_k=2"}, "top_k is given twice"),
         ({"snapkv": {1: 2}}, "unknown snapkv option '1'"),
         ({"snapkv": {"topk": 4}}, r"'topk' \(did you mean 'top_k'\?\); known: top_k, n_sink"),
-        ({"snapkv": 4}, "must be a policy object, a dict or a string, got int"),
+        ({"snapkv": 4}, "^snapkv must be a SnapKV object, a dict or a string, got int$"),
+        ({"policy": 4}, "^policy must be a policy object or a string, got int$"),
         ({"policy": "keydiff then tova then snapkv"}, "must be one policy or two"),
     ],
 )

@@ -91,6 +91,17 @@ def test_every_relative_link_leads_somewhere(page):
             assert place in places, target  # as GitHub names them
 
 
+def test_every_file_of_the_architecture_exists():
+    """But for NAME, which stands for any policy."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(?:\w+/)+\w+\.py\b", page))
+    assert len(named) > 40
+    missing = [name for name in named if not (ROOT / "mlx_snapkv" / name).exists()]
+    assert missing == ["policies/NAME.py"]
+    rooms = {name.partition("/")[0] for name in named} | {"planning"}
+    assert rooms >= {"engine", "caches", "entries", "models", "policies", "batch", "chat", "server"}
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 def test_every_command_shown_can_be_given(page, program):

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from acting_server import acting
+from acting_server import acting, answering
 from server_helpers import serving
 
 from mlx_snapkv.demo.questions import make_haystack
@@ -19,6 +19,13 @@ def served():
 def agent():
     """A server whose model answers with what comes after "SAY: " in the last message, reasoning and calls as well."""
     with acting() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def scripted():
+    """A server whose model gives the answer of the test, under chat templates of several families."""
+    with answering() as found:
         yield found
 
 

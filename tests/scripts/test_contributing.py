@@ -1,0 +1,212 @@
+"""CONTRIBUTING's recipes, each followed literally in a copy of the package: a policy, a model type, an option."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx_lm.models
+import pytest
+
+import mlx_snapkv
+
+ROOT = Path(mlx_snapkv.__file__).parents[1]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def make_copy(source, target, edits):
+    """Links to what is in `source`, but for the files that are edited: by path, a function of their text.
+
+    A path that `source` lacks is a new file.
+    """
+    target.mkdir(parents=True)
+    for entry in source.iterdir():
+        below = {
+            path.removeprefix(f"{entry.name}/"): edit
+            for path, edit in edits.items()
+            if path.startswith(f"{entry.name}/")
+        }
+        if below:
+            make_copy(entry, target / entry.name, below)
+        elif entry.name not in edits:
+            (target / entry.name).symlink_to(entry)
+    for name in (path for path in edits if "/" not in path):
+        text = (source / name).read_text(encoding="utf-8") if (source / name).exists() else ""
+        (target / name).write_text(edits[name](text), encoding="utf-8")
+
+
+def run(folder, program):
+    """What a program prints that finds the package, and the tests' helpers, in `folder`."""
+    paths = [folder, folder / "tests", ROOT / "scripts", ROOT / "tests"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def replacing(*pairs):
+    """An edit that replaces texts, each of which must be there once."""
+
+    def edit(text):
+        for old, new in pairs:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        return text
+
+    return edit
+
+
+def section(title):
+    """The text of one recipe."""
+    _, found = CONTRIBUTING.split(f"## {title}\n")
+    return found.partition("\n## ")[0]
+
+
+# A recipe, and the files that it has a contributor touch, but for what `make docs` writes.
+FILES = {
+    "Adding a policy": ["mlx_snapkv/policies/NAME.py", "tests/policies/test_scores.py"],
+    "Adding a model type": ["mlx_snapkv/models/table.py", "tests/fixtures/model_configs.yaml"],
+    "Adding an option": [
+        "mlx_snapkv/planning/config.py",
+        "mlx_snapkv/cli/cache_options.py",
+        "mlx_snapkv/chat/conversation.py",
+    ],
+}
+
+
+@pytest.mark.parametrize("title", FILES)
+def test_the_recipe_names_the_files_that_are_touched_here(title):
+    """So that a recipe and its test change together."""
+    text = section(title)
+    for name in FILES[title]:
+        assert name in text
+        assert "NAME" in name or (ROOT / name).exists()
+
+
+NEW_POLICY = [
+    ("RandomRows", "EveryOther"),
+    ('"random"', '"every_other"'),
+    ('paper = ""', 'paper = "Nobody 2026, arXiv:2600.00000"'),
+]
+USES_POLICY = """
+import sys
+import mlx.core as mx
+import mlx_snapkv, policies_page
+from mlx_snapkv.cli import app
+from tiny_models import make_llama
+
+report = mlx_snapkv.prefill(make_llama(), mx.arange(200) % 64, "every_other:budget=40,block=16")[1]
+print(mlx_snapkv.__file__, report.compressed, policies_page.page())
+sys.argv = ["mlx-snapkv", "policies"]
+app.main()
+"""
+
+
+def test_a_new_file_is_a_policy_everywhere(tmp_path):
+    random_rows = ROOT / "mlx_snapkv/policies/random_rows.py"
+    text = replacing(*NEW_POLICY)(random_rows.read_text(encoding="utf-8"))
+    edits = {"policies/every_other.py": lambda _: text}
+    make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", edits)
+    printed = run(tmp_path, USES_POLICY)
+    for said in (
+        f"{tmp_path}/mlx_snapkv/__init__.py True",
+        "| [`every_other`](#every_other) | random entries, as a control | "
+        "[2600.00000](https://arxiv.org/abs/2600.00000) |\n",
+        "| `seed` | `0` | seed of the hash. |\n",
+        "\nevery_other: random entries, as a control (Nobody 2026, arXiv:2600.00000)\n",
+    ):
+        assert said in printed
+
+
+# The conformance test, of the new type alone; mlx-lm has it in a folder of its own.
+TRIES_TYPE = """
+import sys
+import mlx_lm.models
+import pytest
+import mlx_snapkv, write_docs
+
+mlx_lm.models.__path__.append("types")
+print(mlx_snapkv.__file__, write_docs.models_page())
+options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "fable"]
+sys.exit(pytest.main([*options, "tests/models/test_conformance.py"]))
+"""
+
+
+def test_a_type_in_the_table_and_its_configuration_are_tried(tmp_path):
+    family = 'Family("fable", "FableAttention", note="invented"),'
+    table = replacing(("_FAMILIES = (\n", f"_FAMILIES = (\n    {family}\n"))
+    configs = replacing(("\nconfigs:\n", "\nconfigs:\n  fable: {head_dim: 32}\n"))
+    make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", {"models/table.py": table})
+    make_copy(ROOT / "tests", tmp_path / "tests", {"fixtures/model_configs.yaml": configs})
+    mlx_lms = Path(mlx_lm.models.__file__).with_name("qwen3.py").read_text(encoding="utf-8")
+    (tmp_path / "types").mkdir()
+    renamed = mlx_lms.replace("Attention(", "FableAttention(")
+    (tmp_path / "types" / "fable.py").write_text(renamed, encoding="utf-8")
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    printed = run(tmp_path, TRIES_TYPE)
+    assert f"{tmp_path}/mlx_snapkv/__init__.py" in printed
+    assert "| fable |  | invented |\n" in printed
+    assert re.search(r"^\d+ passed", printed, re.M)
+
+
+USES_OPTION = """
+import contextlib
+import io
+import sys
+from mlx_lm import load
+import mlx_snapkv, write_docs
+from mlx_snapkv.cli import app
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.planning.config import CompressionConfig
+
+print(mlx_snapkv.__file__, CompressionConfig(tint="dark").retention)
+model, tokenizer = load(str(MODELS["demo"]))
+print("conversation:", mlx_snapkv.Conversation(model, tokenizer, tint="dark")._config.tint)
+for policy in (None, "keydiff:budget=16"):
+    try:
+        mlx_snapkv.generate_step([5, 6, 7], model, policy=policy, tint="dim")
+    except mlx_snapkv.SnapKVError as error:
+        print("refused:", error)
+page = write_docs.pages()["docs/commands.md"]
+print("commands:", page.count("\\n* `--tint`: Whether it is dark."), page.count("\\n* `--far`: "))
+words = "generate --model demo --prompt Hello -m 1 --policy keydiff:budget=16 --tint dim".split()
+sys.argv = ["mlx-snapkv", *words]
+with contextlib.redirect_stderr(io.StringIO()) as err:
+    try:
+        app.main()
+    except SystemExit as end:
+        print("exit:", end.code, err.getvalue())
+"""
+
+
+OPTION_EDITS = {
+    "planning/config.py": replacing(
+        ("    far: str | None = None\n", "    far: str | None = None\n    tint: str | None = None\n"),
+        ('"far": (None, "keep", "pull")', '"far": (None, "keep", "pull"), "tint": (None, "dark")'),
+    ),
+    "cli/cache_options.py": replacing(
+        (
+            "    far: str | None = option(\n",
+            '    tint: str | None = option("Whether it is dark.")\n    far: str | None = option(\n',
+        )
+    ),
+    "chat/conversation.py": replacing(
+        ("        far: str | None = None,\n", "        far: str | None = None,\n        tint: str | None = None,\n"),
+        ('"far": far}', '"far": far, "tint": tint}'),
+        ("        self.far = config.far\n", "        self.far, self.tint = config.far, config.tint\n"),
+        ("self.far, turns=True)", "self.far, tint=self.tint, turns=True)"),
+    ),
+}  # fmt: skip
+
+
+def test_an_option_in_three_files_is_known_everywhere(tmp_path):
+    make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", OPTION_EDITS)
+    printed = run(tmp_path, USES_OPTION)
+    assert f"{tmp_path}/mlx_snapkv/__init__.py" in printed
+    assert "conversation: dark\n" in printed
+    assert printed.count("refused: tint must be dark, got 'dim'\n") == 2
+    assert "exit: 2" in printed and "tint must be dark, got 'dim'" in printed.split("exit: 2")[1]
+    n_commands, n_with_far = re.findall(r"^commands: (\d+) (\d+)$", printed, re.M)[0]
+    assert n_commands == n_with_far != "0"

@@ -1,0 +1,95 @@
+"""What a model writes, as agents and apps get it: thoughts, calls that are odd or torn, stop texts, choices, bytes."""
+
+import json
+
+import pytest
+from acting_server import CHAT, MESSAGES, TEXT
+from agent_messages import ASKED, OPEN, calls, user
+
+
+@pytest.mark.parametrize("family", ["thinking", "ending"])
+@pytest.mark.parametrize("question", ["What does <think> mean?", "<think>", "Say <think>\u00a4"])
+def test_thoughts_begin_where_the_template_has_them(scripted, family, question):
+    answer = "Hm.</think>Yes." if family == "thinking" else "Yes."
+    _, found = scripted.ask(CHAT, family, answer, messages=[user(question)])
+    message = found["choices"][0]["message"]
+    assert message["content"] == "Yes."
+    thought = "Hm." if family == "thinking" else None
+    assert message.get("reasoning") == message.get("reasoning_content") == thought
+
+
+ODD = '{"name": "write", "arguments": {"text": "ends with </tool_call> and <tool_call>"}}'
+TORN = '{"name": "open", "arguments": {"a": "no quote}}'
+ANSWERS = [
+    # What the model writes, further fields, and the text, the calls and the reason that come of it.
+    (f"A{calls(ODD)}B", {}, "AB", [{"text": "ends with </tool_call> and <tool_call>"}], "tool_calls"),
+    (calls(ODD, OPEN), {}, "", [{"text": "ends with </tool_call> and <tool_call>"}, {"door": "green"}], "tool_calls"),
+    (calls('{"arguments": {"a": 1}}'), {}, '{"arguments": {"a": 1}}', [], "stop"),
+    (calls('{"name": "", "arguments": {}}'), {}, '{"name": "", "arguments": {}}', [], "stop"),
+    (calls('{"name": "open", "arguments": "{\\"door\\": \\"green\\"}"}'), {}, "", [{"door": "green"}], "tool_calls"),
+    (calls('{"name": "open", "arguments": null}'), {}, "", [{}], "tool_calls"),
+    (calls('{"name": "open", "arguments": {"a": NaN}}'), {}, '{"name": "open", "arguments": {"a": NaN}}', [], "stop"),
+    (calls('{"name": "open", "arguments": {"a": "half \\ud83d"}}'), {}, "", [{"a": "half \ufffd"}], "tool_calls"),
+    (calls("[" * 3000), {"max_tokens": 4000}, "[" * 3000, [], "stop"),
+    (calls('{"name": "open"}'), {}, "", [{}], "tool_calls"),
+    (calls('{"name": "open", "parameters": {"a": 1}}'), {}, "", [{"a": 1}], "tool_calls"),
+    (calls(OPEN + "}"), {}, "", [{"door": "green"}], "tool_calls"),
+    (calls(f"\n{OPEN}\n{OPEN}\n"), {}, "", [{"door": "green"}] * 2, "tool_calls"),
+    (calls(f"[{OPEN}]"), {}, "", [{"door": "green"}], "tool_calls"),
+    (calls("open the door") + "B", {}, "open the doorB", [], "stop"),
+    (calls(TORN, OPEN), {}, TORN, [{"door": "green"}], "tool_calls"),
+    ("<think>Stop here.</think>Stop it.", {"stop": "here"}, "Stop it.", [], "stop"),
+    ("<think>a\n\nb</think>\n\nYes.\n\nNo.", {"stop": ["\n\n"]}, "\n\nYes.", [], "stop"),
+    ("Stop it here or there.", {"stop": ["here", None]}, "Stop it ", [], "stop"),
+    (f"A{calls(OPEN)}", {"stop": ["green"]}, "A", [{"door": "green"}], "tool_calls"),
+    ("<tool_call>" + OPEN[:-3], {}, OPEN[:-3], [], "stop"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "fields", "text", "wanted", "reason"), ANSWERS)
+def test_nothing_of_an_answer_is_lost(scripted, written, fields, text, wanted, reason):
+    _, found = scripted.ask(CHAT, answer=written, messages=ASKED, **fields)
+    (choice,) = found["choices"]
+    message = choice["message"]
+    found = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    assert (message["content"] or "", found, choice["finish_reason"]) == (text, wanted, reason)
+
+
+def test_a_call_that_max_tokens_cuts_is_text(scripted):
+    for n in range(3, 18):
+        _, found = scripted.ask(CHAT, answer=calls(OPEN), messages=ASKED, max_tokens=n)
+        (choice,) = found["choices"]
+        assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+    assert choice["message"]["content"].startswith('{"name"')
+
+
+def test_a_call_without_a_name_is_no_error_of_anthropics(scripted):
+    _, found = scripted.ask(MESSAGES, answer=calls('{"arguments": "{"}'), messages=ASKED)
+    assert found["content"] == [{"type": "text", "text": '{"arguments": "{"}'}]
+
+
+def test_several_texts_get_a_choice_each(served):
+    texts = ["The key of", "The door", "The key of"]
+    body = {"max_tokens": 8, "temperature": 0}
+    alone = [served.post(TEXT, body | {"prompt": t}).json() for t in texts]
+    wanted = [found["choices"][0]["text"] for found in alone]
+    tokens = [served.engine.loaded.tokenizer.encode(text) for text in texts]
+    for prompt in (texts, tokens):
+        found = served.post(TEXT, body | {"prompt": prompt}).json()
+        assert [c["text"] for c in found["choices"]] == wanted
+        assert [c["index"] for c in found["choices"]] == [0, 1, 2]
+        assert found["usage"]["prompt_tokens"] == sum(f["usage"]["prompt_tokens"] for f in alone)
+    twice = served.post(TEXT, body | {"prompt": texts[:2], "n": 2}).json()
+    assert [c["text"] for c in twice["choices"]] == [wanted[0]] * 2 + [wanted[1]] * 2
+    assert twice["usage"]["prompt_tokens"] == sum(f["usage"]["prompt_tokens"] for f in alone[:2])
+    refused = served.post(TEXT, body | {"prompt": ["a"] * 1000})
+    assert refused.status_code == 400 and "ask for fewer" in refused.text
+
+
+def test_log_probabilities_have_the_tokens_own_bytes(scripted):
+    said = "Fly \U0001f468\u200d\U0001f680 \u00e9!"
+    _, found = scripted.ask(CHAT, answer=said, messages=ASKED, logprobs=True, top_logprobs=1)
+    tokens = found["choices"][0]["logprobs"]["content"][:-1]  # the last one ends the answer
+    assert bytes(b for token in tokens for b in token["bytes"]).decode() == said
+    assert any(token["token"] == "\ufffd" for token in tokens)
+    assert all(token["top_logprobs"][0]["bytes"] == token["bytes"] for token in tokens)
