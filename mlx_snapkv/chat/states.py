@@ -10,7 +10,7 @@ from ..caches.matching import n_tokens
 from ..caches.memories import book_memory, filled, make_caches
 from ..engine.report import NO_POLICY
 from ..engine.rewind import Rewind
-from ..errors import SnapKVError
+from ..errors import Option, SnapKVError
 from ..planning.config import CompressionConfig
 from ..policies import Method, Stages, method_named
 
@@ -88,6 +88,10 @@ def _resumed(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memo
         if policy is None:
             raise SnapKVError(f"{path} holds {what}, which needs a policy to continue")
         if book is None and memory != "drop":
-            why = "which needs memory=drop, since the evicted entries are gone"
-            raise SnapKVError(f"{path} holds {what}, {why}")
+            raise SnapKVError(
+                "{} holds {}, which needs {}, since the evicted entries are gone",
+                path,
+                what,
+                Option("memory", "drop"),
+            )
     return policy, memory

@@ -101,7 +101,7 @@ def main(commands: typer.Typer = app) -> None:
             raise KeyboardInterrupt
         sys.stdout.flush()
     except SnapKVError as error:
-        fail(in_flags(str(error)), status=1 if _is_of_full_disk(error) else 2)
+        fail(in_flags(error), status=1 if _is_of_full_disk(error) else 2)
     except (KeyboardInterrupt, typer.Abort):
         if launched():
             fail("stopped", INTERRUPTED)

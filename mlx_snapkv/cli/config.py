@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from ..errors import GONE, SnapKVError, suggestion
+from ..errors import GONE, SnapKVError, gone, suggestion
 from ..paths import reason
 
 if sys.version_info >= (3, 11):
@@ -53,7 +53,7 @@ def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Se
         if value and name.startswith(PREFIX)
     }
     for name in GONE.keys() & variables.keys():
-        raise SnapKVError(f"{PREFIX}{name.upper()} {GONE[name]}")
+        raise gone(name, PREFIX + name.upper())
     places = [(table, f"{config_file()}, ", True)]  # with a name for each, and whether all share it
     for n, part in enumerate(path, start=1):
         table = table.get(part.replace("-", "_"), {})
@@ -95,7 +95,7 @@ def _known(table: Table, group: Any, place: str) -> Table:
         if name in below and isinstance(value, dict):
             value = _known(value, below[name], f"{place}, [{key}]")
         elif name in GONE:
-            raise SnapKVError(f"{place}: {key} {GONE[name]}")
+            raise gone(name, f"{place}: {key}")
         elif name not in options:
             raise SnapKVError(
                 f"{place}: unknown option {key}{suggestion(name, {*options, *below})}"

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from typer import BadParameter, Context, Option
 
 from ..demo import MODELS
-from ..errors import SnapKVError, UnknownOptionError, suggestion
-from .command import flag_of, option, refusal
+from ..errors import OptionError, SnapKVError, UnknownOptionError, suggestion
+from .command import option, refusal
 
 MOST = 10_000_000  # tokens of a prompt
 BYTES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -212,9 +212,7 @@ class SamplingOptions:
         options, size = dict(vars(self)), len(tokenizer)
         for name in ("top_k", "min_tokens_to_keep"):
             if options[name] >= size:
-                raise SnapKVError(
-                    f"{flag_of(name)} must be less than the vocabulary's {size}, got {options[name]}"
-                )
+                raise OptionError(name, f"less than the vocabulary's {size}", options[name])
         max_tokens = options.pop("max_tokens")
         special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(xtc_special_tokens=special, **options)

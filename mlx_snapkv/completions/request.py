@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from ..engine.generate import encode_prompt
-from ..errors import SnapKVError, brief
+from ..errors import OptionError, SnapKVError, brief
 from .body import NO_LIMIT, Body, ChatBody
 from .chat_template import Rendered, initial_state, render
 from .constraint import Constraint, Form, call_form, json_form, name_of
@@ -252,9 +252,7 @@ def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Cal
     if body.temperature is not None:
         how["temp"] = body.temperature
     if how["top_k"] >= len(tokenizer):
-        raise SnapKVError(
-            f"top_k must be less than the vocabulary's {len(tokenizer)}, got {how['top_k']}"
-        )
+        raise OptionError("top_k", f"less than the vocabulary's {len(tokenizer)}", how["top_k"])
     if how["temp"] == 0:
         return None
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)

@@ -154,6 +154,9 @@ def test_models_and_mistakes(client):
     assert client.models.retrieve("org/other-name").id == "org/other-name"
     with pytest.raises(openai.BadRequestError, match="temperature should be"):
         chat(client, "hi", temperature=-1)
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, "hi", extra_body={"top_k": 10**6})
+    assert refused.value.param == "top_k"
     with pytest.raises(openai.NotFoundError, match="GET /v1/files"):
         client.files.list()
 
