@@ -113,9 +113,9 @@ def main(commands: typer.Typer = app) -> None:
         named = f"{error.filename}: " if error.filename else ""
         fail(named + (error.strerror or str(error)), status=1)
     except ImportError as error:
-        if (said := _of_mlx(error)) is None:
+        if (failure := _of_mlx(error)) is None:
             raise
-        fail(said, status=1)
+        fail(failure, status=1)
     except Exception as error:
         # Newer typers bring a click of their own, so its usage errors are known by what they can do.
         if hasattr(error, "format_message"):

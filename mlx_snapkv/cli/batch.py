@@ -74,13 +74,23 @@ def batch(
         answers = AnswersFile(path, {"model": model.model, **about})
         loaded, tokenizer = model.load()
         sampling.generation(tokenizer)  # which finds mistakes
-        asked = answers, keywords | vars(cache), model.model, about, Defaults(**vars(sampling))
-        run = Run(loaded, tokenizer, *asked, files.concurrency, files.max_kv_bytes, seed=files.seed)
+        run = Run(
+            loaded,
+            tokenizer,
+            answers,
+            options=keywords | vars(cache),
+            name=model.model,
+            about=about,
+            defaults=Defaults(**vars(sampling)),
+            concurrency=files.concurrency,
+            max_kv_bytes=files.max_kv_bytes,
+            seed=files.seed,
+        )
         _answer(run, lines, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
-    for said, n in run.progress.warnings.items():
-        reading.say(f"warning: {said} ({n} of {answers.n_answered} answers)")
+    for warning, n in run.progress.warnings.items():
+        reading.say(f"warning: {warning} ({n} of {answers.n_answered} answers)")
     if answers.n_errors and not files.allow_errors:
         raise Exit(1)
 
@@ -106,5 +116,5 @@ def _closing_line(answers: AnswersFile, done: Progress) -> str:
     errors = f", {n} error{'s' * (n > 1)}" if n else ""
     before = f" ({done.before} of them from earlier runs)" if done.before else ""
     tokens = f"{done.prompt_tokens} prompt tokens, {done.answer_tokens} answer tokens"
-    found = f"{answers.n_answered} answered{errors} in {answers.path}{before}"
-    return f"{found} | {tokens}, {done.seconds:.1f} s, peak memory {peak:.3g} GB"
+    counts = f"{answers.n_answered} answered{errors} in {answers.path}{before}"
+    return f"{counts} | {tokens}, {done.seconds:.1f} s, peak memory {peak:.3g} GB"

@@ -50,10 +50,13 @@ def bench(*, options: BenchOptions) -> None:
     from ..reporting.files import put_figure
     from .progress import StepBars
 
-    model, asked = options.model, (options.context, options.prompt_tokens, options.long_prompts)
-    given: Any = options.policy, options.snapkv, options.sparse
-    policies = each_method(*(given if any(given) else (POLICIES, None, SPARSE)))
-    for policy, n in product(policies, chain(*asked)):
+    model = options.model
+    lengths = options.context, options.prompt_tokens, options.long_prompts
+    if options.policy or options.snapkv or options.sparse:
+        policies = each_method(options.policy, options.snapkv, options.sparse)
+    else:
+        policies = each_method(POLICIES, None, SPARSE)
+    for policy, n in product(policies, chain(*lengths)):
         policy.prefill_quotas(n, 1)  # which finds mistakes
     endings = ".json", ".md", ".png"
     files = None if options.output is None else ResultFiles(options.output, endings)
@@ -69,7 +72,7 @@ def bench(*, options: BenchOptions) -> None:
             if files is not None:
                 write_json(files.base, result)
 
-        plan = Plan(*asked, policies, options.num_trials, options.steps)
+        plan = Plan(*lengths, policies, options.num_trials, options.steps)
         result["speed"] = measure_speed(loaded, plan, bars.start, done)
     print_table(speed(result["speed"]))
     if files is not None:

@@ -100,12 +100,12 @@ def each_method(
     """That of --snapkv, and those of every --policy and --sparse. Raises: SnapKVError: one can't be read."""
     from ..policies import resolve_method
 
-    given = [
+    methods = [
         resolve_method(snapkv),
         *(resolve_method(policy=text) for text in policy or []),
         *(resolve_method(sparse=text) for text in sparse or []),
     ]
-    return [each for each in given if each is not None]
+    return [each for each in methods if each is not None]
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,12 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         n_prompt: int | None,
         task: str,
         say: Callable[[str], None],
-        given: dict[str, Any],
+        options: dict[str, Any],
         **how: Any,
     ) -> dict[str, Any]:
         """What --policy auto changes of them, said in one line; a model's name will do.
 
-        Beside what is `given` as options of mlx-lm's, the arguments are those of `resolve`.
+        Beside mlx-lm's own `options`, the arguments are those of `resolve`.
         """
         from ..planning.auto import resolve
         from .loading import load_without_weights, require_alone
@@ -241,6 +241,6 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         require_alone(policy=self.policy)
         model = load_without_weights(model) if isinstance(model, str) else model
         how |= {"policy": self.policy, "kv_memory": self.kv_memory}
-        config, _, taken = resolve(model, n_prompt, task, given | self.retention(), **how)
+        config, _, taken = resolve(model, n_prompt, task, options | self.retention(), **how)
         say(str(taken))
         return {"policy": config.policy, **config.retention}

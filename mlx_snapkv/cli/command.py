@@ -43,10 +43,12 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(function)
-    def command(**given: Any) -> None:
+    def command(**arguments: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        function(**given)
+            arguments[name] = group(
+                **{field.name: arguments.pop(field.name) for field in fields(group)}
+            )
+        function(**arguments)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -60,8 +62,8 @@ def _options_of(group: Any) -> Iterator[inspect.Parameter]:
         kind, more = types[each.name], dict(each.metadata)
         if more:
             flags = more.pop("flags")
-            own = () if any(flag.startswith("--") for flag in flags) else (flag_of(each.name),)
-            kind = Annotated[kind, typer.Option(*own, *flags, **more)]
+            long = () if any(flag.startswith("--") for flag in flags) else (flag_of(each.name),)
+            kind = Annotated[kind, typer.Option(*long, *flags, **more)]
         made = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
         yield made if default is MISSING else made.replace(default=default)
 
@@ -143,8 +145,8 @@ class Command(TyperCommand):
                 raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
         for name in [name for name in NEEDS if name in ctx.params.keys() - exempt]:
             needed, part = NEEDS[name]
-            given, flag = ctx.params[needed], flag_of(name)
-            if _source(ctx, name) == "COMMANDLINE" and (given is None or part not in str(given)):
+            value, flag = ctx.params[needed], flag_of(name)
+            if _source(ctx, name) == "COMMANDLINE" and (value is None or part not in str(value)):
                 other = f"{flag_of(needed)} {part}".rstrip()
                 raise SnapKVError(f"{flag} does nothing without {other}: add that, or drop {flag}")
 
@@ -157,13 +159,13 @@ def refusal(name: str, option: Any, value: Any, error: Any) -> str:
     """What an option must be, and what it got, for an error of typer's or of its `parser`."""
     kind = getattr(option, "type", option)  # older typers have the range there
     least, most = getattr(kind, "min", None), getattr(kind, "max", None)
-    given = value if isinstance(value, (list, tuple)) else [value]
-    said = error.message.rstrip(".")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    rule = error.message.rstrip(".")
     with contextlib.suppress(ValueError, TypeError):
         if least is not None and not least <= float(value) <= (most or float("inf")):
-            said = f"must be {f'at least {least}' if most is None else f'from {least} to {most}'}"
-    colon = "" if said.startswith("must") else ":"
-    return f"{name}{colon} {said}, got {', '.join(map(repr, given))}"
+            rule = f"must be {f'at least {least}' if most is None else f'from {least} to {most}'}"
+    colon = "" if rule.startswith("must") else ":"
+    return f"{name}{colon} {rule}, got {', '.join(map(repr, values))}"
 
 
 def flag_of(name: str) -> str:

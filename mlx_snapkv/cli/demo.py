@@ -86,8 +86,8 @@ def demo(
     ]
     if save_document is not None:
         file, question = shlex.quote(save_document), shlex.quote(facts[0].question)
-        asked = f"{program} generate --model {model} --prompt-file {file} --prompt {question}"
-        lines.append(f"Ask again: {asked} --snapkv budget={n // SHARE},obs_window=32,lookahead=0")
+        command = f"{program} generate --model {model} --prompt-file {file} --prompt {question}"
+        lines.append(f"Ask again: {command} --snapkv budget={n // SHARE},obs_window=32,lookahead=0")
     console.print("\n".join(lines), soft_wrap=True, markup=False)
 
 

@@ -73,6 +73,14 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     same = {name: getattr(options, name) for name in ("text", "length", "continuation", "model")}
     fixed = {"task": "fidelity", **same, "texts": texts.digest, "questions": questions}
     fixed["judged"] = measuring.AFTER  # records that count the tokens before it are another run's
-    asked = pieces, methods, settings, questions, options.continuation
-    ask = partial(measuring.run, model, tokenizer, *asked)
+    ask = partial(
+        measuring.run,
+        model,
+        tokenizer,
+        pieces,
+        methods,
+        settings,
+        questions,
+        options.continuation,
+    )
     result.measure(files, fixed, len(pieces), ask, measuring.PAGE)

@@ -54,12 +54,12 @@ class ConstraintOptions:
         if not text.startswith("{") and text not in ("true", "false"):
             text = read_file("--json-schema", text)
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SnapKVError(f"--json-schema is not JSON: {brief(error)}") from error
-        if not isinstance(found, dict | bool):
+        if not isinstance(value, dict | bool):
             raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
-        return found
+        return value
 
 
 def _constrained(
@@ -129,8 +129,13 @@ def generate(
             loaded, len(tokens), "question", reading.say, keywords, max_tokens=sampling.max_tokens
         )
         was_chosen = compression.is_auto and keywords["policy"] is None
-        asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
-        reading.warn(loaded, len(tokens), **asked)
+        reading.warn(
+            loaded,
+            len(tokens),
+            max_tokens=sampling.max_tokens,
+            was_chosen=was_chosen,
+            **keywords,
+        )
     else:
         names = "policy", "memory", "verify"
         chosen = *(keywords[name] for name in names), cache.quantization
@@ -229,7 +234,7 @@ class _Answer:
 
     def _to_dict(self) -> dict[str, Any]:
         report = self.reports[0] if self._continued is None else self._continued.report
-        found = {
+        fields = {
             "model": self.name,
             "text": "".join(self.texts),
             **{name: getattr(self.last, name) for name in FIGURES},
@@ -239,5 +244,5 @@ class _Answer:
             "prompt_cache": self.start and self.start.to_dict(),
         }
         if any(constraint.is_cut for constraint in self.keywords.get("logits_processors", ())):
-            found["finish_reason"] = "length"
-        return {name: value for name, value in found.items() if value is not None}
+            fields["finish_reason"] = "length"
+        return {name: value for name, value in fields.items() if value is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import SnapKVError
 from ..paths import put_result
@@ -65,67 +65,75 @@ def inspect(
     path = require_page(shown.output, ".html", ".png")
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
-    found = []
+    inspections = []
     for policy in chosen:
         with reading.bar() as update:
-            how: Any = {"prefill_step_size": prefill_step_size, "prompt_progress_callback": update}
-            given = loaded, tokenizer, tokens, max_tokens
-            found.append(inspect_prompt(*given, policy=policy, **how))  # type: ignore[arg-type]
+            inspection = inspect_prompt(
+                loaded,
+                tokenizer,
+                tokens,
+                max_tokens,
+                policy=policy,  # type: ignore[arg-type]
+                prefill_step_size=prefill_step_size,
+                prompt_progress_callback=update,
+            )
+            inspections.append(inspection)
     if shown.as_json:
-        one, policies = found[0], [each.to_dict() for each in found]
-        asked = {"prompt_tokens": one.n_tokens, "text": one.text, "spans": one.spans}
-        print(json.dumps({"model": model.model, **asked, "policies": policies}, ensure_ascii=False))
+        one, policies = inspections[0], [each.to_dict() for each in inspections]
+        prompt_fields = {"prompt_tokens": one.n_tokens, "text": one.text, "spans": one.spans}
+        result = {"model": model.model, **prompt_fields, "policies": policies}
+        print(json.dumps(result, ensure_ascii=False))
     else:
-        for i, each in enumerate(found):
+        for i, each in enumerate(inspections):
             print("\n\n" * (i > 0), end="")
             _print(each)
     if path is None:
         return
     if path.suffix == ".png":
-        write_picture(found, model.model, path)
+        write_picture(inspections, model.model, path)
     else:
-        put_result(path, page(found, model.model, special_tokens(tokenizer)))
+        put_result(path, page(inspections, model.model, special_tokens(tokenizer)))
     reading.say(f"wrote {path}")
 
 
-def _print(found: Inspection) -> None:
+def _print(inspection: Inspection) -> None:
     """What was kept, drawn as wide as the terminal: a line a layer, the sentences, the answer."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
-    console.print(found.policy, style="bold")
-    console.print(str(found.report), "", sep="\n")
-    _print_map(found, console)
-    if found.sentences:
-        best, measure = found.sentences[0], "no entry was chosen: these are always kept"
+    console.print(inspection.policy, style="bold")
+    console.print(str(inspection.report), "", sep="\n")
+    _print_map(inspection, console)
+    if inspection.sentences:
+        best, measure = inspection.sentences[0], "no entry was chosen: these are always kept"
         if best.votes is not None:
             measure = "by their share of the votes for the chosen entries"
         elif best.chosen:
             measure = "by the share of their entries that was chosen"
         console.print(f"Sentences kept most ({measure})", style="bold")
-        for rank, sentence in enumerate(found.sentences[:SENTENCES], start=1):
+        for rank, sentence in enumerate(inspection.sentences[:SENTENCES], start=1):
             share = sentence.votes or sentence.chosen
             line = f"{rank:3}  {f'{share:.1%}' if share else 'fixed':>5}  {' '.join(sentence.text.split())}"
             console.print(line, no_wrap=True, overflow="ellipsis")
         console.print()
     console.print("Answer", style="bold")
-    console.print(found.answer, soft_wrap=True)
+    console.print(inspection.answer, soft_wrap=True)
 
 
-def _print_map(found: Inspection, console: Console) -> None:
-    names = [f"layer {layer}" for layer in found.layers]
+def _print_map(inspection: Inspection, console: Console) -> None:
+    names = [f"layer {layer}" for layer in inspection.layers]
     margin = max(map(len, names)) + 1
-    density = found.density(max(8, min(WIDEST, console.width - margin - 7)))
-    for name, row, share in zip(names, density, found.shares, strict=True):
+    density = inspection.density(max(8, min(WIDEST, console.width - margin - 7)))
+    for name, row, share in zip(names, density, inspection.shares, strict=True):
         # A little is to be seen, too: half of the shades are for the first quarter.
         shades = "".join(SHADES[-int(-(cell**0.5) * (len(SHADES) - 1) // 1)] for cell in row)
         end = "" if share is None else f"{share:5.0%}"
         console.print(f"{name:<{margin}}{shades} {end}", no_wrap=True, crop=True)
-    last = f"token {found.n_tokens - 1}".rjust(density.shape[1] - 7)
-    votes = "" if None in found.shares else " votes"
+    last = f"token {inspection.n_tokens - 1}".rjust(density.shape[1] - 7)
+    votes = "" if None in inspection.shares else " votes"
     console.print(f"{'':<{margin}}token 0 {last}{votes}", style="dim", no_wrap=True)
-    if found.layers_without:
-        which = f"layer{'s' * (len(found.layers_without) > 1)} {', '.join(map(str, found.layers_without))}"
+    if inspection.layers_without:
+        which = f"layer{'s' * (len(inspection.layers_without) > 1)} {', '.join(map(str, inspection.layers_without))}"
         why = "no entries to keep or drop (linear attention, or a sliding window)"
         console.print(f"{which}: {why}", style="dim")
     console.print()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from .reading import Reading
 if TYPE_CHECKING:
     from ..planning.prefixes import PrefixRoom
     from ..server.access import Settings
+    from ..server.engine import Engine
     from ..server.prefix_files import PrefixFiles
     from ..server.requests import Loaded
 
@@ -82,15 +84,15 @@ class PrefixOptions:
         "Size limit of --prefix-dir; the oldest prefixes are deleted.", PREFIX_FILES, parser=n_bytes
     )
 
-    def files(self, setting: dict[str, str], found: Loaded) -> PrefixFiles | None:
+    def files(self, setting: dict[str, str], loaded: Loaded) -> PrefixFiles | None:
         """The folder of prefixes, if there is one, for this model and what is set about its entries."""
         from ..server.prefix_files import PrefixFiles, tokenizer_digest
 
         if self.prefix_dir is None:
             return None
         folder = path_of(self.prefix_dir, "--prefix-dir")
-        about = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
-        return PrefixFiles(folder, self.prefix_dir_bytes, found.model, about)
+        about = setting | {"tokenizer": tokenizer_digest(loaded.tokenizer)}
+        return PrefixFiles(folder, self.prefix_dir_bytes, loaded.model, about)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def serve(
     from ..planning.machine import this_machine
     from ..planning.prefixes import prefix_room
     from ..server.admission import Limits
+    from ..server.engine import Engine
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
     from ..server.requests import Loaded
@@ -138,11 +141,17 @@ def serve(
     # Of several ranks, rank 0 says what is given up for room.
     kept = PrefixCache(sys.maxsize, ranks.first)
     rooms: list[PrefixRoom] = []
+    generation = keywords | vars(cache)
 
     def room(loaded: Any) -> PrefixRoom:
-        own = {"given": prefixes.prefix_bytes, "max_kv_bytes": limits.max_kv_bytes}
-        options = keywords | vars(cache)
-        return prefix_room(loaded, options, this_machine(), max_context=limits.max_context, **own)
+        return prefix_room(
+            loaded,
+            generation,
+            this_machine(),
+            given=prefixes.prefix_bytes,
+            max_kv_bytes=limits.max_kv_bytes,
+            max_context=limits.max_context,
+        )
 
     def load() -> Loaded:
         loaded, tokenizer = model.load()
@@ -157,23 +166,32 @@ def serve(
     setting = {name: str(about[name]) for name in ("policy", "memory", "far", "kv_bits")}
     listen()  # here, since the model is loaded in another thread, which may not
     most = Limits(limits.concurrency, limits.queue, limits.max_context, limits.max_kv_bytes)
-    usual = Defaults(**vars(sampling))
-    open_files = partial(prefixes.files, setting)
-    given = load, keywords | vars(cache), kept, most, usual, Metrics(), open_files, ranks
-    _run(settings, model.model, rooms, *given)
+    start = partial(
+        Engine,
+        load,
+        generation,
+        kept,
+        most,
+        defaults=Defaults(**vars(sampling)),
+        metrics=Metrics(),
+        open_files=partial(prefixes.files, setting),
+        ranks=ranks,
+    )
+    _run(settings, model.model, rooms, start)
 
 
-def _run(settings: Settings | None, model: str, rooms: list[PrefixRoom], *given: Any) -> None:
+def _run(
+    settings: Settings | None, model: str, rooms: list[PrefixRoom], start: Callable[[], Engine]
+) -> None:
     """Serve until it is stopped, on rank 0; on the others, which have no settings, follow it."""
     from ..server.app import listening, serve
-    from ..server.engine import Engine
 
     if settings is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all
-        Engine(*given).join()
+        start().join()
         os._exit(0)  # with rank 0 gone, MLX's threads would abort the usual exit
     with listening(settings) as place:
-        engine = Engine(*given)
+        engine = start()
         host, port, *_ = place.getsockname()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"

@@ -89,7 +89,7 @@ class Constraint:
         self._vocabulary = vocabulary(tokenizer)
         self._matcher = _matcher(tokenizer, form.grammar)
         self._n_prompt: int | None = None
-        self._said: list[int] = []
+        self._tokens: list[int] = []
         self._n_matched = 0  # of these; the matcher takes no token after its end
         self._max_tokens = max_tokens if form.kind == "json" else -1
         self._next_look = max_tokens  # how many tokens are left when the end is looked for
@@ -97,17 +97,17 @@ class Constraint:
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._n_prompt is None:
             self._n_prompt = tokens.size
-        is_next = tokens.size - self._n_prompt == len(self._said) + 1
+        is_next = tokens.size - self._n_prompt == len(self._tokens) + 1
         new = tokens[-1 if is_next else self._n_prompt :]
         # The device goes on with the logits while the mask is made, which needs only the tokens before them.
         mx.async_eval(new)
         mx.async_eval(logits)
-        found: Any = new.tolist()
+        unseen: Any = new.tolist()
         if not is_next:
-            n_same = sum(1 for _ in _same(found, self._said))
+            n_same = sum(1 for _ in _same(unseen, self._tokens))
             self._rewind(n_same)
-            found = found[n_same:]
-        self._take(found)
+            unseen = unseen[n_same:]
+        self._take(unseen)
         allowed = _allowed(self._matcher, logits.shape[-1])
         if self._matcher.is_error():
             raise _failure(self._matcher)
@@ -118,13 +118,13 @@ class Constraint:
 
     def _take(self, tokens: list[int]) -> None:
         for token in tokens:
-            self._said.append(token)
+            self._tokens.append(token)
             if not self._matcher.is_stopped():
                 self._matcher.consume_token(token)
                 self._n_matched += 1
 
     def _rewind(self, n: int) -> None:
-        del self._said[n:]
+        del self._tokens[n:]
         if self._n_matched > n:
             self._matcher.rollback(self._n_matched - n)
             self._n_matched = n
@@ -132,7 +132,7 @@ class Constraint:
 
     def _closing(self) -> int | None:
         """The next token of a short way to the end, if hardly more tokens are left than it has."""
-        n_left = self._max_tokens - len(self._said)
+        n_left = self._max_tokens - len(self._tokens)
         if self._max_tokens < 0 or n_left > self._next_look or self._matcher.is_stopped():
             return None
         end = _short_end(self._matcher, self._vocabulary, min(n_left, LONGEST_END))
@@ -152,10 +152,12 @@ def _allowed(matcher: LLMatcher, size: int) -> np.ndarray:
     return np.unpackbits(bits, count=size, bitorder="little").view(bool)
 
 
-def _short_end(matcher: LLMatcher, known: LLTokenizer, most: int) -> list[int] | None:
+def _short_end(matcher: LLMatcher, ll_tokenizer: LLTokenizer, most: int) -> list[int] | None:
     """Few tokens, `most` at most, after which the grammar lets an answer end; None if those found are more."""
     matcher, tokens = matcher.deep_copy(), list[int]()
-    quote, in_string, *closers = (known.greedy_tokenize(c)[0] for c in (QUOTE, IN_STRING, *CLOSERS))
+    quote, in_string, *closers = (
+        ll_tokenizer.greedy_tokenize(c)[0] for c in (QUOTE, IN_STRING, *CLOSERS)
+    )
     was_in_string = False
     while not matcher.is_accepting():
         new = matcher.compute_ff_tokens()
@@ -167,7 +169,7 @@ def _short_end(matcher: LLMatcher, known: LLTokenizer, most: int) -> list[int] |
                 return None  # a quote ends every string of JSON, so these are thoughts
             was_in_string = is_in_string
             best = [quote] if is_in_string else [t for t in closers if t in may_come]
-            new = best[:1] or [int(_allowed(matcher, known.vocab_size).argmax())]
+            new = best[:1] or [int(_allowed(matcher, ll_tokenizer.vocab_size).argmax())]
         tokens += new
         if len(tokens) > most or not matcher.consume_tokens(new):
             return None
@@ -253,27 +255,27 @@ def _enforceable(schema: Schema) -> str:
     """A schema for llguidance, whose answers are one line."""
     if schema is False:
         return "false"
-    own = {} if schema is True else _known(schema)
-    return json.dumps(own | {"x-guidance": LINE})
+    rules = {} if schema is True else _enforced(schema)
+    return json.dumps(rules | {"x-guidance": LINE})
 
 
-def _known(schema: Any) -> Any:
+def _enforced(schema: Any) -> Any:
     """A schema without what demands nothing, and with whole numbers such as 2.0 as 2."""
     if isinstance(schema, list):
-        return [_known(part) for part in schema]
+        return [_enforced(part) for part in schema]
     if isinstance(schema, float) and schema.is_integer():
         return int(schema)
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    kept = {}
     for name, part in schema.items():
         if name in SCHEMAS_BY_NAME and isinstance(part, dict):
-            found[name] = {own: _known(its) for own, its in part.items()}
+            kept[name] = {key: _enforced(its) for key, its in part.items()}
         elif name in ("const", "enum"):
-            found[name] = part
+            kept[name] = part
         elif not _is_idle(name, part):
-            found[name] = _known(part)
-    return found
+            kept[name] = _enforced(part)
+    return kept
 
 
 def _is_idle(name: str, part: Any) -> bool:
@@ -347,15 +349,15 @@ def _failure(matcher: LLMatcher) -> Exception:
 
 def _reason(matcher: LLMatcher) -> str:
     """What the library says, without the lines of the grammar that it quotes, and its state."""
-    found = re.sub(r"(\n +\d+ \||\n<state>).*", "", matcher.get_error(), flags=re.DOTALL)
-    found = re.sub(
+    reason = re.sub(r"(\n +\d+ \||\n<state>).*", "", matcher.get_error(), flags=re.DOTALL)
+    reason = re.sub(
         r"^at \d+\(\d+\): (failed to compile JSON schema: )?|^Parser Error: |; consider .*",
         "",
-        found,
+        reason,
     )
-    if "coerce_one_of" in found:
+    if "coerce_one_of" in reason:
         return "parts of a oneOf may overlap, so use anyOf"
-    return " ".join(found.split()).replace("Unimplemented keys", "unsupported keywords")[:SHOWN]
+    return " ".join(reason.split()).replace("Unimplemented keys", "unsupported keywords")[:SHOWN]
 
 
 def _words(text: str, tokenizer) -> str:
@@ -364,11 +366,13 @@ def _words(text: str, tokenizer) -> str:
 
 def _pieces(text: str, tokenizer) -> list[str]:
     """A text in a grammar, in which some tokens, such as a marker of calls, go by their number."""
-    known = vocabulary(tokenizer)
+    ll_tokenizer = vocabulary(tokenizer)
     special = {
         str(token): number
         for number, token in tokenizer.added_tokens_decoder.items()
-        if number < known.vocab_size and known.is_special_token(number) and str(token) in text
+        if number < ll_tokenizer.vocab_size
+        and ll_tokenizer.is_special_token(number)
+        and str(token) in text
     }
     longest_first = sorted(special, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if special else [text]

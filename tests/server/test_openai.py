@@ -195,7 +195,7 @@ def test_an_answer_is_no_longer_than_the_model_was_trained_to(served, demo_llama
     with served.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200 and next(response.iter_lines())
         (request,) = served.engine.batch.running.values()
-        assert request.asked.max_tokens == 16384
+        assert request.completion_request.max_tokens == 16384
 
 
 def test_what_is_too_long_for_the_model_is_told_in_the_log_and_answered(caplog):
