@@ -23,8 +23,8 @@ class SnapKVError(ValueError):
 
     Args:
         message: a sentence, or a format string for `values`.
-        *values: what the message's `{}` stand for. An `Option` among them is written as its reader would write it:
-            `memory=recall` in Python, `--memory recall` on the command line.
+        *values: what the message's `{}` stand for. An `Option` among them, or in an error among them, is written as
+            its reader would write it: `memory=recall` in Python, `--memory recall` on the command line.
     """
 
     def __init__(self, message: str = "", *values: Any):
@@ -33,10 +33,13 @@ class SnapKVError(ValueError):
 
     def message(self, written: Callable[[Option], str] = str) -> str:
         """The sentence, with its options as `written` writes them."""
-        if not self._values:
-            return self._message
-        values = (written(x) if isinstance(x, Option) else x for x in self._values)
-        return self._message.format(*values)
+
+        def text(value: Any) -> Any:
+            if isinstance(value, SnapKVError):
+                return value.message(written)
+            return written(value) if isinstance(value, Option) else value
+
+        return self._message.format(*map(text, self._values)) if self._values else self._message
 
     def __str__(self) -> str:
         return self.message()

@@ -61,7 +61,7 @@ def load(
                     caches, filled(layer.cache_in(empty), layer.cache_in(prompt.prompt_cache))
                 )
     except SnapKVError as error:
-        raise SnapKVError(f"{path} can't be used: {error}") from error
+        raise SnapKVError("{} can't be used: {}", path, error) from error
     # `mlx-snapkv cache-prompt` saves a text, and mlx-lm not even its tokens.
     system = notes.get("system", notes.get("system_prompt"))
     state = {name: notes[name] for name in NOTED if name in notes}

@@ -91,7 +91,7 @@ def load_model(
             options["adapter_path"] = None if adapter is None else str(adapter)
             model, tokenizer, *_ = load(where, **options)
     except SnapKVError as error:
-        raise SnapKVError(f"{option} {name}: {error}") from error
+        raise SnapKVError("{} {}: {}", option, name, error) from error
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
         raise SnapKVError(f"{option} {name}: {_why(name, folder, error, 'loaded')}") from error
     # Several processes would each decide, and have to agree.
@@ -194,7 +194,7 @@ def load_without_weights(name: str, for_mac: bool = False):
         there = os.path.exists(folder)
         model = without_weights(folder) if there else repository_without_weights(name)
     except SnapKVError as error:
-        raise SnapKVError(f"--model {name}: {error}") from error
+        raise SnapKVError("--model {}: {}", name, error) from error
     except Exception as error:  # as above
         raise SnapKVError(f"--model {name}: {_why(name, folder, error, 'planned')}") from error
     if name in MODELS or not for_mac:

@@ -51,6 +51,7 @@ def test_options_are_written_as_their_reader_writes_them():
     error = SnapKVError("{} needs {} and {}", "a/memory=recall.txt", *options)
     assert str(error) == "a/memory=recall.txt needs memory=recall and kv_bits"
     assert in_flags(error) == "a/memory=recall.txt needs --memory recall and --kv-bits"
+    assert in_flags(SnapKVError("FILE: {}", error)).endswith("needs --memory recall and --kv-bits")
     assert in_flags(OptionError("kv_bits", "2 or 4", 3)) == "--kv-bits must be 2 or 4, got 3"
     assert in_flags(SnapKVError("{kv_bits} is no JSON")) == "{kv_bits} is no JSON"
 
