@@ -1,30 +1,104 @@
 """The package's errors: each message is one sentence that says what to change."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
+@dataclass(frozen=True)
+class Option:
+    """An option that a message names, with a value of it if it names one; as text, a keyword argument."""
+
+    name: str
+    value: Any = None
+
+    def __str__(self) -> str:
+        return self.name if self.value is None else f"{self.name}={self.value}"
+
+
 class SnapKVError(ValueError):
-    """A request that can't be carried out as asked."""
+    """A request that can't be carried out as asked.
+
+    Args:
+        message: a sentence, or a format string for `values`.
+        *values: what the message's `{}` stand for. An `Option` among them, or in an error among them, is written as
+            its reader would write it: `memory=recall` in Python, `--memory recall` on the command line.
+    """
+
+    def __init__(self, message: str = "", *values: Any):
+        super().__init__(message, *values)
+        self._message, self._values = message, values
+
+    def message(self, written: Callable[[Option], str] = str) -> str:
+        """The sentence, with its options as `written` writes them."""
+
+        def text(value: Any) -> Any:
+            if isinstance(value, SnapKVError):
+                return value.message(written)
+            return written(value) if isinstance(value, Option) else value
+
+        return self._message.format(*map(text, self._values)) if self._values else self._message
+
+    def __str__(self) -> str:
+        return self.message()
+
+
+class OptionError(SnapKVError):
+    """An option's value is not allowed.
+
+    Attributes:
+        allowed: the rest of the sentence "the option must be ...".
+        got: the value.
+    """
+
+    def __init__(self, option: str, allowed: str, got: Any):
+        super().__init__("{} must be {}, got {!r}", Option(option), allowed, got)
+        self.option, self.allowed, self.got = option, allowed, got
+
+
+class ConflictError(SnapKVError):
+    """Two options exclude each other.
+
+    Attributes:
+        options: the two; a group of options may be in words.
+    """
+
+    def __init__(self, option: Option, other: Option | str, because: str = ""):
+        why = f", {because}" if because else ""
+        super().__init__("{} can't be combined with {}{}: drop one of them", option, other, why)
+        self.options = option, other
 
 
 class UnknownOptionError(SnapKVError):
     """A misspelt or unsupported option; the message lists the known ones."""
 
 
-# Options of earlier releases, and what is there instead.
-GONE = {
-    "refresh": "is gone: sparse=budget=6.25% lets every token choose what it reads, and a policy with memory=recall "
-    "chooses once a turn"
+# By option of an earlier release, the arguments of the error that says what is there instead.
+GONE: dict[str, tuple[Any, ...]] = {
+    "refresh": (
+        "{} is gone: {} lets every token choose what it reads, and a policy with {} chooses once a turn",
+        Option("sparse", "budget=6.25%"),
+        Option("memory", "recall"),
+    )
 }
 
 
-def require_current(names: Iterable[str]) -> None:
+def gone(option: str, place: Any = None) -> UnknownOptionError:
+    """The error about an option of an earlier release.
+
+    Args:
+        place: what names it, if that is no argument and no flag: a variable, a key in a file.
+    """
+    message, *instead = GONE[option]
+    return UnknownOptionError(message, place or Option(option), *instead)
+
+
+def require_current(options: Iterable[str]) -> None:
     """Raises: UnknownOptionError: an option has been replaced."""
-    for name in GONE.keys() & set(names):
-        raise UnknownOptionError(f"{name} {GONE[name]}")
+    for name in GONE.keys() & set(options):
+        raise gone(name)
 
 
 class UnsupportedModelError(SnapKVError):

@@ -11,9 +11,9 @@ step = ServedBatch.step
 
 def changed_step(batch):
     for request in batch.running.values():
-        if request.asked.max_tokens == 79:
+        if request.completion_request.max_tokens == 79:
             time.sleep(1)
-        if request.asked.max_tokens == 78 and os.environ["MLX_RANK"] == "1":
+        if request.completion_request.max_tokens == 78 and os.environ["MLX_RANK"] == "1":
             raise MemoryError("no room to step")
     return step(batch)
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from ..entries.quantization import BITS, Quantization, fitting_groups
-from ..errors import SnapKVError, UnsupportedModelError
+from ..errors import Option, OptionError, UnsupportedModelError
 from ..models import attentions, type_of
 from ..models.family import AttentionFamily
 from ..models.rope import mean_rotation, turn, undo_rope
@@ -155,12 +155,12 @@ def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
     return {x.shape[3] for layer in layers for x in layer.cache_in(caches).keys_and_values()}
 
 
-def require_quantised_attention(layers: list[AttentionLayer], remedy: str) -> None:
+def require_quantised_attention(layers: list[AttentionLayer], remedy: str, option: Option) -> None:
     """Raises: UnsupportedModelError: the model's forward pass in mlx-lm reads plain entries only."""
     for layer in layers:
         plain_only = layer.family.plain_only
         if why := plain_only and plain_only(list(layer.readers)):
-            raise UnsupportedModelError(f"{why}: {remedy}")
+            raise UnsupportedModelError(f"{{}}: {remedy}", why, option)
 
 
 def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
@@ -169,19 +169,18 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
     UnsupportedModelError: mlx-lm's quantised attention does not serve the model.
     """
     if quantization.bits not in BITS:
-        raise SnapKVError(f"kv_bits must be {', '.join(map(str, BITS))}, got {quantization.bits}")
+        raise OptionError("kv_bits", ", ".join(map(str, BITS)), quantization.bits)
     if any(layer.family.sinks for layer in layers):
         raise UnsupportedModelError(
-            "mlx-lm's quantised attention has no attention sinks, which this model needs: drop kv_bits"
+            "mlx-lm's quantised attention has no attention sinks, which this model needs: drop {}",
+            Option("kv_bits"),
         )
-    require_quantised_attention(layers, "drop kv_bits")
+    require_quantised_attention(layers, "drop {}", Option("kv_bits"))
     sizes = head_sizes(model, layers)
-    fitting = fitting_groups(sizes, "kv_bits")
+    fitting = fitting_groups(sizes, Option("kv_bits"))
     if quantization.group_size not in fitting:
-        raise SnapKVError(
-            f"kv_group_size must be one of {fitting} for heads of size {sorted(sizes)}, "
-            f"got {quantization.group_size}"
-        )
+        allowed = f"one of {fitting} for heads of size {sorted(sizes)}"
+        raise OptionError("kv_group_size", allowed, quantization.group_size)
 
 
 def quotas_of(

@@ -5,7 +5,7 @@ from typing import Any
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from ..entries.quantization import Quantization, fitting_groups
-from ..errors import SnapKVError
+from ..errors import Option, OptionError, SnapKVError
 from .adapter import full_cache, has_all_entries, layer_cache
 from .book import BookKVCache
 from .contract import LosslessCache
@@ -30,7 +30,7 @@ MEMORIES = (
 def require_memory(memory: str) -> None:
     if memory not in MEMORIES:
         *most, last = MEMORIES
-        raise SnapKVError(f"memory must be {', '.join(most)} or {last}, got {memory!r}")
+        raise OptionError("memory", f"{', '.join(most)} or {last}", memory)
 
 
 def in_files(memory: str) -> bool:
@@ -63,8 +63,8 @@ def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Qua
     wider, _, bits = memory.rpartition(":")
     if not bits.endswith("bit"):
         return None
-    require_quantised_attention(layers, f"give memory={wider}")
-    groups = fitting_groups(head_sizes(model, layers), f"memory={memory}")
+    require_quantised_attention(layers, "give {}", Option("memory", wider))
+    groups = fitting_groups(head_sizes(model, layers), Option("memory", memory))
     return Quantization(int(bits[0]), 64 if 64 in groups else 32)
 
 
@@ -75,7 +75,8 @@ def recalling_caches(model, prompt_cache: list, memory: str) -> list:
     """
     if is_compressed(prompt_cache):
         raise SnapKVError(
-            f"memory={memory} needs a prompt cache with all entries, and this one is compressed"
+            "{} needs a prompt cache with all entries, and this one is compressed",
+            Option("memory", memory),
         )
     empty = make_caches(model, memory)
     layers = attention_layers(model, empty)
@@ -123,10 +124,12 @@ def filled(empty: Any, found: Any) -> Any:
     if loaded.is_compressed or (len(stores) == 2 and _alike(*stores)):
         return found
     if books([found]) and books([empty]):
-        either = (
-            f"memory={book_memory([found])} or {str(book_memory([found])).replace(':file', '')}"
+        stored = str(book_memory([found]))
+        raise SnapKVError(
+            "the entries of this prompt are stored otherwise: give {} or {}",
+            Option("memory", stored),
+            stored.replace(":file", ""),
         )
-        raise SnapKVError(f"the entries of this prompt are stored otherwise: give {either}")
     if not has_all_entries(found):
         raise SnapKVError(
             f"its {type(found).__name__} has no entries that a policy can choose among: load it without a policy"

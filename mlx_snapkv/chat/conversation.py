@@ -27,13 +27,13 @@ from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
 
 
-def _require_known(generation: dict[str, Any]) -> None:
+def _require_options(generation: dict[str, Any]) -> None:
     """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
     require_current(generation)
-    own = {"prompt_cache", "input_embeddings"}  # which the conversation gives
-    known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs} - own
-    for name in generation.keys() - known:
-        why = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
+    reserved = {"prompt_cache", "input_embeddings"}  # which the conversation gives
+    options = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs} - reserved
+    for name in generation.keys() - options:
+        why = f"{suggestion(name, options)}; known: {', '.join(sorted(options))}"
         raise UnknownOptionError(f"unknown option {name!r} of a conversation{why}")
 
 
@@ -75,7 +75,7 @@ class Conversation:
         system: str | None = None,
         **generation: Any,
     ):
-        _require_known(generation)
+        _require_options(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         config, _, _ = resolve(
@@ -281,8 +281,8 @@ class Conversation:
         if self.n_unknown and not self.messages:
             return mlx_lm_suffix(self.tokenizer, messages[-1]["content"])
         whole = self._rendered(messages, add_generation_prompt=True)
-        known = self.read + self.pending_tokens
-        if whole[: len(known)] == known:
+        held = self.read + self.pending_tokens
+        if whole[: len(held)] == held:
             return whole[len(self.read) :]
         # The template renders earlier answers differently, or their tokens were not the usual ones for their text.
         earlier = self._rendered(self.messages, add_generation_prompt=False)
@@ -290,7 +290,7 @@ class Conversation:
 
     def _remember(self, tokens: list[int]) -> None:
         """Note which tokens the cache has read; where all entries are recalled, that is without the answer."""
-        known = self.read + tokens
-        rollback_beyond(len(known), self.prompt_cache)
-        n = len(known) if self.policy is None else held_tokens(self.model, self.prompt_cache)
-        self.read, self.pending_tokens = known[:n], known[n:]
+        sequence = self.read + tokens
+        rollback_beyond(len(sequence), self.prompt_cache)
+        n = len(sequence) if self.policy is None else held_tokens(self.model, self.prompt_cache)
+        self.read, self.pending_tokens = sequence[:n], sequence[n:]

@@ -40,19 +40,21 @@ class Rendering:
     def __init__(self, tokenizer):
         take_any_length(tokenizer)
         self._tokenizer = tokenizer
-        self._known: dict[str, list[int]] = {}  # tokens of the last text's pieces
+        self._tokens_by_piece: dict[str, list[int]] = {}  # tokens of the last text's pieces
 
     def __call__(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         """Raises: SnapKVError: the chat template fails."""
         if self._cuts is None:
             return list(rendered(self._tokenizer, messages, **options))
         text = rendered(self._tokenizer, messages, tokenize=False, **options)
-        starts = [found.start() for found in self._cuts.finditer(text)]
+        starts = [match.start() for match in self._cuts.finditer(text)]
         pieces = [text[start:end] for start, end in pairwise([0, *starts, len(text)])]
-        self._known = {
-            piece: self._known.get(piece) or self._encoded(piece) for piece in pieces if piece
+        self._tokens_by_piece = {
+            piece: self._tokens_by_piece.get(piece) or self._encoded(piece)
+            for piece in pieces
+            if piece
         }
-        return [*chain.from_iterable(self._known.get(piece, ()) for piece in pieces)]
+        return [*chain.from_iterable(self._tokens_by_piece.get(piece, ()) for piece in pieces)]
 
     def _encoded(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -92,8 +94,8 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
     if not ignore_chat_template and tokenizer.has_chat_template:
         options = {"tokenize": False, "add_generation_prompt": True}
         chats = ([{"role": "user", "content": text}] for text in (MARKER, question))
-        marked, asked = (rendered(tokenizer, chat, **options) for chat in chats)
+        marked, with_question = (rendered(tokenizer, chat, **options) for chat in chats)
         if MARKER not in marked:
             raise SnapKVError("this model's chat template drops the question")
-        question = asked[marked.index(MARKER) :]
+        question = with_question[marked.index(MARKER) :]
     return tokenizer.encode(question, add_special_tokens=False)

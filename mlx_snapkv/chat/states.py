@@ -10,7 +10,7 @@ from ..caches.matching import n_tokens
 from ..caches.memories import book_memory, filled, make_caches
 from ..engine.report import NO_POLICY
 from ..engine.rewind import Rewind
-from ..errors import SnapKVError
+from ..errors import Option, SnapKVError
 from ..planning.config import CompressionConfig
 from ..policies import Method, Stages, method_named
 
@@ -43,51 +43,57 @@ def load(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a saved conversation, or a text that waits for its first question: what a `Conversation` is made with, and
     attributes that it then gets; see `Conversation.load`."""
-    found = saved.load(path, model)
-    notes = {} if found.tokens is None else found.notes  # mlx-lm's are about other things
-    if found.tokens is not None and not {"messages", "text"} & set(notes):
+    prompt = saved.load(path, model)
+    notes = {} if prompt.tokens is None else prompt.notes  # mlx-lm's are about other things
+    if prompt.tokens is not None and not {"messages", "text"} & set(notes):
         raise SnapKVError(
             f"{path} holds a prompt, but neither a conversation nor a text to ask about"
         )
-    policy, memory = _resumed(path, found, notes, policy, memory)
+    policy, memory = _resumed(path, prompt, notes, policy, memory)
     method = method_named(policy) if isinstance(policy, str) else policy
     memory = CompressionConfig(method, memory).memory
-    caches = list(found.prompt_cache)
+    caches = list(prompt.prompt_cache)
     try:
         if method is not None:
             empty = make_caches(model, memory)
             for layer in attention_layers(model, empty):
-                layer.put(caches, filled(layer.cache_in(empty), layer.cache_in(found.prompt_cache)))
+                layer.put(
+                    caches, filled(layer.cache_in(empty), layer.cache_in(prompt.prompt_cache))
+                )
     except SnapKVError as error:
-        raise SnapKVError(f"{path} can't be used: {error}") from error
+        raise SnapKVError("{} can't be used: {}", path, error) from error
     # `mlx-snapkv cache-prompt` saves a text, and mlx-lm not even its tokens.
     system = notes.get("system", notes.get("system_prompt"))
     state = {name: notes[name] for name in NOTED if name in notes}
-    state |= {"prompt_cache": caches, "read": found.tokens}
+    state |= {"prompt_cache": caches, "read": prompt.tokens}
     if "text" in notes:
         state["attached"] = [notes["text"]]
-    if found.tokens is None:
-        n = n_tokens(found.prompt_cache)
+    if prompt.tokens is None:
+        n = n_tokens(prompt.prompt_cache)
         state |= {"n_unknown": n, "read": [0] * n}
     options = {"policy": method, "memory": memory, "system": system}
     return options, state | options
 
 
-def _resumed(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str) -> tuple:
+def _resumed(path, prompt: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str) -> tuple:
     """The policy and memory to continue with, given what was asked for. Raises: SnapKVError: the caches can't."""
-    book = book_memory(found.prompt_cache)
-    if found.policy != NO_POLICY:
-        policy = found.policy
+    book = book_memory(prompt.prompt_cache)
+    if prompt.policy != NO_POLICY:
+        policy = prompt.policy
         stays = book is not None or not method_named(policy).evicts  # type: ignore[union-attr]
         if not stays or memory == "drop":
             memory = notes.get("memory", "drop")
     if book is not None:
         memory = book if memory == "drop" else memory
     what = "a book" if book else "a compressed prompt"
-    if is_compressed(found.prompt_cache) or book is not None:
+    if is_compressed(prompt.prompt_cache) or book is not None:
         if policy is None:
             raise SnapKVError(f"{path} holds {what}, which needs a policy to continue")
         if book is None and memory != "drop":
-            why = "which needs memory=drop, since the evicted entries are gone"
-            raise SnapKVError(f"{path} holds {what}, {why}")
+            raise SnapKVError(
+                "{} holds {}, which needs {}, since the evicted entries are gone",
+                path,
+                what,
+                Option("memory", "drop"),
+            )
     return policy, memory

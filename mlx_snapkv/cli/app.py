@@ -101,7 +101,7 @@ def main(commands: typer.Typer = app) -> None:
             raise KeyboardInterrupt
         sys.stdout.flush()
     except SnapKVError as error:
-        fail(in_flags(str(error)), status=1 if _is_of_full_disk(error) else 2)
+        fail(in_flags(error), status=1 if _is_of_full_disk(error) else 2)
     except (KeyboardInterrupt, typer.Abort):
         if launched():
             fail("stopped", INTERRUPTED)
@@ -113,9 +113,9 @@ def main(commands: typer.Typer = app) -> None:
         named = f"{error.filename}: " if error.filename else ""
         fail(named + (error.strerror or str(error)), status=1)
     except ImportError as error:
-        if (said := _of_mlx(error)) is None:
+        if (failure := _of_mlx(error)) is None:
             raise
-        fail(said, status=1)
+        fail(failure, status=1)
     except Exception as error:
         # Newer typers bring a click of their own, so its usage errors are known by what they can do.
         if hasattr(error, "format_message"):

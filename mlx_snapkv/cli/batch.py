@@ -78,10 +78,10 @@ def batch(
             loaded,
             tokenizer,
             answers,
-            keywords | vars(cache),
-            model.model,
-            about,
-            Defaults(**vars(sampling)),
+            options=keywords | vars(cache),
+            name=model.model,
+            about=about,
+            defaults=Defaults(**vars(sampling)),
             concurrency=files.concurrency,
             max_kv_bytes=files.max_kv_bytes,
             seed=files.seed,
@@ -89,8 +89,8 @@ def batch(
         _answer(run, lines, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
-    for said, n in run.progress.warnings.items():
-        reading.say(f"warning: {said} ({n} of {answers.n_answered} answers)")
+    for warning, n in run.progress.warnings.items():
+        reading.say(f"warning: {warning} ({n} of {answers.n_answered} answers)")
     if answers.n_errors and not files.allow_errors:
         raise Exit(1)
 
@@ -116,5 +116,5 @@ def _closing_line(answers: AnswersFile, done: Progress) -> str:
     errors = f", {n} error{'s' * (n > 1)}" if n else ""
     before = f" ({done.before} of them from earlier runs)" if done.before else ""
     tokens = f"{done.prompt_tokens} prompt tokens, {done.answer_tokens} answer tokens"
-    found = f"{answers.n_answered} answered{errors} in {answers.path}{before}"
-    return f"{found} | {tokens}, {done.seconds:.1f} s, peak memory {peak:.3g} GB"
+    counts = f"{answers.n_answered} answered{errors} in {answers.path}{before}"
+    return f"{counts} | {tokens}, {done.seconds:.1f} s, peak memory {peak:.3g} GB"

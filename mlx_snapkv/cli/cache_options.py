@@ -13,7 +13,7 @@ from typer import Option
 
 from ..errors import SnapKVError, UnsupportedModelError
 from ..paths import path_of
-from .command import in_flags, option
+from .command import option
 from .options import n_bytes, one_of
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class MLXCacheOptions(CacheOptions):
                 f"--max-kv-size has no effect on {type_of(model)} models, which make their own caches: drop it, "
                 f"or limit the entries with --policy streaming_llm:budget={self.max_kv_size}"
             )
-        for flag, given in (("--draft-model", draft_model), ("--kv-bits", self.kv_bits)):
-            if self.max_kv_size is not None and given is not None:
+        for flag, value in (("--draft-model", draft_model), ("--kv-bits", self.kv_bits)):
+            if self.max_kv_size is not None and value is not None:
                 raise SnapKVError(f"--max-kv-size can't be combined with {flag}: drop one of them")
 
 
@@ -253,5 +253,5 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
             max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
             kv_memory=self.kv_memory,
         )
-        say(in_flags(str(recommendation)))
+        say(str(recommendation))
         return {"policy": config.policy, **config.retention}

@@ -58,7 +58,7 @@ def chat(
         except SnapKVError as error:
             if not interactive:  # a mistake ends a chat whose lines come from a file
                 raise
-            session.say(in_flags(str(error)))
+            session.say(in_flags(error))
         except KeyboardInterrupt:
             if not interactive or session.ranks.size > 1:
                 raise

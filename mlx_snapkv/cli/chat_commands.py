@@ -20,7 +20,7 @@ from ..planning.units import format_bytes
 from ..policies import AUTO, POLICIES, Sparse, method_named
 from ..saved import require_writable
 from .cache_options import CompressionOptions
-from .chat_session import Session, asked_of, is_sparse
+from .chat_session import Session, is_sparse, options_of
 from .loading import ALONE_ONLY
 from .options import SamplingOptions
 from .prompts import read_file
@@ -152,8 +152,8 @@ def _compare(session: Session, _: str) -> None:
         is_same = _answers_the_same_again(session)
     finally:
         now.policy, now.verify = before
-    found = "the same answer" if is_same else "a different answer, which replaces the first"
-    session.say(f"from all entries: {found}")
+    result = "the same answer" if is_same else "a different answer, which replaces the first"
+    session.say(f"from all entries: {result}")
 
 
 @_command("[NAME VALUE]", *vars(SamplingOptions()))
@@ -204,10 +204,10 @@ def _stats(session: Session, _: str) -> None:
 def _save(session: Session, name: str) -> None:
     """save the conversation to a .safetensors file"""
     path = require_writable(name)
-    said = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
+    line = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
     session.conversation.save(path)
     session.replace(session.conversation)
-    session.say(said)
+    session.say(line)
 
 
 @_command(FILE)
@@ -216,12 +216,12 @@ def _load(session: Session, path: str) -> None:
     if not session.may_replace():
         return
     now = session.conversation
-    options: Any = {**session.wanted, "far": now.far}
+    options: Any = {**session.options, "far": now.far}
     loaded = Conversation.load(path, now.model, now.tokenizer, **options, **now.generation)
     if is_sparse(loaded):
         loaded.verify_answers(now.verify)
     session.replace(loaded)
-    whose = "" if asked_of(loaded) == session.wanted else ", as it was saved"
+    whose = "" if options_of(loaded) == session.options else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{whose}")
 
 
@@ -259,7 +259,7 @@ def _policy(session: Session, text: str) -> None:
     if text == AUTO:
         options = CompressionOptions(
             policy=AUTO,
-            memory=session.wanted["memory"],
+            memory=session.options["memory"],
             far=now.far,
             verify=now.verify,
             kv_memory=session.context.params["kv_memory"],

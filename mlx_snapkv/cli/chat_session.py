@@ -91,8 +91,8 @@ class Lines:
         return require_text(line, "standard input").rstrip("\n")
 
 
-def asked_of(conversation: Conversation) -> dict[str, Any]:
-    """What a conversation is asked for: its policy or sparse attention, and a memory, unless that is sparse's own."""
+def options_of(conversation: Conversation) -> dict[str, Any]:
+    """A conversation's options: its policy or sparse attention, and a memory, unless that is sparse's own."""
     policy, memory = conversation.policy, conversation.memory
     is_implied = memory == "recall" and is_sparse(conversation)
     return {"policy": policy, "memory": "drop" if is_implied else memory}
@@ -119,7 +119,7 @@ class Session:
 
     def __post_init__(self) -> None:
         # Of a new conversation, whatever a loaded one has brought with it.
-        self.wanted = asked_of(self.conversation)
+        self.options = options_of(self.conversation)
         self._console = stderr_console()
         self._in_file: list[dict[str, str]] = []  # the messages that are in a file
         self._warned: Any = None  # of which policy a warning has been said
@@ -133,8 +133,8 @@ class Session:
         # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
         n_tokens = self.reading.wait_for(partial(now.count, text))
         now.attached.append(text)
-        asked = {name: getattr(now, name) for name in SETTINGS}
-        self.reading.warn(now.model, n_tokens, len(now.read), **asked, **now.generation)
+        settings = {name: getattr(now, name) for name in SETTINGS}
+        self.reading.warn(now.model, n_tokens, len(now.read), **settings, **now.generation)
         return n_tokens
 
     def answer(self, text: str) -> None:
@@ -156,8 +156,8 @@ class Session:
     @property
     def settings(self) -> str:
         now = self.conversation
-        found = {name: getattr(now, name) for name in SETTINGS} | {"policy": now.policy or "none"}
-        return ", ".join(f"{name} {value}" for name, value in found.items() if value)
+        values = {name: getattr(now, name) for name in SETTINGS} | {"policy": now.policy or "none"}
+        return ", ".join(f"{name} {value}" for name, value in values.items() if value)
 
     @property
     def waiting(self) -> str:
@@ -184,7 +184,7 @@ class Session:
         """Go on with this one, which is in a file or new."""
         self.conversation, self._in_file = conversation, conversation.messages
 
-    def start_again(self, said: str, **changes: Any) -> None:
+    def start_again(self, line: str, **changes: Any) -> None:
         """Forget the conversation, and what the file it came from may have brought with it, if it may be lost.
 
         With other settings, what is attached still waits.
@@ -192,26 +192,26 @@ class Session:
         if not self.may_replace():
             return
         now = self.conversation
-        self.wanted |= {name: changes[name] for name in self.wanted if name in changes}
+        self.options |= {name: changes[name] for name in self.options if name in changes}
         kept = {name: getattr(now, name) for name in ("system", "far", "verify")}
-        options = {**kept, **self.wanted, **changes}
+        options = {**kept, **self.options, **changes}
         if options["policy"] is None or options["policy"].evicts:
             options["verify"] = None
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
         if changes:
             self.conversation.attached = now.attached
-        self.say(said + self.waiting)
+        self.say(line + self.waiting)
 
     def as_markdown(self) -> str:
         """The conversation, with the names of its documents in place of their text."""
         titles = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
-        said = iter(self.conversation.said)
+        turns = iter(self.conversation.said)
         parts = [f"# Chat with {self.model}", self.settings]
         for message in self.conversation.messages:
             role, content = message["role"], message["content"]
             parts.append(f"## {titles[role]}")
             if role == "user":
-                *documents, content = next(said)
+                *documents, content = next(turns)
                 parts += [f"*File: {self.name_of(text)}*" for text in documents]
             parts.append(content.strip())
         return "\n\n".join(parts) + "\n"

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
-from typer import Option
+import typer
 from typer.core import TyperCommand
 
-from ..errors import GONE, SnapKVError
+from ..errors import GONE, Option, SnapKVError, gone
 from .config import ONE_OF, Setting, settings_of
 
 
@@ -43,10 +43,12 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(function)
-    def command(**given: Any) -> None:
+    def command(**arguments: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        function(**given)
+            arguments[name] = group(
+                **{field.name: arguments.pop(field.name) for field in fields(group)}
+            )
+        function(**arguments)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -60,8 +62,8 @@ def _options_of(group: Any) -> Iterator[inspect.Parameter]:
         kind, more = types[each.name], dict(each.metadata)
         if more:
             flags = more.pop("flags")
-            own = () if any(flag.startswith("--") for flag in flags) else (flag_of(each.name),)
-            kind = Annotated[kind, Option(*own, *flags, **more)]
+            long = () if any(flag.startswith("--") for flag in flags) else (flag_of(each.name),)
+            kind = Annotated[kind, typer.Option(*long, *flags, **more)]
         made = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
         yield made if default is MISSING else made.replace(default=default)
 
@@ -98,7 +100,7 @@ class Command(TyperCommand):
         except Exception as error:
             name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
             if name in GONE:
-                raise SnapKVError(f"{flag_of(name)} {GONE[name]}") from error
+                raise gone(name) from error
             raise
         try:
             rest = super().parse_args(ctx, args)
@@ -127,7 +129,7 @@ class Command(TyperCommand):
             self._require_use(ctx)
             return super().invoke(ctx)
         except SnapKVError as error:
-            text = in_flags(str(error))
+            text = in_flags(error)
             for name, (value, origin) in ctx.meta["settings"].items():
                 start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
                 is_named = flag_of(name) in text or (start and start in text)
@@ -143,8 +145,8 @@ class Command(TyperCommand):
                 raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
         for name in [name for name in NEEDS if name in ctx.params.keys() - exempt]:
             needed, part = NEEDS[name]
-            given, flag = ctx.params[needed], flag_of(name)
-            if _source(ctx, name) == "COMMANDLINE" and (given is None or part not in str(given)):
+            value, flag = ctx.params[needed], flag_of(name)
+            if _source(ctx, name) == "COMMANDLINE" and (value is None or part not in str(value)):
                 other = f"{flag_of(needed)} {part}".rstrip()
                 raise SnapKVError(f"{flag} does nothing without {other}: add that, or drop {flag}")
 
@@ -157,34 +159,24 @@ def refusal(name: str, option: Any, value: Any, error: Any) -> str:
     """What an option must be, and what it got, for an error of typer's or of its `parser`."""
     kind = getattr(option, "type", option)  # older typers have the range there
     least, most = getattr(kind, "min", None), getattr(kind, "max", None)
-    given = value if isinstance(value, (list, tuple)) else [value]
-    said = error.message.rstrip(".")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    rule = error.message.rstrip(".")
     with contextlib.suppress(ValueError, TypeError):
         if least is not None and not least <= float(value) <= (most or float("inf")):
-            said = f"must be {f'at least {least}' if most is None else f'from {least} to {most}'}"
-    colon = "" if said.startswith("must") else ":"
-    return f"{name}{colon} {said}, got {', '.join(map(repr, given))}"
-
-
-# Arguments of the library that are flags by the same name.
-FLAGS = (
-    "sparse", "memory", "verify", "far", "kv_bits", "kv_group_size", "max_kv_size", "max_tokens",
-    "num_draft_tokens", "draft_model", "prefill_step_size",
-)  # fmt: skip
-_NAMES, _LONG = "|".join(FLAGS), "|".join(name for name in FLAGS if "_" in name)
-_NAMED = re.compile(
-    rf"(?<![\w./:=,-])(?:({_NAMES})=(?=\w)|(?<!/set )({_LONG})(?![\w=./-]))|^({_NAMES})(?= must be )"
-)
+            rule = f"must be {f'at least {least}' if most is None else f'from {least} to {most}'}"
+    colon = "" if rule.startswith("must") else ":"
+    return f"{name}{colon} {rule}, got {', '.join(map(repr, values))}"
 
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def in_flags(text: str) -> str:
-    """A sentence of the library for those who typed flags: its `memory=recall` is `--memory recall`."""
+def in_flags(error: SnapKVError) -> str:
+    """An error's sentence for those who typed flags: the library's `memory=recall` is `--memory recall`."""
 
-    def flag(found: re.Match[str]) -> str:
-        return flag_of(found[found.lastindex or 0]) + " " * bool(found[1])
+    def flag(option: Option) -> str:
+        value = "" if option.value is None else f" {option.value}"
+        return flag_of(option.name) + value
 
-    return _NAMED.sub(flag, text.replace("snapkv and policy", "--snapkv and --policy"))
+    return error.message(flag)

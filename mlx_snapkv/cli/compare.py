@@ -157,5 +157,7 @@ def _difference(answer: Compared) -> str:
         return ""
     n, before, theirs, ours = answer.differs
     where = f" (“…{' '.join(before.split())}”)" if n else ""
-    said, instead = (repr(text) if text else "nothing more" for text in (ours, theirs))
-    return f"{answer.name}: after {n} tokens{where} it says {said}, the full cache says {instead}\n"
+    text, full_text = (repr(text) if text else "nothing more" for text in (ours, theirs))
+    return (
+        f"{answer.name}: after {n} tokens{where} it says {text}, the full cache says {full_text}\n"
+    )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from ..errors import GONE, SnapKVError, suggestion
+from ..errors import GONE, SnapKVError, gone, suggestion
 from ..paths import reason
 
 if sys.version_info >= (3, 11):
@@ -46,29 +46,29 @@ def settings_of(context: Any) -> dict[str, Setting]:
 
 def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Setting]:
     """Variables go before the file, a command's own table before the keys above it."""
-    options, found = _options(command), dict[str, Setting]()
+    options, settings = _options(command), dict[str, Setting]()
     variables = {
         name[len(PREFIX) :].lower(): value
         for name, value in os.environ.items()
         if value and name.startswith(PREFIX)
     }
     for name in GONE.keys() & variables.keys():
-        raise SnapKVError(f"{PREFIX}{name.upper()} {GONE[name]}")
+        raise gone(name, PREFIX + name.upper())
     places = [(table, f"{config_file()}, ", True)]  # with a name for each, and whether all share it
     for n, part in enumerate(path, start=1):
         table = table.get(part.replace("-", "_"), {})
         places.append((table, f"{config_file()}, [{'.'.join(path[:n])}], ", False))
     for values, place, is_shared in [(variables, PREFIX, True), *reversed(places)]:
-        passed_over = ONE_OF if ONE_OF & found.keys() else set()
-        for name in options.keys() & values.keys() - found.keys() - passed_over:
+        passed_over = ONE_OF if ONE_OF & settings.keys() else set()
+        for name in options.keys() & values.keys() - settings.keys() - passed_over:
             value = values[name]
             chooses = "kv_memory" in options or (name, value) != ("policy", "auto")
             if is_shared and ((*path, name) in OWN or not chooses):
                 continue
             key = name.upper() if values is variables else name.replace("_", "-")
             as_list = options[name].multiple and not isinstance(value, list)
-            found[name] = Setting([value] if as_list else value, place + key)
-    return {option.name: found[name] for name, option in options.items() if name in found}
+            settings[name] = Setting([value] if as_list else value, place + key)
+    return {option.name: settings[name] for name, option in options.items() if name in settings}
 
 
 def _read(root: Any) -> Table:
@@ -80,22 +80,22 @@ def _read(root: Any) -> Table:
         return {}
     except (OSError, ValueError) as error:
         raise SnapKVError(f"{path}: {reason(error)}") from error
-    return _known(table, root, str(path))
+    return _checked(table, root, str(path))
 
 
-def _known(table: Table, group: Any, place: str) -> Table:
+def _checked(table: Table, group: Any, place: str) -> Table:
     """The table with underscores in its names; SnapKVError if one is neither an option nor a command there."""
     below = {name.replace("-", "_"): c for name, c in getattr(group, "commands", {}).items()}
     options: dict[str, Any] = {}
     for _, command in commands_of(group):
         options |= _options(command)
-    found = {}
+    checked = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name in below and isinstance(value, dict):
-            value = _known(value, below[name], f"{place}, [{key}]")
+            value = _checked(value, below[name], f"{place}, [{key}]")
         elif name in GONE:
-            raise SnapKVError(f"{place}: {key} {GONE[name]}")
+            raise gone(name, f"{place}: {key}")
         elif name not in options:
             raise SnapKVError(
                 f"{place}: unknown option {key}{suggestion(name, {*options, *below})}"
@@ -103,8 +103,8 @@ def _known(table: Table, group: Any, place: str) -> Table:
         elif isinstance(value, dict) or (isinstance(value, list) and not options[name].multiple):
             flag = options[name].opts[0]
             raise SnapKVError(f"{place}, {key} must be a value that {flag} takes, got {value!r}")
-        found[name] = value
-    return found
+        checked[name] = value
+    return checked
 
 
 def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -134,14 +134,14 @@ def config(context: typer.Context) -> None:
     """
     root: Any = context.find_root().command
     table = _read(root)
-    found: dict[tuple[str, str, str], list[str]] = {}
+    commands: dict[tuple[str, str, str], list[str]] = {}
     for path, command in commands_of(root):
         flags = {option.name: option.opts[0] for option in command.params}
         for name, setting in _settings(command, path, table).items():
             value = "(hidden)" if name == SECRET else repr(setting.value)
-            found.setdefault((flags[name], value, setting.origin), []).append(" ".join(path))
-    for (flag, value, origin), names in found.items():
+            commands.setdefault((flags[name], value, setting.origin), []).append(" ".join(path))
+    for (flag, value, origin), names in commands.items():
         print(f"{flag} {value}, from {origin}: {', '.join(names)}")
-    if not found:
+    if not commands:
         there = "sets nothing" if config_file().exists() else "does not exist"
         print(f"{config_file()} {there}, and no {PREFIX} variable is set: the defaults apply")

@@ -55,12 +55,12 @@ class ConstraintOptions:
         if not text.startswith("{") and text not in ("true", "false"):
             text = read_file("--json-schema", text)
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SnapKVError(f"--json-schema is not JSON: {brief(error)}") from error
-        if not isinstance(found, dict | bool):
+        if not isinstance(value, dict | bool):
             raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
-        return found
+        return value
 
 
 def _constrained(

@@ -104,44 +104,44 @@ def _to_dict(model: str, inspections: list[Inspection]) -> dict[str, Any]:
     }
 
 
-def _print(found: Inspection) -> None:
+def _print(inspection: Inspection) -> None:
     """What was kept, drawn as wide as the terminal: a line a layer, the sentences, the answer."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
-    console.print(found.policy, style="bold")
-    console.print(str(found.report), "", sep="\n")
-    _print_map(found, console)
-    if found.sentences:
-        best, measure = found.sentences[0], "no entry was chosen: these are always kept"
+    console.print(inspection.policy, style="bold")
+    console.print(str(inspection.report), "", sep="\n")
+    _print_map(inspection, console)
+    if inspection.sentences:
+        best, measure = inspection.sentences[0], "no entry was chosen: these are always kept"
         if best.votes is not None:
             measure = "by their share of the votes for the chosen entries"
         elif best.chosen:
             measure = "by the share of their entries that was chosen"
         console.print(f"Sentences kept most ({measure})", style="bold")
-        for rank, sentence in enumerate(found.sentences[:SENTENCES], start=1):
+        for rank, sentence in enumerate(inspection.sentences[:SENTENCES], start=1):
             share = sentence.votes or sentence.chosen
             line = f"{rank:3}  {f'{share:.1%}' if share else 'fixed':>5}  {' '.join(sentence.text.split())}"
             console.print(line, no_wrap=True, overflow="ellipsis")
         console.print()
     console.print("Answer", style="bold")
-    console.print(found.answer, soft_wrap=True)
+    console.print(inspection.answer, soft_wrap=True)
 
 
-def _print_map(found: Inspection, console: Console) -> None:
-    names = [f"layer {layer}" for layer in found.layers]
+def _print_map(inspection: Inspection, console: Console) -> None:
+    names = [f"layer {layer}" for layer in inspection.layers]
     margin = max(map(len, names)) + 1
-    density = found.density(max(8, min(WIDEST, console.width - margin - 7)))
-    for name, row, share in zip(names, density, found.shares, strict=True):
+    density = inspection.density(max(8, min(WIDEST, console.width - margin - 7)))
+    for name, row, share in zip(names, density, inspection.shares, strict=True):
         # A little is to be seen, too: half of the shades are for the first quarter.
         shades = "".join(SHADES[-int(-(cell**0.5) * (len(SHADES) - 1) // 1)] for cell in row)
         end = "" if share is None else f"{share:5.0%}"
         console.print(f"{name:<{margin}}{shades} {end}", no_wrap=True, crop=True)
-    last = f"token {found.n_tokens - 1}".rjust(density.shape[1] - 7)
-    votes = "" if None in found.shares else " votes"
+    last = f"token {inspection.n_tokens - 1}".rjust(density.shape[1] - 7)
+    votes = "" if None in inspection.shares else " votes"
     console.print(f"{'':<{margin}}token 0 {last}{votes}", style="dim", no_wrap=True)
-    if found.layers_without:
-        which = f"layer{'s' * (len(found.layers_without) > 1)} {', '.join(map(str, found.layers_without))}"
+    if inspection.layers_without:
+        which = f"layer{'s' * (len(inspection.layers_without) > 1)} {', '.join(map(str, inspection.layers_without))}"
         why = "no entries to keep or drop (linear attention, or a sliding window)"
         console.print(f"{which}: {why}", style="dim")
     console.print()

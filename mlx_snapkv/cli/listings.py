@@ -79,16 +79,16 @@ def models(as_json: AsJson = False) -> None:
     from ..reporting.table import Table
     from .results import print_table
 
-    found = {}
+    tables = {}
     for title, last, rows in ("Supported", "note", supported()), ("Refused", "why", refused()):
         keys = "model_type", "also_loads", last
-        found[title.lower()] = [dict(zip(keys, row)) for row in rows]
+        tables[title.lower()] = [dict(zip(keys, row)) for row in rows]
         if not as_json:
             heading = f"{title}: {len(rows)} model types of mlx-lm"
             columns = [key.replace("_", " ") for key in keys]
             print_table(Table(heading, "", columns, [*map(list, rows)]))
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(tables))
 
 
 def policies(

@@ -91,12 +91,12 @@ def load_model(
             options["adapter_path"] = None if adapter is None else str(adapter)
             model, tokenizer, *_ = load(where, **options)
     except SnapKVError as error:
-        raise SnapKVError(f"{option} {name}: {error}") from error
+        raise SnapKVError("{} {}: {}", option, name, error) from error
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
         raise SnapKVError(f"{option} {name}: {_why(name, folder, error, 'loaded')}") from error
     # Several processes would each decide, and have to agree.
-    if (n_ranks == 1 or name in MODELS) and (said := _make_fast(name, model)):
-        print(f"mlx-snapkv: {option} {name}: {said}", file=sys.stderr)
+    if (n_ranks == 1 or name in MODELS) and (notice := _make_fast(name, model)):
+        print(f"mlx-snapkv: {option} {name}: {notice}", file=sys.stderr)
     mx.eval(model.parameters())
     hold_memory(model)
     return model, tokenizer
@@ -113,10 +113,10 @@ def _rope_changes(where: str, named: str) -> dict[str, Any]:
 
     is_here = os.path.exists(where)
     folder = where if is_here else snapshot_download(where, allow_patterns=["config.json"])
-    found = taken_over(load_config(Path(folder)))
-    if found.values:
-        print(f"mlx-snapkv: {named}: {found}", file=sys.stderr)
-    return found.changes
+    rope = taken_over(load_config(Path(folder)))
+    if rope.values:
+        print(f"mlx-snapkv: {named}: {rope}", file=sys.stderr)
+    return rope.changes
 
 
 def _joined(pipeline: bool | None) -> int:
@@ -142,8 +142,8 @@ def require_alone(**options: Any) -> None:
     """Raises: SnapKVError: an option is given that several Macs can't serve, and this is one of several."""
     from ..several.ranks import here
 
-    for name, given in options.items():
-        if given and here().size > 1:
+    for name, value in options.items():
+        if value and here().size > 1:
             alone = f"{flag_of(name)} can't be used on several Macs"
             raise SnapKVError(f"{alone}: drop it, or {ALONE_ONLY}")
 
@@ -194,7 +194,7 @@ def load_without_weights(name: str, for_mac: bool = False):
         there = os.path.exists(folder)
         model = without_weights(folder) if there else repository_without_weights(name)
     except SnapKVError as error:
-        raise SnapKVError(f"--model {name}: {error}") from error
+        raise SnapKVError("--model {}: {}", name, error) from error
     except Exception as error:  # as above
         raise SnapKVError(f"--model {name}: {_why(name, folder, error, 'planned')}") from error
     if name in MODELS or not for_mac:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from typer import BadParameter, Context, Option
 
 from ..demo import MODELS
-from ..errors import SnapKVError, UnknownOptionError, suggestion
-from .command import flag_of, option, refusal
+from ..errors import OptionError, SnapKVError, UnknownOptionError, suggestion
+from .command import option, refusal
 
 MOST = 10_000_000  # tokens of a prompt
 BYTES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -37,9 +37,9 @@ def n_tokens(text: Any) -> int:
 def _number(number: str, units: dict[str, Any], least: int, most: int, what: str) -> int:
     unit = units.get(number[-1:])
     with contextlib.suppress(ValueError, OverflowError):
-        found = int(float(number[:-1] if unit else number) * (unit or 1))
-        if least <= found <= most:
-            return found
+        value = int(float(number[:-1] if unit else number) * (unit or 1))
+        if least <= value <= most:
+            return value
     raise BadParameter(f"must be {what}")
 
 
@@ -67,20 +67,20 @@ def lengths(least: int) -> Callable[[Any], list[int]]:
 def one_of(*values: Any) -> Callable[[Any], Any]:
     """A parser of one of these values, in capitals or small letters."""
     *most, last = map(str, values)
-    known = {str(value).lower(): value for value in values}
+    by_text = {str(value).lower(): value for value in values}
 
     def parse(text: Any) -> Any:
-        if str(text).lower() not in known:
+        if str(text).lower() not in by_text:
             raise BadParameter(f"must be {', '.join(most)} or {last}")
-        return known[str(text).lower()]
+        return by_text[str(text).lower()]
 
     return parse
 
 
 def json_object(text: Any) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        if isinstance(found := json.loads(str(text)), dict):
-            return found
+        if isinstance(value := json.loads(str(text)), dict):
+            return value
     raise BadParameter("must be a JSON object, such as '{\"enable_thinking\": false}'")
 
 
@@ -206,9 +206,11 @@ class SamplingOptions:
 
     def changed(self, name: str, text: str, context: Context) -> "SamplingOptions":
         """The same with another value of one setting; SnapKVError if its flag would not take that."""
-        name, known = name.lstrip("-").replace("-", "_"), vars(self)
-        if name not in known:
-            meant = f"{suggestion(name, known)}: one of {', '.join(f'/set {x}' for x in known)}"
+        name, settings = name.lstrip("-").replace("-", "_"), vars(self)
+        if name not in settings:
+            meant = (
+                f"{suggestion(name, settings)}: one of {', '.join(f'/set {x}' for x in settings)}"
+            )
             raise UnknownOptionError(f"unknown setting {name}{meant}")
         (flag,) = [option for option in context.command.params if option.name == name]
         try:
@@ -223,9 +225,7 @@ class SamplingOptions:
         options, size = dict(vars(self)), len(tokenizer)
         for name in ("top_k", "min_tokens_to_keep"):
             if options[name] >= size:
-                raise SnapKVError(
-                    f"{flag_of(name)} must be less than the vocabulary's {size}, got {options[name]}"
-                )
+                raise OptionError(name, f"less than the vocabulary's {size}", options[name])
         max_tokens = options.pop("max_tokens")
         special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(xtc_special_tokens=special, **options)
@@ -237,13 +237,13 @@ def adapt_tokenizer(
 ) -> None:
     """Add tokens that end an answer, and options for the chat template."""
     for token in extra_eos_token or []:
-        known = range(len(tokenizer)) if token.isdecimal() else tokenizer.get_vocab()
-        if (int(token) if token.isdecimal() else token) not in known:
+        tokens = range(len(tokenizer)) if token.isdecimal() else tokenizer.get_vocab()
+        if (int(token) if token.isdecimal() else token) not in tokens:
             raise SnapKVError(f"--extra-eos-token {token!r}: the tokenizer has no such token")
         tokenizer.add_eos_token(token)
     options = template_options or {}
-    own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
-    for name in options.keys() & own.keys() - TEMPLATE_OPTIONS:
+    parameters = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
+    for name in options.keys() & parameters.keys() - TEMPLATE_OPTIONS:
         raise SnapKVError(f"--chat-template-config can't set {name!r}: the command sets it")
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
 

@@ -42,7 +42,7 @@ class PlanOptions:
 
 
 def plan(
-    *, model: Model, asked: PlanOptions, policy: AutoPolicyOptions, cache: CacheOptions
+    *, model: Model, options: PlanOptions, policy: AutoPolicyOptions, cache: CacheOptions
 ) -> None:
     """Show how much memory prompts will take, what fits, and which policy to use, before any weight is loaded.
 
@@ -61,18 +61,20 @@ def plan(
 
     chosen = policy.resolve()
     named = None if chosen is None else policy.policy or str(chosen)
-    machine = this_machine() if asked.memory is None else mac(asked.memory)
-    loaded = load_without_weights(model, for_mac=asked.memory is not None)
+    machine = this_machine() if options.memory is None else mac(options.memory)
+    loaded = load_without_weights(model, for_mac=options.memory is not None)
     trained = trained_length(loaded)
     planner = Planner(
         loaded,
-        max_tokens=asked.max_tokens,
+        max_tokens=options.max_tokens,
         prefill_step_size=cache.prefill_step_size,
         kv_group_size=cache.kv_group_size,
     )
     plans = Plans(model, machine, planner, trained, named, cache.kv_bits, policy.kv_memory)
-    choices = [plans.choose(n) for n in ([asked.context] if asked.context else plans.contexts())]
-    if asked.as_json:
+    choices = [
+        plans.choose(n) for n in ([options.context] if options.context else plans.contexts())
+    ]
+    if options.as_json:
         print(json.dumps(plans.to_dict(choices)))
     else:
         plans.print(choices)
@@ -82,20 +84,20 @@ class Choice(NamedTuple):
     """Plans for one context: those to show, the one to recommend if any fits, and why."""
 
     context: int
-    found: list[MemoryPlan]
+    plans: list[MemoryPlan]
     best: MemoryPlan | None = None
     why: str = ""
 
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans for a model with a `trained` length on a machine, with the policy `asked` for if there is one."""
+    """Plans for a model with a `trained` length on a machine, with the user's `policy` if there is one."""
 
     model: str
     machine: Machine
     planner: Planner
     trained: int | None
-    asked: str | None
+    policy: str | None
     kv_bits: int | None
     kv_memory: int | None
 
@@ -107,38 +109,38 @@ class Plans:
         """Plans for `n` tokens. The user's policy is recommended if it fits, else what --policy auto chooses."""
         from ..planning.auto import SNAPKV, SPARSE, AutoRequest, recommended
 
-        planner, asked, usable = self.planner, self.asked, self.machine.usable
+        planner, usable = self.planner, self.machine.usable
         # --kv-bits is for what a policy keeps.
         methods = [SPARSE.method, SNAPKV.method] if self.kv_bits is None else [SNAPKV.method]
         shown = methods if planner.can_compress else []
-        others = shown if asked is None else [asked]
+        others = shown if self.policy is None else [self.policy]
         made = {policy: planner.plan(n, policy, self.kv_bits) for policy in (None, *others)}
-        found = [planner.plan(n)] if self.kv_bits is not None else []
-        # A policy that would change nothing is shown only if it was asked for.
-        found += [plan for policy, plan in made.items() if not plan.reason or policy == asked]
-        first = made[asked]
-        if asked is not None and first.peak <= usable:
-            return Choice(n, found, first, "you asked for it, and it fits")
+        plans = [planner.plan(n)] if self.kv_bits is not None else []
+        # A policy that would change nothing is shown only if it is the user's.
+        plans += [plan for name, plan in made.items() if not plan.reason or name == self.policy]
+        first = made[self.policy]
+        if self.policy is not None and first.peak <= usable:
+            return Choice(n, plans, first, "you asked for it, and it fits")
         request = AutoRequest(n, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
         recommendation = recommended(planner, request, usable)
         if not recommendation.fits:
-            return Choice(n, found)
+            return Choice(n, plans)
         would = f"{_policy_text(first)} would take {format_bytes(first.peak)}"
         over = f"{would}, and {format_bytes(usable)} is available"
         best = replace(recommendation.plan, policy=recommendation.setting.method)
-        found += [] if best in found else [best]
-        return Choice(n, found, best, recommendation.why if asked is None else over)
+        plans += [] if best in plans else [best]
+        return Choice(n, plans, best, recommendation.why if self.policy is None else over)
 
     def to_dict(self, choices: list[Choice]) -> dict[str, Any]:
-        found = [plan for choice in choices for plan in choice.found]
+        plans = [plan for choice in choices for plan in choice.plans]
         usable = self.machine.usable
         return {
             "model": self.model,
             "trained_length": self.trained,
-            "weights": found[0].weights,
+            "weights": plans[0].weights,
             "memory": self.machine.memory,
             "usable": usable,
-            "plans": [plan.to_dict() | {"fits": plan.peak <= usable} for plan in found],
+            "plans": [plan.to_dict() | {"fits": plan.peak <= usable} for plan in plans],
             "taken": [
                 {"context": context, "fits": best is not None, "why": why}
                 | {"policy": best and best.policy, "memory": best and best.memory}
@@ -172,17 +174,17 @@ class Plans:
         return words if plan.kv_bits is None else f"{words} --kv-bits {plan.kv_bits}"
 
     def _table(self, choices: list[Choice]) -> Table:
-        found = [plan for choice in choices for plan in choice.found]
+        plans = [plan for choice in choices for plan in choice.plans]
         usable, memory = self.machine.usable, format_bytes(self.machine.memory)
         remark = (
             "Peak memory during prefill (reading) and decoding (answering), including the weights. "
         )
         remark += f"{format_bytes(usable)} of {memory} is available to models."
-        weights = f"Weights {format_bytes(found[0].weights)}"
+        weights = f"Weights {format_bytes(plans[0].weights)}"
         columns = ["context", "method", "KV cache", "reading", "answering", "fits"]
         table = Table(weights, remark, columns)
         for choice in choices:
-            for i, plan in enumerate(choice.found):
+            for i, plan in enumerate(choice.plans):
                 sizes = map(format_bytes, (plan.kv, plan.reading, plan.answering))
                 fits = "yes" if plan.peak <= usable else "no"
                 fits = "recommended" if plan == choice.best else fits

@@ -100,19 +100,19 @@ class StepBars:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress.stop()
         if kind is KeyboardInterrupt and self._answers is not None:
-            said = (
+            line = (
                 f"The answers so far are in {self._answers}; the same command continues from there."
             )
-            self._console.print(said, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
     def start(self, what: str, total: int) -> None:
         self._task = self._progress.add_task(what, total=total, more="")
         self._printed, self._over = self._progress.get_time(), False
 
-    def done(self, asked: bool = True, n: int = 1) -> None:
-        """`n` more steps are done; if they were not `asked`, no line tells of them."""
+    def done(self, counts: bool = True, n: int = 1) -> None:
+        """`n` more steps are done; if `counts` is false, no line tells of them."""
         self._progress.advance(self._task, n)
-        if asked:
+        if counts:
             self._tell()
 
     def reach(self, done: int, more: str) -> None:

@@ -71,8 +71,10 @@ class PromptOptions(TextOptions):
                 needs = f"{flag_of(name)} needs a chat template"
                 raise SnapKVError(f"{needs}: drop it or --ignore-chat-template")
         begun = self.prefill_response
-        said = {"system": self.system_prompt, "user": text, "assistant": begun}
-        messages = [{"role": r, "content": words} for r, words in said.items() if words is not None]
+        texts = {"system": self.system_prompt, "user": text, "assistant": begun}
+        messages = [
+            {"role": r, "content": words} for r, words in texts.items() if words is not None
+        ]
         ending = {
             "add_generation_prompt": begun is None,
             "continue_final_message": begun is not None,
@@ -128,15 +130,15 @@ def _dated(tokenizer, today: datetime | None) -> dict[str, str]:
     if today is None or not isinstance(template, str) or "strftime_now" not in template:
         return {}
     call = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-    return {"chat_template": call.sub(lambda found: json.dumps(today.strftime(found[2])), template)}
+    return {"chat_template": call.sub(lambda match: json.dumps(today.strftime(match[2])), template)}
 
 
 def encode_question(
     tokenizer, text: str, question: str, system_prompt: str | None, today: datetime | None
 ) -> list[int]:
     """Token ids of a whole prompt: a text and a question about it, as `generate` puts them together."""
-    asked = PromptOptions(system_prompt=system_prompt)
-    return asked.encode(tokenizer, f"{text}\n\n{question}", today)
+    options = PromptOptions(system_prompt=system_prompt)
+    return options.encode(tokenizer, f"{text}\n\n{question}", today)
 
 
 def opening_tokens(

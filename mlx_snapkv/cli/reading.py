@@ -39,8 +39,8 @@ class Reading:
         self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def say_warnings(self, report: CompressionReport) -> None:
-        for said in report.warnings:
-            self.say(f"warning: {said}")
+        for warning in report.warnings:
+            self.say(f"warning: {warning}")
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
         """What `work`, which tokenises, returns or raises. It runs in a thread, so that Ctrl-C is noticed."""
@@ -75,8 +75,8 @@ class Reading:
 
         prompts = LongPrompts(model, **options)
         foretold = None if was_chosen else prompts.foretold(n_prompt, n_before)
-        for said in filter(None, (foretold, *prompts.warnings(n_prompt, n_before))):
-            self.say(said)
+        for line in filter(None, (foretold, *prompts.warnings(n_prompt, n_before))):
+            self.say(line)
 
     @contextmanager
     def bar(
@@ -89,9 +89,11 @@ class Reading:
 
         def update(done: int, total: int) -> None:
             if done == 0:
-                found = cost(total) if cost else None
-                if found is not None:
-                    self.say("\n".join([str(found), *(f"warning: {x}" for x in found.warnings)]))
+                file_cost = cost(total) if cost else None
+                if file_cost is not None:
+                    self.say(
+                        "\n".join([str(file_cost), *(f"warning: {x}" for x in file_cost.warnings)])
+                    )
                 if total >= LONG:
                     _hint_slow_blas(self.console)
             bar.update(done, total)
@@ -110,5 +112,5 @@ def _hint_slow_blas(console: Console) -> None:
     places = ("lib*/*/openblas-pthread/libopenblas.so.0", "lib*/libopenblas.so.0")
     installed = [f"LD_PRELOAD={f}" for place in places for f in sorted(Path("/usr").glob(place))]
     missing = f"OpenBLAS: install {OPENBLAS} and set LD_PRELOAD to its libopenblas.so.0"
-    said = f"Prefill of long prompts is several times faster with {[*installed, missing][0]}"
-    console.print(said, soft_wrap=True, highlight=False, markup=False)
+    line = f"Prefill of long prompts is several times faster with {[*installed, missing][0]}"
+    console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -187,8 +187,8 @@ class ResultOptions:
         with StepBars(None if files is None else files.path(".jsonl")) as bars:
             bars.start("documents", n_documents)
             records = run(results_in(files, fixed), bars.done)
-        found = {**VERSION, "summary": page.summarise(records), "records": records}
-        result = {**about(self.program), **fixed, **found}
+        measured = {**VERSION, "summary": page.summarise(records), "records": records}
+        result = {**about(self.program), **fixed, **measured}
         if self.as_json:
             print(json.dumps(result))
         else:

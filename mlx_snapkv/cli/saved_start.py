@@ -43,19 +43,19 @@ class SavedStart:
         self._file, self._saved = file, saved.load(file, model)
         self._caches = caches = self._saved.prompt_cache
         notes, policy_then = self._saved.notes, self._saved.policy
-        own = book_memory(caches) or "drop"
+        saved_memory = book_memory(caches) or "drop"
         if self._saved.tokens is None:  # by mlx-lm, which notes a name alone
             theirs, here = str(notes.get("model", name)), MODELS.get(name, Path(name))
             if theirs != name and Path(theirs).resolve() != here.resolve():
                 raise SnapKVError(f"{file} was made with --model {theirs}, not {name}")
         else:
-            own = notes.get("memory", own)
+            saved_memory = notes.get("memory", saved_memory)
         compressed = is_compressed(caches)
         if quantization and (compressed or any(c.quantization for c in layer_caches(caches))):
             how = "compressed" if compressed else "quantised"
             raise SnapKVError(f"{file} is already {how}, and its entries stay so: drop --kv-bits")
         is_sparse = policy is not None and not policy.evicts
-        given = {
+        changes = {
             "--sparse": is_sparse,
             "--memory": memory != "drop" and not is_sparse,
             "the policy": policy if not is_sparse else None,
@@ -63,12 +63,12 @@ class SavedStart:
         }
         self.n_tokens = n_tokens(caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
-        if own != "drop" and policy_then != NO_POLICY and "messages" not in notes:
+        if saved_memory != "drop" and policy_then != NO_POLICY and "messages" not in notes:
             if policy is not None:
                 raise SnapKVError(f"{file} has its own setting, {policy_then}: drop yours")
             policy = method_named(policy_then)
-            memory = own if memory == "drop" else memory
-        elif compressed and (what := " and ".join(name for name, x in given.items() if x)):
+            memory = saved_memory if memory == "drop" else memory
+        elif compressed and (what := " and ".join(name for name, x in changes.items() if x)):
             raise SnapKVError(
                 f"{file} is already compressed, and the evicted entries are gone: drop {what}"
             )
@@ -115,8 +115,8 @@ class SavedStart:
         """What the answer starts from, for the closing line."""
         entries = max(cache.n_entries for cache in layer_caches(self._caches))
         how = "full cache" if self.policy == NO_POLICY else self.policy
-        asked = self.report.policy != NO_POLICY and not self.report.compressed
-        why = f": {self.report.reason}" if asked else ""
+        is_reason = self.report.policy != NO_POLICY and not self.report.compressed
+        why = f": {self.report.reason}" if is_reason else ""
         held = f"now {entries} entries, KV memory {format_bytes(kv_bytes(self._caches))}"
         return f"after {self.n_tokens} saved ones ({how}{why}), {held}"
 

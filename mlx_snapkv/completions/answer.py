@@ -14,7 +14,7 @@ from .request import CompletionRequest
 
 
 @dataclass
-class Said:
+class Reply:
     """What a model says, or a part of it; `calls` are of tools, in OpenAI's form."""
 
     text: str = ""
@@ -27,33 +27,33 @@ class Completion:
     thoughts and calls they end nothing.
 
     Attributes:
-        said: so far.
+        reply: so far.
         n_tokens: the end-of-answer token included; `n_reasoning` of them are thoughts, with their delimiters.
         finish_reason: None until it has ended; "stop", "length" or "tool_calls".
         stopped_by: the stop text that has ended it.
     """
 
-    def __init__(self, asked: CompletionRequest, tokenizer):
-        self.asked = asked
-        self.said = Said()
+    def __init__(self, request: CompletionRequest, tokenizer):
+        self.request = request
+        self.reply = Reply()
         self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None
-        self._constraint = asked.constraint
-        self._is_call = bool(asked.constraint and asked.constraint.form.kind == "call")
-        self._is_open = asked.constraint is not None  # whether it has yet to say what has a form
+        self._constraint = request.constraint
+        self._is_call = bool(request.constraint and request.constraint.form.kind == "call")
+        self._is_open = request.constraint is not None  # whether it has yet to say what has a form
         self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
         self._call_end = tokenizer.tool_call_end
         self._detokenizer = tokenizer.detokenizer
-        self._stops = TextStateMachine({"normal": [(text, None) for text in asked.stop]})
+        self._stops = TextStateMachine({"normal": [(text, None) for text in request.stop]})
         self._until_stop = self._stops.make_state()
         # What continues a text has no place for thoughts and calls: it stays as it is.
-        self._machine = make_text_state_machine(tokenizer) if asked.chat else TextStateMachine()
-        self._parts = self._machine.make_state(asked.state)
-        self._state = asked.state
+        self._machine = make_text_state_machine(tokenizer) if request.chat else TextStateMachine()
+        self._parts = self._machine.make_state(request.state)
+        self._state = request.state
         self._call = ""  # as the model writes it
 
-    def add(self, token: int, finish_reason: str | None) -> list[Said]:
+    def add(self, token: int, finish_reason: str | None) -> list[Reply]:
         """Take a token in, the last one with mlx-lm's `finish_reason`; what has become certain by it."""
         self.n_tokens += 1
         self.n_reasoning += self._state == "reasoning"
@@ -62,23 +62,23 @@ class Completion:
         if finish_reason is not None:
             self._detokenizer.finalize()
         parts = self._parsed(self._detokenizer.last_segment, finish_reason is not None)
-        found = list(self._until_stopped(parts, finish_reason is not None))
+        pieces = list(self._until_stopped(parts, finish_reason is not None))
         if self.stopped_by is not None:
             finish_reason = "stop"
-        for piece in found:
-            self.said.text += piece.text
-            self.said.reasoning += piece.reasoning
-            self.said.calls += piece.calls
+        for piece in pieces:
+            self.reply.text += piece.text
+            self.reply.reasoning += piece.reasoning
+            self.reply.calls += piece.calls
         self.finish_reason = finish_reason
         if finish_reason == "stop" and self._constraint and self._constraint.is_cut:
             self.finish_reason = "length"
-        elif finish_reason == "stop" and self.said.calls:
+        elif finish_reason == "stop" and self.reply.calls:
             self.finish_reason = "tool_calls"
-        return found
+        return pieces
 
-    def _until_stopped(self, parts: Iterator[Said], is_last: bool) -> Iterator[Said]:
+    def _until_stopped(self, parts: Iterator[Reply], is_last: bool) -> Iterator[Reply]:
         """The parts up to a stop text; what may begin one is held back until it is certain."""
-        if not self.asked.stop:
+        if not self.request.stop:
             yield from parts
             return
         for part in parts:
@@ -86,13 +86,13 @@ class Completion:
                 yield from self._held_back()
                 yield part
                 continue
-            if not part.text.strip() and self.said.reasoning and not self.said.text.strip():
+            if not part.text.strip() and self.reply.reasoning and not self.reply.text.strip():
                 yield part  # what parts the answer from the thoughts is no part of it
                 continue
             pending = self._until_stop[3] + part.text
             self._until_stop, ((_, text), *_) = TextStateMachine.split(self._until_stop, part.text)
             if text:
-                yield Said(text)
+                yield Reply(text)
             if self._until_stop[0] is None:
                 rest = self._until_stop[3]
                 self.stopped_by = pending[len(text) : len(pending) - len(rest)]
@@ -100,13 +100,13 @@ class Completion:
         if is_last:
             yield from self._held_back()
 
-    def _held_back(self) -> Iterator[Said]:
+    def _held_back(self) -> Iterator[Reply]:
         self._until_stop, text, _ = TextStateMachine.flush(self._until_stop)
         self._until_stop = self._stops.make_state()
         if text:
-            yield Said(text)
+            yield Reply(text)
 
-    def _parsed(self, text: str, is_last: bool) -> Iterator[Said]:
+    def _parsed(self, text: str, is_last: bool) -> Iterator[Reply]:
         """An answer's text in its parts."""
         for state, piece in self._segments(text, is_last):
             self._state = state
@@ -115,7 +115,7 @@ class Completion:
                 continue
             yield from self._called()
             if piece:
-                yield Said(reasoning=piece) if state == "reasoning" else Said(piece)
+                yield Reply(reasoning=piece) if state == "reasoning" else Reply(piece)
         if is_last and self._call:
             yield from self._ended_in_call()
 
@@ -150,31 +150,31 @@ class Completion:
         """Whether these have the first letter of JSON that was asked for, from which on nothing is a marker."""
         return self._is_open and any(state == "normal" and part.strip() for state, part in segments)
 
-    def _called(self) -> Iterator[Said]:
+    def _called(self) -> Iterator[Reply]:
         """The calls that have become whole, if any; one that can't be parsed is text again."""
         text, self._call = self._call, ""
         if text:
-            calls = calls_in(text, self._parser, self.asked.tools)
-            yield Said(calls=calls) if calls else Said(text)
+            calls = calls_in(text, self._parser, self.request.tools)
+            yield Reply(calls=calls) if calls else Reply(text)
 
-    def _ended_in_call(self) -> Iterator[Said]:
+    def _ended_in_call(self) -> Iterator[Reply]:
         """What is left when the answer ends within a call: text, and the calls behind a marker that did end it."""
         first, end, rest = self._call.partition(self._call_end or "\0")
-        if self._is_call or not end or calls_in(self._call, self._parser, self.asked.tools):
+        if self._is_call or not end or calls_in(self._call, self._parser, self.request.tools):
             yield from self._called()
             return
         self._call, self._parts = "", self._machine.make_state()
-        yield Said(first or end)
+        yield Reply(first or end)
         yield from self._parsed(rest, True)
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
     """The response body of a whole answer, `extra` as its field `mlx_snapkv`."""
-    used = usage(len(answer.asked.prompt), answer.n_tokens)
+    used = usage(len(answer.request.prompt), answer.n_tokens)
     about = {"choices": [choice(answer)], "usage": used, "mlx_snapkv": extra}
-    if answer.asked.warnings:
-        about["warnings"] = answer.asked.warnings
-    return head(answer.asked.chat, model) | about
+    if answer.request.warnings:
+        about["warnings"] = answer.request.warnings
+    return head(answer.request.chat, model) | about
 
 
 def head(chat: bool, model: str) -> dict[str, Any]:
@@ -188,24 +188,24 @@ def head(chat: bool, model: str) -> dict[str, Any]:
 
 
 def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
-    content: dict[str, Any] = {"text": answer.said.text}
-    if answer.asked.chat:
-        fields = {"content": None if answer.said.calls else ""} | message_fields(answer.said)
+    content: dict[str, Any] = {"text": answer.reply.text}
+    if answer.request.chat:
+        fields = {"content": None if answer.reply.calls else ""} | message_fields(answer.reply)
         content = {"message": {"role": "assistant", **fields}}
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
 
-def message_fields(said: Said) -> dict[str, Any]:
+def message_fields(reply: Reply) -> dict[str, Any]:
     """The fields of a message that have something."""
     thoughts = dict.fromkeys(
-        ("reasoning", "reasoning_content"), said.reasoning
+        ("reasoning", "reasoning_content"), reply.reasoning
     )  # clients read either
-    fields = {"content": said.text, **thoughts, "tool_calls": said.calls}
+    fields = {"content": reply.text, **thoughts, "tool_calls": reply.calls}
     return {name: value for name, value in fields.items() if value}
 
 
 def usage(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
     """Tokens; `n_cached` of the prompt had been read before."""
-    known = {} if n_cached is None else {"prompt_tokens_details": {"cached_tokens": n_cached}}
+    cached = {} if n_cached is None else {"prompt_tokens_details": {"cached_tokens": n_cached}}
     counts = {"prompt_tokens": n_prompt, "completion_tokens": n_answer}
-    return counts | {"total_tokens": n_prompt + n_answer} | known
+    return counts | {"total_tokens": n_prompt + n_answer} | cached

@@ -56,21 +56,21 @@ def _messages(items: Any) -> list[Message]:
     """
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
-    found: list[Message] = []
+    messages: list[Message] = []
     for number, item in enumerate(items):
-        follows_result = bool(found) and found[-1].role == "tool"
+        follows_result = bool(messages) and messages[-1].role == "tool"
         try:
             new = [item] if isinstance(item, Message) else messages_of(item, follows_result)
         except ValueError as error:
-            said = str(error)
+            rule = str(error)
             raise ValueError(
-                f".{number}{said}" if said.startswith(".") else f".{number} {said}"
+                f".{number}{rule}" if rule.startswith(".") else f".{number} {rule}"
             ) from None
-        found += new
-    last = found[-1] if found else Message("user")
+        messages += new
+    last = messages[-1] if messages else Message("user")
     empty = last.role in ("user", "system") and not last.text
     require(not empty, f".{len(items) - 1}.content must not be empty", last.text)
-    return found
+    return messages
 
 
 ANY_FORM = {"type": "array", "items": {"type": "object"}, "minItems": 1}
@@ -220,14 +220,14 @@ def parse(url: Any, body: Any) -> Body:
     """
     if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {short(url)}")
-    found = as_body(BODIES[url], body)
-    if isinstance(found, CompletionBody) and found.each() != [found]:
+    checked = as_body(BODIES[url], body)
+    if isinstance(checked, CompletionBody) and checked.each() != [checked]:
         raise SnapKVError("prompt must be one text in a file of requests: write a line for each")
     servers = {"n", "logprobs", "top_logprobs", "full_cache"}
-    for name, value in found.model_dump(include=servers).items():
+    for name, value in checked.model_dump(include=servers).items():
         if value and (name, value) != ("n", 1):
             raise SnapKVError(f"{name} is not supported in a file of requests: drop the field")
-    return found
+    return checked
 
 
 def as_body(kind: type[Checked], body: Any) -> Checked:
@@ -246,8 +246,8 @@ def problem(error: Mapping[str, Any], body: Any) -> str:
     if not isinstance(body, dict):
         return f"body must be an object, got {short(body)}"
     if kind == "value_error":
-        said = str(error["ctx"]["error"])
-        return f"{place}{said}" if said.startswith(".") else f"{place} {said}"
+        rule = str(error["ctx"]["error"])
+        return f"{place}{rule}" if rule.startswith(".") else f"{place} {rule}"
     if kind == "missing":
         return f"{place} is missing"
     if kind == "too_short":

@@ -13,10 +13,10 @@ JSON = json.JSONDecoder(strict=False)  # models put line breaks into texts
 def calls_in(text: str, parser: Callable, tools: Any) -> list[dict[str, Any]]:
     """The calls that a text between two markers consists of; none if it is not only calls."""
     try:
-        found = parser(text, tools)
+        value = parser(text, tools)
     except Exception:  # parsers of what a model wrote
-        found = _json_values(text)
-    calls = found if isinstance(found, list) else [found]
+        value = _json_values(text)
+    calls = value if isinstance(value, list) else [value]
     made = [call for each in calls if (call := _call(each)) is not None]
     return made if len(made) == len(calls) else []
 
@@ -66,8 +66,8 @@ def _call(value: Any) -> dict[str, Any] | None:
         return None
     inner = value["function"] if isinstance(value.get("function"), dict) else value
     name = inner.get("name")
-    given = next((inner[key] for key in ("arguments", "parameters", "args") if key in inner), None)
-    arguments = arguments_of(given)
+    names = ("arguments", "parameters", "args")
+    arguments = arguments_of(next((inner[name] for name in names if name in inner), None))
     if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
         return None
     try:

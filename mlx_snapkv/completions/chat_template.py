@@ -60,18 +60,18 @@ def render(
         changed, how = turns, options
         for change in changes:
             changed, how = change(changed, how)
-        given = [for_template(message) for message in changed]
+        for_model = [for_template(message) for message in changed]
         try:
-            found = tokenizer.apply_chat_template(given, **how)
+            tokens = tokenizer.apply_chat_template(for_model, **how)
         except Exception as error:  # templates are code of the model's authors
             refusal = refusal or error
             if isinstance(error, (UnicodeError, RecursionError)):
                 break
             continue
-        if not isinstance(found, list):
+        if not isinstance(tokens, list):
             raise NO_ARRAY
         notes = tuple(note for change, note in NOTES.items() if change in changes)
-        return Rendered(found, given, how, notes)
+        return Rendered(tokens, for_model, how, notes)
     assert refusal is not None
     raise SnapKVError(f"the chat template or tokenizer failed: {brief(refusal)}") from refusal
 
@@ -106,12 +106,12 @@ def _short_ids(turns: list[Message], options: dict[str, Any]) -> Given:
 
 def _arguments(turns: list[Message], options: dict[str, Any], as_text: bool) -> Given:
     def changed(call: dict[str, Any]) -> dict[str, Any]:
-        given = call["function"]["arguments"]
+        arguments = call["function"]["arguments"]
         if as_text:
-            given = given if isinstance(given, str) else as_json(given)
-        elif not isinstance(given, dict):
-            given = {"input": given}
-        return call | {"function": call["function"] | {"arguments": given}}
+            arguments = arguments if isinstance(arguments, str) else as_json(arguments)
+        elif not isinstance(arguments, dict):
+            arguments = {"input": arguments}
+        return call | {"function": call["function"] | {"arguments": arguments}}
 
     return [replace(turn, calls=tuple(map(changed, turn.calls))) for turn in turns], options
 
@@ -165,16 +165,16 @@ NOTES = {
 }
 
 
-def initial_state(tokenizer, found: Rendered) -> str:
+def initial_state(tokenizer, rendered: Rendered) -> str:
     """Of mlx-lm's `TextStateMachine`: the template may have begun the model's thoughts, whatever the chat says."""
     if tokenizer.response_initial_state:
         return tokenizer.response_initial_state
-    tokens = found.tokens
+    tokens = rendered.tokens
     if not tokenizer.has_thinking or (
         tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens)
     ):
         return "normal"
-    end = _end(tokenizer, found)
+    end = _end(tokenizer, rendered)
     return (
         "reasoning"
         if end.rfind(tokenizer.think_start) > end.rfind(tokenizer.think_end)
@@ -182,22 +182,22 @@ def initial_state(tokenizer, found: Rendered) -> str:
     )
 
 
-def _end(tokenizer, found: Rendered) -> str:
+def _end(tokenizer, rendered: Rendered) -> str:
     """What the template puts behind the last message, to have it answered."""
 
     def text(messages: list[dict[str, Any]], **options: Any) -> str:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **found.options | options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **rendered.options | options)
 
-    *before, last = found.messages
+    *before, last = rendered.messages
     try:
-        whole = text(found.messages)
-        without = text(found.messages, add_generation_prompt=False)
+        whole = text(rendered.messages)
+        without = text(rendered.messages, add_generation_prompt=False)
         if without != whole and whole.startswith(without):
             return whole[len(without) :]
         # The template always ends so; what stays the same with another last message is its own.
         other = text([*before, last | {"content": "\u00a4"}])
     except Exception:  # it may refuse what it need not have
-        return tokenizer.decode(found.tokens[-8:])
+        return tokenizer.decode(rendered.tokens[-8:])
     pairs = zip(reversed(whole), reversed(other))
     n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return whole[len(whole) - n_same :]
@@ -209,12 +209,12 @@ def variables(tokenizer) -> set[str]:
     names = set(inspect.signature(custom).parameters) if callable(custom) else set()
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template]:
-        names |= _asked_for(text or "")
+        names |= _variables_in(text or "")
     return names
 
 
 @functools.cache
-def _asked_for(template: str) -> frozenset[str]:
+def _variables_in(template: str) -> frozenset[str]:
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return frozenset(find_undeclared_variables(environment.parse(template)))

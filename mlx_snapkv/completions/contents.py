@@ -98,7 +98,7 @@ def _text_within(part: dict[str, Any]) -> str | None:
         if kind == "text" and isinstance(nested.get("data"), str):
             return nested["data"]
         if kind == "content":
-            return BREAK.join(found.text for found in shown(nested.get("content")))
+            return BREAK.join(each.text for each in shown(nested.get("content")))
         if isinstance(nested.get("text"), str):
             return nested["text"]
         named_type = nested.get("media_type") or nested.get("mimeType") or ""
@@ -107,8 +107,8 @@ def _text_within(part: dict[str, Any]) -> str | None:
     if isinstance(part.get("file_data"), str):
         return _decoded(part["file_data"], "")
     if named(part) == "search_result" and isinstance(part.get("content"), list):
-        found = BREAK.join(each.text for each in shown(part["content"]))
-        return f"{source}\n{found}" if isinstance(source, str) else found
+        text = BREAK.join(each.text for each in shown(part["content"]))
+        return f"{source}\n{text}" if isinstance(source, str) else text
     return None
 
 
@@ -143,12 +143,12 @@ def _size(part: dict[str, Any]) -> list[str]:
 
 def _strings(value: Any) -> Iterator[str]:
     """The longest texts within come first, since data are longer than what is said of them."""
-    found: list[str] = []
+    texts: list[str] = []
     stack = [value]
     while stack:
         each = stack.pop()
         if isinstance(each, str):
-            found.append(each)
+            texts.append(each)
         elif isinstance(each, (dict, list)):
             stack += each.values() if isinstance(each, dict) else each
-    yield from sorted(found, key=len, reverse=True)
+    yield from sorted(texts, key=len, reverse=True)

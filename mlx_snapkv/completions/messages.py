@@ -38,7 +38,7 @@ OTHER_FORMS = (
     "tool_call_id",
     "reasoning",
 )
-GIVEN = ("arguments", "input", "action", "operation")  # by which a call's arguments go
+ARGUMENTS = ("arguments", "input", "action", "operation")  # by which a call's arguments go
 OWN = ("user", "system")  # whose words have to be read as they are
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 
@@ -77,8 +77,8 @@ def messages_of(item: Any, follows_result: bool = False) -> list[Message]:
         return _item(item, kind)
     require("role" in item, ".role is missing", item)
     role = ROLES.get(item["role"]) if isinstance(item["role"], str) else None
-    known = ", ".join(map(repr, ROLES))
-    require(role is not None, f".role should be one of {known}", item["role"])
+    roles = ", ".join(map(repr, ROLES))
+    require(role is not None, f".role should be one of {roles}", item["role"])
     assert role is not None
     if role == "tool":
         call_id = item.get("tool_call_id") or item.get("name") or ""
@@ -90,20 +90,20 @@ def _spoken(item: dict[str, Any], role: str, follows_result: bool) -> list[Messa
     """A message with a role, in the order of its parts; what tools answered comes before what else the user says."""
     parts = as_list(item.get("content"))
     has_results = follows_result or any(_kind(part) == "result" for part in parts)
-    found = list(_content(parts, role, is_own=role in OWN and not has_results))
+    messages = list(_content(parts, role, is_own=role in OWN and not has_results))
     thought = item.get("reasoning_content") or item.get("reasoning")
     if role == "assistant" and isinstance(thought, str):
-        found.insert(0, Message(role, reasoning=thought))
+        messages.insert(0, Message(role, reasoning=thought))
     calls = as_list(item.get("tool_calls")) + as_list(item.get("function_call"))
-    found.append(Message(role, calls=tuple(call_of(c) for c in calls if isinstance(c, dict))))
-    found = [m for m in found if m.text or m.reasoning or m.calls or m.role == "tool"]
+    messages.append(Message(role, calls=tuple(call_of(c) for c in calls if isinstance(c, dict))))
+    messages = [m for m in messages if m.text or m.reasoning or m.calls or m.role == "tool"]
     if role == "user":
-        found.sort(key=lambda message: message.role == "user")
-    found = found or [Message(role)]
-    n = next((i for i, message in enumerate(found) if message.role == role), None)
+        messages.sort(key=lambda message: message.role == "user")
+    messages = messages or [Message(role)]
+    n = next((i for i, message in enumerate(messages) if message.role == role), None)
     if n is not None:
-        found[n] = replace(found[n], extra=_extra(item))
-    return found
+        messages[n] = replace(messages[n], extra=_extra(item))
+    return messages
 
 
 def _extra(item: dict[str, Any]) -> dict[str, Any]:
@@ -141,9 +141,9 @@ def _thought(part: dict[str, Any]) -> str:
 
 
 def _message(role: str, parts: Iterable[Shown], between: str) -> Message:
-    found = list(parts)
-    text = between.join(part.text for part in found)
-    notes = (part.note for part in found if part.note)
+    shown_parts = list(parts)
+    text = between.join(part.text for part in shown_parts)
+    notes = (part.note for part in shown_parts if part.note)
     return Message(role, text, notes=tuple(dict.fromkeys(notes)))
 
 
@@ -160,13 +160,13 @@ def call_of(call: dict[str, Any]) -> dict[str, Any]:
     inner = next(
         (call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)), call
     )
-    given = next((inner[key] for key in GIVEN if key in inner), None)
+    arguments = next((inner[key] for key in ARGUMENTS if key in inner), None)
     name, call_id = inner.get("name") or call.get("name"), call.get("call_id") or call.get("id")
     if not isinstance(name, str):
         name = named(call).removesuffix("_call")
-    if "custom" in named(call) and isinstance(given, str):
-        given = {"input": given}
-    function = {"name": name, "arguments": arguments_of(given)}
+    if "custom" in named(call) and isinstance(arguments, str):
+        arguments = {"input": arguments}
+    function = {"name": name, "arguments": arguments_of(arguments)}
     return {"id": str(call_id or ""), "type": "function", "function": function}
 
 
@@ -177,12 +177,12 @@ def arguments_of(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        arguments = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    if isinstance(found, str) and found.lstrip().startswith("{"):  # JSON in JSON
-        return arguments_of(found)
-    return value if isinstance(found, str) else found
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):  # JSON in JSON
+        return arguments_of(arguments)
+    return value if isinstance(arguments, str) else arguments
 
 
 def _item(item: dict[str, Any], kind: str) -> list[Message]:
@@ -250,14 +250,14 @@ def _apart(first: str, second: str) -> str:
 
 def for_template(message: Message) -> dict[str, Any]:
     """A message as chat templates take it."""
-    found: dict[str, Any] = {**message.extra, "role": message.role, "content": whole(message.text)}
+    fields: dict[str, Any] = {**message.extra, "role": message.role, "content": whole(message.text)}
     if message.reasoning:
-        found["reasoning_content"] = whole(message.reasoning)
+        fields["reasoning_content"] = whole(message.reasoning)
     if message.calls:
-        found["tool_calls"] = whole(list(message.calls))
+        fields["tool_calls"] = whole(list(message.calls))
     if message.call_id:
-        found["tool_call_id"] = message.call_id
-    return found
+        fields["tool_call_id"] = message.call_id
+    return fields
 
 
 def mended(text: str) -> str:
@@ -271,7 +271,7 @@ def mended(text: str) -> str:
 def whole(value: Any) -> Any:
     """A value whose texts have no half characters, as a text that was cut may have; a text of nothing else stays."""
     if isinstance(value, str):
-        return found if (found := mended(value)).strip("\ufffd") else value
+        return text if (text := mended(value)).strip("\ufffd") else value
     if isinstance(value, list):
         return [whole(each) for each in value]
     if isinstance(value, dict):
@@ -281,10 +281,10 @@ def whole(value: Any) -> Any:
 
 def calls_as_text(message: Message) -> Message:
     """A message whose calls, or whose result of one, are text, for a template that knows neither."""
-    said = [
+    lines = [
         f"[{f['name']} {as_json(f['arguments'])}]" for f in (c["function"] for c in message.calls)
     ]
-    text = "\n".join([message.text, *said] if message.text else said)
+    text = "\n".join([message.text, *lines] if message.text else lines)
     if message.role == "tool":
         return replace(message, role="user", text=f"[result]\n{message.text}", call_id="")
-    return replace(message, text=text, calls=()) if said else message
+    return replace(message, text=text, calls=()) if lines else message

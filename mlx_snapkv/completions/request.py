@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from ..engine.generate import encode_prompt
-from ..errors import SnapKVError, brief
+from ..errors import OptionError, SnapKVError, brief
 from .body import NO_LIMIT, Body, ChatBody
 from .chat_template import Rendered, initial_state, render
 from .constraint import Constraint
@@ -119,8 +119,10 @@ def completion_request(
     warnings: list[str] = []
     if isinstance(body, ChatBody):
         tools, warnings = _tools(body)
-        found, notes = _rendered(body, tokenizer, body.messages, tools, add_generation_prompt=True)
-        prompt, state = found.tokens, initial_state(tokenizer, found)
+        rendered, notes = _rendered(
+            body, tokenizer, body.messages, tools, add_generation_prompt=True
+        )
+        prompt, state = rendered.tokens, initial_state(tokenizer, rendered)
         warnings += notes
         form = _form(body, tools, tokenizer, state)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -129,7 +131,7 @@ def completion_request(
     if not prompt:
         raise SnapKVError("the prompt is empty: give some text")
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    _require_known("logit_bias", bias, tokenizer)
+    _require_in_vocabulary("logit_bias", bias, tokenizer)
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
     processors = make_logits_processors(bias or None, **penalties)
     max_tokens, constraint = _at_most(body, defaults, longest), None
@@ -165,8 +167,8 @@ def _left_out(unknown: dict[str, Any], may_call: bool) -> list[str]:
 
 
 def _at_most(body: Body, defaults: Defaults, longest: int) -> int:
-    given = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
-    return longest if given == NO_LIMIT else min(given, longest)
+    most = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
+    return longest if most == NO_LIMIT else min(most, longest)
 
 
 def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: str) -> Form | None:
@@ -216,8 +218,8 @@ def _rendered(
     """The messages in the chat template, and what is left out of them."""
     messages = list(messages)
     how, notes = thinking_options(body, tokenizer)
-    found = render(tokenizer, messages, tools, how | options)
-    return found, [*(note for each in messages for note in each.notes), *notes, *found.notes]
+    rendered = render(tokenizer, messages, tools, how | options)
+    return rendered, [*(note for each in messages for note in each.notes), *notes, *rendered.notes]
 
 
 def chat_tokens(body: ChatBody, tokenizer, context: Iterable[Message] | None = None) -> list[int]:
@@ -232,7 +234,7 @@ def chat_tokens(body: ChatBody, tokenizer, context: Iterable[Message] | None = N
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:
     if isinstance(prompt, list):
-        _require_known("prompt", prompt, tokenizer)
+        _require_in_vocabulary("prompt", prompt, tokenizer)
         return prompt
     try:
         return encode_prompt(tokenizer, prompt).tolist()  # type: ignore[return-value]
@@ -240,7 +242,7 @@ def _text_tokens(prompt: Any, tokenizer) -> list[int]:
         raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
 
 
-def _require_known(field: str, tokens: Iterable[int], tokenizer) -> None:
+def _require_in_vocabulary(field: str, tokens: Iterable[int], tokenizer) -> None:
     size = len(tokenizer)
     for token in tokens:
         if not 0 <= token < size:
@@ -253,14 +255,12 @@ def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Cal
     if body.temperature is not None:
         how["temp"] = body.temperature
     if how["top_k"] >= len(tokenizer):
-        raise SnapKVError(
-            f"top_k must be less than the vocabulary's {len(tokenizer)}, got {how['top_k']}"
-        )
+        raise OptionError("top_k", f"less than the vocabulary's {len(tokenizer)}", how["top_k"])
     if how["temp"] == 0:
         return None
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
-    own = body.seed if body.seed is not None else seed
-    chosen = secrets.randbits(64) if own is None else own % 2**64
+    fixed_seed = body.seed if body.seed is not None else seed
+    chosen = secrets.randbits(64) if fixed_seed is None else fixed_seed % 2**64
     draws = 2 if how["xtc_probability"] > 0 else 1
     return SeededSampler(make_sampler(**how, xtc_special_tokens=special), chosen, draws)
 

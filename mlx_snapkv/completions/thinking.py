@@ -13,20 +13,20 @@ BUDGETS = ("thinking_budget", "reasoning_budget")  # by which templates call it
 
 def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[str]]:
     """The template's options, which those that a client gives by name precede, and what is left out."""
-    known, notes = variables(tokenizer), []
+    names, notes = variables(tokenizer), []
     options: dict[str, Any] = {}
     switch = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
     for field, thinks, effort, budget in _wishes(body):
-        found: dict[str, Any] = {}
-        if "reasoning_effort" in known and effort is not None:
-            found["reasoning_effort"] = effort
-        if switch in known:
-            found["enable_thinking"] = thinks
+        switches: dict[str, Any] = {}
+        if "reasoning_effort" in names and effort is not None:
+            switches["reasoning_effort"] = effort
+        if switch in names:
+            switches["enable_thinking"] = thinks
         if budget is not None:
-            found |= {name: budget for name in BUDGETS if name in known}
-        if not found and (thinks or tokenizer.has_thinking):
+            switches |= {name: budget for name in BUDGETS if name in names}
+        if not switches and (thinks or tokenizer.has_thinking):
             notes.append(f"{field} is left out: this model's chat template has no variable for it")
-        options |= found
+        options |= switches
     kinds = {"enable_thinking": bool, "reasoning_effort": str}
     for name, kind in kinds.items():
         value = getattr(body, name)

@@ -23,8 +23,8 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     detokenizer = tokenizer.detokenizer
     if isinstance(detokenizer, SPMStreamingDetokenizer):
         return piece.replace("\u2581", " ").encode()
-    known = _byte_decoder()
+    bytes_of = _byte_decoder()
     is_bytes = isinstance(detokenizer, BPEStreamingDetokenizer) or "\ufffd" in text
-    if is_bytes and all(letter in known for letter in piece):
-        return bytes(known[letter] for letter in piece)
+    if is_bytes and all(letter in bytes_of for letter in piece):
+        return bytes(bytes_of[letter] for letter in piece)
     return text.encode()

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import attention_layers, layer_caches, members
-from ..errors import SnapKVError
+from ..errors import Option, OptionError, SnapKVError
 from ..models import type_of
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, plan_prompt
 from ..policies import Policy, Stages
@@ -51,7 +51,9 @@ class DraftedRequest:
 
     def __post_init__(self):
         if self.options.get("kv_bits") is not None:
-            raise SnapKVError("a draft model can't check quantised entries exactly: drop kv_bits")
+            raise SnapKVError(
+                "a draft model can't check quantised entries exactly: drop {}", Option("kv_bits")
+            )
         if self.max_tokens < 0:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
@@ -148,8 +150,9 @@ def require_rewindable(model, prompt_cache: list | None) -> None:
     _refuse("main", model, [c for c, ours in pairs if not (c.is_trimmable() or ours.is_compressed)])
     if evicts(caches):
         raise SnapKVError(
-            "a draft model can't continue from a prompt cache that evicts during decoding: drop draft_model, or "
-            "compress the prompt with snapkv"
+            "a draft model can't continue from a prompt cache that evicts during decoding: drop {}, or compress the "
+            "prompt with snapkv",
+            Option("draft_model"),
         )
 
 
@@ -157,8 +160,12 @@ def _refuse(role: str, model, caches: list) -> None:
     if caches:
         kinds = " and ".join(sorted({type(c).__name__ for c in caches}))
         raise SnapKVError(
-            f"a draft model needs layers that can roll rejected tokens back, and the {role} model ({type_of(model)}) "
-            f"has layers with {kinds}, which can't: drop draft_model or use another model"
+            "a draft model needs layers that can roll rejected tokens back, and the {} model ({}) has layers with {}, "
+            "which can't: drop {} or use another model",
+            role,
+            type_of(model),
+            kinds,
+            Option("draft_model"),
         )
 
 
@@ -168,20 +175,22 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
     quotas = decode_policy.quotas(n_prompt, n_layers)
     if len({quota.entries for quota in quotas}) > 1:
         raise SnapKVError(
-            "a draft model needs a policy that keeps equally many entries in every layer: "
-            "give budget as a number or a share, or drop draft_model"
+            "a draft model needs a policy that keeps equally many entries in every layer: give budget as a number or a "
+            "share, or drop {}",
+            Option("draft_model"),
         )
     if decode_policy.schedule == "once":
         return
     if decode_policy.observes_answer:
         raise SnapKVError(
-            f"{decode_policy.name} with schedule=block lets every answer token vote, and the votes of "
-            "rejected drafts can't be undone: use schedule=once, or drop draft_model"
+            "{} with schedule=block lets every answer token vote, and the votes of rejected drafts can't be undone: "
+            "use schedule=once, or drop {}",
+            decode_policy.name,
+            Option("draft_model"),
         )
     if num_draft >= decode_policy.block:
-        raise SnapKVError(
-            f"num_draft_tokens must be less than the policy's block of {decode_policy.block} tokens, got {num_draft}"
-        )
+        allowed = f"less than the policy's block of {decode_policy.block} tokens"
+        raise OptionError("num_draft_tokens", allowed, num_draft)
 
 
 class OneText(TokenizerWrapper):

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import SnapKVError
+from ..errors import ConflictError, Option, SnapKVError
 from ..planning.auto import QUESTION, resolve
 from ..planning.config import CompressionConfig
 from ..policies import Policy, SnapKV, Sparse, Stages
@@ -97,8 +97,8 @@ def stream_generate(
     config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
     options.pop("draft_model")
     if draft_model is not None and config.retains:
-        what = "sparse" if config.is_sparse else f"memory={config.memory}"
-        raise SnapKVError(f"draft_model can't be combined with {what}: drop one of them")
+        other = Option("sparse") if config.is_sparse else Option("memory", config.memory)
+        raise ConflictError(Option("draft_model"), other)
     given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..caches.memories import lasting_forms, make_caches, saved_forms
 from ..entries.quantization import taken_from
-from ..errors import SnapKVError
+from ..errors import Option, SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from ..policies import Method, Sparse, Stages, resolve_method
@@ -133,6 +133,7 @@ def require_no_question(config: CompressionConfig) -> None:
             else f"{config.policy} chooses when a question is there"
         )
         raise SnapKVError(
-            f"memory={config.memory} keeps a text's entries for questions to come, but {why}: give sparse instead, or "
-            "drop the memory"
+            "{} keeps a text's entries for questions to come, but {}: give sparse instead, or drop the memory",
+            Option("memory", config.memory),
+            why,
         )

@@ -12,7 +12,7 @@ from mlx_lm.generate import GenerationResponse
 from ..caches.layers import attention_layers, is_compressed, require_quantizable
 from ..caches.memories import lasting_forms, make_caches
 from ..entries.quantization import taken_from
-from ..errors import SnapKVError
+from ..errors import ConflictError, Option, SnapKVError
 from ..planning.config import CompressionConfig
 from .compress import KeptCallback
 from .loop_model import evicts, pacing, rewinding
@@ -101,9 +101,7 @@ def require_servable(
 
 def _require_no_conflict(options: dict[str, Any]) -> None:
     if options.get("max_kv_size") is not None:
-        raise SnapKVError(
-            "max_kv_size can't be combined with a policy or sparse attention: drop one of them"
-        )
+        raise ConflictError(Option("max_kv_size"), "a policy or sparse attention")
 
 
 def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterator[Any]:

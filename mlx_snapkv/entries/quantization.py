@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import SnapKVError
+from ..errors import Option, SnapKVError
 
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -115,12 +115,14 @@ def with_room(n: int) -> int:
     return n + min(MOST, max(LEAST, n // 8))
 
 
-def fitting_groups(head_sizes: Iterable[int], option: str) -> list[int]:
+def fitting_groups(head_sizes: Iterable[int], option: Option) -> list[int]:
     """The group sizes that divide all head sizes; SnapKVError, naming the user's `option`, if there are none."""
     sizes = sorted(set(head_sizes))
     fitting = [g for g in GROUP_SIZES if all(size % g == 0 for size in sizes)]
     if not fitting:
         raise SnapKVError(
-            f"{option} needs head sizes that are multiples of 32, but this model's are {sizes}: drop it"
+            "{} needs head sizes that are multiples of 32, but this model's are {}: drop it",
+            option,
+            sizes,
         )
     return fitting

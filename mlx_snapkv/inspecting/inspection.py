@@ -17,7 +17,7 @@ from ..engine.prefill import mlx_generate
 from ..engine.report import CompressionReport
 from ..engine.serving import MAX_TOKENS, served
 from ..entries.queries import on_queries
-from ..errors import SnapKVError
+from ..errors import OptionError, SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
@@ -147,7 +147,7 @@ def inspect_prompt(
     if tokens.ndim != 1 or tokens.size == 0:
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     if max_tokens < 1:
-        raise SnapKVError(f"max_tokens must be at least 1, got {max_tokens}")
+        raise OptionError("max_tokens", "at least 1", max_tokens)
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:

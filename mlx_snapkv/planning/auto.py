@@ -37,7 +37,7 @@ class Setting(NamedTuple):
         return self.method is not None and self.method.partition(":")[0] == Sparse.name
 
     def __str__(self) -> str:
-        memory = "" if self.memory in ("drop", "recall") else f", memory={self.memory}"
+        memory = "" if self.memory in ("drop", "recall") else f", memory {self.memory}"
         return f"{self.method or 'the full cache'}{memory}"
 
     @property

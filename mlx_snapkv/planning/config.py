@@ -11,7 +11,14 @@ from ..caches.compaction import Compaction
 from ..caches.layers import attention_layers, head_sizes, members
 from ..caches.memories import in_files, require_memory
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError, UnsupportedModelError, require_current
+from ..errors import (
+    ConflictError,
+    Option,
+    OptionError,
+    SnapKVError,
+    UnsupportedModelError,
+    require_current,
+)
 from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
 from ..policies import Method, Stages
@@ -48,25 +55,33 @@ class CompressionConfig:
         for name, allowed in ALLOWED.items():
             if (got := getattr(self, name)) not in allowed:
                 values = " or ".join(filter(None, allowed))
-                raise SnapKVError(f"{name} must be {values}, got {got!r}")
+                raise OptionError(name, values, got)
         if self.verify is not None and in_files(self.memory):
             raise SnapKVError(
-                f"verify=all needs all entries in memory, and with memory={self.memory} they are not there: "
-                "give memory=recall, recall:8bit or recall:4bit, or drop verify"
+                "{} needs all entries in memory, and with {} they are not there: give {}, recall:8bit or recall:4bit, "
+                "or drop {}",
+                Option("verify", "all"),
+                Option("memory", self.memory),
+                Option("memory", "recall"),
+                Option("verify"),
             )
         if self.is_sparse and self.verify is not None:  # by what the full cache would hold
             object.__setattr__(self, "policy", replace(self.policy, read="dense"))  # type: ignore[type-var]
         if self.is_sparse and self.quantization is not None:
             raise SnapKVError(
-                "kv_bits quantises the entries that a policy keeps, and sparse keeps all: give memory=recall:8bit or "
-                "recall:4bit instead"
+                "{} quantises the entries that a policy keeps, and sparse keeps all: give {} or recall:4bit instead",
+                Option("kv_bits"),
+                Option("memory", "recall:8bit"),
             )
         if not self.retains or self.policy is None or self.is_sparse:
             return
         if self.reads_in_blocks:
             raise SnapKVError(
-                f"memory={self.memory} keeps all entries, but {self.policy} evicts while it reads: give sparse "
-                "instead, which reads a prompt of any length in the same memory, or memory=drop"
+                "{} keeps all entries, but {} evicts while it reads: give sparse instead, which reads a prompt of any "
+                "length in the same memory, or {}",
+                Option("memory", self.memory),
+                self.policy,
+                Option("memory", "drop"),
             )
         counts = any(stage.accumulates_attention for stage in self.policy.stages)
         if counts or self.policy.stages[1].repeats is not None:
@@ -74,8 +89,12 @@ class CompressionConfig:
                 "sums the attention of all queries" if counts else "chooses once for all questions"
             )
             raise SnapKVError(
-                f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
-                f"but {self.policy} {what}: use snapkv, for example, or memory=drop"
+                "{} needs a policy that chooses by keys or by the last queries, but {} {}: use snapkv, for example, "
+                "or {}",
+                Option("memory", self.memory),
+                self.policy,
+                what,
+                Option("memory", "drop"),
             )
 
     @classmethod
@@ -127,8 +146,8 @@ class CompressionConfig:
                 f"sparse attention is not possible on model type {type_of(model)!r}, whose attention reads its cache "
                 "by itself: give a policy, such as snapkv"
             )
-        if self.far == "pull" and (reason := self._keeps_positions_because(model)) is not None:
-            raise SnapKVError(f"far=pull {reason}")
+        if self.far == "pull" and (error := self._compaction_error(model)) is not None:
+            raise error
 
     def require_drafts(self) -> None:
         """Raises: SnapKVError: answers are to be verified, but nothing drafts their tokens."""
@@ -137,8 +156,9 @@ class CompressionConfig:
         full = "without a policy the full cache gives that answer anyway"
         why = full if self.policy is None else f"{self.policy} evicts the entries that it needs"
         raise SnapKVError(
-            f"verify={self.verify} gives the full cache's own answer by sparse attention, but {why}: give sparse "
-            "instead, or drop verify"
+            "{} gives the full cache's own answer by sparse attention, but {}: give sparse instead, or drop verify",
+            Option("verify", self.verify),
+            why,
         )
 
     def require_rollback(self, prompt_cache: list, n_full: int) -> None:
@@ -146,15 +166,17 @@ class CompressionConfig:
         n_caches = len(members(prompt_cache))
         if self.verify == "all" and n_full < n_caches:
             raise SnapKVError(
-                f"verify=all rolls tokens back, and {n_caches - n_full} of {n_caches} layers can't "
-                "(linear or sliding-window attention): drop verify"
+                "{} rolls tokens back, and {} of {} layers can't (linear or sliding-window attention): drop verify",
+                Option("verify", "all"),
+                n_caches - n_full,
+                n_caches,
             )
 
     def compaction(self, model, n_prompt: int) -> Compaction | None:
         """How the positions of a prompt's tokens are compacted; None leaves them as they are."""
         length = longest_trained_length(model)
         wanted = n_prompt > (length or n_prompt) if self.far is None else self.far == "pull"
-        if not wanted or length is None or self._keeps_positions_because(model) is not None:
+        if not wanted or length is None or self._compaction_error(model) is not None:
             return None
         return Compaction(length)
 
@@ -175,28 +197,32 @@ class CompressionConfig:
             return why
         return f"{why}; sparse attention keeps distances shorter, and so does a policy such as keydiff:budget=4096"
 
-    def _keeps_positions_because(self, model) -> str | None:
-        """Why positions can't be compacted, as the rest of a sentence; None if they can."""
+    def _compaction_error(self, model) -> SnapKVError | None:
+        """The error if positions can't be compacted; None if they can."""
+        far = Option("far", "pull")
         if self.is_sparse and self.verify is not None:
-            return (
-                f"can't be combined with verify={self.verify}, for which the prompt is read as the full cache reads "
-                "it: drop one of them"
-            )
+            because = "for which the prompt is read as the full cache reads it"
+            return ConflictError(far, Option("verify", self.verify), because)
         if not self.reads_little:
             reads = f"{self.policy} reads the whole prompt first"
             what = "no policy was given" if self.policy is None else reads
-            return (
-                "needs sparse attention, or a policy that evicts while a prompt is read, such as keydiff, but "
-                f"{what}"
+            return SnapKVError(
+                "{} needs sparse attention, or a policy that evicts while a prompt is read, such as keydiff, but {}",
+                far,
+                what,
             )
         length, name = longest_trained_length(model), type_of(model)
         if length is None:
-            return f"needs the trained length, but mlx-lm's {name!r} has no max_position_embeddings"
+            message = (
+                "{} needs the trained length, but mlx-lm's {!r} has no max_position_embeddings"
+            )
+            return SnapKVError(message, far, name)
         layers = attention_layers(model, make_prompt_cache(model))
         ropes = {id(layer.rope): layer for layer in layers if layer.rope is not None}
         size = max(head_sizes(model, layers))
         can_turn = (x.family.can_turn(x.attention, x.rope, size, length) for x in ropes.values())
         if not ropes or not all(can_turn):
             how = "can't be rotated twice" if ropes else "have no RoPE"
-            return f"rotates keys again, but the keys of model type {name!r} {how}"
+            message = "{} rotates keys again, but the keys of model type {!r} {}"
+            return SnapKVError(message, far, name, how)
         return None

@@ -5,7 +5,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SnapKVError, UnknownOptionError, suggestion
+from ..errors import Option, SnapKVError, UnknownOptionError, suggestion
 from .base import POLICIES, Policy
 from .budgets import Quota
 
@@ -88,7 +88,9 @@ def asks_for_auto(snapkv: Any = None, policy: Any = None) -> bool:
     if snapkv is None or snapkv is False:
         return isinstance(policy, str) and policy.strip() == AUTO
     if policy is not None:
-        raise SnapKVError("snapkv and policy both name a policy: give only one")
+        raise SnapKVError(
+            "{} and {} both name a policy: give only one", Option("snapkv"), Option("policy")
+        )
     return snapkv is True
 
 
@@ -152,7 +154,8 @@ def _from_name(name: str, options: str = "") -> Policy:
     name = name.strip()
     if name == Sparse.name:
         raise SnapKVError(
-            "sparse is not a policy, since it evicts nothing: give sparse=top_k=2048, for example"
+            "sparse is not a policy, since it evicts nothing: give {}, for example",
+            Option("sparse", "top_k=2048"),
         )
     if name not in POLICIES:
         raise UnknownOptionError(

@@ -23,8 +23,8 @@ from .table import Table
 
 def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
     """By what it is called, everything that a bug report needs; of a model, whether its attention has fused kernels."""
-    found, machine, folder = setting(), this_machine(), tempfile.gettempdir()
-    hardware, versions = found["machine"], found["versions"]
+    about, machine, folder = setting(), this_machine(), tempfile.gettempdir()
+    hardware, versions = about["machine"], about["versions"]
     release = platform.mac_ver()[0]
     system = f"macOS {release}, {platform.machine()}" if release else hardware["system"]
     report = {
@@ -32,7 +32,7 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
         "memory": f"{format_bytes(machine.memory)}, {format_bytes(machine.usable)} of it for models",
         "wired limit": format_bytes(machine.usable) if METAL else "none, without Metal",
         "MLX computes with": backend(hardware["blas"]),
-        "mlx-snapkv": f"{versions['mlx-snapkv']}, commit {found['commit']}",
+        "mlx-snapkv": f"{versions['mlx-snapkv']}, commit {about['commit']}",
         "mlx": versions["mlx"],
         "mlx-lm": versions["mlx-lm"],
         "Python": versions["python"],

@@ -138,19 +138,19 @@ def _usual(scope: Scope) -> Scope:
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
     """In Anthropic's form for its paths, and for clients whose header says so."""
-    found = as_api_error(error)
-    if found.status_code in (404, 405):
-        found.detail = f"{found.detail}: {scope['method']} {scope['path'][:200]}"
+    refusal = as_api_error(error)
+    if refusal.status_code in (404, 405):
+        refusal.detail = f"{refusal.detail}: {scope['method']} {scope['path'][:200]}"
     messages = scope["path"].startswith("/v1/messages")
     is_anthropic = messages or "anthropic-version" in Headers(scope=scope)
     api = MessageFormatter if is_anthropic else ResponseFormatter
-    return JSONResponse(api.error(found), found.status_code, found.headers)
+    return JSONResponse(api.error(refusal), refusal.status_code, refusal.headers)
 
 
 def _require_key(headers: Headers, key: str) -> None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    if not secrets.compare_digest(given.encode(), key.encode()):
+    sent = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    if not secrets.compare_digest(sent.encode(), key.encode()):
         why = "the API key is missing or wrong: send it as 'Authorization: Bearer' or 'x-api-key'"
         raise ApiError(401, why, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 

@@ -68,9 +68,9 @@ class Admission:
         finally:
             self._places.release()
 
-    def need(self, body: Body, asked: CompletionRequest) -> Need | None:
+    def need(self, body: Body, request: CompletionRequest) -> Need | None:
         """The memory that a request will take; None without a limit. Raises: ApiError, NeverFits: it is too long."""
-        n, most = len(asked.prompt), self._limits.context
+        n, most = len(request.prompt), self._limits.context
         if most is not None and n > most:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n} tokens > {most} maximum; {advice}")
@@ -78,11 +78,11 @@ class Admission:
             log.warning(warning)
         if self._memory is None:
             return None
-        given = body.max_completion_tokens or body.max_tokens
+        limit = body.max_completion_tokens or body.max_tokens
         n_answer = (
-            asked.max_tokens
-            if given not in (None, NO_LIMIT)
-            else min(asked.max_tokens, USUAL_ANSWER)
+            request.max_tokens
+            if limit not in (None, NO_LIMIT)
+            else min(request.max_tokens, USUAL_ANSWER)
         )
         return (self._in_full if body.full_cache else self._memory).need(n, n_answer)
 

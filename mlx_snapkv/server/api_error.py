@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from ..batch.memory import NeverFits
 from ..completions.body import problem
-from ..errors import EntryFileError, SnapKVError
+from ..errors import EntryFileError, OptionError, SnapKVError
 
 KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
 log = logging.getLogger("mlx_snapkv.server")
@@ -56,7 +56,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, EntryFileError):
         log.error("request %s failed: %s", number, error)
     elif isinstance(error, SnapKVError):
-        return ApiError(400, str(error))
+        option = error.option if isinstance(error, OptionError) else None
+        return ApiError(400, str(error), param=option)
     else:
         log.error("request %s failed", number, exc_info=error)
     sentence = f"the server failed on this request; its log has the details under {number}"

@@ -110,17 +110,17 @@ class _Server(uvicorn.Server):
 def listening(settings: Settings) -> socket.socket:
     """A socket bound to the server's address. Raises: SnapKVError: it can't be bound."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((settings.host, settings.port))
+        listener.bind((settings.host, settings.port))
     except (OSError, OverflowError) as error:
-        found.close()
+        listener.close()
         why = reason(error) if isinstance(error, OSError) else "the port must be 0 to 65535"
         raise SnapKVError(
             f"--host {settings.host} --port {settings.port}: {why}; give another one"
         ) from error
-    return found
+    return listener
 
 
 def serve(

@@ -16,9 +16,9 @@ def limited(receive: Receive, limit: int, encoding: str = "") -> Receive:
     """
     names = [name for name in encoding.replace(",", " ").lower().split() if name != "identity"]
     if len(names) > 1 or any(name not in PACKED for name in names):
-        known = ", ".join(PACKED)
+        encodings = ", ".join(PACKED)
         raise ApiError(
-            415, f"the body has the encoding {encoding[:40]!r}: send it plain or as {known}"
+            415, f"the body has the encoding {encoding[:40]!r}: send it plain or as {encodings}"
         )
     unpack = zlib.decompressobj(PACKED[names[0]]) if names else None
     n_received = 0

@@ -39,12 +39,12 @@ class ForeignTool(Part):
     type: str
 
 
-def own(*types: str | None) -> Discriminator:
+def by_type(*types: str | None) -> Discriminator:
     """Tells tools of these types, with the tag "own", from the others, with "foreign"."""
 
     def tag(tool: Any) -> str:
-        found = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-        return "own" if found in types or not isinstance(found, str) else "foreign"
+        kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+        return "own" if kind in types or not isinstance(kind, str) else "foreign"
 
     return Discriminator(tag)
 

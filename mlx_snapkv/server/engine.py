@@ -209,23 +209,25 @@ class Engine:
             request = self._new.get()
             try:
                 self._prepare(request)
-                request.need = self._admission.need(request.body, request.asked)
-                request.checkpoints = self._checkpoints.places(request.body, request.asked.prompt)
+                request.need = self._admission.need(request.body, request.completion_request)
+                request.checkpoints = self._checkpoints.places(
+                    request.body, request.completion_request.prompt
+                )
             except Exception as error:
                 request.put(as_api_error(error))
             else:
                 request.put(Accepted())
-                self._log_once(request.asked.warnings)
+                self._log_once(request.completion_request.warnings)
                 yield request
 
     def _log_once(self, sentences: list[str]) -> None:
-        for said in set(sentences) - self._logged:
+        for warning in set(sentences) - self._logged:
             if len(self._logged) < MOST_LOGGED:
-                self._logged.add(said)
-                log.warning("of a request %s", said)
+                self._logged.add(warning)
+                log.warning("of a request %s", warning)
 
     def _prepare(self, request: EngineRequest) -> None:
-        request.asked = completion_request(
+        request.completion_request = completion_request(
             request.body,
             self.loaded.tokenizer,
             self._defaults,
@@ -237,9 +239,11 @@ class Engine:
     def _sent(self, request: EngineRequest) -> dict[str, Any]:
         """A request as the others get it: the tokens, and what decides which ones follow."""
         body = request.body.model_dump(include=SENT, exclude_unset=True)
-        own = {name: getattr(request, name) for name in ("seed", "number", "checkpoints")}
-        form = request.asked.constraint and asdict(request.asked.constraint.form)
-        return own | {"form": form, "body": body | {"prompt": request.asked.prompt}}
+        fields = {name: getattr(request, name) for name in ("seed", "number", "checkpoints")}
+        form = request.completion_request.constraint and asdict(
+            request.completion_request.constraint.form
+        )
+        return fields | {"form": form, "body": body | {"prompt": request.completion_request.prompt}}
 
     def _received(self, message: dict[str, Any]) -> EngineRequest:
         form = message["form"] and Form(**message["form"])

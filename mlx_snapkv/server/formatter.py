@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..completions.answer import Said
+from ..completions.answer import Reply
 from .api_error import ApiError
 from .requests import Event, Finished, Read, Started
 
@@ -39,8 +39,8 @@ class ResponseFormatter(ABC):
     @property
     def warnings(self) -> dict[str, list[str]]:
         """The field that says what of the request was left out, if anything was."""
-        found = [warning for started in self.started.values() for warning in started.warnings]
-        return {"warnings": list(dict.fromkeys(found))} if found else {}
+        sentences = [warning for started in self.started.values() for warning in started.warnings]
+        return {"warnings": list(dict.fromkeys(sentences))} if sentences else {}
 
     @property
     def n_generated(self) -> int:
@@ -112,7 +112,7 @@ class BlockFormatter(ResponseFormatter):
             yield from self.begin()
         elif event is None or isinstance(event, Read):
             yield self.alive
-        elif isinstance(event, Said):
+        elif isinstance(event, Reply):
             for call in event.calls:
                 yield from self._close()
                 yield from self._add("call", call["function"]["arguments"], call)

@@ -159,10 +159,10 @@ class Checkpoints:
             return []
         if body.full_cache and self._reads_sparsely:
             return []
-        found = {self._system_end(body, prompt) - (self._n_last - 1)}
+        lengths = {self._system_end(body, prompt) - (self._n_last - 1)}
         if self._keeps_all:
-            found.add(min(self._reasoning_start(prompt), len(prompt) - self._n_last))
-        return sorted(n for n in found if SHORTEST <= n < len(prompt))
+            lengths.add(min(self._reasoning_start(prompt), len(prompt) - self._n_last))
+        return sorted(n for n in lengths if SHORTEST <= n < len(prompt))
 
     def reached(self, request: EngineRequest, n: int, tokens: list[int], caches: list) -> None:
         """Keep the caches of a request that has read `n` tokens of its prompt, one of its checkpoints."""

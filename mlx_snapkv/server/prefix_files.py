@@ -52,8 +52,8 @@ class Prefix:
 
 def longest(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
     """The most of these tokens that some prefix has read, and that prefix."""
-    known = ((prefix.in_common(ids), prefix) for prefix in prefixes)
-    usable = ((n, prefix) for n, prefix in known if n and (prefix.whole or n == len(prefix.ids)))
+    shared = ((prefix.in_common(ids), prefix) for prefix in prefixes)
+    usable = ((n, prefix) for n, prefix in shared if n and (prefix.whole or n == len(prefix.ids)))
     return max(usable, key=itemgetter(0), default=(0, None))
 
 
@@ -100,15 +100,15 @@ class PrefixFiles:
     def read(self, file: Prefix) -> list | None:
         """A file's caches; None, and a line in the log, if they can't be used."""
         try:
-            found = saved.load(file.path, self._model)
-            if found.tokens != file.ids.tolist() or found.notes.get("setting") != self._setting:
+            prompt = saved.load(file.path, self._model)
+            if prompt.tokens != file.ids.tolist() or prompt.notes.get("setting") != self._setting:
                 raise SnapKVError(f"{file.path} now holds another prompt")
             os.utime(file.path)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
             self.kept.remove(file)
             return None
-        return found.prompt_cache
+        return prompt.prompt_cache
 
     def drop(self, path: Path) -> None:
         """Stop using the files of the book whose damaged file is `path`."""
@@ -120,8 +120,8 @@ class PrefixFiles:
         name = hashlib.sha256(json.dumps([tokens, self._setting]).encode()).hexdigest()[:DIGITS]
         path = self._folder / f"{name}.safetensors"
         file = Prefix(as_ids(tokens), can_trim_prompt_cache(caches), path=path)
-        n, known = longest(self.kept, file.ids)
-        if known is not None and (n == len(tokens) or known.covers(file)):
+        n, nearest = longest(self.kept, file.ids)
+        if nearest is not None and (n == len(tokens) or nearest.covers(file)):
             return
         notes = {"setting": self._setting, "whole": file.whole}
         try:
@@ -140,14 +140,14 @@ class PrefixFiles:
 
     def _make_room(self) -> None:
         """Remove the oldest files, of any setting and server, but not the one just written."""
-        found = []
+        files = []
         for path in self._folder.glob(OURS):
             with contextlib.suppress(OSError):  # another server has just removed it
                 n_bytes = sum(part.stat().st_size for part in book.files_of(path))
-                found.append((path.stat().st_mtime_ns, path, n_bytes))
-        found.sort(reverse=True)
-        totals = list(accumulate(n_bytes for *_, n_bytes in found))
-        for total, (_, path, _) in zip(totals[1:], found[1:]):
+                files.append((path.stat().st_mtime_ns, path, n_bytes))
+        files.sort(reverse=True)
+        totals = list(accumulate(n_bytes for *_, n_bytes in files))
+        for total, (_, path, _) in zip(totals[1:], files[1:]):
             if total > self._most_bytes:
                 self._remove(path)
 

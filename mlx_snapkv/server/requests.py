@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..completions.answer import Completion, Said
+from ..completions.answer import Completion, Reply
 from ..completions.body import Body
 from ..completions.grammar import Form
 from ..completions.request import CompletionRequest
@@ -52,32 +52,32 @@ class Read(NamedTuple):
     n_prompt: int
 
 
-class Likely(NamedTuple):
+class Logprob(NamedTuple):
     """A token as text and as its own bytes, and its log-probability."""
 
     token: str
     logprob: float
-    own: bytes
+    data: bytes
 
 
 class TokenLogprob(NamedTuple):
     """A token of the answer, and the likeliest possible ones in its place."""
 
-    said: Likely
-    top: list[Likely]
+    sampled: Logprob
+    top: list[Logprob]
 
     @classmethod
     def of(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
         token, logprobs = response.token, response.logprobs
         best: list[int] = []
         if n_top:
-            found = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
-            best = found[mx.argsort(-logprobs[found])].tolist()  # type: ignore[assignment]
-        said, *top = [
-            Likely(tokenizer.decode([i]), logprobs[i].item(), token_bytes(tokenizer, i))
+            likeliest = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
+            best = likeliest[mx.argsort(-logprobs[likeliest])].tolist()  # type: ignore[assignment]
+        sampled, *top = [
+            Logprob(tokenizer.decode([i]), logprobs[i].item(), token_bytes(tokenizer, i))
             for i in (token, *best)
         ]
-        return cls(said, [likely for likely in top if likely.logprob > -math.inf])
+        return cls(sampled, [each for each in top if each.logprob > -math.inf])
 
 
 class Finished(NamedTuple):
@@ -85,7 +85,7 @@ class Finished(NamedTuple):
     report: CompressionReport | None
 
 
-Event = Accepted | Started | Read | Said | TokenLogprob | Finished | Exception
+Event = Accepted | Started | Read | Reply | TokenLogprob | Finished | Exception
 
 
 @dataclass(eq=False)
@@ -97,7 +97,7 @@ class EngineRequest:
         number: the same on all ranks.
         since: when it came, by `time.perf_counter`.
         cancelled: nobody waits any more.
-        asked: set once the body has been read with the model's tokenizer.
+        completion_request: what the model is to do, set once the body has been read with the model's tokenizer.
         need: the memory that its caches will take; None without a limit.
         checkpoints: after how many of the prompt's tokens the caches are kept for other prompts.
         answer: None while it waits.
@@ -111,7 +111,7 @@ class EngineRequest:
     number: int = field(default_factory=itertools.count().__next__)
     since: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
-    asked: CompletionRequest = field(init=False)
+    completion_request: CompletionRequest = field(init=False)
     need: Need | None = None
     checkpoints: list[int] = field(default_factory=list)
     answer: Completion | None = None

@@ -44,7 +44,7 @@ class ServedBatch:
             stop_tokens=[[token] for token in loaded.tokenizer.eos_token_ids],
             completion_batch_size=most,
             on_report=lambda uid, report: setattr(self.running[uid], "report", report),
-            on_recall=lambda uid, *found: checkpoints.read(self.running[uid], *found),
+            on_recall=lambda uid, *caches: checkpoints.read(self.running[uid], *caches),
             on_pause=on_pause,
             turns=True,
             stream=mx.default_stream(mx.default_device()),
@@ -53,40 +53,41 @@ class ServedBatch:
 
     def start(self, request: EngineRequest) -> None:
         """Take a request in, which gets what goes wrong with it."""
-        asked, prompt = request.asked, request.asked.prompt
-        caches, n_known = self._known(prompt, bool(request.body.full_cache))
+        completion_request = request.completion_request
+        prompt, sampler = completion_request.prompt, completion_request.sampler
+        caches, n_cached = self._shared_prefix(prompt, bool(request.body.full_cache))
         if request.body.full_cache and is_compressed(caches or []):
-            caches, n_known = None, 0
-        places = [n_known, *(n for n in request.checkpoints if n > n_known), len(prompt)]
+            caches, n_cached = None, 0
+        places = [n_cached, *(n for n in request.checkpoints if n > n_cached), len(prompt)]
         try:
             (uid,) = self.generator.insert_segments(
                 [[prompt[start:end] for start, end in pairwise(places)]],
-                [asked.max_tokens],
+                [completion_request.max_tokens],
                 caches=None if caches is None else [caches],
-                all_tokens=[prompt[:n_known]],
-                samplers=None if asked.sampler is None else [asked.sampler],
-                logits_processors=[asked.processors],
+                all_tokens=[prompt[:n_cached]],
+                samplers=None if sampler is None else [sampler],
+                logits_processors=[completion_request.processors],
             )
         except request_errors(self._loaded.model) as error:
             request.put(as_api_error(error))
             return
         if request.body.full_cache:
             self.generator.in_full.add(uid)
-        request.answer = Completion(asked, self._loaded.tokenizer)
+        request.answer = Completion(completion_request, self._loaded.tokenizer)
         self.running[uid] = request
         self._metrics.prompt_tokens.inc(len(prompt))
-        self._metrics.cached_tokens.inc(n_known)
-        self._metrics.prefix_hits.inc(n_known > 0)
-        request.put(Started(len(prompt), n_known, asked.warnings))
+        self._metrics.cached_tokens.inc(n_cached)
+        self._metrics.prefix_hits.inc(n_cached > 0)
+        request.put(Started(len(prompt), n_cached, completion_request.warnings))
 
-    def _known(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
+    def _shared_prefix(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
         """The prefix that all ranks know; none, unless it is the same on all."""
         try:
-            found = self._checkpoints.fetch(prompt, full_cache)
+            nearest = self._checkpoints.fetch(prompt, full_cache)
         except Exception as error:
             log.warning("a prefix is not used: %s", sentence(error))
-            found = None, 0
-        return found if len(set(self._ranks.gather(found[1]))) == 1 else (None, 0)
+            nearest = None, 0
+        return nearest if len(set(self._ranks.gather(nearest[1]))) == 1 else (None, 0)
 
     def remove(self, numbers: Collection[int]) -> None:
         """Drop the requests of these numbers, which nobody waits for."""
@@ -103,7 +104,7 @@ class ServedBatch:
         read, responses = self.generator.next()
         for progress in read:
             request = self.running[progress.uid]
-            n_prompt, (done, total) = len(request.asked.prompt), progress.progress
+            n_prompt, (done, total) = len(request.completion_request.prompt), progress.progress
             n = n_prompt - total + done
             if progress.end_of_segment and n in request.checkpoints:
                 caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
@@ -114,13 +115,15 @@ class ServedBatch:
     def _deliver(self, response: Any) -> EngineRequest | None:
         """Send on what a response says; the request, if it has to start again."""
         request = self.running[response.uid]
-        asked, answer = request.asked, request.answer
+        completion_request, answer = request.completion_request, request.answer
         assert answer is not None
         if response.finish_reason == "error":
             del self.running[response.uid]
             return self._failed(request, response.error)
-        if asked.n_logprobs is not None:
-            request.put(TokenLogprob.of(response, asked.n_logprobs, self._loaded.tokenizer))
+        if completion_request.n_logprobs is not None:
+            request.put(
+                TokenLogprob.of(response, completion_request.n_logprobs, self._loaded.tokenizer)
+            )
         for piece in answer.add(response.token, response.finish_reason):
             request.put(piece)
         self._metrics.generated_tokens.inc()
@@ -137,7 +140,7 @@ class ServedBatch:
             if not report.compressed:
                 report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
             for warning in report.warnings:
-                log.warning("a prompt of %s tokens: %s", len(asked.prompt), warning)
+                log.warning("a prompt of %s tokens: %s", len(completion_request.prompt), warning)
         self._checkpoints.answered(request, tokens, caches)
         del self.running[response.uid]
         request.put(Finished(answer, report))

@@ -1,10 +1,14 @@
+import ast
 from collections import defaultdict
+from pathlib import Path
 
 import typer
 
+import mlx_snapkv
 from mlx_snapkv.cli.app import app as program
 from mlx_snapkv.cli.command import in_flags
 from mlx_snapkv.cli.config import commands_of
+from mlx_snapkv.errors import Option, OptionError, SnapKVError
 
 # Where a flag means something of a command's own.
 OWN = {
@@ -42,11 +46,26 @@ def test_the_list_of_commands_is_whole_on_a_narrow_terminal(call, monkeypatch):
         assert listed.endswith(".") and "..." not in listed.replace("LongBench, ...)", "")
 
 
-def test_what_only_looks_like_an_argument_stays():
-    for text in (
-        "a/memory=recall.txt is no text",
-        "x-memory=recall",
-        "kv_bits.txt: there is no such file",
-        "there is no memory left",
-    ):
-        assert in_flags(text) == text
+def test_options_are_written_as_their_reader_writes_them():
+    options = Option("memory", "recall"), Option("kv_bits")
+    error = SnapKVError("{} needs {} and {}", "a/memory=recall.txt", *options)
+    assert str(error) == "a/memory=recall.txt needs memory=recall and kv_bits"
+    assert in_flags(error) == "a/memory=recall.txt needs --memory recall and --kv-bits"
+    assert in_flags(SnapKVError("FILE: {}", error)).endswith("needs --memory recall and --kv-bits")
+    assert in_flags(OptionError("kv_bits", "2 or 4", 3)) == "--kv-bits must be 2 or 4, got 3"
+    assert in_flags(SnapKVError("{kv_bits} is no JSON")) == "{kv_bits} is no JSON"
+
+
+def test_what_errors_name_as_an_option_is_a_flag():
+    commands = [command for _, command in commands_of(typer.main.get_command(program))]
+    flags = {each.name for command in commands for each in command.params}
+    package = Path(mlx_snapkv.__file__).parent
+    calls = [x for path in package.rglob("*.py") for x in ast.walk(ast.parse(path.read_text()))]
+    named = {
+        call.args[0].value
+        for call in calls
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("Option", "OptionError")
+        if call.args and isinstance(call.args[0], ast.Constant)
+    }
+    named -= {name for name in named if not name.isidentifier()}  # typer's options
+    assert {"memory", "draft_model"} <= named <= flags

@@ -3,10 +3,10 @@ import json
 import pytest
 from command_lines import LEAD
 
-from mlx_snapkv import errors
 from mlx_snapkv.cli.command import in_flags
+from mlx_snapkv.errors import gone
 
-GONE = in_flags(errors.GONE["refresh"])
+GONE = in_flags(gone("refresh")).removeprefix("--refresh ")
 ASK = ["generate", "--ignore-chat-template", "--prompt", LEAD]
 FILE = """
 model = "demo"

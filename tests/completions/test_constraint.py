@@ -114,7 +114,7 @@ def test_an_answer_that_is_cut_has_the_reason_length(demo_llama):
             else {}
         )
         (found,) = answers(demo_llama, max_tokens=40, logit_bias=likes, **body)
-        assert found.finish_reason == reason and json.loads(found.said.text)
+        assert found.finish_reason == reason and json.loads(found.reply.text)
 
 
 def answers(loaded, n=1, **body):
@@ -162,16 +162,16 @@ def test_a_forced_call_is_one_that_is_parsed(demo_llama, name):
     tools = [tool("shut"), tool("open", DOOR)]
     chosen = {"type": "function", "function": {"name": "open"}}
     (found,) = answers(loaded, tools=tools, tool_choice=chosen)
-    (call,) = found.said.calls
+    (call,) = found.reply.calls
     assert call["function"]["name"] == "open" and found.finish_reason == "tool_calls"
     assert json.loads(call["function"]["arguments"])["door"] in ("green", "red")
-    assert found.said.text.strip() == ""
+    assert found.reply.text.strip() == ""
     (found,) = answers(loaded, tools=tools, tool_choice="required")
-    assert [c["function"]["name"] for c in found.said.calls] in (["open"], ["shut"])
+    assert [c["function"]["name"] for c in found.reply.calls] in (["open"], ["shut"])
     # Cut off, it is text: nobody shall carry out half a call.
     (found,) = answers(loaded, tools=tools, tool_choice=chosen, max_tokens=25)
-    assert found.said.calls == [] and found.finish_reason == "length"
-    assert (parser.tool_call_start + found.said.text).endswith(start[-8:]) or found.said.text
+    assert found.reply.calls == [] and found.finish_reason == "length"
+    assert (parser.tool_call_start + found.reply.text).endswith(start[-8:]) or found.reply.text
 
 
 @pytest.mark.parametrize("is_special", [True, False])
@@ -196,7 +196,7 @@ def test_thoughts_are_free(begun, is_special):
         found.add(token, None)
     assert asked.constraint(mx.array(tokens), logits)[0].argmax().item() == tokenizer.eos_token_id
     found.add(tokenizer.eos_token_id, "stop")
-    assert (found.said.reasoning, found.said.text) == (thoughts, "\n\n" + text)
+    assert (found.reply.reasoning, found.reply.text) == (thoughts, "\n\n" + text)
     assert found.finish_reason == "stop"
 
 
@@ -215,7 +215,7 @@ def test_json_keeps_what_marks_thoughts_and_calls_elsewhere(demo_llama):
         for token in tokenizer.encode(said, add_special_tokens=False):
             found.add(token, None)
         found.add(tokenizer.eos_token_id, "stop")
-        assert (found.said.text == said) is (text == said)
+        assert (found.reply.text == said) is (text == said)
 
 
 def test_drafts_are_constrained_too(demo_llama):

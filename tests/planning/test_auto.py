@@ -239,7 +239,7 @@ def test_a_question_beyond_the_trained_length_is_answered_from_files(tiny_far, m
     next(generate_step(tokens, model, **options))
     (report,) = reports
     assert report.file_bytes > 0 and report.pulled_to == 256 and report.read_per_token
-    assert "memory=recall:file" in report.auto
+    assert "memory recall:file" in report.auto
 
 
 @pytest.fixture

@@ -154,6 +154,9 @@ def test_models_and_mistakes(client):
     assert client.models.retrieve("org/other-name").id == "org/other-name"
     with pytest.raises(openai.BadRequestError, match="temperature should be"):
         chat(client, "hi", temperature=-1)
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, "hi", extra_body={"top_k": 10**6})
+    assert refused.value.param == "top_k"
     with pytest.raises(openai.NotFoundError, match="GET /v1/files"):
         client.files.list()
 
@@ -192,7 +195,7 @@ def test_an_answer_is_no_longer_than_the_model_was_trained_to(served, demo_llama
     with served.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200 and next(response.iter_lines())
         (request,) = served.engine.batch.running.values()
-        assert request.asked.max_tokens == 16384
+        assert request.completion_request.max_tokens == 16384
 
 
 def test_what_is_too_long_for_the_model_is_told_in_the_log_and_answered(caplog):

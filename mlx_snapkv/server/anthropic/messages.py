@@ -28,9 +28,9 @@ from ..chat_messages import (
     MayBeNone,
     OutputConfig,
     OutputFormat,
+    by_type,
     chat_body,
     function_tool,
-    own,
 )
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
@@ -65,7 +65,7 @@ class Tool(Part):
 
 AnyTool = Annotated[
     Annotated[Tool, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
-    own(None, "custom", "function"),
+    by_type(None, "custom", "function"),
 ]
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ...completions.answer import Said, choice, head, message_fields, usage
+from ...completions.answer import Reply, choice, head, message_fields, usage
 from ...completions.body import Body, ChatBody, CompletionBody
 from ...engine.report import STAYING
 from ..api_error import ApiError
 from ..exchange import respond
 from ..formatter import ResponseFormatter, server_sent
-from ..requests import Event, Finished, Likely, Read, Started, TokenLogprob
+from ..requests import Event, Finished, Logprob, Read, Started, TokenLogprob
 
 DONE = "data: [DONE]\n\n"
 
@@ -24,8 +24,8 @@ router = APIRouter(tags=["OpenAI"])
 
 async def _respond(request: Request, body: Body) -> Response:
     n = body.n or 1
-    asked: list[Any] = body.each() if isinstance(body, CompletionBody) else [body]
-    bodies = [each for each in asked for _ in range(n)]
+    prompts: list[Any] = body.each() if isinstance(body, CompletionBody) else [body]
+    bodies = [each for each in prompts for _ in range(n)]
     if body.seed is not None:  # one for each answer
         bodies = [b.model_copy(update={"seed": body.seed + i}) for i, b in enumerate(bodies)]
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -90,10 +90,10 @@ class CompletionFormatter(ResponseFormatter):
                 self._tokens[index].append(event)
             case Started() if self._is_chat:
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-            case Said():
+            case Reply():
                 yield self._chunk(index, self._part(index, event))
             case Finished():
-                part = self._part(index, Said())
+                part = self._part(index, Reply())
                 yield self._chunk(index, part, event.answer.finish_reason, **self.warnings)
 
     def end(self) -> Iterator[str]:
@@ -118,16 +118,16 @@ class CompletionFormatter(ResponseFormatter):
         choices = [{"index": index, **part, "finish_reason": reason}]
         return server_sent({**self._head, "object": self._chunk_kind, "choices": choices, **more})
 
-    def _part(self, index: int, said: Said) -> dict[str, Any]:
+    def _part(self, index: int, piece: Reply) -> dict[str, Any]:
         """A part of an answer, with the tokens since the last one."""
         tokens = self._tokens[index][self._n_sent[index] :]
         self._n_sent[index] += len(tokens)
         logprobs = {"logprobs": self._logprobs(tokens)}
         if not self._is_chat:
-            return {"text": said.text, **logprobs}
-        calls = [{**call, "index": n} for n, call in enumerate(said.calls, self._n_calls[index])]
+            return {"text": piece.text, **logprobs}
+        calls = [{**call, "index": n} for n, call in enumerate(piece.calls, self._n_calls[index])]
         self._n_calls[index] += len(calls)
-        return {"delta": message_fields(replace(said, calls=calls)), **logprobs}
+        return {"delta": message_fields(replace(piece, calls=calls)), **logprobs}
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
         if not tokens:
@@ -135,13 +135,13 @@ class CompletionFormatter(ResponseFormatter):
         if self._is_chat:
             return {
                 "content": [
-                    _logprob(t.said) | {"top_logprobs": [_logprob(top) for top in t.top]}
+                    _logprob(t.sampled) | {"top_logprobs": [_logprob(top) for top in t.top]}
                     for t in tokens
                 ]
             }
         return {
-            "tokens": [t.said.token for t in tokens],
-            "token_logprobs": [t.said.logprob for t in tokens],
+            "tokens": [t.sampled.token for t in tokens],
+            "token_logprobs": [t.sampled.logprob for t in tokens],
             "top_logprobs": [{top.token: top.logprob for top in t.top} for t in tokens],
         }
 
@@ -163,5 +163,5 @@ class CompletionFormatter(ResponseFormatter):
         return {"usage": used, "mlx_snapkv": about, **self.warnings}
 
 
-def _logprob(found: Likely) -> dict[str, Any]:
-    return {"token": found.token, "logprob": found.logprob, "bytes": list(found.own)}
+def _logprob(entry: Logprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.data)}

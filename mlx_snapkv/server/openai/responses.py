@@ -19,9 +19,9 @@ from ..chat_messages import (
     ForeignTool,
     MayBeNone,
     OutputConfig,
+    by_type,
     chat_body,
     function_tool,
-    own,
 )
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
@@ -52,7 +52,7 @@ class Function(Part):
 
 AnyTool = Annotated[
     Annotated[Function, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
-    own("function", "custom"),
+    by_type("function", "custom"),
 ]
 
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -92,10 +92,10 @@ class ResponsesBody(Part):
 
     def chat(self) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
-        said = [Message("system", self.instructions)] if self.instructions else []
+        instructions = [Message("system", self.instructions)] if self.instructions else []
         return chat_body(
             self,
-            said + self.input,
+            instructions + self.input,
             [function_tool(tool, _parameters(tool)) for tool in self.tools],
             max_tokens=self.max_output_tokens,
             response_format=self.text and self.text.format and self.text.format.response_format,
