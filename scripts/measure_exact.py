@@ -76,22 +76,24 @@ def rewound(call: Callable, full: list, n_tokens: int, accepted: float):
     return found
 
 
-def measured(model, full: list, n: int, share: int, asked: tuple[int, float]) -> dict[str, Any]:
-    """The exact answer of `asked` tokens and acceptance, between two of the full cache's."""
+def measured(
+    model, full: list, n: int, share: int, n_tokens: int, accepted: float
+) -> dict[str, Any]:
+    """The exact answer of `n_tokens` and acceptance, between two of the full cache's."""
     small, verified = small_caches(model, full, share, n), Verified()
     plain = partial(model, cache=full)
-    wanted, before = rewound(plain, full, *asked)
+    wanted, before = rewound(plain, full, n_tokens, accepted)
     with observing(model, small), patch.object(self_speculation, "perf_counter", clock):
         speculation = SelfSpeculation(model, full, small, verified)
 
         def exact(token: mx.array) -> mx.array:
             logits = speculation(token, full)
-            if verified.tokens == asked[0]:
+            if verified.tokens == n_tokens:
                 speculation.close()
             return logits
 
-        found, seconds = rewound(exact, full, *asked)
-    _, behind = rewound(plain, full, *asked)
+        found, seconds = rewound(exact, full, n_tokens, accepted)
+    _, behind = rewound(plain, full, n_tokens, accepted)
     return {
         "length": n,
         "share": share,
@@ -115,7 +117,7 @@ def main() -> None:
     for n in args.lengths:
         full = decoding_cache(model, Contender("full cache", n), n)
         for share in args.shares:
-            row = measured(model, full, n, share, (args.tokens, args.accepted))
+            row = measured(model, full, n, share, args.tokens, args.accepted)
             print(*figures([row], COLUMNS)[2 if n_printed else 0 :], sep="\n", flush=True)
             n_printed += 1
 

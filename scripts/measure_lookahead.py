@@ -94,8 +94,8 @@ def answers(tokenizer, reading: Reading, n_forced: int) -> Iterator[tuple[str, s
             continue
         kept = reading.compressed(policy, answering=True)
         same = max(n_forced, reference.n_agreed(copy.deepcopy(kept[0])))
-        given = reading.model, tokenizer, reading.tokens, full[:same], kept
-        answer = decode(*given, n_forced + MAX_TOKENS)
+        most = n_forced + MAX_TOKENS
+        answer = decode(reading.model, tokenizer, reading.tokens, full[:same], kept, most)
         yield str(n), tokenizer.decode(answer.tokens[n_forced:])
 
 

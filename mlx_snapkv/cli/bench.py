@@ -62,8 +62,8 @@ def bench(*, options: BenchOptions) -> None:
     from .progress import StepBars
 
     model, policies = options.model, options.methods()
-    lengths = [*options.context, *options.prompt_tokens, *options.long_prompts]
-    for policy, n in product(policies, lengths):
+    all_lengths = [*options.context, *options.prompt_tokens, *options.long_prompts]
+    for policy, n in product(policies, all_lengths):
         policy.prefill_quotas(n, 1)  # which finds mistakes
     endings = ".json", ".md", ".png"
     files = None if options.output is None else ResultFiles(options.output, endings)

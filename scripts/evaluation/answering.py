@@ -148,8 +148,16 @@ class Answers:
     ) -> Record:
         """What is recorded of an answer; `ahead`: its first tokens were fed before what is kept was compressed."""
         question = self._questions[i]
-        asked = self._model, self._tokenizer, question.prompt, begun, kept, question.max_tokens
-        answer = decode(*asked, policy=method.policy, **method.options)
+        answer = decode(
+            self._model,
+            self._tokenizer,
+            question.prompt,
+            begun,
+            kept,
+            question.max_tokens,
+            policy=method.policy,
+            **method.options,
+        )
         report = answer.report
         n_bytes = report.kv_bytes_after if report.compressed else kv_bytes(answer.cache)
         n_tokens, before, policy = len(answer.tokens), 0, scoring(method.policy)

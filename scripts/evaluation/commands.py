@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mlx_snapkv.cli.cache_options import RetentionOptions
@@ -10,11 +11,11 @@ from mlx_snapkv.cli.command import option
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
 from mlx_snapkv.cli.prompts import read_file
-from mlx_snapkv.cli.results import Policies, Sparses, methods_of
+from mlx_snapkv.cli.results import Policies, ResultFiles, Sparses, methods_of
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.loop import Record
 from mlx_snapkv.evals.methods import SETTINGS, Method
+from mlx_snapkv.evals.tables import Page
 
 from . import heatmap, tasks
 from .answering import run
@@ -50,12 +51,20 @@ class AskedOptions:
             )
         return model, tokenizer
 
-    def asked(
-        self, model: Any, dataset: Dataset, methods: Sequence[Method]
-    ) -> tuple[dict[str, Any], int, Callable[..., list[Record]]]:
-        """What results have in common, the number of documents, and what asks about them."""
+    def measure(
+        self,
+        model: Any,
+        dataset: Dataset,
+        methods: Sequence[Method],
+        result: ScoreOptions,
+        files: ResultFiles | None,
+        page: Page,
+        plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
+    ) -> None:
+        """Ask about the documents, print the result, and write it; see `ResultOptions.measure`."""
         fixed = {**dataset.setting, "model": self.model}
-        return fixed, len(dataset.places), partial(run, model, dataset, methods, self.settings)
+        ask = partial(run, model, dataset, methods, self.settings)
+        result.measure(files, fixed, len(dataset.places), ask, page, plots)
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,7 @@ class GridOptions(AskedOptions):
         files = result.files(*maps)
         model, tokenizer = self.load()
         dataset = make(tokenizer, Grid(self.length, self.depths, self.questions, self.seed))
-        asked = self.asked(model, dataset, methods)
-        result.measure(files, *asked, RETRIEVAL, heatmap.write_heatmaps)
+        self.measure(model, dataset, methods, result, files, RETRIEVAL, heatmap.write_heatmaps)
 
 
 @dataclass(frozen=True)
@@ -145,9 +153,10 @@ def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ScoreOp
     files = result.files()
     model, tokenizer = options.load()
     named = list(dict.fromkeys(options.task or TASKS))
-    sizes = options.length, options.documents, options.questions, options.seed
-    dataset = tasks.suite(tokenizer, named, *sizes)
-    result.measure(files, *options.asked(model, dataset, methods), tasks.SUITE)
+    dataset = tasks.suite(
+        tokenizer, named, options.length, options.documents, options.questions, options.seed
+    )
+    options.measure(model, dataset, methods, result, files, tasks.SUITE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,4 +182,4 @@ def data(*, options: DataOptions, retention: RetentionOptions, result: ScoreOpti
     model, tokenizer = load_model(options.model)
     dataset = columns(tokenizer, found, digest, not options.ignore_chat_template)
     require_room(model, dataset, found)
-    result.measure(files, *options.asked(model, dataset, methods), PAGE)
+    options.measure(model, dataset, methods, result, files, PAGE)

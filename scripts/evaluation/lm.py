@@ -92,8 +92,9 @@ class PolicyLM(mlx_evaluate.MLXLM):
         options |= {"policy": self._policy, "verbose": False, **on_report}
         for i in range(0, len(prompts), self._batch_size):
             some = slice(i, i + self._batch_size)
-            asked = model, tokenizer, prompts[some]
-            made = batch_generate(*asked, max_tokens=max_tokens[some], **options)
+            made = batch_generate(
+                model, tokenizer, prompts[some], max_tokens=max_tokens[some], **options
+            )
             for error in filter(None, getattr(made, "errors", [])):
                 raise error
             texts += made.texts
