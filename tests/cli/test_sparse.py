@@ -143,15 +143,6 @@ def test_compare_shows_it_beside_policies_by_default(call, story):
     assert names == ["full cache", "sparse:budget=6.25%, verify all"]
 
 
-@pytest.mark.parametrize("task", ["needle --depths 1", "lines --depths 1", "suite --task single"])
-def test_evaluations_measure_it(call, task):
-    asked = [*task.split(), "--length", "512", *SPARSE, "--json"]
-    code, out, _ = call("eval", *asked)
-    methods = {s["method"]: s for s in json.loads(out)["summary"]}
-    assert code == 0 and [*methods] == ["full cache", NAME]
-    assert methods[NAME]["entries"] < 80
-
-
 def test_plans_count_it(call):
     asked = ["plan", "--model", "demo", "--context", "16k", "--json"]
     full, sparse = json.loads(call(*asked, "--sparse", "top_k=512")[1])["plans"]

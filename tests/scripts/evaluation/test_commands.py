@@ -1,6 +1,8 @@
 import json
 import re
 
+import pytest
+
 SMALL = ["--length", "512", "--depths", "2"]
 KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
 
@@ -57,3 +59,13 @@ def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
     assert "By mask: all entries are held" in page and "| by mask |" in page
     lines = base.with_suffix(".jsonl").read_text().splitlines()
     assert len(lines) == 1 + 2 + 2 + 2 + 2  # the setting, the full cache once, and three ways
+
+
+@pytest.mark.parametrize("task", ["needle --depths 1", "lines --depths 1", "suite --task single"])
+def test_sparse_attention_is_measured(call, task):
+    name = "sparse:budget=12.5%,read_top_k=128"
+    how = ["--length", "512", "--sparse", name.partition(":")[2], "--json"]
+    code, out, _ = call(*task.split(), *how)
+    methods = {s["method"]: s for s in json.loads(out)["summary"]}
+    assert code == 0 and [*methods] == ["full cache", name]
+    assert methods[name]["entries"] < 80
