@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.footprint import EntrySizes, Footprint, Need
@@ -20,8 +19,7 @@ class Memory:
     """The KV memory of a batch, `limit` bytes; `options` are those of its `CompressedBatchGenerator`."""
 
     def __init__(self, model, options: dict[str, Any], limit: int):
-        policy, (quantization, _) = options.get("policy"), taken_from(options)
-        config, _ = CompressionConfig.taken_from(options, policy, quantization=quantization)
+        config, _ = CompressionConfig.taken_from(options, options.get("policy"))
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint, self.limit = Footprint(EntrySizes(model), config, step_size), limit
 

@@ -50,8 +50,6 @@ class DraftedRequest:
     options: dict[str, Any]
 
     def __post_init__(self):
-        if self.options.get("kv_bits") is not None:
-            raise SnapKVError("a draft model can't check quantised entries exactly: drop kv_bits")
         if self.max_tokens < 0:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"

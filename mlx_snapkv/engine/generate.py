@@ -11,6 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import SnapKVError
 from ..planning.auto import QUESTION, resolve
 from ..planning.config import CompressionConfig
+from ..planning.exclusions import When, require_compatible
 from ..policies import Policy, SnapKV, Sparse, Stages
 from .any_length import take_any_length
 from .draft_model import DraftedRequest, require_rewindable
@@ -96,9 +97,7 @@ def stream_generate(
     asked = model, n, max_tokens, snapkv, policy, sparse, on_report
     config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
     options.pop("draft_model")
-    if draft_model is not None and config.retains:
-        what = "sparse" if config.is_sparse else f"memory={config.memory}"
-        raise SnapKVError(f"draft_model can't be combined with {what}: drop one of them")
+    require_compatible(config, When.CHOSEN)
     given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
@@ -110,6 +109,7 @@ def stream_generate(
         require_rewindable(model, cache)
         reason, chosen = reason_for_nothing(model, config, n, cache, max_tokens), config.policy
         if chosen is not None and reason is None and options.get("input_embeddings") is None:
+            require_compatible(config, When.COMPRESSING)
             wanted: Any = draft_model, tokenizer, tokens, max_tokens, chosen, options
             return DraftedRequest(model, *wanted).responses(serve, on_report)
     return serve(tokenizer, {"draft_model": draft_model, **options}, on_report)

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.memories import lasting_forms, make_caches, saved_forms
-from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
+from ..planning.exclusions import When, require_compatible
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from ..policies import Method, Sparse, Stages, resolve_method
 from .loop_model import pacing
@@ -65,9 +65,8 @@ def prefill(
     if chosen is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
     quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-    how, _ = taken_from(quantised)
-    config = CompressionConfig(chosen, memory, far=far, quantization=how)
-    require_no_question(config)
+    config = CompressionConfig(chosen, memory, far=far, is_text=True).beside(quantised)
+    require_compatible(config, When.CHOSEN)
     tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
     if tokens.ndim != 1:
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
@@ -122,17 +121,3 @@ def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
     # The loop feeds the token it is given and each one it yields.
     list(mlx_generate.generate_step(token, model, max_tokens=n - 1, prompt_cache=prompt_cache))
     before.restore()
-
-
-def require_no_question(config: CompressionConfig) -> None:
-    """Raises: SnapKVError: a text read on its own can't be chosen from all its entries by a policy."""
-    if config.retains and not config.is_sparse:
-        why = (
-            "no policy was given"
-            if config.policy is None
-            else f"{config.policy} chooses when a question is there"
-        )
-        raise SnapKVError(
-            f"memory={config.memory} keeps a text's entries for questions to come, but {why}: give sparse instead, or "
-            "drop the memory"
-        )

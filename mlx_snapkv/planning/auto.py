@@ -232,7 +232,7 @@ def resolve(
     how = {name: others[name] for name in ("prefill_step_size", "kv_group_size") if name in others}
     planner = Planner(model, max_tokens=min(max(0, max_tokens), TYPICAL), **how)
     found = recommended(planner, request, this_machine().usable)
-    return found.config, others, found
+    return found.config.beside(others), others, found
 
 
 def require_for_auto(retention: dict[str, Any]) -> None:

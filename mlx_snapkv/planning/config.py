@@ -9,12 +9,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.compaction import Compaction
 from ..caches.layers import attention_layers, head_sizes, members
-from ..caches.memories import in_files, require_memory
-from ..entries.quantization import Quantization
+from ..caches.memories import require_memory
+from ..entries.quantization import Quantization, taken_from
 from ..errors import SnapKVError, UnsupportedModelError, require_current
 from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
 from ..policies import Method, Stages
+from .exclusions import When, require_compatible
 
 VERIFY = ("all",)
 ALLOWED = {"verify": (None, *VERIFY), "far": (None, "keep", "pull")}
@@ -30,6 +31,8 @@ class CompressionConfig:
         quantization: of the entries kept.
         turns: caches that hold tokens already are compressed again, as those of a conversation are, unless the policy
             reads a prompt again as a whole.
+        max_kv_size, has_draft_model: of mlx-lm's own, what compression can't be combined with.
+        is_text: a text is read on its own, for questions to come.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
@@ -40,6 +43,9 @@ class CompressionConfig:
     far: str | None = None
     quantization: Quantization | None = None
     turns: bool = False
+    max_kv_size: int | None = None
+    has_draft_model: bool = False
+    is_text: bool = False
 
     def __post_init__(self):
         if self.is_sparse and not self.retains:
@@ -49,44 +55,29 @@ class CompressionConfig:
             if (got := getattr(self, name)) not in allowed:
                 values = " or ".join(filter(None, allowed))
                 raise SnapKVError(f"{name} must be {values}, got {got!r}")
-        if self.verify is not None and in_files(self.memory):
-            raise SnapKVError(
-                f"verify=all needs all entries in memory, and with memory={self.memory} they are not there: "
-                "give memory=recall, recall:8bit or recall:4bit, or drop verify"
-            )
+        require_compatible(self, When.GIVEN)
         if self.is_sparse and self.verify is not None:  # by what the full cache would hold
             object.__setattr__(self, "policy", replace(self.policy, read="dense"))  # type: ignore[type-var]
-        if self.is_sparse and self.quantization is not None:
-            raise SnapKVError(
-                "kv_bits quantises the entries that a policy keeps, and sparse keeps all: give memory=recall:8bit or "
-                "recall:4bit instead"
-            )
-        if not self.retains or self.policy is None or self.is_sparse:
-            return
-        if self.reads_in_blocks:
-            raise SnapKVError(
-                f"memory={self.memory} keeps all entries, but {self.policy} evicts while it reads: give sparse "
-                "instead, which reads a prompt of any length in the same memory, or memory=drop"
-            )
-        counts = any(stage.accumulates_attention for stage in self.policy.stages)
-        if counts or self.policy.stages[1].repeats is not None:
-            what = (
-                "sums the attention of all queries" if counts else "chooses once for all questions"
-            )
-            raise SnapKVError(
-                f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
-                f"but {self.policy} {what}: use snapkv, for example, or memory=drop"
-            )
 
     @classmethod
     def taken_from(
         cls, options: dict[str, Any], policy: Method | Stages | None = None, **more: Any
     ) -> tuple[CompressionConfig, dict[str, Any]]:
-        """What the keywords of `generate_step` and its kin ask for, and the other options."""
+        """What the keywords of `generate_step` and its kin ask for, and mlx-lm's own options, which count, too."""
         require_current(options)
         own = {name: value for name, value in options.items() if name in RETENTION}
         others = {name: value for name, value in options.items() if name not in RETENTION}
-        return cls(policy, **own, **more), others
+        return cls(policy, **own, **more).beside(others), others
+
+    def beside(self, options: dict[str, Any]) -> CompressionConfig:
+        """The same beside mlx-lm's own options, those of `generate_step` and its kin."""
+        quantization, _ = taken_from(options)
+        return replace(
+            self,
+            quantization=quantization,
+            max_kv_size=options.get("max_kv_size"),
+            has_draft_model=options.get("draft_model") is not None,
+        )
 
     @property
     def retention(self) -> dict[str, Any]:
@@ -117,9 +108,26 @@ class CompressionConfig:
         """Whether all entries stay, and little of them is read."""
         return self.policy is not None and not self.policy.evicts
 
+    @property
+    def evicts(self) -> bool:
+        """Whether an answer is decoded from entries that a policy has kept."""
+        return self.policy is not None and self.policy.evicts
+
+    @property
+    def accumulates_attention(self) -> bool:
+        """Whether the queries of all tokens vote."""
+        return self.policy is not None and any(
+            stage.accumulates_attention for stage in self.policy.stages
+        )
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether the prompt is read a second time, for votes."""
+        return self.policy is not None and self.policy.stages[1].repeats is not None
+
     def require(self, model) -> None:
-        """Raises: SnapKVError: there is nothing to verify, or this can't be done on this model."""
-        self.require_drafts()
+        """Raises: SnapKVError: options exclude each other, or this can't be done on this model."""
+        require_compatible(self, When.CHOSEN)
         if self.is_sparse and any(
             x.family.method != "__call__" for x in attentions(model) if x.family
         ):
@@ -129,17 +137,6 @@ class CompressionConfig:
             )
         if self.far == "pull" and (reason := self._keeps_positions_because(model)) is not None:
             raise SnapKVError(f"far=pull {reason}")
-
-    def require_drafts(self) -> None:
-        """Raises: SnapKVError: answers are to be verified, but nothing drafts their tokens."""
-        if self.verify is None or self.is_sparse:
-            return
-        full = "without a policy the full cache gives that answer anyway"
-        why = full if self.policy is None else f"{self.policy} evicts the entries that it needs"
-        raise SnapKVError(
-            f"verify={self.verify} gives the full cache's own answer by sparse attention, but {why}: give sparse "
-            "instead, or drop verify"
-        )
 
     def require_rollback(self, prompt_cache: list, n_full: int) -> None:
         """Raises: SnapKVError: answers can't be verified where only `n_full` of a model's caches hold entries."""

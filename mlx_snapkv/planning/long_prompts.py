@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Method, Stages
 from ..policies.sparse import LAST
@@ -25,8 +24,7 @@ class LongPrompts:
         self._model, self._policy, self._usable = model, policy, this_machine().usable
         given = {name: value for name, value in options.items() if value is not None}
         self._retention = {name: given[name] for name in RETENTION if name in given}
-        quantization, _ = taken_from(given)
-        self._config, given = CompressionConfig.taken_from(given, policy, quantization=quantization)
+        self._config, given = CompressionConfig.taken_from(given, policy)
         self._kv_bits, self._is_rotating = given.get("kv_bits"), "max_kv_size" in given
         self._options = {name: given[name] for name in _PLANNED if name in given}
         self._planner: Planner | None = None

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..caches.memories import in_files, memory_quantization
-from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..models.rope import trained_length
 from .config import CompressionConfig
@@ -57,8 +56,7 @@ def prefix_room(
         options: of the `CompressedBatchGenerator`.
         max_kv_bytes, max_context: the server's own limits.
     """
-    policy, (quantization, _) = options.get("policy"), taken_from(options)
-    config, _ = CompressionConfig.taken_from(options, policy, quantization=quantization)
+    config, _ = CompressionConfig.taken_from(options, options.get("policy"))
     longest = trained_length(model) or max_context or UNTOLD
     context = min(longest, max_context or longest)
     try:
