@@ -12,7 +12,7 @@ from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
-from ..policies import Method, Sparse, Stages, resolve_method
+from ..policies import Method, Sparse, Stages
 from .loop_model import pacing
 from .report import CompressionReport
 from .request import Uncompressed, make_request
@@ -61,11 +61,11 @@ def prefill(
         SnapKVError: `tokens` is empty, the policy can't be read, the model can't be served so, or its attention gave
             NaN.
     """
-    chosen = resolve_method(policy=policy, sparse=sparse)
-    if chosen is None:
+    method = {"policy": policy, "sparse": sparse, "memory": memory, "far": far}
+    stored = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    config, quantised = CompressionConfig.taken_from(method | stored, is_text=True)
+    if config.policy is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
-    quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-    config = CompressionConfig(chosen, memory, far=far, is_text=True).beside(quantised)
     require_compatible(config, When.CHOSEN)
     tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
     if tokens.ndim != 1:

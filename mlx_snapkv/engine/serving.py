@@ -52,17 +52,18 @@ def served(
     given, turns = options.get("prompt_cache"), config.turns
     # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
     _, ours = taken_from(options)
-    request: Request | Uncompressed
-    if config.policy is not None and options.get("input_embeddings") is not None:
-        why = "a prompt given as embeddings is not compressed"
-        report = CompressionReport(str(config.policy), n_prompt, why)
-        request = Uncompressed(model, given or [], report)
-    else:
-        request = make_request(model, config, n_prompt, given, max_tokens=max_tokens, owned=turns)
+    request = make_request(
+        model,
+        config,
+        n_prompt,
+        given,
+        max_tokens=max_tokens,
+        owned=turns,
+        is_embedded=options.get("input_embeddings") is not None,
+    )
     if isinstance(request, Uncompressed):
         report_to(request.report)
         return _continued(start, request, options)
-    require_compatible(config, When.COMPRESSING)
     request.on_kept = on_kept
     ours |= {
         "prompt_cache": request.caches,
@@ -84,8 +85,8 @@ def served(
 
 def require_servable(
     model, config: CompressionConfig, options: dict[str, Any]
-) -> tuple[int, CompressionConfig]:
-    """A model's number of full-attention layers, and the config with mlx-lm's `options` of quantised entries.
+) -> CompressionConfig:
+    """The config beside mlx-lm's `options`.
 
     Raises: SnapKVError: the options conflict, or the model can't be served so.
     """
@@ -97,7 +98,7 @@ def require_servable(
     config.require_rollback(caches, len(layers))
     if config.quantization is not None:
         require_quantizable(model, layers, config.quantization)
-    return layers[0].n_layers, config
+    return config
 
 
 def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterator[Any]:

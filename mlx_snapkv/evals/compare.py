@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, kv_bytes
+from ..caches.layers import attention_layers, held_tokens, kv_bytes
 from ..content_policy import content_policy
-from ..engine.request import held_tokens
 from ..inspecting.sentences import token_spans
-from ..planning.prompt_plan import gate
+from ..planning.config import CompressionConfig
+from ..planning.request_plan import plan_request
 from ..reporting.table import Table
 from .decoding import Answer, decode
 from .divergence import Reference
@@ -93,9 +93,10 @@ def compare(
     reference = Reference(reading, full.tokens)
     for method in methods[1:]:
         policy: Any = method.policy
-        if (reason := gate(policy, n, None, max_tokens)) is not None:
+        plan = plan_request(model, CompressionConfig(policy), n, max_tokens=max_tokens)
+        if plan.reason is not None:
             on_text(method.name, full.text)
-            yield replace(full, name=method.name, reason=reason)
+            yield replace(full, name=method.name, reason=plan.reason)
             continue
         held: list[list] = []  # what was kept, before anything is decoded from it
         if method.shares_reading:

@@ -14,12 +14,13 @@ from ..entries.quantization import Quantization, taken_from
 from ..errors import SnapKVError, UnsupportedModelError, require_current
 from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
-from ..policies import Method, Stages
+from ..policies import Method, Stages, resolve_method
 from .exclusions import When, require_compatible
 
 VERIFY = ("all",)
 ALLOWED = {"verify": (None, *VERIFY), "far": (None, "keep", "pull")}
 RETENTION = ("memory", *ALLOWED)
+METHODS = ("snapkv", "policy", "sparse")
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,18 @@ class CompressionConfig:
 
     @classmethod
     def taken_from(
-        cls, options: dict[str, Any], policy: Method | Stages | None = None, **more: Any
+        cls, keywords: dict[str, Any], **more: Any
     ) -> tuple[CompressionConfig, dict[str, Any]]:
-        """What the keywords of `generate_step` and its kin ask for, and mlx-lm's own options, which count, too."""
-        require_current(options)
-        own = {name: value for name, value in options.items() if name in RETENTION}
-        others = {name: value for name, value in options.items() if name not in RETENTION}
-        return cls(policy, **own, **more).beside(others), others
+        """What the keywords of `generate_step` and its kin ask for, and those of mlx-lm among them, which count, too.
+
+        Raises: SnapKVError: one is invalid or conflicts with another.
+        """
+        require_current(keywords)
+        method = resolve_method(*map(keywords.get, METHODS))
+        own = {name: keywords[name] for name in RETENTION if name in keywords}
+        taken = {*METHODS, *RETENTION}
+        others = {name: value for name, value in keywords.items() if name not in taken}
+        return cls(method, **own, **more).beside(others), others
 
     def beside(self, options: dict[str, Any]) -> CompressionConfig:
         """The same beside mlx-lm's own options, those of `generate_step` and its kin."""

@@ -30,7 +30,7 @@ def _required(method, options, when):
     more = {name: options[name] for name in ("is_text",) if name in options}
     given = {name: value for name, value in options.items() if name not in more}
     policy = None if method is None else method_named(method)
-    config, _ = CompressionConfig.taken_from(given, policy, **more)
+    config, _ = CompressionConfig.taken_from(given | {"policy": policy}, **more)
     require_compatible(config, when)
 
 
