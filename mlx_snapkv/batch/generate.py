@@ -11,11 +11,11 @@ from mlx_lm.generate import batch_generate as mlx_batch_generate
 
 from ..engine.generate import figures
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import NO_POLICY_REASON
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.auto import BATCH, resolve
 from ..planning.config import CompressionConfig
+from ..planning.request_plan import NO_POLICY_REASON
 from ..policies import Policy, SnapKV, Sparse, Stages
 from .generator import CompressedBatchGenerator
 

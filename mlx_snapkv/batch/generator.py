@@ -13,13 +13,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
 from ..engine.loop_model import PacedModel
-from ..engine.request import held_tokens, reason_for_nothing
 from ..engine.serving import require_servable
 from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
-from ..policies import Method, SnapKV, Sparse, Stages, resolve_method
+from ..planning.request_plan import plan_request
+from ..policies import Method, SnapKV, Sparse, Stages
 from .groups import Groups, Guard, Single, decoding, of_all_ranks, request_errors
 from .job import BatchReport, BatchSettings, Job
 
@@ -81,14 +81,14 @@ class CompressedBatchGenerator(BatchGenerator):
         on_pause: Callable[[int, int], None] = lambda done, total: None,
         **kwargs: Any,
     ):
-        chosen = resolve_method(snapkv, policy, sparse)
-        config, kwargs = CompressionConfig.taken_from(kwargs, chosen, turns=turns)
-        if chosen is None and not turns:
+        how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
+        config, kwargs = CompressionConfig.taken_from(kwargs | how, turns=turns)
+        if config.policy is None and not turns:
             config.require(model)
             self._settings = None
             super().__init__(model, **taken_from(kwargs)[1])
             return
-        self._n_layers, config = require_servable(model, config, kwargs)
+        config = require_servable(model, config, kwargs)
         require_together(model)
         self._settings = BatchSettings(model, config, on_report, on_recall)
         super().__init__(model, **taken_from(kwargs)[1] | {"prefill_batch_size": 1})
@@ -113,9 +113,8 @@ class CompressedBatchGenerator(BatchGenerator):
             caches = [cache or make_prompt_cache(self.model) for cache in given]
             config = self._settings.config
             for n, cache in zip((sum(map(len, parts)) for parts in segments), caches):
-                if n and config.policy and not reason_for_nothing(self.model, config, n, cache):
-                    n += held_tokens(self.model, cache)
-                    config.policy.prefill_quotas(n, self._n_layers)  # or it can't serve the prompt
+                if n:
+                    plan_request(self.model, config, n, cache)  # or it can't be served
             samplers = [s and Guard(s, greedy_sampler) for s in samplers or []]
             logits_processors = [
                 [Guard(p, lambda logits: logits) for p in given or ()]

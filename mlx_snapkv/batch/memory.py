@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.footprint import EntrySizes, Footprint, Need
@@ -20,14 +19,14 @@ class Memory:
     """The KV memory of a batch, `limit` bytes; `options` are those of its `CompressedBatchGenerator`."""
 
     def __init__(self, model, options: dict[str, Any], limit: int):
-        policy, (quantization, _) = options.get("policy"), taken_from(options)
-        config, _ = CompressionConfig.taken_from(options, policy, quantization=quantization)
+        config, _ = CompressionConfig.taken_from(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint, self.limit = Footprint(EntrySizes(model), config, step_size), limit
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """What a request takes. Raises: NeverFits: more than the limit; SnapKVError: the policy can't serve it."""
-        found = self._footprint.need(n_prompt, max_tokens)
+        plan = self._footprint.plan(n_prompt, max_tokens)
+        found = self._footprint.need(plan, max_tokens)
         if found.most > self.limit:
             raise NeverFits(
                 f"its {n_prompt} prompt tokens and {max_tokens} of the answer need {format_bytes(found.most)} of KV "
@@ -52,7 +51,7 @@ class Memory:
         """
         total = 0
         for fixed, most in ((True, 2), (False, 4)):
-            padded = math.inf if self._footprint.policy is None else most
+            padded = math.inf if self._footprint.config.policy is None else most
             group = [need.held for need in needs if need.fixed == fixed]
             total += sum(int(min(padded * held, max(group))) for held in group)
         return total

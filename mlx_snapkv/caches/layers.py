@@ -208,6 +208,11 @@ def layer_caches(prompt_cache: list) -> list[LayerCache]:
     return [layer_cache(cache) for cache in members(prompt_cache)]
 
 
+def held_tokens(model, prompt_cache: list) -> int:
+    """Tokens that a prompt cache has read."""
+    return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
+
+
 def kv_dtype(cache: LayerCache) -> str:
     """The dtype of a layer's entries: "float16", say, or "8 bits"."""
     if cache.quantization is not None:

@@ -12,10 +12,10 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
+from ..caches.layers import held_tokens
 from ..caches.memories import make_caches, saved_forms
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, require_current, suggestion

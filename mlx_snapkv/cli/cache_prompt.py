@@ -38,14 +38,14 @@ def cache_prompt(
     from .. import saved
     from ..caches.layers import kv_bytes
     from ..caches.memories import saved_forms
-    from ..engine.prefill import require_no_question
     from ..planning.config import CompressionConfig
+    from ..planning.exclusions import When, require_compatible
     from ..planning.footprint import file_cost
     from .progress import writing_bar
 
     chosen = policy.resolve()
-    config = CompressionConfig(chosen, **retention.retention(), quantization=cache.quantization)
-    require_no_question(config)
+    config = CompressionConfig(chosen, **retention.retention(), is_text=True).beside(vars(cache))
+    require_compatible(config, When.CHOSEN)
     memory = config.memory
     path, text = saved.require_writable(output), prompt.read()
     loaded, tokenizer = model.load()

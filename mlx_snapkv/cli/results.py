@@ -221,12 +221,13 @@ def methods_of(
     """
     from ..evals.methods import Method, require_compression
     from ..planning.config import CompressionConfig
+    from ..planning.exclusions import When, require_compatible
 
     chosen = each_method(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
     options: dict[Any, dict[str, Any]] = {}
     for each in chosen:
         config = CompressionConfig(each, **({} if retention is None else retention.retention()))
-        config.require_drafts()
+        require_compatible(config, When.CHOSEN)
         options[each] = {k: x for k, x in config.retention.items() if x not in ("drop", None)}
     methods = [Method(), *(Method(each, how) for each, how in options.items())]
     require_compression(methods, lengths)

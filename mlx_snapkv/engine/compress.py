@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -17,14 +16,14 @@ from ..caches.layers import (
     is_compressed,
     kv_bytes,
     kv_dtype,
-    quotas_of,
 )
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
 from ..entries.selection import nan_scores
 from ..errors import SnapKVError
-from ..planning.prompt_plan import PromptPlan, fits_reason
+from ..planning.config import CompressionConfig
+from ..planning.request_plan import Plan, plan_compression
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota
 from ..several.ranks import Ranks
@@ -71,12 +70,11 @@ def compress_prompt_cache(
         )
     n = lengths.pop()
     report = CompressionReport(str(chosen), n)
-    _, decode_policy = chosen.stages
-    if all(n <= quota.entries for quota in decode_policy.quotas(n, layers[0].n_layers)):
-        report.reason = fits_reason(n, decode_policy)
+    plan = plan_compression(CompressionConfig(chosen, quantization=quantization), layers, n)
+    if plan.reason is not None:
+        report.reason = plan.reason
         return report
-    wanted = decode_policy, PromptPlan(n, n, n), report, quantization, queries
-    return Compression(layers, prompt_cache, *wanted).compress()
+    return Compression(layers, prompt_cache, plan, report, queries).compress()
 
 
 @dataclass
@@ -89,10 +87,8 @@ class Compression:
 
     layers: list[AttentionLayer]
     caches: list
-    decode_policy: Any  # a policy; or sparse attention, which scores nothing
-    plan: PromptPlan
+    plan: Plan
     report: CompressionReport
-    quantization: Quantization | None = None
     queries: list[mx.array | None] | None = None
     on_kept: KeptCallback | None = None
     is_compressed: bool = False
@@ -113,8 +109,8 @@ class Compression:
         self.begin_answer()
         report.kv_bytes_after = kv_bytes(self.caches) + report.kv_bytes_staying
         report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.caches))
-        if self.decode_policy.schedule == "block":
-            report.block = self.decode_policy.block
+        if self.plan.decode_policy.schedule == "block":
+            report.block = self.plan.decode_policy.block
         report.selection_seconds += time.perf_counter() - started
         return report
 
@@ -126,25 +122,21 @@ class Compression:
 
         A failure on one rank is raised on all.
         """
-        quotas = self.decode_quotas
+        quotas = self.plan.decode_quotas
         scored = map(self._scored, self.layers, quotas)
         chosen = map(choose, scored, quotas)
         return self.layers[0].shard.ranks.agreed(lambda: list(chosen), SnapKVError)
 
-    @property
-    def decode_quotas(self) -> list[Quota]:
-        return quotas_of(self.layers, self.decode_policy.quotas, self.plan.n_prompt)
-
     def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:
         entries, _ = self._competing(layer)
-        found = score(entries, self.decode_policy, quota)
+        found = score(entries, self.plan.decode_policy, quota)
         entries.release()
         return found
 
     def _competing(self, layer: AttentionLayer) -> tuple[Entries, Entries]:
         """The entries to choose from, with their voters, and those of later tokens."""
         cache = layer.entries_in(self.caches)
-        entries = cache.held(self.plan.n_voters if self.decode_policy.obs_window else 0)
+        entries = cache.held(self.plan.n_voters if self.plan.decode_policy.obs_window else 0)
         entries.layer = layer
         given = None if self.queries is None else self.queries[layer.index]
         if given is not None:
@@ -162,7 +154,7 @@ class Compression:
             raise SnapKVError(
                 f"queries must be (B={B}, a multiple of {n_heads} heads, 1 to {T} tokens, head_dim={D}), got {q}"
             )
-        n = min(q[2], self.decode_policy.obs_window or q[2])
+        n = min(q[2], self.plan.decode_policy.obs_window or q[2])
         return Queries(
             layer.grouped(given[:, :, -n:], H),
             range(len(entries) - n, len(entries)),
@@ -182,10 +174,10 @@ class Compression:
             layer.put(caches, self._compressed(layer, choice, uniform))
 
     def _compressed(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> object:
-        before, policy = layer.cache_in(self.caches), self.decode_policy
+        before, policy = layer.cache_in(self.caches), self.plan.decode_policy
         entries, later = self._competing(layer)
         kept, later = (
-            x.packed(self.quantization or x.quantization)
+            x.packed(self.plan.options.quantization or x.quantization)
             for x in (entries.taken(choice.kept), later)
         )
         mx.eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)

@@ -19,11 +19,11 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.layers import attention_layers, layer_caches, members
+from ..caches.layers import layer_caches, members
 from ..errors import Option, OptionError, SnapKVError
 from ..models import type_of
-from ..planning.prompt_plan import PREFILL_STEP_SIZE, plan_prompt
-from ..policies import Policy, Stages
+from ..planning.prompt_plan import PREFILL_STEP_SIZE
+from ..planning.request_plan import Plan
 from .loop_model import evicts, rewinding
 from .prefill import mlx_generate, read
 from .report import CompressionReport
@@ -46,14 +46,10 @@ class DraftedRequest:
     tokenizer: Any
     prompt: mx.array
     max_tokens: int
-    policy: Policy | Stages
+    plan: Plan
     options: dict[str, Any]
 
     def __post_init__(self):
-        if self.options.get("kv_bits") is not None:
-            raise SnapKVError(
-                "a draft model can't check quantised entries exactly: drop {}", Option("kv_bits")
-            )
         if self.max_tokens < 0:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
@@ -71,9 +67,7 @@ class DraftedRequest:
         both = ("main", self.model, self._main), ("draft", self.draft_model, self._draft)
         for role, model, caches in both:
             _refuse(role, model, [c for c in members(caches) if type(c) is not KVCache])
-        n_layers = len(attention_layers(self.model, self._main))
-        num_draft = self.options.get("num_draft_tokens", NUM_DRAFT_TOKENS)
-        _require_exact(self.policy, len(self.prompt), n_layers, num_draft)
+        _require_exact(self.plan, self.options.get("num_draft_tokens", NUM_DRAFT_TOKENS))
 
     def responses(
         self, serve: Serve, on_report: Callable[[CompressionReport], None] | None
@@ -94,7 +88,7 @@ class DraftedRequest:
         started = time.perf_counter()
         self._draft_reads(self.prompt)
         draft_seconds = time.perf_counter() - started
-        n_alone = plan_prompt(self.policy, len(self.prompt)).n_ahead + 1
+        n_alone = self.plan.n_ahead + 1
         said: list[GenerationResponse] = []
         with contextlib.closing(alone):  # type: ignore[type-var]
             for response in itertools.islice(alone, n_alone):
@@ -169,11 +163,10 @@ def _refuse(role: str, model, caches: list) -> None:
         )
 
 
-def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_draft: int) -> None:
+def _require_exact(plan: Plan, num_draft: int) -> None:
     """Refuse policies whose entries would not be those of decoding token by token."""
-    decode_policy = policy.stages[1]
-    quotas = decode_policy.quotas(n_prompt, n_layers)
-    if len({quota.entries for quota in quotas}) > 1:
+    decode_policy = plan.decode_policy
+    if len({quota.entries for quota in plan.decode_quotas}) > 1:
         raise SnapKVError(
             "a draft model needs a policy that keeps equally many entries in every layer: give budget as a number or a "
             "share, or drop {}",

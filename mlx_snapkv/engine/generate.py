@@ -6,17 +6,20 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import ConflictError, Option, SnapKVError
+from ..caches.layers import attention_layers
+from ..errors import SnapKVError
 from ..planning.auto import QUESTION, resolve
 from ..planning.config import CompressionConfig
+from ..planning.exclusions import When, require_compatible
+from ..planning.request_plan import plan_request
 from ..policies import Policy, SnapKV, Sparse, Stages
 from .any_length import take_any_length
 from .draft_model import DraftedRequest, require_rewindable
 from .prefill import mlx_generate
 from .report import CompressionReport
-from .request import reason_for_nothing
 from .serving import MAX_TOKENS, ReportCallback, served
 
 
@@ -96,9 +99,7 @@ def stream_generate(
     asked = model, n, max_tokens, snapkv, policy, sparse, on_report
     config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
     options.pop("draft_model")
-    if draft_model is not None and config.retains:
-        other = Option("sparse") if config.is_sparse else Option("memory", config.memory)
-        raise ConflictError(Option("draft_model"), other)
+    require_compatible(config, When.CHOSEN)
     given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
@@ -108,9 +109,12 @@ def stream_generate(
     if draft_model is not None:
         cache = options.get("prompt_cache")
         require_rewindable(model, cache)
-        reason, chosen = reason_for_nothing(model, config, n, cache, max_tokens), config.policy
-        if chosen is not None and reason is None and options.get("input_embeddings") is None:
-            wanted: Any = draft_model, tokenizer, tokens, max_tokens, chosen, options
+        embedded = options.get("input_embeddings") is not None
+        layers = attention_layers(model, make_prompt_cache(model))  # `cache` has the draft's, too
+        how: Any = {"max_tokens": max_tokens, "is_embedded": embedded, "layers": layers}
+        plan = plan_request(model, config, n, cache, **how)
+        if plan.reason is None:
+            wanted: Any = draft_model, tokenizer, tokens, max_tokens, plan, options
             return DraftedRequest(model, *wanted).responses(serve, on_report)
     return serve(tokenizer, {"draft_model": draft_model, **options}, on_report)
 

@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.memories import lasting_forms, make_caches, saved_forms
-from ..entries.quantization import taken_from
-from ..errors import Option, SnapKVError
+from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
+from ..planning.exclusions import When, require_compatible
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
-from ..policies import Method, Sparse, Stages, resolve_method
+from ..policies import Method, Sparse, Stages
 from .loop_model import pacing
 from .report import CompressionReport
 from .request import Uncompressed, make_request
@@ -61,13 +61,12 @@ def prefill(
         SnapKVError: `tokens` is empty, the policy can't be read, the model can't be served so, or its attention gave
             NaN.
     """
-    chosen = resolve_method(policy=policy, sparse=sparse)
-    if chosen is None:
+    method = {"policy": policy, "sparse": sparse, "memory": memory, "far": far}
+    stored = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    config, quantised = CompressionConfig.taken_from(method | stored, is_text=True)
+    if config.policy is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
-    quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-    how, _ = taken_from(quantised)
-    config = CompressionConfig(chosen, memory, far=far, quantization=how)
-    require_no_question(config)
+    require_compatible(config, When.CHOSEN)
     tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
     if tokens.ndim != 1:
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
@@ -122,18 +121,3 @@ def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
     # The loop feeds the token it is given and each one it yields.
     list(mlx_generate.generate_step(token, model, max_tokens=n - 1, prompt_cache=prompt_cache))
     before.restore()
-
-
-def require_no_question(config: CompressionConfig) -> None:
-    """Raises: SnapKVError: a text read on its own can't be chosen from all its entries by a policy."""
-    if config.retains and not config.is_sparse:
-        why = (
-            "no policy was given"
-            if config.policy is None
-            else f"{config.policy} chooses when a question is there"
-        )
-        raise SnapKVError(
-            "{} keeps a text's entries for questions to come, but {}: give sparse instead, or drop the memory",
-            Option("memory", config.memory),
-            why,
-        )

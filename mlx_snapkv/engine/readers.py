@@ -12,15 +12,13 @@ from ..caches.layers import (
     AttentionLayer,
     attention_layers,
     copies_but_entries,
-    quotas_of,
-    require_quantizable,
 )
 from ..caches.recording import RecordingKVCache
-from ..errors import SnapKVError, UnsupportedModelError
-from ..models import attention_classes, type_of
+from ..errors import SnapKVError
+from ..models import attention_classes
 from ..models.patch import recording
-from ..planning.config import CompressionConfig
-from ..planning.prompt_plan import ProgressCallback, chunk_size, fits_reason, plan_prompt
+from ..planning.prompt_plan import ProgressCallback, fits_reason
+from ..planning.request_plan import Plan
 from ..policies.budgets import Quota
 from .compress import Choice, Compression
 from .loop_model import Call, HookedModel
@@ -37,7 +35,8 @@ class Request(Compression, ABC):
     replaces its entries between two of its steps.
 
     Args:
-        n_new: tokens to read, after what is in `prompt_cache`: earlier turns, in full or compressed, or nothing.
+        plan: what is decided about it.
+        prompt_cache: holds earlier turns, in full or compressed, or nothing.
 
     Attributes:
         caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.
@@ -46,10 +45,6 @@ class Request(Compression, ABC):
         answers: an answer follows; where entries are only left for requests to come, there is none.
         repetition: reads the prompt again, if the policy asks for that.
         report: what the compression did; empty before.
-
-    Raises:
-        SnapKVError: the model is not supported, its entries can't be quantised so, or a budget has no room for what is
-            always kept.
     """
 
     hook: Call | None = None
@@ -58,39 +53,21 @@ class Request(Compression, ABC):
     _started: float | None = None
     _prefill_seconds: float | None = None
 
-    def __init__(self, model: Any, config: CompressionConfig, n_new: int, prompt_cache: list):
-        assert config.policy is not None
-        self._model, self.config, self.policy, self.n_new = model, config, config.policy, n_new
+    def __init__(self, model: Any, plan: Plan, prompt_cache: list):
+        self._model, self.config, self.policy = model, plan.options, plan.policy
         self.model, self.prompt_cache = HookedModel(model, self), prompt_cache
         self._observed = attention_classes(model)
-        self.prefill_policy, decode_policy = stages = self.policy.stages
+        report = CompressionReport(str(plan.policy), plan.n_prompt, pulled_to=plan.compacted_to)
         layers = attention_layers(model, prompt_cache)
-        self.n_held = layers[0].entries_in(prompt_cache).offset
-        n_prompt = self.n_held + n_new
-        plan = plan_prompt(self.policy, n_prompt)
-        report = CompressionReport(str(self.policy), n_prompt)
-        how = config.quantization
-        super().__init__(layers, list(prompt_cache), decode_policy, plan, report, how)
-        self.compaction = found = config.compaction(model, n_prompt)
-        report.pulled_to = found.length if found is not None and n_prompt > found.length else None
-        self.observes = any(stage.observes for stage in stages)
-        wanted = [stage.query_statistics for stage in stages]
-        self.statistics_from = min((n for n in wanted if n is not None), default=None)
-        if how is not None:
-            require_quantizable(model, layers, how)
-        if self.statistics_from is not None and any(layer.cap for layer in layers):
-            raise UnsupportedModelError(
-                f"{self.policy} can't score models that cap their logits, such as model type "
-                f"{type_of(model)!r}: give another policy, such as snapkv"
-            )
-        config.require_rollback(prompt_cache, len(layers))
-        self._pieces = Pieces(model, layers, n_new, n_prompt)
-        if not self.policy.reads_in_blocks:  # whose chunks are blocks, before evictions
+        super().__init__(layers, list(prompt_cache), plan, report)
+        self.observes = plan.observes
+        self._pieces = Pieces(model, layers, plan.n_new, plan.n_prompt)
+        if not plan.options.reads_in_blocks:  # whose chunks are blocks, before evictions
             self.hook = self._pieces
-        self._prepare(quotas_of(layers, self.policy.prefill_quotas, n_prompt))
+        self._prepare()
 
     @abstractmethod
-    def _prepare(self, quotas: list[Quota]) -> None:
+    def _prepare(self) -> None:
         """Make `caches` ready to read, each with what it may hold meanwhile."""
 
     @property
@@ -103,7 +80,7 @@ class Request(Compression, ABC):
         return self.plan.n_ahead
 
     def step_size(self, limit: int | None) -> int:
-        return chunk_size(self.policy, limit, self.plan, self.n_new)
+        return self.plan.chunk_size(limit)
 
     def progress(self, callback: ProgressCallback | None) -> ProgressCallback | None:
         """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
@@ -120,7 +97,8 @@ class Request(Compression, ABC):
             yield
 
     def _require_unchanged(self) -> None:
-        if any(layer.entries_in(self.prompt_cache).offset != self.n_held for layer in self.layers):
+        n_held = self.plan.n_held
+        if any(layer.entries_in(self.prompt_cache).offset != n_held for layer in self.layers):
             raise SnapKVError(
                 "another request has filled this prompt cache: give each request its own"
             )
@@ -145,7 +123,7 @@ class Request(Compression, ABC):
 
     def begin_answer(self) -> None:
         self.hook = None
-        self.observes = self.decode_policy.observes_answer
+        self.observes = self.plan.decode_policy.observes_answer
 
     def end(self) -> None:
         """The answer has ended: leave the caller's caches ready to go on from."""
@@ -158,9 +136,10 @@ class InMemoryReader(Request):
     They may hold earlier turns: then the new tokens' queries vote over the entries held and their own.
     """
 
-    def _prepare(self, quotas: list[Quota]) -> None:
-        if self.decode_policy.repeats is not None:
-            self.repetition = Repetition(self._pieces, self.layers, self.decode_policy, self.n_new)
+    def _prepare(self) -> None:
+        plan, quotas = self.plan, self.plan.prefill_quotas
+        if plan.options.reads_again:
+            self.repetition = Repetition(self._pieces, self.layers, plan.decode_policy, plan.n_new)
             self.hook = self.repetition.read
         self.caches = copies_but_entries(self.prompt_cache, self.layers)
         held = {layer.entries_in(self.prompt_cache).n_entries for layer in self.layers}
@@ -170,25 +149,24 @@ class InMemoryReader(Request):
 
     def _cache(self, layer: AttentionLayer, quota: Quota, uniform: bool) -> LayerCache:
         """A cache that records; one that evicts if entries are evicted, counted, or held from an earlier turn."""
-        plan, policy = self.plan, self.prefill_policy
+        plan, policy = self.plan, self.plan.prefill_policy
         n_answer = plan.n_prompt + plan.n_ahead
-        expected = n_answer + 1 - self.n_held
+        expected = n_answer + 1 - plan.n_held
         if self.repetition is not None:
             expected += self.repetition.most_at_once
-        accumulates = any(stage.accumulates_attention for stage in self.policy.stages)
-        once = not self.policy.reads_in_blocks
-        if once and not accumulates and not self.n_held:
+        accumulates, once = plan.options.accumulates_attention, not plan.options.reads_in_blocks
+        if once and not accumulates and not plan.n_held:
             cache = RecordingKVCache(plan.first, plan.last, expected, layer)
-            cache.statistics_from = self.statistics_from
+            cache.statistics_from = plan.statistics_from
             return cache
         before = layer.cache_in(self.prompt_cache)
-        entries = layer.entries_in(self.prompt_cache).held() if self.n_held else None
+        entries = layer.entries_in(self.prompt_cache).held() if plan.n_held else None
         if entries is not None:
             expected += len(entries)
             quota = Quota(expected, quota.n_sink, quota.n_window) if once else quota
         plain = entries is None or entries.quantization is None
         block = BlockKVCache(
-            policy,  # type: ignore[arg-type]  # sparse attention has readers of its own
+            policy,
             quota,
             policy.block,
             layer=layer,
@@ -197,15 +175,15 @@ class InMemoryReader(Request):
             expected=expected,
             uniform=uniform,
             # What is plain is quantised when it has been chosen, and never twice.
-            quantization=None if once and plain else self.quantization,
+            quantization=None if once and plain else plan.options.quantization,
             accumulates=accumulates,
             steady=range(plan.n_prompt, n_answer),
         )
-        block.statistics_from = self.statistics_from
-        if self.compaction is not None:
-            block.compaction = self.compaction.after(getattr(before, "compaction", None))
+        block.statistics_from = plan.statistics_from
+        if plan.compaction is not None:
+            block.compaction = plan.compaction.after(getattr(before, "compaction", None))
         if entries is not None:
-            block.offset = self.n_held
+            block.offset = plan.n_held
             block.hold(entries)
             block.inherit(before)
         return block
@@ -221,6 +199,6 @@ class InMemoryReader(Request):
     def begin_answer(self) -> None:
         super().begin_answer()
         n_prompt = self.plan.n_prompt
-        if self.decode_policy.schedule == "block" and self.report.entries >= n_prompt:
+        if self.plan.decode_policy.schedule == "block" and self.report.entries >= n_prompt:
             why = fits_reason(n_prompt, self.policy)
             self.report.reason = f"{why}; the answer is kept within it"

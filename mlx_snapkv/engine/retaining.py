@@ -2,7 +2,6 @@
 
 from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes
-from ..policies.budgets import Quota
 from .compress import Choice
 from .readers import Request
 
@@ -10,16 +9,12 @@ from .readers import Request
 class RetainingReader(Request):
     """Reads on the caller's own caches, which go on holding all entries; compressed copies serve the answer only."""
 
-    def _prepare(self, quotas: list[Quota]) -> None:
+    def _prepare(self) -> None:
+        plan = self.plan
         for layer in self.layers:
             cache = layer.cache_in(self.caches)
-            cache.observe(self.plan.first, self.plan.last, self._capacity, self.statistics_from)
+            cache.observe(plan.first, plan.last, plan.capacity, plan.statistics_from)
             cache.layer = layer
-
-    @property
-    def _capacity(self) -> int:
-        """Entries to allocate at once, those held among them."""
-        return self.plan.n_prompt + self.plan.n_ahead + 1
 
     def keep(self, choices: list[Choice]) -> None:
         small = copies_but_entries(self.caches, self.layers)
@@ -38,7 +33,7 @@ class RetainingReader(Request):
         A new one is for queries like the prompt's last, if those were recorded.
         """
         cache = layer.cache_in(self.prompt_cache)
-        view = FullView(cache.views(), layer, self.compaction)
+        view = FullView(cache.views(), layer, self.plan.compaction)
 
         queries = cache.queries if cache.n_queries else None
         view.index = cache.index = view.grown_index(cache.index, queries)

@@ -12,8 +12,9 @@ from mlx_lm.generate import GenerationResponse
 from ..caches.layers import attention_layers, is_compressed, require_quantizable
 from ..caches.memories import lasting_forms, make_caches
 from ..entries.quantization import taken_from
-from ..errors import ConflictError, Option, SnapKVError
+from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
+from ..planning.exclusions import When, require_compatible
 from .compress import KeptCallback
 from .loop_model import evicts, pacing, rewinding
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, CompressionReport
@@ -46,22 +47,23 @@ def served(
     """
     start = pacing(start)
     report_to = on_report or (lambda report: None)
+    config = config.beside(options)
     config.require(model)
     given, turns = options.get("prompt_cache"), config.turns
     # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
-    quantization, ours = taken_from(options)
-    request: Request | Uncompressed
-    if config.policy is not None and options.get("input_embeddings") is not None:
-        why = "a prompt given as embeddings is not compressed"
-        report = CompressionReport(str(config.policy), n_prompt, why)
-        request = Uncompressed(model, given or [], report)
-    else:
-        config = dataclasses.replace(config, quantization=quantization)
-        request = make_request(model, config, n_prompt, given, max_tokens=max_tokens, owned=turns)
+    _, ours = taken_from(options)
+    request = make_request(
+        model,
+        config,
+        n_prompt,
+        given,
+        max_tokens=max_tokens,
+        owned=turns,
+        is_embedded=options.get("input_embeddings") is not None,
+    )
     if isinstance(request, Uncompressed):
         report_to(request.report)
         return _continued(start, request, options)
-    _require_no_conflict(options)
     request.on_kept = on_kept
     ours |= {
         "prompt_cache": request.caches,
@@ -83,25 +85,20 @@ def served(
 
 def require_servable(
     model, config: CompressionConfig, options: dict[str, Any]
-) -> tuple[int, CompressionConfig]:
-    """A model's number of full-attention layers, and the config with mlx-lm's `options` of quantised entries.
+) -> CompressionConfig:
+    """The config beside mlx-lm's `options`.
 
     Raises: SnapKVError: the options conflict, or the model can't be served so.
     """
+    config = config.beside(options)
     config.require(model)
-    _require_no_conflict(options)
+    require_compatible(config, When.COMPRESSING)
     caches = make_caches(model, "drop" if config.policy is None else config.memory)
     layers = attention_layers(model, caches)
     config.require_rollback(caches, len(layers))
-    quantization, _ = taken_from(options)
-    if quantization is not None:
-        require_quantizable(model, layers, quantization)
-    return layers[0].n_layers, dataclasses.replace(config, quantization=quantization)
-
-
-def _require_no_conflict(options: dict[str, Any]) -> None:
-    if options.get("max_kv_size") is not None:
-        raise ConflictError(Option("max_kv_size"), "a policy or sparse attention")
+    if config.quantization is not None:
+        require_quantizable(model, layers, config.quantization)
+    return config
 
 
 def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterator[Any]:

@@ -1,7 +1,5 @@
 """Sparse attention: all entries stay, and the prompt's chunks and the answer's tokens read few of them."""
 
-from typing import Any
-
 import mlx.core as mx
 
 from ..caches.full_view import FullView
@@ -12,14 +10,12 @@ from ..caches.layers import (
     kv_bytes,
     kv_dtype,
 )
-from ..caches.memories import in_files
 from ..caches.sparse import SparseKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
 from ..entries import device
 from ..entries.queries import Queries
 from ..models.patch import recording
-from ..policies.budgets import UNLIMITED, Quota
-from ..policies.sparse import LAST
+from ..policies.budgets import Quota
 from .compress import Choice
 from .report import Verified
 from .retaining import RetainingReader
@@ -41,63 +37,23 @@ class SparseReader(RetainingReader):
     _before_latest: list | None = None
     _latest: list[mx.array]
 
-    def _prepare(self, quotas: list[Quota]) -> None:
-        super()._prepare(quotas)
+    def _prepare(self) -> None:
+        super()._prepare()
         self._latest = []
-        if not self.sparse.reads_little:
+        reading = self.plan.sparse_reading
+        if reading is None:
             return
-        n_prompt = self.plan.n_prompt
-        self._last_from, self._again_from = n_prompt - LAST, n_prompt - AGAIN
-        reach = self.sparse.reach(n_prompt).within(self._most)
-        bounded = in_files(self.config.memory) or self._length is not None
-        last = reach.of_last(bounded).within(self._most)
-        near = None if self._length is None else 3 * self._length // 4
+        self._last_from, self._again_from = reading.last_from, self.plan.n_prompt - AGAIN
+        reads = reading.reach, reading.last, reading.last_from, reading.near
         for layer in self.layers:
             everything = layer.cache_in(self.prompt_cache)
-            view = FullView([everything.store], layer, self.compaction)
-            reads = SparsePrefillKVCache(everything, view, reach, last, self._last_from, near)
-            layer.put(self.caches, reads)
-        self.observes, self.hook = True, self._read
-
-    @property
-    def _capacity(self) -> int:
-        """Where entries go to another store with every chunk that chooses, those before the first such chunk."""
-        if not self.sparse.reads_little or self.config.memory == "recall":
-            return super()._capacity
-        n = self.plan.n_prompt
-        first = self.sparse.reach(n).within(self._most).before_choice(n, self.n_held)
-        return super()._capacity if first == n else first
+            view = FullView([everything.store], layer, self.plan.compaction)
+            layer.put(self.caches, SparsePrefillKVCache(everything, view, *reads))
+        self.hook = self._read
 
     @property
     def read_caches(self) -> list:
         return self.prompt_cache
-
-    @property
-    def _length(self) -> int | None:
-        """The trained length, where entries beyond it are chosen from."""
-        found = self.compaction
-        return None if found is None or self.plan.n_prompt <= found.length else found.length
-
-    @property
-    def _most(self) -> int:
-        """Entries that may be read at once: beyond the trained length, half of it, since they stand in line."""
-        return UNLIMITED if self._length is None else self._length // 2
-
-    def step_size(self, limit: int | None) -> int:
-        """Beyond the trained length a chunk is a quarter of it at most, so that what it reads is near enough."""
-        size = super().step_size(limit)
-        return size if self._length is None else min(size, max(1, self._length // 4))
-
-    @property
-    def decode_quotas(self) -> list[Quota]:
-        return [
-            Quota(min(q.entries, self._most), q.n_sink, q.n_window).shrunk()
-            for q in super().decode_quotas
-        ]
-
-    @property
-    def sparse(self) -> Any:
-        return self.policy
 
     def _read(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for tokens `(1, L)` of the prompt.
@@ -111,7 +67,7 @@ class SparseReader(RetainingReader):
             self._pieces(inputs[:, :n], cache)
             mx.eval([c.state for c in cache])
             inputs = inputs[:, n:]
-        if self._length is None:
+        if self.plan.compacted_to is None:
             return self._pieces(inputs, cache)
         if self.answers and first.offset == self.plan.n_prompt - 1:
             self.compress()
@@ -138,7 +94,7 @@ class SparseReader(RetainingReader):
 
     def prompt_is_read(self) -> None:
         super().prompt_is_read()
-        if self.sparse.reads_little and not self.is_compressed:
+        if self.plan.sparse_reading is not None and not self.is_compressed:
             self.report.read_per_chunk = self.layers[0].cache_in(self.caches).n_read
 
     def leave_entries(self) -> None:
@@ -161,9 +117,9 @@ class SparseReader(RetainingReader):
         self.caches[:] = copies_but_entries(self._before_latest or self.caches, self.layers)
         self.offload()
         report = self.report
-        shared = None if self._length is None else self._most_attended()
+        shared = None if self.plan.compacted_to is None else self._most_attended()
         latest = mx.concatenate(self._latest, axis=1) if self._latest else mx.zeros((1, 0))
-        for layer, quota in zip(self.layers, self.decode_quotas):
+        for layer, quota in zip(self.layers, self.plan.decode_quotas):
             cache = self._choosing(layer, quota, shared, latest.shape[1])
             layer.put(self.caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
@@ -197,8 +153,7 @@ class SparseReader(RetainingReader):
         if n_latest:
             view = view.beginning(len(view) - n_latest)
         # All layers or none: mlx-lm makes one mask for them.
-        weighs = self.sparse.rest is not None and all(map(SparseKVCache.can_weigh, self.layers))
-        weighs &= self._length is None
+        weighs = self.plan.weighs_rest and all(map(SparseKVCache.can_weigh, self.layers))
         voters = self._voters(layer, view) if weighs and cache.n_queries else None
         return SparseKVCache(view, quota, layer, shared, observed=voters)
 
@@ -208,7 +163,7 @@ class SparseReader(RetainingReader):
         Some heads point at what a question asks for (Wu et al., 2024, arXiv:2404.15574). The others need to read it
         there, too, and beyond the trained length they don't find it by themselves. None if there are too few pages.
         """
-        quota, page = self.decode_quotas[0], mx.arange(SHARED)
+        quota, page = self.plan.decode_quotas[0], mx.arange(SHARED)
         n_pages = min(PAGES, (quota.entries - quota.n_sink - quota.n_window) // 2 // SHARED)
         first = -(-quota.n_sink // SHARED)
         last = (self.plan.n_prompt - quota.n_window) // SHARED

@@ -17,12 +17,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, kv_bytes
+from ..caches.layers import attention_layers, held_tokens, kv_bytes
 from ..content_policy import content_policy
 from ..engine.report import CompressionReport
-from ..engine.request import held_tokens
 from ..inspecting.sentences import token_spans
-from ..planning.prompt_plan import gate
+from ..planning.config import CompressionConfig
+from ..planning.request_plan import plan_request
 from ..reporting.table import Table
 from .decoding import Answer, Kept, decode
 from .divergence import Reference
@@ -91,9 +91,15 @@ def compare(
     yield full
     reference = Reference(reading, full.tokens)
     for method in methods[1:]:
-        if (reason := gate(method.policy, len(tokens), None, max_tokens)) is not None:  # type: ignore[arg-type]
+        plan = plan_request(
+            model,
+            CompressionConfig(method.policy),
+            len(tokens),
+            max_tokens=max_tokens,
+        )
+        if plan.reason is not None:
             on_text(method.name, full.text)
-            yield replace(full, name=method.name, reason=reason)
+            yield replace(full, name=method.name, reason=plan.reason)
         elif method.shares_reading:
             attempt = _from_reading(prompt, method, reading, read_seconds, full, reference)
             yield _judged(prompt, method, attempt, full, reference)

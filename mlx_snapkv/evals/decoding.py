@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..caches.layers import held_tokens
 from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
-from ..engine.request import held_tokens
 
 Kept = tuple[list, CompressionReport | None]  # None if what it has not been fed is compressed, too
 

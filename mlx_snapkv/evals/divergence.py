@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..caches.layers import held_tokens
 from ..engine.generate import generate_step
 from ..engine.report import CompressionReport
-from ..engine.request import held_tokens
 from .reading import Reading, judged
 
 LEAST = -1e4  # of a log-probability: a token that can't come counts for nothing

@@ -19,13 +19,14 @@ from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
 from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import NO_POLICY_REASON, Uncompressed, make_request
+from ..engine.request import Uncompressed, make_request
 from ..entries import device
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
-from ..planning.prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
+from ..planning.prompt_plan import PREFILL_STEP_SIZE, plan_prompt
+from ..planning.request_plan import plan_request
 from ..policies import Method, Stages
 
 AnyPolicy = Method | Stages
@@ -135,9 +136,9 @@ class Reading:
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
         n_prompt = len(self.tokens)
-        reason = gate(policy, n_prompt, None) if policy else NO_POLICY_REASON
-        if policy is None or reason is not None:
-            return self.full(), CompressionReport(str(policy or NO_POLICY), n_prompt, reason)
+        plan = plan_request(self.model, CompressionConfig(policy), n_prompt)
+        if policy is None or plan.reason is not None:
+            return self.full(), CompressionReport(str(policy or NO_POLICY), n_prompt, plan.reason)
         if not shares_reading(policy) and not answering:
             return prefill(self.model, self.tokens, policy)
         request = self.request(policy, answering)
@@ -253,8 +254,9 @@ def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorder
     recorders: Recorders = {}
     by_range: dict[tuple, list[RecordingKVCache]] = {}
     for policy in policies:
-        if gate(policy, n_prompt, None) is None:
-            caches = _request(model, n_prompt, policy).caches
+        request = make_request(model, CompressionConfig(policy), n_prompt, None)
+        if isinstance(request, Request):
+            caches = request.caches
             own = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
             recorded = own[0].first, own[0].last, own[0].statistics_from
             recorders[policy] = by_range.setdefault(recorded, own)

@@ -16,7 +16,6 @@ from ..policies import (
     Stages,
     asks_for_auto,
     method_named,
-    resolve_method,
 )
 from .config import RETENTION, CompressionConfig
 from .machine import this_machine
@@ -216,9 +215,8 @@ def resolve(
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
     if not asks_for_auto(snapkv, policy):
-        method = resolve_method(snapkv, policy, sparse)
-        config, others = CompressionConfig.taken_from(options, method)
-        return config, others, None
+        how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
+        return *CompressionConfig.taken_from(options | how), None
     if sparse is not None:
         raise SnapKVError(
             "policy auto chooses how entries are used, and so does sparse: give only one of them"
@@ -232,7 +230,7 @@ def resolve(
     how = {name: others[name] for name in ("prefill_step_size", "kv_group_size") if name in others}
     planner = Planner(model, max_tokens=min(max(0, max_tokens), TYPICAL), **how)
     found = recommended(planner, request, this_machine().usable)
-    return found.config, others, found
+    return found.config.beside(others), others, found
 
 
 def require_for_auto(retention: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.compaction import Compaction
 from ..caches.layers import attention_layers, head_sizes, members
-from ..caches.memories import in_files, require_memory
-from ..entries.quantization import Quantization
+from ..caches.memories import require_memory
+from ..entries.quantization import Quantization, taken_from
 from ..errors import (
     ConflictError,
     Option,
@@ -21,11 +21,13 @@ from ..errors import (
 )
 from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
-from ..policies import Method, Stages
+from ..policies import Method, Stages, resolve_method
+from .exclusions import When, require_compatible
 
 VERIFY = ("all",)
 ALLOWED = {"verify": (None, *VERIFY), "far": (None, "keep", "pull")}
 RETENTION = ("memory", *ALLOWED)
+METHODS = ("snapkv", "policy", "sparse")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class CompressionConfig:
         quantization: of the entries kept.
         turns: caches that hold tokens already are compressed again, as those of a conversation are, unless the policy
             reads a prompt again as a whole.
+        max_kv_size, has_draft_model: of mlx-lm's own, what compression can't be combined with.
+        is_text: a text is read on its own, for questions to come.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
@@ -47,6 +51,9 @@ class CompressionConfig:
     far: str | None = None
     quantization: Quantization | None = None
     turns: bool = False
+    max_kv_size: int | None = None
+    has_draft_model: bool = False
+    is_text: bool = False
 
     def __post_init__(self):
         if self.is_sparse and not self.retains:
@@ -56,56 +63,34 @@ class CompressionConfig:
             if (got := getattr(self, name)) not in allowed:
                 values = " or ".join(filter(None, allowed))
                 raise OptionError(name, values, got)
-        if self.verify is not None and in_files(self.memory):
-            raise SnapKVError(
-                "{} needs all entries in memory, and with {} they are not there: give {}, recall:8bit or recall:4bit, "
-                "or drop {}",
-                Option("verify", "all"),
-                Option("memory", self.memory),
-                Option("memory", "recall"),
-                Option("verify"),
-            )
+        require_compatible(self, When.GIVEN)
         if self.is_sparse and self.verify is not None:  # by what the full cache would hold
             object.__setattr__(self, "policy", replace(self.policy, read="dense"))  # type: ignore[type-var]
-        if self.is_sparse and self.quantization is not None:
-            raise SnapKVError(
-                "{} quantises the entries that a policy keeps, and sparse keeps all: give {} or recall:4bit instead",
-                Option("kv_bits"),
-                Option("memory", "recall:8bit"),
-            )
-        if not self.retains or self.policy is None or self.is_sparse:
-            return
-        if self.reads_in_blocks:
-            raise SnapKVError(
-                "{} keeps all entries, but {} evicts while it reads: give sparse instead, which reads a prompt of any "
-                "length in the same memory, or {}",
-                Option("memory", self.memory),
-                self.policy,
-                Option("memory", "drop"),
-            )
-        counts = any(stage.accumulates_attention for stage in self.policy.stages)
-        if counts or self.policy.stages[1].repeats is not None:
-            what = (
-                "sums the attention of all queries" if counts else "chooses once for all questions"
-            )
-            raise SnapKVError(
-                "{} needs a policy that chooses by keys or by the last queries, but {} {}: use snapkv, for example, "
-                "or {}",
-                Option("memory", self.memory),
-                self.policy,
-                what,
-                Option("memory", "drop"),
-            )
 
     @classmethod
     def taken_from(
-        cls, options: dict[str, Any], policy: Method | Stages | None = None, **more: Any
+        cls, keywords: dict[str, Any], **more: Any
     ) -> tuple[CompressionConfig, dict[str, Any]]:
-        """What the keywords of `generate_step` and its kin ask for, and the other options."""
-        require_current(options)
-        own = {name: value for name, value in options.items() if name in RETENTION}
-        others = {name: value for name, value in options.items() if name not in RETENTION}
-        return cls(policy, **own, **more), others
+        """What the keywords of `generate_step` and its kin ask for, and those of mlx-lm among them, which count, too.
+
+        Raises: SnapKVError: one is invalid or conflicts with another.
+        """
+        require_current(keywords)
+        method = resolve_method(*map(keywords.get, METHODS))
+        own = {name: keywords[name] for name in RETENTION if name in keywords}
+        taken = {*METHODS, *RETENTION}
+        others = {name: value for name, value in keywords.items() if name not in taken}
+        return cls(method, **own, **more).beside(others), others
+
+    def beside(self, options: dict[str, Any]) -> CompressionConfig:
+        """The same beside mlx-lm's own options, those of `generate_step` and its kin."""
+        quantization, _ = taken_from(options)
+        return replace(
+            self,
+            quantization=quantization,
+            max_kv_size=options.get("max_kv_size"),
+            has_draft_model=options.get("draft_model") is not None,
+        )
 
     @property
     def retention(self) -> dict[str, Any]:
@@ -136,9 +121,26 @@ class CompressionConfig:
         """Whether all entries stay, and little of them is read."""
         return self.policy is not None and not self.policy.evicts
 
+    @property
+    def evicts(self) -> bool:
+        """Whether an answer is decoded from entries that a policy has kept."""
+        return self.policy is not None and self.policy.evicts
+
+    @property
+    def accumulates_attention(self) -> bool:
+        """Whether the queries of all tokens vote."""
+        return self.policy is not None and any(
+            stage.accumulates_attention for stage in self.policy.stages
+        )
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether the prompt is read a second time, for votes."""
+        return self.policy is not None and self.policy.stages[1].repeats is not None
+
     def require(self, model) -> None:
-        """Raises: SnapKVError: there is nothing to verify, or this can't be done on this model."""
-        self.require_drafts()
+        """Raises: SnapKVError: options exclude each other, or this can't be done on this model."""
+        require_compatible(self, When.CHOSEN)
         if self.is_sparse and any(
             x.family.method != "__call__" for x in attentions(model) if x.family
         ):
@@ -148,18 +150,6 @@ class CompressionConfig:
             )
         if self.far == "pull" and (error := self._compaction_error(model)) is not None:
             raise error
-
-    def require_drafts(self) -> None:
-        """Raises: SnapKVError: answers are to be verified, but nothing drafts their tokens."""
-        if self.verify is None or self.is_sparse:
-            return
-        full = "without a policy the full cache gives that answer anyway"
-        why = full if self.policy is None else f"{self.policy} evicts the entries that it needs"
-        raise SnapKVError(
-            "{} gives the full cache's own answer by sparse attention, but {}: give sparse instead, or drop verify",
-            Option("verify", self.verify),
-            why,
-        )
 
     def require_rollback(self, prompt_cache: list, n_full: int) -> None:
         """Raises: SnapKVError: answers can't be verified where only `n_full` of a model's caches hold entries."""

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
-from ..caches.layers import AttentionLayer, attention_layers, members, quotas_of, token_caches
+from ..caches.layers import AttentionLayer, attention_layers, members, token_caches
 from ..caches.memories import in_files, memory_quantization
 from ..entries import device
 from ..entries.key_index import index_bytes
@@ -21,7 +21,8 @@ from ..errors import UnsupportedModelError
 from ..policies import Method
 from ..policies.sparse import PAGE
 from .config import CompressionConfig
-from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
+from .prompt_plan import PREFILL_STEP_SIZE
+from .request_plan import Plan, plan_request
 from .units import format_bytes
 
 
@@ -43,6 +44,7 @@ class EntrySizes:
     """Bytes that a model's caches hold, from the shapes of one token's caches, of which nothing is computed.
 
     Attributes:
+        model: whose entries they are.
         layers: whose entries can be compressed; if there are none, `refusal` says why.
         plain: by other full cache, bytes of a token's entries.
         sliding: by sliding window, bytes of a token's entries, and how many it holds.
@@ -50,7 +52,7 @@ class EntrySizes:
     """
 
     def __init__(self, model):
-        self._model = model
+        self.model = model
         self.caches = token_caches(model)
         self.layers: list[AttentionLayer] = []
         self.refusal: UnsupportedModelError | None = None
@@ -76,7 +78,7 @@ class EntrySizes:
         """Bytes of a token that stay in memory where `memory` keeps all entries of `layers`, without an index."""
         if memory == "drop" or in_files(memory):
             return 0
-        return sum(self.of_token(memory_quantization(self._model, self.layers, memory)))
+        return sum(self.of_token(memory_quantization(self.model, self.layers, memory)))
 
     def of_head(self) -> int:
         """Bytes of a query head's vector in all of `layers`."""
@@ -114,27 +116,34 @@ class Footprint:
     step_size: int = PREFILL_STEP_SIZE
 
     def __post_init__(self):
-        self.policy, self.quantization = self.config.policy, self.config.quantization
-        if self.policy is not None and self.sizes.refusal is not None:
+        self.quantization = self.config.quantization
+        if self.config.policy is not None and self.sizes.refusal is not None:
             raise self.sizes.refusal
         self.row_bytes = self.sizes.of_token(self.quantization)
 
-    def need(self, n_prompt: int, max_tokens: int) -> Need:
-        """What a request takes. Raises: SnapKVError: the policy can't serve it."""
-        sizes, policy = self.sizes, self.policy
+    def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
+        """A request's, on an empty cache. Raises: SnapKVError: the policy can't serve it."""
+        sizes = self.sizes
+        return plan_request(
+            sizes.model, self.config, n_prompt, max_tokens=max_tokens, layers=sizes.layers
+        )
+
+    def need(self, plan: Plan, max_tokens: int) -> Need:
+        """What a request takes."""
+        sizes, n_prompt = self.sizes, plan.n_prompt
         whole = n_prompt + max_tokens + KVCache.step  # by which full caches grow
         rest, plain = sizes.rest(whole, self.step_size), sum(sizes.plain)
-        if policy is None or gate(policy, n_prompt, None, max_tokens) is not None:
+        if plan.reason is not None:
             size = sum(sizes.of_token()) + plain
             return Need(0, n_prompt * size, whole * size + rest)
-        _, last = policy.stages
-        chosen = self.kept(n_prompt)
+        last = plan.decode_policy
+        chosen = self.kept(plan)
         grown = [_grown(n, last, max_tokens) for n in chosen]
         kept, held = total_bytes(self.row_bytes, chosen), total_bytes(self.row_bytes, grown)
         stored = self.stored(n_prompt + max_tokens)
         # Entries that go to where they stay have gone there before the answer's first token chooses.
-        gone = self.config.reads_sparsely and self.config.memory != "recall"
-        reading = max(0, self.bytes_read(n_prompt) + kept * (not gone) - held)
+        gone = plan.sparse_reading is not None and self.config.memory != "recall"
+        reading = max(0, self.bytes_read(plan) + kept * (not gone) - held)
         stays = stored if self.config.is_sparse else 0
         fixed = last.keeps_shape and not sizes.plain
         return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed, stays)
@@ -146,32 +155,27 @@ class Footprint:
         index = with_room(n) * self.sizes.of_index() if n > device.used.exact_votes else 0
         return n * self.sizes.of_memory(self.config.memory) + index
 
-    def kept(self, n_prompt: int) -> list[int]:
-        assert self.policy is not None
-        quotas = quotas_of(self.sizes.layers, self.policy.stages[1].quotas, n_prompt)
-        return [min(n_prompt, quota.entries) for quota in quotas]
+    def kept(self, plan: Plan) -> list[int]:
+        """By layer whose entries the policy chooses, how many the answer is decoded from."""
+        return [min(plan.n_prompt, quota.entries) for quota in plan.decode_quotas]
 
-    def bytes_read(self, n_prompt: int) -> int:
+    def bytes_read(self, plan: Plan) -> int:
         """Of the entries that the policy chooses, while its prompt is read: where it evicts they are quantised."""
-        assert self.policy is not None
-        if self.config.reads_sparsely:
+        reading = plan.sparse_reading
+        if reading is not None:
             # A chunk's entries go to where they stay; those before the first that chooses go there with it.
-            policy: Any = self.policy
-            stay = n_prompt * self.sizes.of_memory(self.config.memory)
+            stay = plan.n_prompt * self.sizes.of_memory(self.config.memory)
             if self.config.memory == "recall":
                 return stay
-            first = policy.reach(n_prompt).before_choice(n_prompt)
-            return stay + first * sum(self.sizes.of_token())
-        sizes = self.row_bytes if self.policy.reads_in_blocks else self.sizes.of_token()
-        return total_bytes(sizes, self.rows_read(n_prompt))
+            return stay + reading.n_before * sum(self.sizes.of_token())
+        sizes = self.row_bytes if self.config.reads_in_blocks else self.sizes.of_token()
+        return total_bytes(sizes, self.rows_read(plan))
 
-    def rows_read(self, n_prompt: int) -> list[int]:
+    def rows_read(self, plan: Plan) -> list[int]:
         """By layer whose entries the policy chooses, how many its prompt is read with."""
-        assert self.policy is not None
-        n_ahead = plan_prompt(self.policy, n_prompt).n_ahead
-        more = max(self.policy.stages[0].block, n_ahead + 1)
-        quotas = quotas_of(self.sizes.layers, self.policy.prefill_quotas, n_prompt)
-        return [min(n_prompt + n_ahead + 1, quota.entries + more) for quota in quotas]
+        more = max(plan.prefill_policy.block, plan.n_ahead + 1)
+        most = plan.n_prompt + plan.n_ahead + 1
+        return [min(most, quota.entries + more) for quota in plan.prefill_quotas]
 
 
 def weight_bytes(model) -> int:

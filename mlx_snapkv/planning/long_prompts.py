@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Method, Stages
 from ..policies.sparse import LAST
@@ -11,7 +10,7 @@ from .config import RETENTION, CompressionConfig
 from .footprint import EntrySizes, Footprint, total_bytes
 from .machine import this_machine
 from .plan import Planner
-from .prompt_plan import gate, plan_prompt
+from .request_plan import Plan, plan_request
 from .units import format_bytes
 
 LONG = 2048  # tokens from which a prompt without a policy is worth a word
@@ -22,11 +21,10 @@ class LongPrompts:
     """Warns about prompts before they are read, and says what would help; the options are those of `generate_step`."""
 
     def __init__(self, model: Any, *, policy: Method | Stages | None = None, **options: Any):
-        self._model, self._policy, self._usable = model, policy, this_machine().usable
+        self._model, self._usable = model, this_machine().usable
         given = {name: value for name, value in options.items() if value is not None}
         self._retention = {name: given[name] for name in RETENTION if name in given}
-        quantization, _ = taken_from(given)
-        self._config, given = CompressionConfig.taken_from(given, policy, quantization=quantization)
+        self._config, given = CompressionConfig.taken_from({**given, "policy": policy})
         self._kv_bits, self._is_rotating = given.get("kv_bits"), "max_kv_size" in given
         self._options = {name: given[name] for name in _PLANNED if name in given}
         self._planner: Planner | None = None
@@ -43,7 +41,7 @@ class LongPrompts:
 
         None of short prompts without a policy. SnapKVError if memory, policy and model can't be combined.
         """
-        n, policy = n_before + n_prompt, self._policy
+        n, policy = n_before + n_prompt, self._config.policy
         self._config.require(self._model)
         if self._is_rotating or (policy is None and n < LONG):
             return None
@@ -51,35 +49,14 @@ class LongPrompts:
         before = n * sizes.full(None)
         if policy is None:
             return f"all {n:,} entries will be kept ({format_bytes(before)}); --policy auto chooses a policy"
-        reason = gate(policy, n, None, self._options.get("max_tokens", 0))
-        if reason is not None:
-            return (
-                f"nothing will be evicted: {reason}, for example --policy {worth_comparing(n)[0]}"
-            )
-        footprint, last = Footprint(sizes, self._config), policy.stages[1]
-        kept = footprint.kept(n)
-        least, most = min(kept), max(kept)
-        count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
-        if self._config.is_sparse:
-            most = policy.reach(n).most  # type: ignore[union-attr]
-            answer = (
-                f"a token of the answer {count} of {n:,}; all {format_bytes(before)} of them stay"
-            )
-            if not self._config.reads_little or most >= n:
-                return answer
-            chunk = f"a chunk will read at most {most:,} of {n:,} entries"
-            return f"{chunk}, and {answer}; the prompt's last {LAST} tokens read more"
-        if self._config.retains:
-            return f"the answer will read {count} of {n:,} entries, all of which stay"
-        beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
-        after = total_bytes(footprint.row_bytes, [k + beside for k in kept]) + n * sum(sizes.plain)
-        saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"
-        room = f", room for a block of {beside:,} included" if beside else ""
-        first = (
-            plan_prompt(policy, n).n_ahead + 2
-        )  # token of the answer that is decoded from what was kept
-        since = "" if policy.reads_in_blocks else f" from the answer's token {first} on"
-        return f"{count} of {n:,} entries will be kept{since}: {saved}{room}"
+        max_tokens = self._options.get("max_tokens", 0)
+        plan = plan_request(
+            self._model, self._config, n, max_tokens=max_tokens, layers=sizes.layers
+        )
+        if plan.reason is not None:
+            example = worth_comparing(n)[0]
+            return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
+        return _foretold(Footprint(sizes, self._config), plan, before)
 
     def _too_large(self, n_prompt: int) -> str | None:
         """A sentence if a prompt will not fit; None if it will, or if it can't be planned."""
@@ -99,3 +76,25 @@ class LongPrompts:
         if not found.fits:
             return f"{said}; no policy makes them fit"
         return f"{said}; {found.setting.flags or 'the full cache'} would take {format_bytes(found.plan.peak)}"
+
+
+def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
+    """What will be kept of a prompt, or read, whose entries take so many bytes `before`."""
+    n, kept, last, sizes = plan.n_prompt, footprint.kept(plan), plan.decode_policy, footprint.sizes
+    least, most = min(kept), max(kept)
+    count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
+    if plan.options.is_sparse:
+        answer = f"a token of the answer {count} of {n:,}; all {format_bytes(before)} of them stay"
+        if plan.sparse_reading is None or (most := plan.sparse_reading.reach.most) >= n:
+            return answer
+        chunk = f"a chunk will read at most {most:,} of {n:,} entries"
+        return f"{chunk}, and {answer}; the prompt's last {LAST} tokens read more"
+    if plan.options.retains:
+        return f"the answer will read {count} of {n:,} entries, all of which stay"
+    beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
+    after = total_bytes(footprint.row_bytes, [k + beside for k in kept]) + n * sum(sizes.plain)
+    saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"
+    room = f", room for a block of {beside:,} included" if beside else ""
+    first = plan.n_ahead + 2  # token of the answer that is decoded from what was kept
+    since = "" if plan.options.reads_in_blocks else f" from the answer's token {first} on"
+    return f"{count} of {n:,} entries will be kept{since}: {saved}{room}"

@@ -8,7 +8,6 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import require_quantizable
-from ..caches.memories import in_files
 from ..entries import device
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
@@ -17,7 +16,8 @@ from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_met
 from ..policies.budgets import UNLIMITED
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, Need, total_bytes, weight_bytes
-from .prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
+from .prompt_plan import PREFILL_STEP_SIZE
+from .request_plan import Plan, SparseReading, plan_request
 from .scores import scores_limit
 from .shapes import layer_shapes, query_heads, tables
 
@@ -99,32 +99,41 @@ class Planner:
         self, context: int, config: CompressionConfig, kv_bits: int | None = None
     ) -> tuple[MemoryPlan, int]:
         """The same for a config, and the most bytes of its entries at once."""
-        chosen, how = config.policy, self._quantization(kv_bits)
-        reason = None if chosen is None else gate(chosen, context, None, self._max_tokens)
-        used = replace(config, policy=None if reason else chosen, quantization=how)
+        plan = plan_request(
+            self.model,
+            replace(config, quantization=self._quantization(kv_bits)),
+            context,
+            max_tokens=self._max_tokens,
+            layers=self._sizes.layers,
+        )
+        return self.counted(plan)
+
+    def counted(self, plan: Plan) -> tuple[MemoryPlan, int]:
+        """What a request takes that goes so, and the most bytes of its entries at once."""
+        chosen, how, context = plan.policy, plan.options.quantization, plan.n_prompt
+        reason = None if chosen is None else plan.reason
+        used = plan.options if reason is None else replace(plan.options, policy=None)
         footprint = self._footprint(used)
-        need = footprint.need(context, self._max_tokens)
-        plan = MemoryPlan(
+        need = footprint.need(plan, self._max_tokens)
+        found = MemoryPlan(
             context,
             None if chosen is None else str(chosen),
-            config.memory,
-            kv_bits,
+            plan.options.memory,
+            None if how is None else how.bits,
             self._weights,
             self._kv(context, used, need),
-            self._weights + self._reading(footprint, context),
-            self._weights + self._answering(footprint, context),
+            self._weights + self._reading(footprint, plan),
+            self._weights + self._answering(footprint, plan),
             reason,
             used.warning(self.model, context),
         )
         is_quantised = used.policy is None and how is not None  # by mlx-lm, which no need counts
-        return plan, plan.kv if is_quantised else need.most
+        return found, found.kv if is_quantised else need.most
 
     def _made(self, config: CompressionConfig) -> Footprint:
-        policy = config.policy
-        name = policy and policy.stages[1].repeats and policy.stages[1].name
-        if name:
+        if config.reads_again:
             raise SnapKVError(
-                f"{name} reads a prompt twice, which plan can't count: choose another policy"
+                f"{config.policy.stages[1].name} reads a prompt twice, which plan can't count: choose another policy"  # type: ignore[union-attr]
             )
         return Footprint(self._sizes, config, self._step_size)
 
@@ -140,10 +149,10 @@ class Planner:
             return context * self._sizes.full(config.quantization)
         return need.kept + need.stays
 
-    def _reading(self, footprint: Footprint, n_prompt: int) -> int:
+    def _reading(self, footprint: Footprint, plan: Plan) -> int:
         """The most in use while a prompt is read, up to its last token, which is read with the answer."""
-        n, policy, how = max(1, n_prompt - 1), footprint.policy, footprint.quantization
-        if policy is None:
+        n, how = max(1, plan.n_prompt - 1), footprint.quantization
+        if plan.reason is not None:
             chunk = min(n, self._step_size)
             start = -(-DEFAULT_QUANTIZED_KV_START // chunk) * chunk  # of mlx-lm's own quantising
             ends = [(n, None)] if how is None or n <= start else [(start, None), (n, how)]
@@ -153,46 +162,32 @@ class Planner:
                 + self._chunks(end, chunk)
                 for end, bits in ends
             )
-        most = max(footprint.rows_read(n_prompt))
-        chunk = min(n, chunk_size(policy, self._step_size, plan_prompt(policy, n_prompt), n_prompt))
-        entries = footprint.bytes_read(n_prompt) + sum(self._sizes.plain) * _rows(n)
-        if policy.reads_in_blocks:
+        in_blocks = plan.options.reads_in_blocks
+        most, chunk = max(footprint.rows_read(plan)), min(n, plan.chunk_size(self._step_size))
+        entries = footprint.bytes_read(plan) + sum(self._sizes.plain) * _rows(n)
+        if in_blocks:
             entries += int(EVICTED * self._widest * most)
-        if footprint.config.reads_sparsely:
-            most, gathered = self._read_at_once(footprint, n_prompt)
+        if plan.sparse_reading is not None:
+            most, gathered = _read_at_once(plan, plan.sparse_reading)
             entries += int(
                 GATHERED * self._widest * (gathered + chunk) + self._sizes.of_means() * n
             )
             most += chunk
-        held = self._chunks(n, chunk, most, None if policy.reads_in_blocks else self._limit)
-        if any(stage.accumulates_attention for stage in policy.stages):
+        held = self._chunks(n, chunk, most, None if in_blocks else self._limit)
+        if plan.options.accumulates_attention:
             held = max(held, self._counting(chunk, most))
-        return max(entries + held, self._choosing(footprint, n_prompt))
+        return max(entries + held, self._choosing(footprint, plan))
 
-    def _read_at_once(self, footprint: Footprint, n_prompt: int) -> tuple[int, int]:
-        """Entries that a chunk of a prompt reads sparsely at most, the last tokens' among them; copies of how many."""
-        config, reach = footprint.config, footprint.policy.reach(n_prompt)  # type: ignore[union-attr]
-        pulled = config.compaction(self.model, n_prompt)
-        is_far = pulled is not None and n_prompt > pulled.length
-        last = reach.of_last(in_files(config.memory) or is_far)
-        if pulled is not None and is_far:  # where half of the trained length is read at most
-            reach, last = reach.within(pulled.length // 2), last.within(pulled.length // 2)
-        most = min(n_prompt, last.most)
-        everything = most == n_prompt and config.memory == "recall"  # which is not gathered
-        return most, reach.most if everything else most
-
-    def _choosing(self, footprint: Footprint, n_prompt: int) -> int:
+    def _choosing(self, footprint: Footprint, plan: Plan) -> int:
         """The most in use while a policy chooses among a layer's entries; all entries read are there until then."""
-        policy, sizes = footprint.policy, self._sizes
-        assert policy is not None
-        plan, rows = plan_prompt(policy, n_prompt), footprint.rows_read(n_prompt)
+        sizes, rows = self._sizes, footprint.rows_read(plan)
         if self._max_tokens < plan.n_ahead:  # the answer ends before
             return 0
         heads, most = self._heads, max(rows)
-        entries = footprint.bytes_read(n_prompt) + sum(sizes.plain) * _rows(n_prompt)
+        entries = footprint.bytes_read(plan) + sum(sizes.plain) * _rows(plan.n_prompt)
         entries += self._widest * most  # a layer's, in order
-        entries += self._recalled(footprint, n_prompt)
-        if not policy.stages[1].obs_window or footprint.config.is_sparse:
+        entries += self._recalled(footprint, plan.n_prompt)
+        if not plan.decode_policy.obs_window or plan.options.is_sparse:
             return entries
         queries = plan.n_voters * heads * sizes.of_head()
         logits = 4 * heads * plan.n_voters * most
@@ -210,19 +205,19 @@ class Planner:
             return 0
         return footprint.stored(n)
 
-    def _answering(self, footprint: Footprint, n_prompt: int) -> int:
+    def _answering(self, footprint: Footprint, plan: Plan) -> int:
         """The most in use while an answer is decoded."""
-        policy, sizes = footprint.policy, self._sizes
+        n_prompt, sizes = plan.n_prompt, self._sizes
         before, rows = _rows(n_prompt - 1), _rows(n_prompt + self._max_tokens)
-        if policy is None:
+        if plan.reason is not None:
             how = footprint.quantization if n_prompt > DEFAULT_QUANTIZED_KV_START else None
             entries = rows * sizes.full(how) + self._widest * before * (rows > before)
             seen = n_prompt
         else:
-            kept, last = footprint.kept(n_prompt), policy.stages[1]
+            kept, last = footprint.kept(plan), plan.decode_policy
             grown = [n + _added(last, n, self._max_tokens) for n in kept]
             entries = total_bytes(footprint.row_bytes, grown)
-            if footprint.config.retains:
+            if plan.options.retains:
                 entries += self._recalled(footprint, n_prompt + self._max_tokens)
             entries += sum(sizes.plain) * (n_prompt + _added(last, n_prompt, self._max_tokens))
             seen = max((*kept, n_prompt) if sizes.plain else kept)
@@ -268,6 +263,13 @@ def plan_memory(
     chosen = resolve_method(snapkv, policy, sparse)
     named = policy if isinstance(policy, str) else chosen
     return Planner(model, **options).plan(context, named, kv_bits)
+
+
+def _read_at_once(plan: Plan, reading: SparseReading) -> tuple[int, int]:
+    """Entries that a chunk of a prompt reads sparsely at most, the last tokens' among them; copies of how many."""
+    most = min(plan.n_prompt, reading.last.most)
+    everything = most == plan.n_prompt and plan.options.memory == "recall"  # which is not gathered
+    return most, reading.reach.most if everything else most
 
 
 def _added(policy: Method, n: int, max_tokens: int) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..caches.memories import in_files, memory_quantization
-from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..models.rope import trained_length
 from .config import CompressionConfig
@@ -57,8 +56,7 @@ def prefix_room(
         options: of the `CompressedBatchGenerator`.
         max_kv_bytes, max_context: the server's own limits.
     """
-    policy, (quantization, _) = options.get("policy"), taken_from(options)
-    config, _ = CompressionConfig.taken_from(options, policy, quantization=quantization)
+    config, _ = CompressionConfig.taken_from(options)
     longest = trained_length(model) or max_context or UNTOLD
     context = min(longest, max_context or longest)
     try:
@@ -80,7 +78,7 @@ def kept_bytes(model: Any, config: CompressionConfig, n: int) -> int:
     sizes = EntrySizes(model)
     footprint = Footprint(sizes, config)
     if not config.retains:
-        return footprint.need(n, 0).held
+        return footprint.need(footprint.plan(n), 0).held
     found = footprint.stored(n) + n * sum(sizes.plain) + sizes.rest(n, footprint.step_size)
     if in_files(config.memory):
         how = memory_quantization(model, sizes.layers, config.memory)

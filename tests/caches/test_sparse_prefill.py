@@ -14,10 +14,10 @@ from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.sparse_prefill import SAMPLED, SparsePrefillKVCache
-from mlx_snapkv.engine import sparse
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
+from mlx_snapkv.planning import request_plan
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.policies import Sparse
 from mlx_snapkv.policies.sparse import CHUNK, LAST, PAGE, WINDOW, Reach
@@ -237,7 +237,7 @@ def test_every_memory_reads_the_same_prompt(make, memory, monkeypatch):
 
     But for the last tokens, which read everything where that is in memory.
     """
-    monkeypatch.setattr(sparse, "LAST", 0)
+    monkeypatch.setattr(request_plan, "LAST", 0)
     model = make(head_dim=32)
     options = {"sparse": OPTIONS, "max_tokens": 1}
     ((_, wanted),) = generate_step(LONG, model, **options)

@@ -16,10 +16,9 @@ from request_helpers import is_quantised
 from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError
 from mlx_snapkv.caches import full_view, layers
 from mlx_snapkv.caches.adapter import layer_cache
-from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes, members
+from mlx_snapkv.caches.layers import attention_layers, file_bytes, held_tokens, kv_bytes, members
 from mlx_snapkv.caches.memories import make_caches, saved_forms
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.entries.key_index import KeyIndex
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import UnsupportedModelError

@@ -2,8 +2,7 @@ import pytest
 from chat_helpers import SMALL, ask, begun, is_answered
 
 from mlx_snapkv import Conversation, SnapKVError, Sparse
-from mlx_snapkv.caches.layers import kv_bytes
-from mlx_snapkv.engine.request import held_tokens
+from mlx_snapkv.caches.layers import held_tokens, kv_bytes
 
 GATED = SMALL + ",min_ctx=500"  # compressed later, or never
 TWO = f"keydiff:budget=96,block=32 then {SMALL}"

@@ -13,7 +13,7 @@ from mlx_snapkv import prefill
 from mlx_snapkv.caches.book import BookKVCache
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine import sparse
+from mlx_snapkv.planning import request_plan
 from mlx_snapkv.policies.sparse import CHUNK, PAGE
 
 SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE}"
@@ -37,7 +37,7 @@ def test_an_answer_is_that_of_the_same_entries_in_memory(wide, memory, rest, mon
 
     But for the last tokens, and the answer's first, which read everything where that is in memory.
     """
-    monkeypatch.setattr(sparse, "LAST", -CHUNK)  # nobody is among them
+    monkeypatch.setattr(request_plan, "LAST", -CHUNK)  # nobody is among them
     made = []
     for way in (memory, memory.replace("recall", "recall:file")):
         cache, options = make_prompt_cache(wide), {"sparse": f"{SPARSE},rest={rest}", "memory": way}

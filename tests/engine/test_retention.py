@@ -24,7 +24,6 @@ from mlx_snapkv.engine.retaining import RetainingReader
 from mlx_snapkv.engine.serving import served
 from mlx_snapkv.entries import blockwise
 from mlx_snapkv.planning.config import CompressionConfig
-from mlx_snapkv.policies import resolve_method
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,lookahead=0"
 SPARSE = {"policy": None, "sparse": "budget=40,n_sink=4,n_window=16,read=dense"}
@@ -246,9 +245,7 @@ WAYS = [
 def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, monkeypatch):
     """Every array once: what a token reads, the index among it, and beside that what stays."""
     computing(monkeypatch, exact_votes=few)
-    own = dict(options)
-    method = resolve_method(policy=own.pop("policy", None), sparse=own.pop("sparse", None))
-    config, _ = CompressionConfig.taken_from(own, method, turns=True)
+    config, _ = CompressionConfig.taken_from(options, turns=True)
     caches, found = make_caches(wide, config.memory), []
 
     def compressed(report):

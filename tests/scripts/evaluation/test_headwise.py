@@ -14,7 +14,7 @@ from evaluation.headwise import (
 )
 
 from mlx_snapkv import SnapKVError, stream_generate
-from mlx_snapkv.engine.request import held_tokens
+from mlx_snapkv.caches.layers import held_tokens
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.evals.decoding import decode

@@ -1,0 +1,261 @@
+"""The plan of one request: everything that is decided about it before it runs, in one frozen value.
+
+Whoever reads, compresses, decodes, counts memory or tells a user what will happen asks this plan, and decides nothing.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..caches.compaction import Compaction
+from ..caches.layers import (
+    AttentionLayer,
+    attention_layers,
+    held_tokens,
+    is_compressed,
+    members,
+    quotas_of,
+    require_quantizable,
+)
+from ..caches.memories import in_files
+from ..errors import UnsupportedModelError
+from ..models import type_of
+from ..policies.budgets import UNLIMITED, Quota
+from ..policies.sparse import LAST, Reach
+from .config import CompressionConfig
+from .exclusions import When, require_compatible
+from .prompt_plan import PREFILL_STEP_SIZE, PromptPlan, chunk_size, fits_reason, gate, plan_prompt
+
+NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
+EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
+
+
+@dataclass(frozen=True)
+class SparseReading:
+    """How the chunks of a prompt choose what they read of the entries before them.
+
+    Attributes:
+        reach: what a chunk reads; one that may read as many entries as there are reads all of them.
+        last: what the prompt's last tokens read, those from position `last_from` on.
+        near: how far back a chunk chooses, where the prompt is longer than the trained length.
+        n_before: tokens before the first chunk that chooses: all, if none does.
+    """
+
+    reach: Reach
+    last: Reach
+    last_from: int
+    near: int | None
+    n_before: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PromptPlan):
+    """What is decided about one request.
+
+    Attributes:
+        options: what was asked for: the policy or sparse attention, where entries lie, how answers are verified.
+        reason: why the prompt is left to mlx-lm as it is, as its report says; None if it is not. What follows is then
+            empty.
+        n_new: tokens to read, after those of earlier turns.
+        prefill_quotas: by full-attention layer, what it holds while the prompt is read.
+        decode_quotas: by full-attention layer, what the answer is decoded from, or reads.
+        compaction: to what positions are compacted, if they are.
+        sparse_reading: how chunks of the prompt choose what they read, if they do.
+    """
+
+    options: CompressionConfig
+    reason: str | None = None
+    n_new: int = 0
+    prefill_quotas: tuple[Quota, ...] = ()
+    decode_quotas: tuple[Quota, ...] = ()
+    compaction: Compaction | None = None
+    sparse_reading: SparseReading | None = None
+
+    @property
+    def policy(self) -> Any:
+        """A policy, two of them, or sparse attention; None reads and keeps everything."""
+        return self.options.policy
+
+    @property
+    def prefill_policy(self) -> Any:
+        return self.policy.stages[0]
+
+    @property
+    def decode_policy(self) -> Any:
+        return self.policy.stages[1]
+
+    @property
+    def n_held(self) -> int:
+        """Tokens of earlier turns."""
+        return self.n_prompt - self.n_new
+
+    @property
+    def compacted_to(self) -> int | None:
+        """The trained length, if the prompt is longer and its positions are compacted."""
+        found = self.compaction
+        return None if found is None or self.n_prompt <= found.length else found.length
+
+    @property
+    def observes(self) -> bool:
+        """Whether queries of the prompt are asked for: to vote, or by chunks that choose what they read."""
+        return self.sparse_reading is not None or any(x.observes for x in self.policy.stages)
+
+    @property
+    def statistics_from(self) -> int | None:
+        """The first position whose queries count in the statistics that a policy asks for, if one does."""
+        wanted = [stage.query_statistics for stage in self.policy.stages]
+        return min((n for n in wanted if n is not None), default=None)
+
+    @property
+    def weighs_rest(self) -> bool:
+        """Whether the answer is to see means of what it does not read; beyond the trained length it can't."""
+        return self.policy.rest is not None and self.compacted_to is None
+
+    @property
+    def capacity(self) -> int:
+        """Entries to allocate at once where all stay, those held among them.
+
+        Those that chunks choose from go to their store with every chunk, the ones before the first such chunk with it.
+        """
+        whole, reading = self.n_prompt + self.n_ahead + 1, self.sparse_reading
+        if reading is None or self.options.memory == "recall":
+            return whole
+        return whole if reading.n_before == self.n_prompt else reading.n_before
+
+    def chunk_size(self, limit: int | None) -> int:
+        """Tokens to read at a time: `limit` at most, and beyond the trained length no more than a quarter of it."""
+        if self.reason is not None:
+            return limit or PREFILL_STEP_SIZE
+        size = chunk_size(self.policy, limit, self, self.n_new)
+        length = self.compacted_to if self.options.is_sparse else None
+        return size if length is None else min(size, max(1, length // 4))
+
+
+def plan_request(
+    model: Any,
+    options: CompressionConfig,
+    n_new: int,
+    prompt_cache: list | None = None,
+    *,
+    max_tokens: int = 0,
+    is_embedded: bool = False,
+    layers: list[AttentionLayer] | None = None,
+) -> Plan:
+    """What a request to read `n_new` tokens on a prompt cache will do; nothing is read or changed.
+
+    Args:
+        prompt_cache: None is a new one.
+        max_tokens: of the answer, without an end if they are -1.
+        is_embedded: the prompt is given as embeddings.
+        layers: the model's full-attention layers, where they are known; none are looked up.
+
+    Raises: SnapKVError: options exclude each other, the prompt is empty, the model is not supported, its entries can't
+        be quantised so, or a budget has no room for what is always kept.
+    """
+    reason = _reason(model, options, n_new, prompt_cache, max_tokens, is_embedded)
+    if reason is not None:
+        held = (getattr(c, "offset", 0) for c in members(prompt_cache or []))
+        n_prompt = n_new + (max(held, default=0) if options.turns else 0)
+        return Plan(
+            n_prompt=n_prompt,
+            first=n_prompt,
+            last=n_prompt,
+            options=options,
+            reason=reason,
+            n_new=n_new,
+        )
+    require_compatible(options, When.COMPRESSING)
+    cache = prompt_cache
+    if not layers:
+        cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
+        layers = attention_layers(model, cache)
+    n_held = 0 if prompt_cache is None else layers[0].entries_in(prompt_cache).offset
+    plan = _planned(model, options, layers, n_held + n_new, n_new)
+    if options.quantization is not None:
+        require_quantizable(model, layers, options.quantization)
+    if plan.statistics_from is not None and any(layer.cap for layer in layers):
+        raise UnsupportedModelError(
+            f"{options.policy} can't score models that cap their logits, such as model type "
+            f"{type_of(model)!r}: give another policy, such as snapkv"
+        )
+    if cache is not None:
+        options.require_rollback(cache, len(layers))
+    return plan
+
+
+def plan_compression(
+    options: CompressionConfig, layers: list[AttentionLayer], n_prompt: int
+) -> Plan:
+    """How caches of `n_prompt` tokens that were read by others are compressed, by the queries that come with them."""
+    policy: Any = options.policy
+    quotas = tuple(quotas_of(layers, policy.stages[1].quotas, n_prompt))
+    fits = all(n_prompt <= quota.entries for quota in quotas)
+    return Plan(
+        n_prompt=n_prompt,
+        first=n_prompt,
+        last=n_prompt,
+        options=options,
+        reason=fits_reason(n_prompt, policy.stages[1]) if fits else None,
+        decode_quotas=quotas,
+    )
+
+
+def _reason(
+    model: Any,
+    options: CompressionConfig,
+    n_new: int,
+    prompt_cache: list | None,
+    max_tokens: int,
+    is_embedded: bool,
+) -> str | None:
+    """Why such a request is left to mlx-lm; None if it is not."""
+    policy = options.policy
+    if policy is None:
+        return NO_POLICY_REASON
+    if is_embedded:
+        return EMBEDDINGS_REASON
+    goes_on = options.retains or (options.turns and not options.reads_again)
+    if prompt_cache is None or not goes_on:
+        return gate(policy, n_new, prompt_cache, max_tokens)
+    if is_compressed(prompt_cache):
+        return None
+    return gate(policy, held_tokens(model, prompt_cache) + n_new, None, max_tokens)
+
+
+def _planned(
+    model: Any, options: CompressionConfig, layers: list[AttentionLayer], n_prompt: int, n_new: int
+) -> Plan:
+    """The plan of a prompt that is not left to mlx-lm."""
+    policy: Any = options.policy
+    voters = plan_prompt(policy, n_prompt)
+    plan = Plan(
+        **vars(voters),
+        options=options,
+        n_new=n_new,
+        prefill_quotas=tuple(quotas_of(layers, policy.prefill_quotas, n_prompt)),
+        decode_quotas=tuple(quotas_of(layers, policy.stages[1].quotas, n_prompt)),
+        compaction=options.compaction(model, n_prompt),
+    )
+    if not options.is_sparse:
+        return plan
+    most = _most_at_once(plan)
+    quotas = (
+        Quota(min(q.entries, most), q.n_sink, q.n_window).shrunk() for q in plan.decode_quotas
+    )
+    return replace(plan, decode_quotas=tuple(quotas), sparse_reading=_sparse_reading(plan, most))
+
+
+def _most_at_once(plan: Plan) -> int:
+    """Entries that may be read at once: beyond the trained length, half of it, since they stand in line."""
+    return UNLIMITED if plan.compacted_to is None else plan.compacted_to // 2
+
+
+def _sparse_reading(plan: Plan, most: int) -> SparseReading | None:
+    if not plan.policy.reads_little:
+        return None
+    n, length = plan.n_prompt, plan.compacted_to
+    reach = plan.policy.reach(n).within(most)
+    last = reach.of_last(in_files(plan.options.memory) or length is not None).within(most)
+    near = None if length is None else 3 * length // 4
+    return SparseReading(reach, last, n - LAST, near, reach.before_choice(n, plan.n_held))
