@@ -75,8 +75,11 @@ def compress_prompt_cache(
     if all(n <= quota.entries for quota in decode_policy.quotas(n, layers[0].n_layers)):
         report.reason = fits_reason(n, decode_policy)
         return report
-    wanted = decode_policy, PromptPlan(n, n, n), report, quantization, queries
-    return Compression(layers, prompt_cache, *wanted).compress()
+    plan = PromptPlan(n, n, n)  # no query is to be recorded any more
+    compression = Compression(
+        layers, prompt_cache, decode_policy, plan, report, quantization, queries
+    )
+    return compression.compress()
 
 
 @dataclass
