@@ -2,11 +2,16 @@
 
 import contextlib
 import itertools
+import json
 
 import mlx.core as mx
+from agent_templates import FAMILIES
 from mlx_lm.tool_parsers import json_tools
 from server_helpers import load_named, serving
 
+CHAT, TEXT, MESSAGES, RESPONSES = (
+    f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses")
+)
 SAY = "SAY: "
 TEMPLATE = """{{ bos_token }}{% for t in tools or [] %}[{{ t.function.name }}] {% endfor %}{% for m in messages -%}
 <|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
@@ -63,3 +68,42 @@ def _make_obey(engine, say):
 
     engine.batch.generator.insert_segments = inserted
     return seen
+
+
+class Agent:
+    """A server whose model says `answer`; `prompt` is what it last read."""
+
+    def __init__(self, served, answers):
+        self.served, self.answers, self.post = served, answers, served.post
+        self.tokenizer = served.engine.loaded.tokenizer
+
+    @contextlib.contextmanager
+    def family(self, name):
+        hf = self.tokenizer._tokenizer
+        usual, hf.chat_template = hf.chat_template, FAMILIES.get(name, hf.chat_template)
+        try:
+            yield self
+        finally:
+            hf.chat_template = usual
+
+    def ask(self, path, family="chatml", answer="Fine.", **body):
+        """The prompt that the model read, the answer's body, and its text."""
+        self.answers["next"] = answer
+        limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+        with self.family(family):
+            found = self.post(path, content=json.dumps({limit: 300} | body))
+        assert found.status_code == 200, found.text
+        return self.answers["prompt"], found.json()
+
+
+@contextlib.contextmanager
+def answering():
+    """An `Agent`, whose server runs for the block."""
+    answers = {"next": "Fine."}
+
+    def say(prompt):
+        answers["prompt"] = prompt
+        return answers["next"]
+
+    with acting(say) as served:
+        yield Agent(served, answers)

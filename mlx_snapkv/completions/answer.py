@@ -29,7 +29,7 @@ class Completion:
     Attributes:
         said: so far.
         n_tokens: the end-of-answer token included; `n_reasoning` of them are thoughts, with their delimiters.
-        finish_reason: None until it has ended; "stop", "length" or "tool_calls".
+        finish_reason: None until it has ended; "stop", "length", "tool_calls", or of old clients "function_call".
         stopped_by: the stop text that has ended it.
     """
 
@@ -73,7 +73,7 @@ class Completion:
         if finish_reason == "stop" and self._constraint and self._constraint.is_cut:
             self.finish_reason = "length"
         elif finish_reason == "stop" and self.said.calls:
-            self.finish_reason = "tool_calls"
+            self.finish_reason = "function_call" if self.asked.by_functions else "tool_calls"
         return found
 
     def _until_stopped(self, parts: Iterator[Said], is_last: bool) -> Iterator[Said]:
@@ -190,17 +190,20 @@ def head(chat: bool, model: str) -> dict[str, Any]:
 def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
     content: dict[str, Any] = {"text": answer.said.text}
     if answer.asked.chat:
-        fields = {"content": None if answer.said.calls else ""} | message_fields(answer.said)
+        said = message_fields(answer.said, answer.asked.by_functions)
+        fields = {"content": None if answer.said.calls else ""} | said
         content = {"message": {"role": "assistant", **fields}}
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
 
-def message_fields(said: Said) -> dict[str, Any]:
-    """The fields of a message that have something."""
+def message_fields(said: Said, by_functions: bool = False) -> dict[str, Any]:
+    """The fields of a message that have something; clients of functions look for the first call in its old place."""
     thoughts = dict.fromkeys(
         ("reasoning", "reasoning_content"), said.reasoning
     )  # clients read either
     fields = {"content": said.text, **thoughts, "tool_calls": said.calls}
+    if by_functions and said.calls and not said.calls[0].get("index"):
+        fields["function_call"] = said.calls[0]["function"]
     return {name: value for name, value in fields.items() if value}
 
 

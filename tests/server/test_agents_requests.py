@@ -3,18 +3,13 @@
 import gzip
 import json
 import zlib
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
-from acting_server import acting
-from agent_templates import FAMILIES
+from acting_server import CHAT, MESSAGES, RESPONSES, TEXT, answering
 from server_helpers import serving
 
-CHAT, TEXT, MESSAGES, RESPONSES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses")
-)
 PATHS = {"chat": CHAT, "messages": MESSAGES, "responses": RESPONSES}
 CASES = yaml.safe_load(
     (Path(__file__).parents[1] / "fixtures" / "agents_requests.yaml").read_text()
@@ -32,42 +27,10 @@ IMAGE_NOTE = "is not shown to the model"
 ID = "call_0123456789abcdef0123456789abcdef"  # of 37 characters
 
 
-class Agent:
-    """A server whose model says `answer`; `prompt` is what it last read."""
-
-    def __init__(self, served, answers):
-        self.served, self.answers, self.post = served, answers, served.post
-        self.tokenizer = served.engine.loaded.tokenizer
-
-    @contextmanager
-    def family(self, name):
-        hf = self.tokenizer._tokenizer
-        usual, hf.chat_template = hf.chat_template, FAMILIES.get(name, hf.chat_template)
-        try:
-            yield self
-        finally:
-            hf.chat_template = usual
-
-    def ask(self, path, family="chatml", answer="Fine.", **body):
-        """The prompt that the model read, the answer's body, and its text."""
-        self.answers["next"] = answer
-        limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-        with self.family(family):
-            found = self.post(path, content=json.dumps({limit: 300} | body))
-        assert found.status_code == 200, found.text
-        return self.answers["prompt"], found.json()
-
-
 @pytest.fixture(scope="module")
 def agent():
-    answers = {"next": "Fine."}
-
-    def say(prompt):
-        answers["prompt"] = prompt
-        return answers["next"]
-
-    with acting(say) as served:
-        yield Agent(served, answers)
+    with answering() as found:
+        yield found
 
 
 def user(content="Look."):
