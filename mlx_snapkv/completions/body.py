@@ -139,8 +139,9 @@ def _as_choice(value: Any) -> Any:
     if kind == "allowed_tools":
         inner = value.get(kind, value)
         require(isinstance(inner, dict), ".allowed_tools should be a valid object", inner)
-        tools = [_named(tool) for tool in as_list(inner.get("tools"))]
-        return {"type": inner.get("mode", "auto"), "allowed": [tool["name"] for tool in tools]}
+        names = [_named(tool)["name"] for tool in as_list(inner.get("tools"))]
+        allowed = [name for name in names if name is not None]  # a service's may have none
+        return {"type": inner.get("mode", "auto"), "allowed": allowed}
     if kind in ("function", "custom") and ("name" in value or kind in value):
         return {"type": "function", "function": _named(value)}
     return {"type": "auto", "service": kind} if kind in SERVICES else value

@@ -108,7 +108,7 @@ def test_a_choice_among_allowed_tools_and_services(agent):
     choice = {
         "type": "allowed_tools",
         "mode": "auto",
-        "tools": [{"type": "function", "name": "shut"}],
+        "tools": [{"type": "mcp", "server_label": "s"}, {"type": "function", "name": "shut"}],
     }
     prompt, _ = agent.ask(RESPONSES, tool_choice=choice, tools=tools, **RESPONSE_ASKED)
     assert '"open"' not in prompt and '"shut"' in prompt

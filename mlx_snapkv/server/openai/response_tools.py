@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, JsonValue, Tag
 
 from ...completions.body import Part
 from ...completions.messages import full_name
-from ..chat_messages import ForeignTool, function_tool, own, unwrapped
+from ..chat_messages import ForeignTool, MayBeNone, function_tool, own, unwrapped
 
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 Name = Annotated[str, Field(min_length=1)]
@@ -34,11 +34,12 @@ class Namespace(Part):
     type: Literal["namespace"]
     name: Name
     description: str | None = None
-    tools: list[InNamespace]
+    tools: Annotated[list[InNamespace], MayBeNone] = Field([])
 
 
 AnyTool = Annotated[
-    Annotated[Function | Namespace, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
+    Annotated[Annotated[Function | Namespace, Field(discriminator="type")], Tag("own")]
+    | Annotated[ForeignTool, Tag("foreign")],
     own("function", "custom", "namespace"),
     BeforeValidator(unwrapped),
 ]
