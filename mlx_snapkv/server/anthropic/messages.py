@@ -183,12 +183,14 @@ async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any
 class MessageFormatter(BlockFormatter):
     """A message; `model` is the client's name for it."""
 
-    alive = server_sent({"type": "ping"}, "ping")
-
     def __init__(self, model: str):
         super().__init__()
         head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": model}
+
+    @property
+    def alive(self) -> str:
+        return _event("ping")
 
     def begin(self) -> Iterator[str]:
         pending = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}

@@ -83,8 +83,6 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
 class ResponsesFormatter(BlockFormatter):
     """A response to `body`; `model` is the client's name for it."""
 
-    alive = ": keep-alive\n\n"
-
     def __init__(self, model: str, body: ResponsesBody):
         super().__init__()
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
@@ -93,8 +91,13 @@ class ResponsesFormatter(BlockFormatter):
         self._tools = by_name(body.tools)
 
     def begin(self) -> Iterator[str]:
-        for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self.alive
+
+    @property
+    def alive(self) -> str:
+        """Codex ends a stream without events for 300 seconds, and comments are none."""
+        return self._event("response.in_progress", response=self._response("in_progress"))
 
     def end(self) -> Iterator[str]:
         response = self.whole()
