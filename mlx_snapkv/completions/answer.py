@@ -29,7 +29,7 @@ class Completion:
     Attributes:
         reply: so far.
         n_tokens: the end-of-answer token included; `n_reasoning` of them are thoughts, with their delimiters.
-        finish_reason: None until it has ended; "stop", "length" or "tool_calls".
+        finish_reason: None until it has ended; "stop", "length", "tool_calls", or of old clients "function_call".
         stopped_by: the stop text that has ended it.
     """
 
@@ -73,7 +73,7 @@ class Completion:
         if finish_reason == "stop" and self._constraint and self._constraint.is_cut:
             self.finish_reason = "length"
         elif finish_reason == "stop" and self.reply.calls:
-            self.finish_reason = "tool_calls"
+            self.finish_reason = "function_call" if self.request.by_functions else "tool_calls"
         return pieces
 
     def _until_stopped(self, parts: Iterator[Reply], is_last: bool) -> Iterator[Reply]:
@@ -190,17 +190,20 @@ def head(chat: bool, model: str) -> dict[str, Any]:
 def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
     content: dict[str, Any] = {"text": answer.reply.text}
     if answer.request.chat:
-        fields = {"content": None if answer.reply.calls else ""} | message_fields(answer.reply)
+        message = message_fields(answer.reply, answer.request.by_functions)
+        fields = {"content": None if answer.reply.calls else ""} | message
         content = {"message": {"role": "assistant", **fields}}
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
 
-def message_fields(reply: Reply) -> dict[str, Any]:
-    """The fields of a message that have something."""
+def message_fields(reply: Reply, by_functions: bool = False) -> dict[str, Any]:
+    """The fields of a message that have something; clients of functions look for the first call in its old place."""
     thoughts = dict.fromkeys(
         ("reasoning", "reasoning_content"), reply.reasoning
     )  # clients read either
     fields = {"content": reply.text, **thoughts, "tool_calls": reply.calls}
+    if by_functions and reply.calls and not reply.calls[0].get("index"):
+        fields["function_call"] = reply.calls[0]["function"]
     return {name: value for name, value in fields.items() if value}
 
 

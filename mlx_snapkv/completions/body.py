@@ -14,12 +14,13 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
+    model_validator,
 )
 
 from ..errors import SnapKVError
 from .checks import must, require, short
 from .contents import as_list
-from .messages import Message, messages_of
+from .messages import Message, is_answer, messages_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -37,8 +38,10 @@ AtMost = Annotated[
     int, must(lambda v: v == NO_LIMIT or v >= 1, "should be greater than or equal to 1"), Whole
 ]
 TopK = Annotated[int, Field(ge=0), BeforeValidator(lambda v: 0 if v == NO_LIMIT else v), Whole]
+Temperature = Annotated[float, Field(ge=0, le=100)]
 NLogprobs = Annotated[int, Field(ge=0, le=20), Whole]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
+NoneIfEmpty = BeforeValidator(lambda v: None if v == [] else v)  # PHP writes {} so
 Stops = Annotated[list[str], BeforeValidator(lambda v: [s for s in as_list(v) if s is not None])]
 Unsupported = Annotated[Any, must(lambda value: not value, "is not supported: drop the field")]
 
@@ -50,26 +53,26 @@ class Part(BaseModel):
 
 
 def _messages(items: Any) -> list[Message]:
-    """The messages of a list of them in any form, or of a response's items.
-
-    The last one has to say something, unless it is an assistant's or a tool's.
-    """
+    """The messages of a list of them in any form, or of a response's items; one of them has to say something."""
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
     messages: list[Message] = []
+    n_answered = max((i for i, item in enumerate(items) if is_answer(item)), default=0)
     for number, item in enumerate(items):
         follows_result = bool(messages) and messages[-1].role == "tool"
+        may_have_media = follows_result or number < n_answered
         try:
-            new = [item] if isinstance(item, Message) else messages_of(item, follows_result)
+            new = [item] if isinstance(item, Message) else messages_of(item, may_have_media)
         except ValueError as error:
             rule = str(error)
             raise ValueError(
                 f".{number}{rule}" if rule.startswith(".") else f".{number} {rule}"
             ) from None
         messages += new
-    last = messages[-1] if messages else Message("user")
-    empty = last.role in ("user", "system") and not last.text
-    require(not empty, f".{len(items) - 1}.content must not be empty", last.text)
+    says = any(
+        m.text or m.reasoning or m.calls or m.role in ("assistant", "tool") for m in messages
+    )
+    require(says, f".{len(items) - 1}.content must not be empty", "")
     return messages
 
 
@@ -109,6 +112,12 @@ class ResponseFormat(Part):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+SERVICES = {  # what OpenAI's tool_choice may force besides functions
+    *("file_search", "web_search", "web_search_preview", "image_generation", "code_interpreter"),
+    *("computer", "computer_use", "computer_use_preview", "mcp", "shell", "apply_patch"),
+}
+
+
 class FunctionName(Part):
     name: Annotated[str, Field(min_length=1)]
 
@@ -117,6 +126,8 @@ class ToolChoice(Part):
     """Whether tools may or must be called, or the one to call."""
 
     type: Literal["auto", "none", "required", "function"]
+    allowed: list[str] | None = None  # the tools that may be called
+    service: str | None = None  # the kind of a tool that was to be called, and is not known here
     function: Annotated[FunctionName | None, needed_by("function")] = Field(
         None, validate_default=True
     )
@@ -126,9 +137,22 @@ def _as_choice(value: Any) -> Any:
     """The tool to call is named one level higher in responses, whose custom tools are functions here."""
     if isinstance(value, str):
         return {"type": value}
-    if isinstance(value, dict) and value.get("type") in ("function", "custom") and "name" in value:
-        return {"type": "function", "function": {"name": value["name"]}}
-    return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "allowed_tools":
+        inner = value.get(kind, value)
+        require(isinstance(inner, dict), ".allowed_tools should be a valid object", inner)
+        names = [_named(tool)["name"] for tool in as_list(inner.get("tools"))]
+        allowed = [name for name in names if name is not None]  # a service's may have none
+        return {"type": inner.get("mode", "auto"), "allowed": allowed}
+    if kind in ("function", "custom") and ("name" in value or kind in value):
+        return {"type": "function", "function": _named(value)}
+    return {"type": "auto", "service": kind} if kind in SERVICES else value
+
+
+def _named(tool: Any) -> Any:
+    """What has the name of a tool in a choice."""
+    require(isinstance(tool, dict), " should name tools", tool)
+    return {"name": tool.get("name")} | (tool.get("function") or tool.get("custom") or {})
 
 
 class StreamOptions(Part):
@@ -146,7 +170,7 @@ class CommonBody(Part):
     model: str | None = None
     max_tokens: AtMost | None = None
     max_completion_tokens: AtMost | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None
     min_p: Probability | None = None
@@ -154,7 +178,7 @@ class CommonBody(Part):
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
     seed: Integer | None = None
     stop: Stops | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: Annotated[dict[TokenId, float] | None, NoneIfEmpty] = None
     frequency_penalty: float | None = None
     frequency_context_size: Positive | None = None
     presence_penalty: float | None = None
@@ -174,8 +198,8 @@ class ChatBody(CommonBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    functions: Unsupported = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, NoneIfEmpty] = None
+    functions: list[dict[str, Any]] | None = None  # tools, before they were called so
     audio: Unsupported = None
     modalities: list[Literal["text"]] | None = None
     logprobs: bool | None = None
@@ -185,6 +209,20 @@ class ChatBody(CommonBody):
     reasoning: Any = None
     thinking: Any = None
     enable_thinking: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _functions(cls, body: Any) -> Any:
+        """Functions are tools; a call of one that is forced, or forbidden, is a choice of tools."""
+        if not isinstance(body, dict):
+            return body
+        choice, functions = body.get("function_call"), as_list(body.get("functions"))
+        found = {name: value for name, value in body.items() if name != "function_call"}
+        if functions and not body.get("tools"):
+            found["tools"] = [{"type": "function", "function": each} for each in functions]
+            named = {"type": "function", "function": choice}
+            found["tool_choice"] = named if isinstance(choice, dict) else choice
+        return found
 
 
 def _as_number(value: Any) -> Any:

@@ -83,7 +83,8 @@ def _part(part: dict[str, Any], whose: str) -> Shown:
 
 def _titled(part: dict[str, Any], text: str) -> str:
     """A document's text, under its title."""
-    title = part.get("title") or part.get("filename")
+    file = part.get("file")
+    title = part.get("title") or (file if isinstance(file, dict) else part).get("filename")
     return f"{title}\n{text}{BREAK}" if isinstance(title, str) else text + BREAK
 
 
@@ -103,27 +104,30 @@ def _text_within(part: dict[str, Any]) -> str | None:
             return nested["text"]
         named_type = nested.get("media_type") or nested.get("mimeType") or ""
         data = nested.get("file_data") or nested.get("data") or nested.get("blob")
-        return _decoded(data, str(named_type))
+        return _decoded(data, str(named_type), named(part))
     if isinstance(part.get("file_data"), str):
-        return _decoded(part["file_data"], "")
+        return _decoded(part["file_data"], "", named(part))
     if named(part) == "search_result" and isinstance(part.get("content"), list):
         text = BREAK.join(each.text for each in shown(part["content"]))
         return f"{source}\n{text}" if isinstance(source, str) else text
     return None
 
 
-def _decoded(data: Any, media_type: str) -> str | None:
-    """The text in base64, or in a data URL, of a type that is a text's."""
+def _decoded(data: Any, media_type: str, kind: str) -> str | None:
+    """The text in base64, or in a data URL, of a file: of a text's type, or of one that tells nothing."""
     if not isinstance(data, str):
         return None
     if data.startswith("data:"):
         media_type, _, data = data.removeprefix("data:").partition(";base64,")
-    if not media_type.startswith(("text/", "application/json")):
+    is_file = "file" in kind and media_type.partition("/")[0] in ("", "application")
+    if not (is_file or media_type.startswith(("text/", "application/json"))):
         return None
     try:
-        return base64.b64decode(data, validate=True).decode()
+        text = base64.b64decode(data, validate=True).decode()
     except ValueError:
         return None
+    is_text = is_file and not text.startswith("%PDF") and "\0" not in text
+    return text if is_text or not is_file else None
 
 
 def _size(part: dict[str, Any]) -> list[str]:

@@ -63,11 +63,18 @@ class Message:
     notes: tuple[str, ...] = ()
 
 
-def messages_of(item: Any, follows_result: bool = False) -> list[Message]:
+def is_answer(item: Any) -> bool:
+    """Whether this is an assistant's: what came before it has been answered."""
+    role = item.get("role") if isinstance(item, dict) else None
+    return isinstance(role, str) and ROLES.get(role.lower()) == "assistant"
+
+
+def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
     """A message, or an item of a response's input, as a client has it.
 
     Args:
-        follows_result: a tool's result comes before. Some clients put a tool's images into a user's message behind it.
+        may_have_media: an image of the user's is left out. Some clients put a tool's into a user's message behind its
+            result, and another model may have answered this one.
 
     Raises: ValueError: nobody can read it.
     """
@@ -76,21 +83,21 @@ def messages_of(item: Any, follows_result: bool = False) -> list[Message]:
     if "role" not in item and isinstance(kind, str) and kind != "message":
         return _item(item, kind)
     require("role" in item, ".role is missing", item)
-    role = ROLES.get(item["role"]) if isinstance(item["role"], str) else None
+    role = ROLES.get(item["role"].lower()) if isinstance(item["role"], str) else None
     roles = ", ".join(map(repr, ROLES))
     require(role is not None, f".role should be one of {roles}", item["role"])
     assert role is not None
     if role == "tool":
         call_id = item.get("tool_call_id") or item.get("name") or ""
         return [replace(result(call_id, item.get("content")), extra=_extra(item))]
-    return _spoken(item, role, follows_result)
+    return _spoken(item, role, may_have_media)
 
 
-def _spoken(item: dict[str, Any], role: str, follows_result: bool) -> list[Message]:
+def _spoken(item: dict[str, Any], role: str, may_have_media: bool) -> list[Message]:
     """A message with a role, in the order of its parts; what tools answered comes before what else the user says."""
     parts = as_list(item.get("content"))
-    has_results = follows_result or any(_kind(part) == "result" for part in parts)
-    messages = list(_content(parts, role, is_own=role in OWN and not has_results))
+    may_have_media = may_have_media or any(_kind(part) == "result" for part in parts)
+    messages = list(_content(parts, role, is_own=role in OWN and not may_have_media))
     thought = item.get("reasoning_content") or item.get("reasoning")
     if role == "assistant" and isinstance(thought, str):
         messages.insert(0, Message(role, reasoning=thought))
@@ -166,8 +173,14 @@ def call_of(call: dict[str, Any]) -> dict[str, Any]:
         name = named(call).removesuffix("_call")
     if "custom" in named(call) and isinstance(arguments, str):
         arguments = {"input": arguments}
+    name = full_name(name, call.get("namespace"))
     function = {"name": name, "arguments": arguments_of(arguments)}
     return {"id": str(call_id or ""), "type": "function", "function": function}
+
+
+def full_name(name: str, namespace: Any) -> str:
+    """A tool's name as templates take it; MCP servers' namespaces may end as its parts are joined."""
+    return f"{namespace.rstrip('_')}__{name}" if isinstance(namespace, str) and namespace else name
 
 
 def arguments_of(value: Any) -> Any:

@@ -15,7 +15,7 @@ from .body import NO_LIMIT, Body, ChatBody
 from .chat_template import Rendered, initial_state, render
 from .constraint import Constraint
 from .grammar import Form, call_form, json_form, name_of
-from .messages import Message
+from .messages import Message, whole
 from .thinking import thinking_options
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
@@ -47,6 +47,7 @@ HARMLESS = {
         "keep_alive",
         "extra_headers",
     ),
+    *("prediction", "usage", "include_reasoning", "max_tool_calls", "speed", "function_call"),
 }
 EMPTY: tuple[Any, ...] = ({}, [], "", False)
 PENALTIES = {
@@ -85,6 +86,7 @@ class CompletionRequest:
         n_logprobs: how many are wanted besides a token's own; None for not even that.
         ignored: the body's fields that are not known here.
         warnings: sentences on what of the body is left out, without those fields.
+        by_functions: whether a call is to be said as before there were tools.
     """
 
     prompt: list[int]
@@ -99,6 +101,7 @@ class CompletionRequest:
     ignored: list[str]
     warnings: list[str]
     constraint: Constraint | None = None
+    by_functions: bool = False
 
 
 def completion_request(
@@ -154,16 +157,29 @@ def completion_request(
         sorted(unknown),
         list(dict.fromkeys(warnings)),
         constraint,
+        isinstance(body, ChatBody) and bool(body.functions),
     )
 
 
 def _left_out(unknown: dict[str, Any], may_call: bool) -> list[str]:
     """Sentences on fields that are not known here; an answer that `may_call` tools calls as many as it likes."""
-    left = [name for name, value in unknown.items() if name not in HARMLESS and value not in EMPTY]
+    left = [
+        name
+        for name, value in unknown.items()
+        if not (name in HARMLESS or value in EMPTY or _keeps_all(value))
+    ]
     notes = [f"{name[:80]} is left out: it is not known here" for name in sorted(left)]
     if unknown.get("parallel_tool_calls") is False and may_call:
         notes.insert(0, "parallel_tool_calls is left out: an answer may call several tools")
     return notes
+
+
+def _keeps_all(value: Any) -> bool:
+    """Whether this is a `context_management` that asks for nothing, as Claude Code's with every request."""
+    edits = value.get("edits") if isinstance(value, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
+    )
 
 
 def _at_most(body: Body, defaults: Defaults, longest: int) -> int:
@@ -191,9 +207,11 @@ def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: 
 
 def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """The tools as chat templates take them, and what is left out."""
-    tools, notes = [], []
-    is_none = body.tool_choice is not None and body.tool_choice.type == "none"
-    for tool in [] if is_none else body.tools or []:
+    tools, notes, choice = [], [], body.tool_choice
+    is_none = choice is not None and choice.type == "none"
+    if choice is not None and choice.service:
+        notes.append(f"tool_choice is left out: only functions are known here, no {choice.service}")
+    for tool in [] if is_none else whole(body.tools or []):
         kind = tool.get("type", "function")
         if "function" in tool:
             tools.append({"type": "function", **tool})
@@ -205,6 +223,8 @@ def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[str]]:
             notes.append(
                 f"tools of the type {str(kind)[:40]} are left out: only functions are known here"
             )
+    if choice is not None and choice.allowed is not None:
+        tools = [tool for tool in tools if name_of(tool) in choice.allowed]
     return tools or None, notes
 
 

@@ -128,9 +128,12 @@ class Gate:
 
 
 def _usual(scope: Scope) -> Scope:
-    """A request as if the client's base URL had had `/v1` once; a HEAD as the GET whose body nobody gets."""
-    path = re.sub("^(/v1)+(?=/v1/)", "", scope["path"].rstrip("/") or "/")
-    if path.split("/")[1] in UNDER_V1:
+    """A request as if the client's base URL had had `/v1` once and no slash at its end; a HEAD as the GET whose body
+    nobody gets.
+    """
+    path = re.sub("/{2,}", "/", scope["path"])
+    path = re.sub("^(/v1)+(?=/v1/)", "", path.rstrip("/") or "/")
+    if path.removeprefix("/").partition("/")[0] in UNDER_V1:
         path = f"/v1{path}"
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "path": path, "method": method}

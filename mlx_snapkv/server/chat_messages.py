@@ -49,13 +49,17 @@ def by_type(*types: str | None) -> Discriminator:
     return Discriminator(tag)
 
 
+def unwrapped(tool: Any) -> Any:
+    """A tool whose function's fields are its own: chat completions have them one level deeper."""
+    inner = tool.get("function") if isinstance(tool, dict) else None
+    return {"type": "function", **inner} if isinstance(inner, dict) else tool
+
+
 MayBeNone = BeforeValidator(lambda value: [] if value is None else value)
 
 
 def function_tool(tool: Any, parameters: dict[str, Any] | None) -> dict[str, Any]:
     """A tool with a name and perhaps a description, as chat templates take it."""
-    if isinstance(tool, ForeignTool):
-        return tool.model_dump()
     about = tool.model_dump(include={"name", "description"}, exclude_none=True)
     return {"type": "function", "function": {**about, "parameters": parameters or {}}}
 

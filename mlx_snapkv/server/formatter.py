@@ -88,7 +88,9 @@ class Block:
 class BlockFormatter(ResponseFormatter):
     """Gives one answer in blocks and streams how they change; `alive` only shows that the connection lives."""
 
-    alive: str
+    @property
+    @abstractmethod
+    def alive(self) -> str: ...
 
     def __init__(self) -> None:
         super().__init__()

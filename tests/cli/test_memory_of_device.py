@@ -16,7 +16,7 @@ from mlx_snapkv.planning.machine import mac, this_machine
 TEXT = ["--prompt", "The access code of the opal oak is 481516. What is it?"]
 LITTLE = [*TEXT, "-m", "2"]
 SNAPKV = ["--snapkv", "budget=16,n_sink=2,n_window=8,obs_window=8,lookahead=0"]
-SMALL = ["--length", "512"]
+SMALL = ["--length", "150", "--continuation", "4"]
 
 
 @pytest.fixture
@@ -50,15 +50,16 @@ def wired(monkeypatch):
         ["chat", "--model", "demo", "-m", "2", *SNAPKV],
         ["cache-prompt", "--model", "demo", "--prompt-file", "-", "-o", "saved.safetensors"],
         ["batch", "-", "-o", "answers.jsonl", "--model", "demo", *SNAPKV],
-        ["eval", "needle", *SMALL, "--depths", "1", "--policy", "keydiff:budget=25%,block=128"],
+        ["eval", "fidelity", "--model", "demo", "--text", "text.txt", *SMALL, "--documents", "1", *SNAPKV],
         ["bench", *"--model demo --context 1024 -p 1024 --long-prompts 1024 -n 1 --steps 1 --snapkv budget=99".split()],
     ],
     ids=lambda command: command[0],
 )  # fmt: skip
 def test_every_command_that_runs_a_model_wires_its_memory(
-    call, wired, command, tmp_path, monkeypatch
+    call, wired, command, text_file, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    text_file(tmp_path / "text.txt", 380, 1)
     request = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": '
     request += (
         b'{"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}}\n'

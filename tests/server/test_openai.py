@@ -203,7 +203,7 @@ def test_what_is_too_long_for_the_model_is_told_in_the_log_and_answered(caplog):
         model.args.max_position_embeddings = 600
 
     with serving(load_named("demo", shorten)) as served:
-        for n in (5, 700):
+        for n in (5, 700, 750):  # a conversation's every prompt is longer
             body = {"prompt": [5 + i % 60 for i in range(n)], "max_tokens": 1}
             assert served.post("/v1/completions", body).status_code == 200
     (told,) = caplog.messages

@@ -58,8 +58,11 @@ def test_a_stream_is_the_whole_response_in_events(client, document):
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
     events, final = streamed(client, question, instructions="Be brief.")
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert [event.type.removeprefix("response.") for event in events] == [
-        *("created", "in_progress", "output_item.added", "content_part.added"),
+    kinds = [event.type.removeprefix("response.") for event in events]
+    # Codex' timeout starts again with every event, and with nothing else: they come while the prompt is read.
+    assert (n_alive := kinds.count("in_progress")) > 2
+    assert kinds == [
+        *("created", *["in_progress"] * n_alive, "output_item.added", "content_part.added"),
         *["output_text.delta"] * len(deltas),
         *("output_text.done", "content_part.done", "output_item.done", "completed"),
     ]

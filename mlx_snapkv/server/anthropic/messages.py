@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, Tag
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, Tag
 
 from ...completions.body import (
     AtMost,
@@ -16,10 +16,11 @@ from ...completions.body import (
     Part,
     Probability,
     Stops,
+    Temperature,
     TopK,
     needed_by,
 )
-from ...completions.checks import must
+from ...completions.checks import require
 from ...completions.contents import shown
 from ...completions.messages import Message
 from ..api_error import ApiError
@@ -31,6 +32,7 @@ from ..chat_messages import (
     by_type,
     chat_body,
     function_tool,
+    unwrapped,
 )
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
@@ -54,7 +56,15 @@ ERRORS = {
 
 router = APIRouter(tags=["Anthropic"])
 
-Name = Annotated[str, Field(min_length=1, max_length=128)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+def _tool(value: Any) -> Any:
+    """A tool in OpenAI's form has its schema under another name."""
+    tool = unwrapped(value)
+    if isinstance(tool, dict) and "parameters" in tool and "input_schema" not in tool:
+        return tool | {"input_schema": tool["parameters"] or {}}
+    return tool
 
 
 class Tool(Part):
@@ -66,7 +76,19 @@ class Tool(Part):
 AnyTool = Annotated[
     Annotated[Tool, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
     by_type(None, "custom", "function"),
+    BeforeValidator(_tool),
 ]
+
+
+def _choice(value: Any) -> Any:
+    """OpenAI's forms as Anthropic's."""
+    if isinstance(value, str):
+        value = {"type": value}
+    if isinstance(value, dict) and value.get("type") == "required":
+        return {"type": "any"}
+    if isinstance(value, dict) and value.get("type") == "function":
+        return unwrapped(value) | {"type": "tool"}
+    return value
 
 
 class ToolChoice(Part):
@@ -95,16 +117,10 @@ class CountedMessages(Part):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    messages: Annotated[
-        Messages,
-        must(
-            lambda messages: messages[-1].role != "assistant",
-            "must not end with the assistant's: none can be continued",
-        ),
-    ]
+    messages: Messages
     system: Annotated[list[InstanceOf[Message]], BeforeValidator(_system)] = Field([])
     tools: Annotated[list[AnyTool], MayBeNone] = Field([])
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_choice)] = None
     thinking: Any = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -116,7 +132,12 @@ class CountedMessages(Part):
         return chat_body(
             self,
             [*self.system, *self.messages],
-            [function_tool(tool, getattr(tool, "input_schema", None)) for tool in self.tools],
+            [
+                function_tool(tool, tool.input_schema)
+                if isinstance(tool, Tool)
+                else tool.model_dump()
+                for tool in self.tools
+            ],
             tool_choice=self.tool_choice and self.tool_choice.of_chat,
             response_format=form and form.response_format,
             thinking=self.thinking,
@@ -125,11 +146,18 @@ class CountedMessages(Part):
         )
 
 
+def _answerable(messages: list[Message]) -> list[Message]:
+    last, rule = messages[-1], "must not end with the assistant's: none can be continued"
+    require(last.role != "assistant", rule, last.text)
+    return messages
+
+
 class MessagesBody(CountedMessages):
     """The body of `/v1/messages`."""
 
+    messages: Annotated[Messages, AfterValidator(_answerable)]
     max_tokens: AtMost
-    temperature: Probability | None = None
+    temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None
     stop_sequences: Stops | None = None
@@ -155,12 +183,14 @@ async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any
 class MessageFormatter(BlockFormatter):
     """A message; `model` is the client's name for it."""
 
-    alive = server_sent({"type": "ping"}, "ping")
-
     def __init__(self, model: str):
         super().__init__()
         head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": model}
+
+    @property
+    def alive(self) -> str:
+        return _event("ping")
 
     def begin(self) -> Iterator[str]:
         pending = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}

@@ -35,6 +35,7 @@ async def _respond(request: Request, body: Body) -> Response:
         "with_usage": with_usage,
         "memory": memory,
         "n": n,
+        "by_functions": isinstance(body, ChatBody) and bool(body.functions),
     }
     return await respond(request, body, bodies, partial(CompletionFormatter, **how))
 
@@ -70,8 +71,17 @@ def _model(name: str) -> dict[str, Any]:
 class CompletionFormatter(ResponseFormatter):
     """Choices of chats or of texts; streams may end with the usage."""
 
-    def __init__(self, model: str, is_chat: bool, with_usage: bool, memory: str, n: int):
+    def __init__(
+        self,
+        model: str,
+        is_chat: bool,
+        with_usage: bool,
+        memory: str,
+        n: int,
+        by_functions: bool = False,
+    ):
         super().__init__()
+        self._by_functions = by_functions
         self._n = n  # answers to each prompt
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
@@ -127,7 +137,8 @@ class CompletionFormatter(ResponseFormatter):
             return {"text": piece.text, **logprobs}
         calls = [{**call, "index": n} for n, call in enumerate(piece.calls, self._n_calls[index])]
         self._n_calls[index] += len(calls)
-        return {"delta": message_fields(replace(piece, calls=calls)), **logprobs}
+        fields = message_fields(replace(piece, calls=calls), self._by_functions)
+        return {"delta": fields, **logprobs}
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
         if not tokens:

@@ -6,25 +6,19 @@ import time
 import uuid
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, Tag
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
 
-from ...completions.body import AtMost, ChatBody, Messages, Part, Probability
+from ...completions.body import AtMost, ChatBody, Messages, Part, Probability, Temperature
 from ...completions.checks import must, require
-from ...completions.messages import Message
+from ...completions.messages import Message, whole
 from ..api_error import ApiError
-from ..chat_messages import (
-    ForeignTool,
-    MayBeNone,
-    OutputConfig,
-    by_type,
-    chat_body,
-    function_tool,
-)
+from ..chat_messages import ForeignTool, MayBeNone, OutputConfig, chat_body
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
+from .response_tools import AnyTool, by_name, in_chat
 
 KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 REPEATED = {"instructions", "max_output_tokens", "temperature", "top_p"}
@@ -39,29 +33,6 @@ def _items(value: Any) -> Any:
         value = [{"role": "user", "content": value}]
     require(isinstance(value, list), "must be text or a list", value)
     return value
-
-
-class Function(Part):
-    """A function, or Codex' custom tool, which is one of a text."""
-
-    type: Literal["function", "custom"]
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None  # finite numbers only: responses repeat it
-
-
-AnyTool = Annotated[
-    Annotated[Function, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
-    by_type("function", "custom"),
-]
-
-INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-
-
-def _parameters(tool: Function | ForeignTool) -> dict[str, Any] | None:
-    if isinstance(tool, ForeignTool):
-        return None
-    return INPUT if tool.type == "custom" else tool.parameters
 
 
 STATELESS = "can't be honoured: nothing is stored here, so send the whole conversation as input"
@@ -79,11 +50,11 @@ class ResponsesBody(Part):
     tools: Annotated[list[AnyTool], MayBeNone] = Field([])
     tool_choice: Any = None
     max_output_tokens: AtMost | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: Probability | None = None
     stream: bool | None = None
     reasoning: Any = None
-    metadata: dict[str, str] | None = None
+    metadata: JsonValue = None  # which responses repeat
     text: OutputConfig | None = None
     previous_response_id: Stored = None
     conversation: Stored = None
@@ -96,7 +67,7 @@ class ResponsesBody(Part):
         return chat_body(
             self,
             instructions + self.input,
-            [function_tool(tool, _parameters(tool)) for tool in self.tools],
+            in_chat(self.tools),
             max_tokens=self.max_output_tokens,
             response_format=self.text and self.text.format and self.text.format.response_format,
             **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
@@ -112,20 +83,21 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
 class ResponsesFormatter(BlockFormatter):
     """A response to `body`; `model` is the client's name for it."""
 
-    alive = ": keep-alive\n\n"
-
     def __init__(self, model: str, body: ResponsesBody):
         super().__init__()
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
         self._model, self._body = model, body
         self._numbers = itertools.count()
-        self._custom = {
-            t.name for t in body.tools if isinstance(t, Function) and t.type == "custom"
-        }
+        self._tools = by_name(body.tools)
 
     def begin(self) -> Iterator[str]:
-        for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self.alive
+
+    @property
+    def alive(self) -> str:
+        """Codex ends a stream without events for 300 seconds, and comments are none."""
+        return self._event("response.in_progress", response=self._response("in_progress"))
 
     def end(self) -> Iterator[str]:
         response = self.whole()
@@ -168,7 +140,7 @@ class ResponsesFormatter(BlockFormatter):
         if self._is_custom(block):
             yield self._block_event("custom_tool_call_input.done", block, input=_input(block))
         elif block.call is not None:
-            name = block.call["function"]["name"]
+            name = self._called(block)["name"]
             yield self._block_event(done, block, name=name, arguments=block.text)
         else:
             yield self._block_event(done, block, text=block.text, **_logprobs(block))
@@ -180,13 +152,22 @@ class ResponsesFormatter(BlockFormatter):
         return self._event(f"response.output_item.{what}", output_index=block.index, item=item)
 
     def _is_custom(self, block: Block) -> bool:
-        return block.call is not None and block.call["function"]["name"] in self._custom
+        found = self._tools.get(block.call["function"]["name"]) if block.call else None
+        return found is not None and found.tool.type == "custom"
+
+    def _called(self, block: Block) -> dict[str, Any]:
+        """The name of a call's tool, within its namespace if it has one."""
+        assert block.call is not None
+        name = block.call["function"]["name"]
+        tool, namespace = self._tools.get(name, (None, None))
+        where = {"namespace": namespace} if namespace else {}
+        return {"name": tool.name if tool else name, **where}
 
     def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
         """An item of the output, still empty if it is new."""
         head = {"id": _id(block), "status": "in_progress" if is_new else "completed"}
         if block.call is not None:
-            call = {"call_id": block.call["id"], "name": block.call["function"]["name"]}
+            call = {"call_id": block.call["id"], **self._called(block)}
             if self._is_custom(block):
                 text = "" if is_new else _input(block)
                 return {"type": "custom_tool_call", **head, **call, "input": text}
@@ -212,8 +193,8 @@ class ResponsesFormatter(BlockFormatter):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            **body.model_dump(include=REPEATED),
-            "tools": [tool.model_dump() for tool in body.tools if isinstance(tool, Function)],
+            **whole(body.model_dump(include=REPEATED)),
+            "tools": whole([t.model_dump() for t in body.tools if not isinstance(t, ForeignTool)]),
             "reasoning": body.reasoning,
             "metadata": body.metadata or {},
             "model": self._model,

@@ -1,0 +1,81 @@
+"""The tools of `/v1/responses`: functions, Codex' custom tools, and namespaces of both."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, JsonValue, Tag
+
+from ...completions.body import Part
+from ...completions.messages import full_name
+from ..chat_messages import ForeignTool, MayBeNone, by_type, function_tool, unwrapped
+
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Function(Part):
+    """A function, or Codex' custom tool, which is one of a text."""
+
+    type: Literal["function", "custom"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None  # finite numbers only: responses repeat it
+
+
+InNamespace = Annotated[
+    Annotated[Function, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
+    by_type("function", "custom"),
+]
+
+
+class Namespace(Part):
+    """The tools of an MCP server, as Codex sends them; their names are the namespace's own."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Annotated[list[InNamespace], MayBeNone] = Field([])
+
+
+AnyTool = Annotated[
+    Annotated[Annotated[Function | Namespace, Field(discriminator="type")], Tag("own")]
+    | Annotated[ForeignTool, Tag("foreign")],
+    by_type("function", "custom", "namespace"),
+    BeforeValidator(unwrapped),
+]
+
+
+class Offered(NamedTuple):
+    """A tool that the model may call, and the namespace that the client looks for it in."""
+
+    tool: Function
+    namespace: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        return full_name(self.tool.name, self.namespace)
+
+
+def in_chat(tools: list[Function | Namespace | ForeignTool]) -> list[dict[str, Any]]:
+    """The tools as a chat completion's body has them."""
+    return [
+        each.model_dump() if isinstance(each, ForeignTool) else _function(each)
+        for each in _each(tools)
+    ]
+
+
+def by_name(tools: list[Function | Namespace | ForeignTool]) -> dict[str, Offered]:
+    """What the model may call, by the names that it knows."""
+    return {each.full_name: each for each in _each(tools) if isinstance(each, Offered)}
+
+
+def _each(tools: list[Any]) -> Iterator[Offered | ForeignTool]:
+    for tool in tools:
+        namespace = tool.name if isinstance(tool, Namespace) else None
+        for each in tool.tools if isinstance(tool, Namespace) else [tool]:
+            yield Offered(each, namespace) if isinstance(each, Function) else each
+
+
+def _function(each: Offered) -> dict[str, Any]:
+    parameters = INPUT if each.tool.type == "custom" else each.tool.parameters
+    return function_tool(each.tool.model_copy(update={"name": each.full_name}), parameters)

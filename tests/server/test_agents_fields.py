@@ -1,0 +1,174 @@
+"""Fields that agents and apps send in forms that are another API's, another server's or an older one's."""
+
+import json
+import socket
+
+import pytest
+from acting_server import CHAT, MESSAGES, RESPONSES, answering
+
+CALL = '<tool_call>{{"name": "{}", "arguments": {{"door": "green"}}}}</tool_call>'
+HALF = "half \ud83d"
+OBJECT = {"type": "object"}
+FUNCTION = {"name": "open", "description": "Opens.", "parameters": OBJECT}
+NESTED = {"type": "function", "function": FUNCTION}
+FLAT = {"type": "function", **FUNCTION}
+SHUT = {"type": "function", "function": {"name": "shut", "parameters": OBJECT}}
+LOOK = {"role": "user", "content": "Look."}
+CHAT_ASKED, RESPONSE_ASKED = {"messages": [LOOK]}, {"input": [LOOK]}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+
+
+@pytest.fixture(scope="module")
+def agent():
+    with answering() as found:
+        yield found
+
+
+def events(agent, path, answer, **body):
+    agent.answers["next"] = answer
+    with agent.served.client.stream("POST", path, json=body | {"stream": True}) as response:
+        return [json.loads(x[6:]) for x in response.iter_lines() if x.startswith("data: {")]
+
+
+def test_codex_calls_an_mcp_servers_tools(agent):
+    """Its namespaces, as Codex 0.171 sends them for MCP servers and for its own agents."""
+    tools = [{**FLAT, "name": "read", "strict": False}, {"type": "web_search"}]
+    fs, db = (
+        {"type": "namespace", "name": n, "description": n, "tools": tools}
+        for n in ("mcp__fs__", "db")
+    )
+    given = {**RESPONSE_ASKED, "tools": [FLAT, fs, db]}
+    prompt, found = agent.ask(RESPONSES, answer=CALL.format("mcp__fs__read"), **given)
+    assert all(f'"name": "{n}"' in prompt for n in ("open", "mcp__fs__read", "db__read"))
+    assert [tool["type"] for tool in found["tools"]] == ["function", "namespace", "namespace"]
+    (call,) = found["output"]
+    assert (call["name"], call["namespace"]) == ("read", "mcp__fs__")
+    sent = events(agent, RESPONSES, CALL.format("db__read"), **given)
+    items = [event["item"] for event in sent if "item" in event]
+    assert [(i["name"], i["namespace"]) for i in items] == [("read", "db")] * 2
+    (done,) = [e for e in sent if e["type"] == "response.function_call_arguments.done"]
+    assert done["name"] == "read"
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Read."}
+    given["input"] = [LOOK, call, result]
+    prompt, found = agent.ask(RESPONSES, answer=CALL.format("open"), **given)
+    assert '<tool_call>{"name": "mcp__fs__read"' in prompt and "<|tool|>Read." in prompt
+    assert "namespace" not in found["output"][0]
+
+
+def test_a_tool_in_another_apis_form(agent):
+    for path, body in ((CHAT, CHAT_ASKED), (MESSAGES, CHAT_ASKED), (RESPONSES, RESPONSE_ASKED)):
+        for tool in (NESTED, FLAT):
+            prompt, found = agent.ask(path, answer=CALL.format("open"), tools=[tool], **body)
+            assert '"name": "open"' in prompt and "Opens." in prompt, (path, prompt)
+            assert "green" in json.dumps(found) and "warnings" not in found
+
+
+def test_half_a_character_in_tools_and_instructions(agent):
+    """Apps cut descriptions of MCP servers' tools after so many UTF-16 units."""
+    tool = {**FUNCTION, "description": HALF, "input_schema": {"description": HALF}}
+    for path, body in (
+        (CHAT, CHAT_ASKED),
+        (MESSAGES, CHAT_ASKED | {"system": HALF}),
+        (RESPONSES, RESPONSE_ASKED | {"instructions": HALF}),
+    ):
+        prompt, _ = agent.ask(path, tools=[{"type": "function", **tool}], **body)
+        assert "half \ufffd" in prompt, path
+
+
+def test_functions_of_before_there_were_tools(agent):
+    asked = {**CHAT_ASKED, "functions": [FUNCTION], "answer": CALL.format("open")}
+    for choice in ("auto", None, {"name": "open"}):
+        prompt, found = agent.ask(CHAT, function_call=choice, **asked)
+        (choice,) = found["choices"]
+        assert '"name": "open"' in prompt and "warnings" not in found
+        assert choice["finish_reason"] == "function_call"
+        call = choice["message"]["function_call"]
+        assert (call["name"], json.loads(call["arguments"])) == ("open", {"door": "green"})
+    prompt, found = agent.ask(CHAT, function_call="none", **asked | {"answer": "Fine."})
+    assert "open" not in prompt and "warnings" not in found
+    twice = CALL.format("open") + CALL.format("shut")
+    sent = events(agent, CHAT, twice, **CHAT_ASKED, functions=[FUNCTION])
+    (call,) = [
+        c["choices"][0]["delta"]["function_call"]
+        for c in sent
+        if "function_call" in str(c["choices"][0]["delta"])
+    ]
+    assert call["name"] == "open" and sent[-1]["choices"][0]["finish_reason"] == "function_call"
+
+
+def test_a_choice_among_allowed_tools_and_services(agent):
+    names = [{"type": "function", "function": {"name": "open"}}]
+    tools = [NESTED, SHUT]
+    for mode in ("auto", "required"):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
+        prompt, _ = agent.ask(
+            CHAT, answer=CALL.format("open"), tool_choice=choice, tools=tools, **CHAT_ASKED
+        )
+        assert '"open"' in prompt and '"shut"' not in prompt
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "mcp", "server_label": "s"}, {"type": "function", "name": "shut"}],
+    }
+    prompt, _ = agent.ask(RESPONSES, tool_choice=choice, tools=tools, **RESPONSE_ASKED)
+    assert '"open"' not in prompt and '"shut"' in prompt
+    asked = {"tools": tools, "answer": CALL.format("open")}
+    custom = {"type": "custom", "custom": {"name": "open"}}
+    _, found = agent.ask(CHAT, tool_choice=custom, **asked, **CHAT_ASKED)
+    assert found["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "open"
+    for choice in ("required", {"type": "function", "function": {"name": "open"}}):
+        _, found = agent.ask(MESSAGES, tool_choice=choice, **asked, **CHAT_ASKED)
+        assert found["content"][0]["name"] == "open"
+    _, found = agent.ask(
+        RESPONSES, tool_choice={"type": "web_search_preview"}, tools=tools, **RESPONSE_ASKED
+    )
+    (note,) = found["warnings"]
+    assert note == "tool_choice is left out: only functions are known here, no web_search_preview"
+    bad = {"type": "allowed_tools", "allowed_tools": 5}
+    assert agent.post(CHAT, CHAT_ASKED | {"tools": tools, "tool_choice": bad}).status_code == 400
+
+
+QUIET = [
+    (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+    (MESSAGES, {"temperature": 1.5, "tools": [{"name": "n" * 140, "input_schema": OBJECT}], "speed": "fast"}),
+    (RESPONSES, {"metadata": {"n": 1}, "max_tool_calls": 3}),
+    (RESPONSES, {"metadata": [], "temperature": 2.5}),
+    (CHAT, {"logit_bias": [], "chat_template_kwargs": [], "metadata": [], "usage": {"include": True}}),
+    (CHAT, {"prediction": {"type": "content", "content": "x"}, "function_call": "none"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields"), QUIET)
+def test_what_changes_nothing_is_not_told(agent, path, fields):
+    asked = RESPONSE_ASKED if path == RESPONSES else CHAT_ASKED
+    assert "warnings" not in agent.ask(path, **asked, **fields)[1]
+
+
+def test_context_that_was_to_be_cleared_is_told(agent):
+    edits = [{"type": "clear_tool_uses_20250919"}]
+    _, found = agent.ask(MESSAGES, **CHAT_ASKED, context_management={"edits": edits})
+    assert found["warnings"] == ["context_management is left out: it is not known here"]
+
+
+def test_an_image_that_another_model_has_answered(agent):
+    seen = [{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "A door."}]
+    prompt, found = agent.ask(CHAT, messages=[*seen, LOOK])
+    assert "[image, 2 bytes, not shown to this model]" in prompt and len(found["warnings"]) == 1
+    assert agent.post(CHAT, {"messages": [*seen, *seen[:1]]}).status_code == 400
+
+
+def test_a_message_that_ends_in_the_assistants_words_can_be_counted(agent):
+    said = [LOOK, {"role": "assistant", "content": "Fine."}]
+    found = agent.post(f"{MESSAGES}/count_tokens", {"messages": said})
+    assert found.status_code == 200 and found.json()["input_tokens"] > 5
+    refused = agent.post(MESSAGES, {"messages": said, "max_tokens": 5})
+    assert refused.status_code == 400 and "Message(" not in refused.text
+
+
+def test_paths_of_proxies_and_base_urls_with_a_slash(agent):
+    agent.answers["next"] = "Fine."
+    assert agent.post(f"/{CHAT}", CHAT_ASKED).status_code == 200
+    port = int(agent.served.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 404 ")
