@@ -50,7 +50,7 @@ def wired(monkeypatch):
         ["chat", "--model", "demo", "-m", "2", *SNAPKV],
         ["cache-prompt", "--model", "demo", "--prompt-file", "-", "-o", "saved.safetensors"],
         ["batch", "-", "-o", "answers.jsonl", "--model", "demo", *SNAPKV],
-        ["eval", "fidelity", "--model", "demo", "--text", "text.txt", *SMALL, "--documents", "1", *SNAPKV],
+        ["eval", "fidelity", "--model", "demo", "--text", "text.txt", *SMALL, "--documents", "1", "--policy", f"snapkv:{SNAPKV[1]}"],
         ["bench", *"--model demo --context 1024 -p 1024 --long-prompts 1024 -n 1 --steps 1 --snapkv budget=99".split()],
     ],
     ids=lambda command: command[0],
