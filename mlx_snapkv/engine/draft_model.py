@@ -168,11 +168,6 @@ def _require_exact(plan: Plan, num_draft: int) -> None:
         )
     if decode_policy.schedule == "once":
         return
-    if decode_policy.observes_answer:
-        raise SnapKVError(
-            f"{decode_policy.name} with schedule=block lets every answer token vote, and the votes of "
-            "rejected drafts can't be undone: use schedule=once, or drop draft_model"
-        )
     if num_draft >= decode_policy.block:
         raise SnapKVError(
             f"num_draft_tokens must be less than the policy's block of {decode_policy.block} tokens, got {num_draft}"

@@ -105,6 +105,13 @@ EXCLUSIONS = (
         "a draft model can't check quantised entries exactly: drop kv_bits",
     ),
     Exclusion(
+        ("draft_model", "policy"),
+        When.COMPRESSING,
+        lambda o: o.has_draft_model and o.evicts and o.policy.stages[1].observes_answer,
+        "{o.policy.stages[1].name} with schedule=block lets every answer token vote, and the votes of rejected drafts "
+        "can't be undone: use schedule=once, or drop draft_model",
+    ),
+    Exclusion(
         ("memory",),
         When.CHOSEN,
         lambda o: o.is_text and o.retains and o.policy is None,
