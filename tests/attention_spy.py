@@ -8,6 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.request_plan import plan_request
 
 
 def softmax_votes(call, n, kv_head_of):
@@ -58,7 +59,9 @@ def read_and_spy(model, tokens, policy, monkeypatch):
         return softmax(scores, *args, **kwargs)
 
     cache = make_prompt_cache(model)
-    request = make_request(model, CompressionConfig(policy), tokens.size, cache)
+    request = make_request(
+        model, plan_request(model, CompressionConfig(policy), tokens.size, cache), cache
+    )
     with request.recording(), monkeypatch.context() as patched:
         if any(layer.cap for layer in attention_layers(model, cache)):
             patched.setattr(mx, "softmax", spy_scores)

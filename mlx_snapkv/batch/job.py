@@ -14,6 +14,7 @@ from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Uncompressed, make_request
 from ..planning.config import CompressionConfig
+from ..planning.request_plan import plan_request
 
 BatchReport = Callable[[int, CompressionReport], None]
 
@@ -42,9 +43,8 @@ class Job:
             self.model, given, CompressionReport(NO_POLICY, n_prompt)
         )
         try:
-            self.request = make_request(
-                self.model, settings.config, n_prompt, given, max_tokens=max_tokens
-            )
+            plan = plan_request(self.model, settings.config, n_prompt, given, max_tokens=max_tokens)
+            self.request = make_request(self.model, plan, given)
             if self.joins:
                 self.request.caches = plain_forms(self.model, given)  # type: ignore[misc]
                 self._report()

@@ -174,13 +174,6 @@ def _require_exact(plan: Plan, num_draft: int) -> None:
         )
     if decode_policy.schedule == "once":
         return
-    if decode_policy.observes_answer:
-        raise SnapKVError(
-            "{} with schedule=block lets every answer token vote, and the votes of rejected drafts can't be undone: "
-            "use schedule=once, or drop {}",
-            decode_policy.name,
-            Option("draft_model"),
-        )
     if num_draft >= decode_policy.block:
         allowed = f"less than the policy's block of {decode_policy.block} tokens"
         raise OptionError("num_draft_tokens", allowed, num_draft)

@@ -12,6 +12,7 @@ from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
+from ..planning.request_plan import plan_request
 from ..policies import Method, Sparse, Stages
 from .loop_model import pacing
 from .report import CompressionReport
@@ -72,7 +73,8 @@ def prefill(
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     config.require(model)
     cache = make_caches(model, config.memory) if prompt_cache is None else prompt_cache
-    request: Any = make_request(model, config, tokens.size, cache, owned=prompt_cache is None)
+    plan = plan_request(model, config, tokens.size, cache)
+    request: Any = make_request(model, plan, cache, owned=prompt_cache is None)
     options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),
         "prompt_progress_callback": request.progress(prompt_progress_callback),

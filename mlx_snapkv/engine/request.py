@@ -6,9 +6,8 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.memories import recalling_caches
-from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import ProgressCallback
-from ..planning.request_plan import plan_request
+from ..planning.request_plan import Plan
 from .loop_model import observing, one_by_one
 from .readers import InMemoryReader, Request
 from .report import NO_POLICY, CompressionReport
@@ -45,34 +44,23 @@ class Uncompressed:
 
 
 def make_request(
-    model: Any,
-    config: CompressionConfig,
-    n_new: int,
-    prompt_cache: list | None,
-    *,
-    max_tokens: int = 0,
-    owned: bool = False,
-    is_embedded: bool = False,
+    model: Any, plan: Plan, prompt_cache: list | None = None, *, owned: bool = False
 ) -> Request | Uncompressed:
-    """A request to read `n_new` tokens on a prompt cache.
+    """What carries out a plan on the prompt cache that it was made for; None is a new one.
 
     Args:
-        prompt_cache: None is a new one.
         owned: the cache was made for this memory; any other is copied into one that is.
-        max_tokens, is_embedded: as of `plan_request`.
 
-    Raises: SnapKVError: as `plan_request` does.
+    Raises: SnapKVError: the caches can't be read on so.
     """
-    plan = plan_request(
-        model, config, n_new, prompt_cache, max_tokens=max_tokens, is_embedded=is_embedded
-    )
     if plan.reason is not None:
         report = CompressionReport(str(plan.policy or NO_POLICY), plan.n_prompt, plan.reason)
         return Uncompressed(model, prompt_cache or [], report)
+    options = plan.options
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    if not config.retains:
+    if not options.retains:
         return InMemoryReader(model, plan, caches)
     if not owned:
-        caches = recalling_caches(model, caches, config.memory)
-    kind = SparseReader if config.is_sparse else RetainingReader
+        caches = recalling_caches(model, caches, options.memory)
+    kind = SparseReader if options.is_sparse else RetainingReader
     return kind(model, plan, caches)

@@ -15,6 +15,7 @@ from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
+from ..planning.request_plan import plan_request
 from .compress import KeptCallback
 from .loop_model import evicts, pacing, rewinding
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, CompressionReport
@@ -52,15 +53,11 @@ def served(
     given, turns = options.get("prompt_cache"), config.turns
     # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
     _, ours = taken_from(options)
-    request = make_request(
-        model,
-        config,
-        n_prompt,
-        given,
-        max_tokens=max_tokens,
-        owned=turns,
-        is_embedded=options.get("input_embeddings") is not None,
+    is_embedded = options.get("input_embeddings") is not None
+    plan = plan_request(
+        model, config, n_prompt, given, max_tokens=max_tokens, is_embedded=is_embedded
     )
+    request = make_request(model, plan, given, owned=turns)
     if isinstance(request, Uncompressed):
         report_to(request.report)
         return _continued(start, request, options)

@@ -202,7 +202,8 @@ def read_sparsely(
     before, new = None, tokens
     if later:
         (before, _), new = prefill(model, tokens, policy), later
-    request = make_request(model, CompressionConfig(policy), len(new), before)
+    plan = plan_request(model, CompressionConfig(policy), len(new), before)
+    request = make_request(model, plan, before)
     caches = (
         (before or make_prompt_cache(model))
         if isinstance(request, Uncompressed)
@@ -244,7 +245,7 @@ def _best(logits: mx.array) -> int:
 
 
 def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
-    request = make_request(model, CompressionConfig(policy), n_prompt, None)
+    request = make_request(model, plan_request(model, CompressionConfig(policy), n_prompt))
     assert isinstance(request, Request)  # the gate has been asked
     return request
 
@@ -254,9 +255,8 @@ def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorder
     recorders: Recorders = {}
     by_range: dict[tuple, list[RecordingKVCache]] = {}
     for policy in policies:
-        request = make_request(model, CompressionConfig(policy), n_prompt, None)
-        if isinstance(request, Request):
-            caches = request.caches
+        if plan_request(model, CompressionConfig(policy), n_prompt).reason is None:
+            caches = _request(model, n_prompt, policy).caches
             own = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
             recorded = own[0].first, own[0].last, own[0].statistics_from
             recorders[policy] = by_range.setdefault(recorded, own)

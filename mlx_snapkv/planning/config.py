@@ -112,11 +112,6 @@ class CompressionConfig:
         return self.policy is not None and self.policy.reads_little
 
     @property
-    def reads_sparsely(self) -> bool:
-        """Whether a chunk of a prompt chooses what it reads of the entries before it."""
-        return self.is_sparse and self.reads_little
-
-    @property
     def is_sparse(self) -> bool:
         """Whether all entries stay, and little of them is read."""
         return self.policy is not None and not self.policy.evicts

@@ -143,6 +143,17 @@ EXCLUSIONS = (
         ),
     ),
     Exclusion(
+        ("draft_model", "policy"),
+        When.COMPRESSING,
+        lambda o: o.has_draft_model and o.evicts and o.policy.stages[1].observes_answer,
+        lambda o: SnapKVError(
+            "{} with schedule=block lets every answer token vote, and the votes of rejected drafts can't be undone: "
+            "use schedule=once, or drop {}",
+            o.policy.stages[1].name,
+            Option("draft_model"),
+        ),
+    ),
+    Exclusion(
         ("memory",),
         When.CHOSEN,
         lambda o: o.is_text and o.retains and o.policy is None,

@@ -1,6 +1,6 @@
-"""What is decided before a prompt is read: whether to compress it, who votes, in which chunks.
+"""What a policy decides about a prompt of some length: whether to compress it, who votes, in which chunks.
 
-Every way in asks here, so that the same prompt and policy keep the same entries.
+`plan_request` asks here for every way in, so that the same prompt and policy keep the same entries.
 """
 
 from collections.abc import Callable

@@ -22,6 +22,7 @@ from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
 from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.policies import resolve_policy
 
 STORES = [FileStore, lambda: MemoryStore(Quantization(4, 64))]
@@ -66,7 +67,7 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
         cache.offload()
     mx.clear_cache()
     config = CompressionConfig(replace(SMALL, lookahead=1), "recall")
-    turn = make_request(model, config, 41, caches, owned=True)
+    turn = make_request(model, plan_request(model, config, 41, caches), caches, owned=True)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with turn.recording():

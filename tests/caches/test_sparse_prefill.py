@@ -19,6 +19,7 @@ from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning import request_plan
 from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.policies import Sparse
 from mlx_snapkv.policies.sparse import CHUNK, LAST, PAGE, WINDOW, Reach
 
@@ -196,7 +197,7 @@ def requested(model, tokens, cache=None, memory="recall", sparse=OPTIONS):
     """A request that has read its prompt, before its first token."""
     config = CompressionConfig(Sparse.from_string(sparse), memory)
     cache = make_prompt_cache(model) if cache is None else cache
-    request = make_request(model, config, tokens.size, cache)
+    request = make_request(model, plan_request(model, config, tokens.size, cache), cache)
     start, step = 0, request.step_size(2048)
     with request.recording():
         while start < tokens.size:

@@ -16,7 +16,7 @@ from mlx_snapkv.planning.machine import mac, this_machine
 TEXT = ["--prompt", "The access code of the opal oak is 481516. What is it?"]
 LITTLE = [*TEXT, "-m", "2"]
 SNAPKV = ["--snapkv", "budget=16,n_sink=2,n_window=8,obs_window=8,lookahead=0"]
-SMALL = ["--length", "150", "--continuation", "4"]
+SMALL = ["--length", "150", "--continuation", "4", "--documents", "1"]
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def wired(monkeypatch):
         ["chat", "--model", "demo", "-m", "2", *SNAPKV],
         ["cache-prompt", "--model", "demo", "--prompt-file", "-", "-o", "saved.safetensors"],
         ["batch", "-", "-o", "answers.jsonl", "--model", "demo", *SNAPKV],
-        ["eval", "fidelity", "--model", "demo", "--text", "text.txt", *SMALL, "--documents", "1", "--policy", f"snapkv:{SNAPKV[1]}"],
+        ["eval", "fidelity", "--model", "demo", "--text", "text.txt", *SMALL, "--policy", f"snapkv:{SNAPKV[1]}"],
         ["bench", *"--model demo --context 1024 -p 1024 --long-prompts 1024 -n 1 --steps 1 --snapkv budget=99".split()],
     ],
     ids=lambda command: command[0],

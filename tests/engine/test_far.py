@@ -21,6 +21,7 @@ from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.engine.sparse import SparseReader
 from mlx_snapkv.models.rope import longest_trained_length, trained_length
 from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.policies import resolve_method, resolve_policy
 
 LENGTH = 512
@@ -274,7 +275,7 @@ def test_a_hybrid_s_linear_layers_read_the_question_once():
     model.set_dtype(mx.float32)
     tokens = mx.array(tokenizer.encode(make_haystack(tokenizer, random.Random(3), 4, 1500)[0]))
     config = CompressionConfig(resolve_method(sparse="budget=96,n_sink=4,n_window=32"), "recall")
-    request = make_request(model, config, tokens.size, None)
+    request = make_request(model, plan_request(model, config, tokens.size))
     with request.recording():
         request.model(tokens[None, :-1], request.caches)
         request.model(tokens[None, -1:], request.caches)

@@ -20,6 +20,7 @@ from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.policies import Policy, expected_attention
 
 T, N, FIRST = 60, 5, 4  # tokens, queries that vote, first positions that no statistics count
@@ -177,7 +178,8 @@ def test_statistics_of_a_later_turn_whose_first_tokens_need_an_eviction(tokens):
     cache = make_prompt_cache(model)
     model(tokens[None, :60], cache=cache)
     policy = ExpectedAttention(budget=40, block=16, n_window=8)
-    request = make_request(model, CompressionConfig(policy, turns=True), 20, cache)
+    plan = plan_request(model, CompressionConfig(policy, turns=True), 20, cache)
+    request = make_request(model, plan, cache)
     with request.recording():
         for part in (tokens[60:64], tokens[64:80]):
             model(part[None], cache=request.caches)
