@@ -97,9 +97,8 @@ def test_an_mlx_that_can_not_be_imported_is_one_line(monkeypatch, capsys):
         def broken(error=error, **_):
             raise error
 
-        monkeypatch.setattr(app, "app", broken)
         with pytest.raises(ImportError if code is None else SystemExit):
-            app.main()
+            app.main(broken)
         said = capsys.readouterr().err
         if code is not None:
             assert said.startswith("mlx-snapkv: MLX can't be imported (ImportError: Library not")

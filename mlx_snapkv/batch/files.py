@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from ..completions.body import Body, parse
-from ..errors import SnapKVError
+from ..errors import Option, SnapKVError
 from ..paths import naming, refusing, require_place
 
 DUPLICATE = "duplicate_custom_id"
@@ -153,8 +153,9 @@ class AnswersFile:
             if about and about.get(name) != wanted:
                 was, now = ("none" if x is None else repr(x) for x in (about.get(name), wanted))
                 raise SnapKVError(
-                    f"{self.path} belongs to another run, with {name} {was} instead of {now}: "
-                    "give another --output, or delete the file"
+                    f"{self.path} belongs to another run, with {{}} {was} instead of {now}: "
+                    "give another --output, or delete the file",
+                    Option(name),
                 )
         self.n_answered += error is None
         self.n_errors += error is not None

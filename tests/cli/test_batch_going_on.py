@@ -73,11 +73,11 @@ def test_two_runs_do_not_write_one_file_and_ctrl_c_says_how_to_go_on(batch, tmp_
 def test_answers_of_another_run_are_refused(batch):
     assert batch([chat("a", 9)], "--policy", SNAPKV)[0] == 0
     for options, words in (
-        ([], f"with policy '{SNAPKV}' instead of none"),
+        ([], f"with --policy '{SNAPKV}' instead of none"),
         (["--policy", SNAPKV, "--kv-bits", "8"], "with --kv-bits none instead of 8"),
         (
             ["--policy", SNAPKV, "--model", "demo-tasks"],
-            "with model 'demo' instead of 'demo-tasks'",
+            "with --model 'demo' instead of 'demo-tasks'",
         ),
     ):
         code, _, err = batch(None, *options)
