@@ -65,7 +65,9 @@ class SavedStart:
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if saved_memory != "drop" and policy_then != NO_POLICY and "messages" not in notes:
             if policy is not None:
-                raise SnapKVError(f"{file} has its own setting, {policy_then}: drop yours")
+                raise SnapKVError(
+                    f"{file} has its own setting, {policy_then}: give none of your own"
+                )
             policy = method_named(policy_then)
             memory = saved_memory if memory == "drop" else memory
         elif compressed and (what := " and ".join(name for name, x in changes.items() if x)):

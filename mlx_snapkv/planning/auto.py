@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..caches.memories import in_files
-from ..errors import SnapKVError, require_current
+from ..errors import Option, SnapKVError, require_current
 from ..policies import (
     AUTO,
     Policy,
@@ -219,7 +219,9 @@ def resolve(
         return *CompressionConfig.taken_from(options | how), None
     if sparse is not None:
         raise SnapKVError(
-            "policy auto chooses how entries are used, and so does sparse: give only one of them"
+            "{} chooses how entries are used, and so does {}: give only one of them",
+            Option("policy", "auto"),
+            Option("sparse"),
         )
     require_current(options)
     retention = {name: options[name] for name in RETENTION if name in options}

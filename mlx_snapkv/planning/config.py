@@ -151,10 +151,11 @@ class CompressionConfig:
         n_caches = len(members(prompt_cache))
         if self.verify == "all" and n_full < n_caches:
             raise SnapKVError(
-                "{} rolls tokens back, and {} of {} layers can't (linear or sliding-window attention): drop verify",
+                "{} rolls tokens back, and {} of {} layers can't (linear or sliding-window attention): drop {}",
                 Option("verify", "all"),
                 n_caches - n_full,
                 n_caches,
+                Option("verify"),
             )
 
     def compaction(self, model, n_prompt: int) -> Compaction | None:

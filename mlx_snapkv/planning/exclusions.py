@@ -42,17 +42,21 @@ def _needs_other_policy(o: Any, why: str) -> SnapKVError:
 
 def _verifies_nothing(o: Any, why: str) -> SnapKVError:
     return SnapKVError(
-        "{} gives the full cache's own answer by sparse attention, but {}: give sparse instead, or drop verify",
+        "{} gives the full cache's own answer by sparse attention, but {}: give {} instead, or drop {}",
         Option("verify", o.verify),
         why,
+        Option("sparse"),
+        Option("verify"),
     )
 
 
 def _keeps_a_text(o: Any, why: str) -> SnapKVError:
     return SnapKVError(
-        "{} keeps a text's entries for questions to come, but {}: give sparse instead, or drop the memory",
+        "{} keeps a text's entries for questions to come, but {}: give {} instead, or drop {}",
         Option("memory", o.memory),
         why,
+        Option("sparse"),
+        Option("memory"),
     )
 
 
@@ -75,8 +79,9 @@ EXCLUSIONS = (
         When.GIVEN,
         lambda o: o.is_sparse and o.quantization is not None,
         lambda o: SnapKVError(
-            "{} quantises the entries that a policy keeps, and sparse keeps all: give {} or recall:4bit instead",
+            "{} quantises the entries that a policy keeps, and {} keeps all: give {} or recall:4bit instead",
             Option("kv_bits"),
+            Option("sparse"),
             Option("memory", "recall:8bit"),
         ),
     ),
@@ -85,10 +90,11 @@ EXCLUSIONS = (
         When.GIVEN,
         lambda o: o.evicts and o.retains and o.reads_in_blocks,
         lambda o: SnapKVError(
-            "{} keeps all entries, but {} evicts while it reads: give sparse instead, which reads a prompt of any "
-            "length in the same memory, or {}",
+            "{} keeps all entries, but {} evicts while it reads: give {} instead, which reads a prompt of any length "
+            "in the same memory, or {}",
             Option("memory", o.memory),
             o.policy,
+            Option("sparse"),
             Option("memory", "drop"),
         ),
     ),

@@ -106,7 +106,8 @@ def resolve_method(
     evicting, reading = resolve_policy(snapkv, policy), Sparse.from_keyword(sparse)
     if evicting is not None and reading is not None:
         raise SnapKVError(
-            "a policy says which entries stay, and sparse says which are read while all stay: give only one of them"
+            "a policy says which entries stay, and {} says which are read while all stay: give only one of them",
+            Option("sparse"),
         )
     return evicting or reading
 

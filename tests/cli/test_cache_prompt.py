@@ -152,7 +152,7 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         (HALF, ["--memory", "recall", "--verify", "all"], "the evicted entries are gone: drop --memory and --verify"),
         (HALF, ["--kv-bits", "4"], "is already compressed, and its entries stay so"),
         (HALF, ["--sparse", ""], "is already compressed, and the evicted entries are gone: drop --sparse"),
-        (SPARSE, HALF, f"has its own setting, sparse:{SPARSE[1]}: drop yours"),
+        (SPARSE, HALF, f"has its own setting, sparse:{SPARSE[1]}: give none of your own"),
         ([*SPARSE, "--memory", "recall:file"], ["--memory", "recall:file:4bit"], "give --memory recall:file or recall"),
     ],
 )  # fmt: skip

@@ -51,11 +51,11 @@ generate --prompt x --model demo --json-schema '{"a": 1' | --json-schema is not 
 generate --prompt x --model demo --json-schema '{"uniqueItems": true}' | --json-schema can't be enforced: unsupported
 generate --prompt x --model demo --json-schema true --prefill-response y | drop --prefill-response
 chat --model demo --verify all --memory recall           | but without a policy the full cache gives that answer
-compare --prompt x --model demo --policy snapkv --verify all | but snapkv evicts the entries that it needs: give sparse
-generate --prompt x --model demo --sparse "" --policy tova | a policy says which entries stay, and sparse says which are
+compare --prompt x --model demo --policy snapkv --verify all | evicts the entries that it needs: give --sparse
+generate --prompt x --model demo --sparse "" --policy tova | says which entries stay, and --sparse says which are
 generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
 generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
-generate --prompt x --model demo --sparse "" --kv-bits 8 | sparse keeps all: give --memory recall:8bit or recall:4bit
+generate --prompt x --model demo --sparse "" --kv-bits 8 | --sparse keeps all: give --memory recall:8bit or recall:4bit
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | but no policy was given
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy snapkv | but snapkv chooses when a

@@ -161,7 +161,7 @@ def test_auto_and_a_snapkv_are_two_policies(demo_llama):
 
 
 def test_auto_and_sparse_are_one_too_many(demo_llama):
-    with pytest.raises(SnapKVError, match="policy auto chooses how entries are used, and so does"):
+    with pytest.raises(SnapKVError, match="policy=auto chooses how entries are used, and so does"):
         generate_step([5, 6, 7], demo_llama[0], policy=AUTO, sparse=True)
 
 
