@@ -6,8 +6,8 @@ for the one before it. MLX allocates some operations ahead of the one that it co
 Half-precision keys are multiplied as a float32 copy of a block. MLX would round their products to their own type:
 float16 ends at 65,504, which logits may pass (those of Qwen2.5, whose keys have large biases), and bfloat16 has three
 digits, too few to rank large logits by. For the many queries of a vote the copy takes less than converting the logits
-would. A token of the answer, of few queries, reads five times the bytes so, but of 8,192 entries at most: of more it
-asks an index.
+would. A token of the answer, of few queries, reads five times the bytes so, but of few entries: of more than
+`Device.exact_votes` it asks an index.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,14 +64,14 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
     B, H, T, D = keys.shape
     held = group * n + (0 if keys.dtype == mx.float32 else D)
     in_one = not _waits(keys) and 4 * B * H * T * held <= device.used.held_bytes
-    if in_one and list(counts) == [n]:  # as for every decoded token: in few operations
-        weights, share = _weights(keys, observed, T)
-        return mx.moveaxis(share[..., None, :] @ weights, 2, 0) / group
     late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
     late = mx.tile(late.astype(mx.float32), (1, group))
     if in_one:
         weights, share = _weights(keys, observed, T)
-        votes = (share[..., None, :] * late) @ weights
+        share = share[..., None, :]
+        if list(counts) != [n]:  # or every operation counts: of all queries, as for a decoded token
+            share = share * late
+        votes = share @ weights
     else:
         votes = _sums(keys, observed, lambda logs: late @ mx.power(2, logs))
     return mx.moveaxis(votes, 2, 0) / group

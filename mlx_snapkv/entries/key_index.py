@@ -2,12 +2,13 @@
 
 Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. Here a channel counts
 by how large queries are in it, so that the components are those of the logits' variance: half of `head_dim`, in 4 bits
-each, an eighth of the keys' bytes in bfloat16. A quarter of the components in 8 bits each costs as much, and loses
+each, 17/128 of the keys' bytes in bfloat16. A quarter of the components in 8 bits each costs as much, and loses
 models that look entries up by keys that vary in all directions.
 
 The codes are the OCP's MXFP4 (Microscaling Formats v1.0, section 5.1): floats of 4 bits, 32 of which share a power of
-two. MLX multiplies by them as they are stored, in one operation. A key's sixteen even steps rank no better, and cost
-two float32 expansions of all codes a token.
+two. MLX multiplies by them as they are stored, in one operation. Sixteen even steps a component rank a little better
+(1/16 of 6,000 entries lacks 12.0% of SmolLM2's attention, with MXFP4 12.2%, with exact logits 11.3%), and cost two
+float32 expansions of all codes a token.
 """
 
 from __future__ import annotations

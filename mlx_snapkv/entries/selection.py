@@ -12,9 +12,8 @@ from ..errors import SnapKVError
 GROUP = 2048  # scores that a GPU sorts in one step
 MULTIPLE = 256  # a group's size is one of this
 PLACE = GROUP - 1  # low bits of a cost, which are the place in a group
-COST = (
-    0x7FFFFFFF - PLACE
-)  # the others, without the sign: of a float of 0 at most they rise as it falls
+# The others, without the sign: of a float of 0 at most they rise as it falls.
+COST = 0x7FFFFFFF - PLACE
 NO_CANDIDATE = 0x7F800000  # the cost of minus infinity
 
 
