@@ -7,21 +7,21 @@ from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, create_attention_mask
+from mlx_lm.models.cache import create_attention_mask
 
 from ..entries import rest as pages
 from ..entries.attention import attention_votes
 from ..entries.entries import Entries
-from ..entries.quantization import join, n_bytes, rows
+from ..entries.quantization import n_bytes, rows
 from ..entries.queries import Captured, Queries
 from ..entries.rest import Example, Rest, best_factors, distances
 from ..entries.selection import Top, n_of_groups, top_of_groups
 from ..errors import TrimError
 from ..policies.budgets import Quota
-from .adapter import full_cache
 from .choosing import Choosing, biased
 from .contract import LayerCache, keys_of
 from .full_view import FullView
+from .gathered import Gathered
 from .stores import MemoryStore
 
 RECENT = 512  # latest tokens that are read at most beside a small window; older ones are chosen from, half at a time
@@ -36,7 +36,7 @@ class SparseKVCache(Choosing, LayerCache):
     """
 
     is_compressed = True
-    keys = keys_of(attrgetter("_always"))
+    keys = keys_of(attrgetter("_gathered"))
 
     def __init__(
         self,
@@ -60,7 +60,9 @@ class SparseKVCache(Choosing, LayerCache):
         self._end = n - n_late  # of the places of those that are chosen
         self._n_chosen = max(0, quota.entries - quota.n_sink - n_late)
         self._most_recent = max(RECENT, quota.n_window + RECENT // 2)
-        self._always = KVCache()  # sink, shared, window, and the answer's recent entries
+        self._gathered = (
+            Gathered()
+        )  # every token reads sink, shared, window and the answer's recent entries
         if n:
             late = mx.concatenate([self._shared, mx.arange(self._stop, n, dtype=mx.uint32)])
             first = mx.arange(self._first, dtype=mx.uint32)
@@ -111,7 +113,7 @@ class SparseKVCache(Choosing, LayerCache):
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
         """A copy that chooses from the same entries of the prompt."""
         other = copy.copy(self)
-        other._always = copy.deepcopy(self._always, memo)
+        other._gathered = copy.deepcopy(self._gathered, memo)
         if self._answer is not None:
             other._answer = MemoryStore(cache=copy.deepcopy(self._answer.cache, memo))
             other._everything = self._prompt.followed_by(other._answer)
@@ -122,29 +124,26 @@ class SparseKVCache(Choosing, LayerCache):
         self.offset += n
 
     def add(self, keys: mx.array, values: mx.array) -> None:
-        self._always.update_and_fetch(keys, values)
+        self._gathered.append(keys, values)
 
     def append(self, entries: Entries) -> None:
         """Add entries that were made elsewhere, of the next tokens: they are always read."""
-        self._seen = self._always.update_and_fetch(*entries.plain())
+        self._gathered.append(*entries.plain())
+        self._seen = self._gathered.always()
         mx.eval(self._seen)
         self.offset += len(entries)
 
     def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
         heads, scale, sinks, *_ = captured
-        always, self.n_seen = self._always.keys_and_values(), self.size()
+        self.n_seen = self.size()
         if self._n_chosen == 0 or self._first == self._stop:
-            return always
+            return self._gathered.always()
         tokens = range(self.offset - heads.shape[2], self.offset)
         asked = self._everything.asked_by(Queries(heads, tokens, scale, sinks, cap=self.layer.cap))
         top = self._likeliest(asked, self._stop)
-        chosen = self._read(top.places, tokens.start).plain()
-        parts, rest = [chosen, always], self._rest
-        if rest is not None:
-            self.bias = rest.bias(heads * scale, top.others)
-            means = (x.astype(y.dtype) for x, y in zip((rest.keys, rest.values), always))
-            parts = [tuple(means), *parts]
-        found = join(*parts)
+        if self._rest is not None:
+            self.bias = self._rest.bias(heads * scale, top.others)
+        found = self._gathered.read(self._read(top.places, tokens.start).plain(), self._rest)
         if self._n_recent > self._most_recent and not self._everything.is_far(self.offset):
             self._move_recent(RECENT // 2)
         return found
@@ -170,19 +169,18 @@ class SparseKVCache(Choosing, LayerCache):
     @property
     def _n_recent(self) -> int:
         """The latest entries of prompt and answer, which every token reads."""
-        return self._always.offset - self._first - self._shared.size
+        return self._gathered.n - self._first - self._shared.size
 
     def _move_recent(self, n: int) -> None:
         """From now on tokens choose among the oldest `n` entries of the window and the answer, too."""
         start = self._first + self._shared.size
-        held = self._always.keys_and_values()
+        held = self._gathered.always()
         n_new = max(
             0, self._stop + n - len(self._everything)
         )  # of the answer's, which is not in the view
         if n_new:
             self._extend_view(Entries(*rows(held, start + n - n_new, start + n)))
-        kept = rows(held, 0, start), rows(held, start + n, self._always.offset)
-        self._always = full_cache(Entries(*join(*kept)))
+        self._gathered.remove(start, n)
         self._stop += n
 
     def _extend_view(self, entries: Entries) -> None:
@@ -209,14 +207,14 @@ class SparseKVCache(Choosing, LayerCache):
 
     @property
     def state(self) -> tuple:
-        return self._always.keys, self._always.values
+        return self._gathered.keys, self._gathered.values
 
     def held(self, n_queries: int = 0) -> Entries:
         """Those that every token reads."""
-        return Entries(*self._always.keys_and_values())
+        return Entries(*self._gathered.always())
 
     def size(self) -> int:
-        return self.n_means + self._n_read() + self._always.offset
+        return self.n_means + self._n_read() + self._gathered.n
 
     @property
     def n_means(self) -> int:
@@ -235,9 +233,9 @@ class SparseKVCache(Choosing, LayerCache):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of what a token reads, the index among it."""
-        if self._always.empty():
+        if self._gathered.keys is None:
             return 0
-        one, index = n_bytes(rows(self._always.keys_and_values(), 0, 1)), self._everything.index
+        one, index = n_bytes(rows(self._gathered.always(), 0, 1)), self._everything.index
         return one * self.n_entries + (0 if index is None else index.nbytes)
 
     def empty(self) -> bool:
@@ -249,5 +247,5 @@ class SparseKVCache(Choosing, LayerCache):
     def rollback(self, n: int) -> None:
         if n > min(self.offset - self._n_prompt, self._n_recent):
             raise TrimError("only an answer's latest tokens can be rolled back")
-        self._always.trim(n)
+        self._gathered.trim(n)
         self.offset -= n
