@@ -115,7 +115,11 @@ COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] 
 ENTRIES = [form.format(budget) for budget in ("512", "256") for form in EVERY_BUDGET]
 CODE = [form.format("12.5%") for form in EVERY_BUDGET] + [f"snapkv:budget=12.5%,{PAPER}"]
 ONE_EIGHTH = CODE[:2]
-SETTINGS = _each("--setting", ("text", "known", "later"))
+ANSWERED = (
+    *("snapkv:budget=25%", "snapkv:budget=12.5%", "snapkv:budget=6.25%"),
+    *("snapkv:budget=12.5%,lookahead=32", "streaming_llm:budget=12.5%,schedule=once"),
+)
+SETTINGS = _each("--setting", ("text", "later"))
 SUITE = f"{EVALUATE} suite --model demo-tasks --setting both".split()
 # By name: a command, and how many documents it gets: one in so many of those asked for. Those of some take longer.
 PARTS: dict[str, tuple[list[str], int]] = {
@@ -126,6 +130,8 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "ruler-qwen-2048-sparse": (_sparse(QWEN, 2048, TASKS_QWEN), 100),
     "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
+    "known-smollm2": (_fidelity(SMOLLM2, ANSWERED, "--setting", "known"), 4),
+    "known-gemma": (_fidelity(GEMMA, ANSWERED, "--setting", "known"), 4),
     "entries-smollm2": (_fidelity(SMOLLM2, ENTRIES, *SETTINGS), 5),
     "code-smollm2": (_fidelity(SMOLLM2, CODE, texts="code"), 1),
     "code-gemma": (_fidelity(GEMMA, CODE, texts="code"), 1),

@@ -50,12 +50,8 @@ WHAT = {
     "others": ", by the full cache alone",
     "sinks": ", KeyDiff's sinks",
     "entries": ", 512 and 256 entries",
+    "known": ", question known",
 }
-# Of figures that were measured before they began after the compression.
-OLDER = (
-    "In *an answer, question known* the answers' first two tokens, decoded before the compression, count as 0 here: "
-    "this was measured before they were left out."
-)
 SETTINGS = {
     "text": "text",
     "known": "answer, question known",
@@ -114,8 +110,7 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
         size = str(first["entries"] or "all"), format_bytes(first["kv_bytes"])
         rows.append([f"`{method}`", *size, *(_figures(own.get(s))[x] for s, x in columns)])
     about = f"{one['pieces']} pieces of {one['texts']} files."
-    older = "known" in settings and "judged" not in part
-    return [f"{about} {OLDER}" if older else about, "", *table(header, rows)]
+    return [about, "", *table(header, rows)]
 
 
 def _figures(own: dict[str, Any] | None) -> dict[str, str]:
