@@ -46,34 +46,44 @@ def _ratio(row: Row, base: Row, figure: str) -> str:
     return f", {row[figure] / base[figure]:.2f}x" if known else ""
 
 
-def figure(result: dict[str, Any]) -> Any:
-    """Decoding speed and KV memory by context length, as matplotlib's figure."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter
+# A panel's label, the figure in a row that it shows, its value, and how a tick reads.
+PANELS: list[tuple[str, str, Callable[[float], float], Callable[[float], str]]] = [
+    ("seconds to the first token", "read_seconds", lambda x: x, "{:,g}".format),
+    ("tokens/s, median step", "step_seconds", lambda x: 1 / x, "{:,g}".format),
+    ("memory of keys and values", "kv_bytes", lambda x: x, format_bytes),
+]
 
-    drawn = Figure(figsize=(11, 4.8), layout="constrained")
-    drawn.suptitle(title("Decoding by context length", result), fontsize=9, x=0.01, ha="left")
+
+def figure(result: dict[str, Any]) -> Any:
+    """Time to the first token, decoding speed and KV memory by context length, as matplotlib's figure."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(14, 4.8), layout="constrained")
+    drawn.suptitle(title("By context length", result), fontsize=9, x=0.01, ha="left")
     lines: dict[str, list[Row]] = {}
-    for row in (row for row in result["speed"] if "step_seconds" in row):
+    for row in result["speed"]:
         # `--max-kv-size` is one line, whatever its size.
         name = re.sub(r"^--max-kv-size .*", "--max-kv-size, as many entries", row["contender"])
         lines.setdefault(name, []).append(row)
-    wanted: list[tuple[str, Callable[[Row], float], Callable[[float], str]]] = [
-        ("tokens/s, median step", lambda row: 1 / row["step_seconds"], "{:,g}".format),
-        ("memory of keys and values", lambda row: row["kv_bytes"], format_bytes),
-    ]
-    places = sorted({row["context"] for rows in lines.values() for row in rows})
-    for axes, (what, value, number) in zip(drawn.subplots(1, 2), wanted):
-        axes.set(xlabel="context length (tokens)", ylabel=what, xscale="log", yscale="log")
+    for axes, (label, figure, value, tick) in zip(drawn.subplots(1, len(PANELS)), PANELS):
         for n, (name, rows) in enumerate(lines.items()):
-            points = [row["context"] for row in rows], [value(row) for row in rows]
-            style = ("-", "--")[n % 2]
-            axes.plot(*points, label=name, marker="osdx^v"[n % 6], linestyle=style)
-        axes.set_xticks(places, [f"{place:,}" for place in places], rotation=30, ha="right")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(lambda at, _, number=number: number(at))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.3)
-    drawn.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+            points = [(row["context"], value(row[figure])) for row in rows if row.get(figure)]
+            style = {"marker": "osdx^v"[n % 6], "linestyle": ("-", "--")[n % 2], "color": f"C{n}"}
+            axes.plot(*zip(*points) if points else ([], []), label=name, **style)
+        axes.set_ylabel(label)
+        _scale(axes, sorted({row["context"] for row in result["speed"] if row.get(figure)}), tick)
+    drawn.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return drawn
+
+
+def _scale(axes: Any, contexts: list[int], tick: Callable[[float], str]) -> None:
+    """Both axes logarithmic, with a label for every context length."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set(xlabel="context length (tokens)", xscale="log", yscale="log")
+    axes.set_xticks(contexts, [f"{n:,}" for n in contexts], rotation=30, ha="right")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda at, _: tick(at))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
