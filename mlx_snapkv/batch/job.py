@@ -10,9 +10,8 @@ from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import attention_layers, members
 from ..caches.memories import plain_forms, saved_forms
-from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import Uncompressed, make_request
+from ..engine.request import Request, Uncompressed, make_request
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
 
