@@ -45,7 +45,7 @@ class Job:
             plan = plan_request(self.model, settings.config, n_prompt, given, max_tokens=max_tokens)
             self.request = make_request(self.model, plan, given)
             if self.joins:
-                self.request.caches = plain_forms(self.model, given)  # type: ignore[misc]
+                self.request.caches = plain_forms(self.model, given)
                 self._report()
         except Exception as error:
             self.error = error

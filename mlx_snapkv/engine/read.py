@@ -27,8 +27,10 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
         everything.layer = layer
         if (reading := plan.sparse_reading) is not None:
             view = FullView([everything.store], layer, plan.compaction)
-            reads = reading.reach, reading.last, reading.last_from, reading.near
-            layer.put(caches, SparsePrefillKVCache(everything, view, *reads))
+            choosing = SparsePrefillKVCache(
+                everything, view, reading.reach, reading.last, reading.last_from, reading.near
+            )
+            layer.put(caches, choosing)
     return caches
 
 
