@@ -33,7 +33,7 @@ class WrappedModel(nn.Module):
         return getattr(self["wrapped"], name)
 
 
-class HookedModel(WrappedModel):
+class RequestModel(WrappedModel):
     """A request's model: the request makes its calls for token ids, by `call(inputs, cache)`.
 
     They give logits that follow tokens `(1, L)`: `(1, n, vocab_size)` for the last `n`, at least 1.

@@ -16,7 +16,7 @@ from ..planning.prompt_plan import ProgressCallback
 from ..planning.request_plan import Plan
 from .compress import KeptCallback, measured
 from .decode import verifying
-from .loop_model import HookedModel, observing, one_by_one
+from .loop_model import RequestModel, observing, one_by_one
 from .pieces import Pieces
 from .policy import PolicyMode
 from .read import reading_caches, require_unchanged
@@ -61,7 +61,7 @@ class Request:
     def __init__(
         self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
     ):
-        self.model, self.plan, self.prompt_cache = HookedModel(model, self), plan, prompt_cache
+        self.model, self.plan, self.prompt_cache = RequestModel(model, self), plan, prompt_cache
         self.report = CompressionReport(
             str(plan.policy), plan.n_prompt, pulled_to=plan.compacted_to
         )

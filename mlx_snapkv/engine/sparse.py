@@ -113,7 +113,6 @@ class SparseMode:
         """
         cache = layer.cache_in(self._prompt_cache)
         view = FullView(cache.views(), layer, self.plan.compaction)
-
         queries = cache.queries if cache.n_queries else None
         view.index = cache.index = view.grown_index(cache.index, queries)
         return view
