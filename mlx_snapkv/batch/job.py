@@ -10,9 +10,8 @@ from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import attention_layers, members
 from ..caches.memories import plain_forms, saved_forms
-from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import Uncompressed, make_request
+from ..engine.request import Request, Uncompressed, make_request
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
 
@@ -46,7 +45,7 @@ class Job:
             plan = plan_request(self.model, settings.config, n_prompt, given, max_tokens=max_tokens)
             self.request = make_request(self.model, plan, given)
             if self.joins:
-                self.request.caches = plain_forms(self.model, given)  # type: ignore[misc]
+                self.request.caches = plain_forms(self.model, given)
                 self._report()
         except Exception as error:
             self.error = error

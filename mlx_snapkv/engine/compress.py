@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -14,8 +15,6 @@ from ..caches.layers import (
     AttentionLayer,
     attention_layers,
     is_compressed,
-    kv_bytes,
-    kv_dtype,
 )
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
@@ -27,6 +26,7 @@ from ..planning.request_plan import Plan, plan_compression
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota
 from ..several.ranks import Ranks
+from .decode import note_memory
 from .report import CompressionReport
 
 # Receives what is kept of a layer: the positions `(B, n_kv_heads, n)`, in order, and their votes, if there were any.
@@ -74,130 +74,155 @@ def compress_prompt_cache(
     if plan.reason is not None:
         report.reason = plan.reason
         return report
-    return Compression(layers, prompt_cache, plan, report, queries).compress()
+    with measured(plan, layers, prompt_cache, prompt_cache, report):
+        choices = choose_entries(layers, prompt_cache, plan, queries)
+        note_choices(choices, layers, prompt_cache, report)
+        replace(layers, prompt_cache, prompt_cache, plan, choices)
+    return report
 
 
-@dataclass
-class Compression:
-    """One replacement of a prompt cache's full entries, which fills in the `report`.
+@contextlib.contextmanager
+def measured(
+    plan: Plan,
+    layers: list[AttentionLayer],
+    prompt_cache: list,
+    caches: list,
+    report: CompressionReport,
+) -> Iterator[None]:
+    """Note how long the replacement of `caches` in this block takes, and what memory there is before and after it."""
+    started = time.perf_counter()
+    # Also where nobody votes: the tokens that choose instead are computed on all ranks.
+    layers[0].shard.ranks.synchronize()
+    report.kv_bytes_before = sum(layer.entries_in(caches).full_nbytes for layer in layers)
+    yield
+    mx.clear_cache()
+    note_memory(plan, layers, prompt_cache, caches, report)
+    report.selection_seconds += time.perf_counter() - started
 
-    Nothing is changed before every layer has chosen; then the layers are compressed one at a time, and the full
-    entries of each are freed at once.
+
+def note_choices(
+    choices: list[Choice], layers: list[AttentionLayer], caches: list, report: CompressionReport
+) -> None:
+    """How many entries are kept of each of `caches`, and what attention they received, in the report."""
+    chosen = {layer.index: choice for layer, choice in zip(layers, choices)}
+    found = [chosen.get(i) for i in range(len(caches))]
+    report.entries_kept = [None if x is None else x.kept.shape[-1] for x in found]
+    report.attention_share = [None if x is None else x.share for x in found]
+
+
+def choose_entries(
+    layers: list[AttentionLayer],
+    caches: list,
+    plan: Plan,
+    queries: list[mx.array | None] | None = None,
+) -> list[Choice]:
+    """What a policy keeps, layer by layer; nothing is changed. A failure on one rank is raised on all.
+
+    Args:
+        queries: as of `compress_prompt_cache`.
     """
 
-    layers: list[AttentionLayer]
-    caches: list
-    plan: Plan
-    report: CompressionReport
-    queries: list[mx.array | None] | None = None
-    on_kept: KeptCallback | None = None
-    is_compressed: bool = False
-
-    def compress(self) -> CompressionReport:
-        started, report = time.perf_counter(), self.report
-        # Also where nobody votes: the tokens that choose instead are computed on all ranks.
-        self.layers[0].shard.ranks.synchronize()
-        choices = self.choose()
-        report.kv_bytes_before = sum(x.entries_in(self.caches).full_nbytes for x in self.layers)
-        chosen = {layer.index: choice for layer, choice in zip(self.layers, choices)}
-        found = [chosen.get(i) for i in range(len(self.caches))]
-        report.entries_kept = [None if x is None else x.kept.shape[-1] for x in found]
-        report.attention_share = [None if x is None else x.share for x in found]
-        self.keep(choices)
-        mx.clear_cache()
-        self.is_compressed = True
-        self.begin_answer()
-        report.kv_bytes_after = kv_bytes(self.caches) + report.kv_bytes_staying
-        report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.caches))
-        if self.plan.decode_policy.schedule == "block":
-            report.block = self.plan.decode_policy.block
-        report.selection_seconds += time.perf_counter() - started
-        return report
-
-    def begin_answer(self) -> None:
-        """The caches are compressed."""
-
-    def choose(self) -> list[Choice]:
-        """What is to be kept, layer by layer; nothing is changed. Nothing at all if the tokens to come choose.
-
-        A failure on one rank is raised on all.
-        """
-        quotas = self.plan.decode_quotas
-        scored = map(self._scored, self.layers, quotas)
-        chosen = map(choose, scored, quotas)
-        return self.layers[0].shard.ranks.agreed(lambda: list(chosen), SnapKVError)
-
-    def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:
-        entries, _ = self._competing(layer)
-        found = score(entries, self.plan.decode_policy, quota)
+    def scored(layer: AttentionLayer, quota: Quota) -> Scored:
+        entries, _ = competing(layer, caches, plan, queries)
+        found = score(entries, plan.decode_policy, quota)
         entries.release()
         return found
 
-    def _competing(self, layer: AttentionLayer) -> tuple[Entries, Entries]:
-        """The entries to choose from, with their voters, and those of later tokens."""
-        cache = layer.entries_in(self.caches)
-        entries = cache.held(self.plan.n_voters if self.plan.decode_policy.obs_window else 0)
-        entries.layer = layer
-        given = None if self.queries is None else self.queries[layer.index]
-        if given is not None:
-            entries.observed = self._given(layer, given, entries, cache.offset)
-        n = len(entries) - (cache.offset - self.plan.n_prompt)
-        return entries.between(0, n), entries.between(n, len(entries))
+    quotas = plan.decode_quotas
+    chosen = map(choose, map(scored, layers, quotas), quotas)
+    return layers[0].shard.ranks.agreed(lambda: list(chosen), SnapKVError)
 
-    def _given(
-        self, layer: AttentionLayer, given: mx.array, entries: Entries, stop: int
-    ) -> Queries:
-        B, H, T, D = entries.keys.shape
-        q = given.shape
-        n_heads = H * len(layer.readers)
-        if len(q) != 4 or q[0] != B or q[1] % n_heads or q[3] != D or not 1 <= q[2] <= T:
-            raise SnapKVError(
-                f"queries must be (B={B}, a multiple of {n_heads} heads, 1 to {T} tokens, head_dim={D}), got {q}"
-            )
-        n = min(q[2], self.plan.decode_policy.obs_window or q[2])
-        return Queries(
-            layer.grouped(given[:, :, -n:], H),
-            range(len(entries) - n, len(entries)),
-            layer.family.scale_of(layer.attention, D),
-            layer.family.sinks_of(layer.attention),
-            start=stop - n,
-            cap=layer.cap,
+
+def competing(
+    layer: AttentionLayer,
+    caches: list,
+    plan: Plan,
+    queries: list[mx.array | None] | None = None,
+) -> tuple[Entries, Entries]:
+    """The entries to choose from, with their voters, and those of later tokens."""
+    cache = layer.entries_in(caches)
+    entries = cache.held(plan.n_voters if plan.decode_policy.obs_window else 0)
+    entries.layer = layer
+    given = None if queries is None else queries[layer.index]
+    if given is not None:
+        obs_window = plan.decode_policy.obs_window
+        entries.observed = _voting(layer, given, entries, cache.offset, obs_window)
+    n = len(entries) - (cache.offset - plan.n_prompt)
+    return entries.between(0, n), entries.between(n, len(entries))
+
+
+def _voting(
+    layer: AttentionLayer, given: mx.array, entries: Entries, stop: int, obs_window: int
+) -> Queries:
+    """The last of the queries given, those of tokens up to position `stop`, as voters."""
+    B, H, T, D = entries.keys.shape
+    q = given.shape
+    n_heads = H * len(layer.readers)
+    if len(q) != 4 or q[0] != B or q[1] % n_heads or q[3] != D or not 1 <= q[2] <= T:
+        raise SnapKVError(
+            f"queries must be (B={B}, a multiple of {n_heads} heads, 1 to {T} tokens, head_dim={D}), got {q}"
         )
+    n = min(q[2], obs_window or q[2])
+    return Queries(
+        layer.grouped(given[:, :, -n:], H),
+        range(len(entries) - n, len(entries)),
+        layer.family.scale_of(layer.attention, D),
+        layer.family.sinks_of(layer.attention),
+        start=stop - n,
+        cap=layer.cap,
+    )
 
-    def keep(self, choices: list[Choice]) -> None:
-        """Put caches of what was chosen into `caches`."""
-        self._replace(self.caches, choices)
 
-    def _replace(self, caches: list, choices: list[Choice]) -> None:
-        uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
-        for layer, choice in zip(self.layers, choices):
-            layer.put(caches, self._compressed(layer, choice, uniform))
+def replace(
+    layers: list[AttentionLayer],
+    full: list,
+    small: list,
+    plan: Plan,
+    choices: list[Choice],
+    on_kept: KeptCallback | None = None,
+) -> None:
+    """Put caches of what was chosen of `full` into `small`, a layer at a time; both may be the same list.
 
-    def _compressed(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> object:
-        before, policy = layer.cache_in(self.caches), self.plan.decode_policy
-        entries, later = self._competing(layer)
-        kept, later = (
-            x.packed(self.plan.options.quantization or x.quantization)
-            for x in (entries.taken(choice.kept), later)
-        )
-        mx.eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
-        mx.eval(kept.stored_values, later.stored_values)  # after the keys, for less memory at once
-        entries.release()
-        if self.on_kept is not None:
-            self.on_kept(layer, kept.positions, choice.votes)
-        n_prompt, compaction = self.plan.n_prompt, getattr(before, "compaction", None)
-        if compaction is not None:
-            kept, compaction = compaction.nearer(kept, n_prompt, closed=policy.closes_gaps)
-        small = decode_cache(layer, kept, n_prompt, policy, choice.quota, uniform)
-        small.compaction = compaction
-        del entries, kept
-        voters = before if policy.observes_answer else None
+    The full entries of each layer that nobody else holds are freed at once.
+    """
+    uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
+    for layer, choice in zip(layers, choices):
+        layer.put(small, _small_cache(layer, full, plan, choice, uniform, on_kept))
+
+
+def _small_cache(
+    layer: AttentionLayer,
+    full: list,
+    plan: Plan,
+    choice: Choice,
+    uniform: bool,
+    on_kept: KeptCallback | None,
+) -> object:
+    """What the answer is decoded from: the entries chosen, and those of later tokens."""
+    before, policy = layer.cache_in(full), plan.decode_policy
+    entries, later = competing(layer, full, plan)
+    kept, later = (
+        x.packed(plan.options.quantization or x.quantization)
+        for x in (entries.taken(choice.kept), later)
+    )
+    mx.eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
+    mx.eval(kept.stored_values, later.stored_values)  # after the keys, for less memory at once
+    entries.release()
+    if on_kept is not None:
+        on_kept(layer, kept.positions, choice.votes)
+    compaction = getattr(before, "compaction", None)
+    if compaction is not None:
+        kept, compaction = compaction.nearer(kept, plan.n_prompt, closed=policy.closes_gaps)
+    small = decode_cache(layer, kept, plan.n_prompt, policy, choice.quota, uniform)
+    small.compaction = compaction
+    del entries, kept
+    voters = before if policy.observes_answer else None
+    small.inherit(voters)
+    for i in range(len(later)):
+        small.append(*rows((later.stored_keys, later.stored_values), i, i + 1))
         small.inherit(voters)
-        for i in range(len(later)):
-            small.append(*rows((later.stored_keys, later.stored_values), i, i + 1))
-            small.inherit(voters)
-        mx.eval(small.state)
-        return small
+    mx.eval(small.state)
+    return small
 
 
 @dataclass

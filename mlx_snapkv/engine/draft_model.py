@@ -34,8 +34,8 @@ Serve = Callable[..., Iterator[GenerationResponse]]
 
 
 @dataclass
-class DraftedRequest:
-    """One request with a policy, and a draft model of the same vocabulary, which keeps everything.
+class DraftedAnswer:
+    """The answer to a request with a policy and a draft model of the same vocabulary, which keeps everything.
 
     `options` are mlx-lm's; their `prompt_cache` holds the main model's caches, then the draft's. It is a SnapKVError if
     a model's layers can't take tokens back, or the policy's entries would depend on the drafts.

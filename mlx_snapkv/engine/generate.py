@@ -17,7 +17,7 @@ from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
 from ..policies import Policy, SnapKV, Sparse, Stages
 from .any_length import take_any_length
-from .draft_model import DraftedRequest, require_rewindable
+from .draft_model import DraftedAnswer, require_rewindable
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, served
@@ -111,11 +111,18 @@ def stream_generate(
         require_rewindable(model, cache)
         embedded = options.get("input_embeddings") is not None
         layers = attention_layers(model, make_prompt_cache(model))  # `cache` has the draft's, too
-        how: Any = {"max_tokens": max_tokens, "is_embedded": embedded, "layers": layers}
-        plan = plan_request(model, config, n, cache, **how)
+        plan = plan_request(
+            model,
+            config,
+            n,
+            cache,
+            max_tokens=max_tokens,
+            is_embedded=embedded,
+            layers=layers,
+        )
         if plan.reason is None:
-            wanted: Any = draft_model, tokenizer, tokens, max_tokens, plan, options
-            return DraftedRequest(model, *wanted).responses(serve, on_report)
+            answer = DraftedAnswer(model, draft_model, tokenizer, tokens, max_tokens, plan, options)
+            return answer.responses(serve, on_report)
     return serve(tokenizer, {"draft_model": draft_model, **options}, on_report)
 
 

@@ -16,8 +16,6 @@ from ..caches.matching import adopt
 from ..models import attention_classes
 from ..models.patch import recording
 
-Call = Callable[[mx.array, list], mx.array]
-
 LONG_CALL = 32  # tokens from which a call may take long
 # Seconds of an evaluation: shorter ones would cost speed, longer ones keep Ctrl-C waiting.
 FAST, SLOW = 0.1, 0.5
@@ -35,10 +33,10 @@ class WrappedModel(nn.Module):
         return getattr(self["wrapped"], name)
 
 
-class HookedModel(WrappedModel):
-    """A request's model, whose calls the request's `hook(inputs, cache)` makes while it has one.
+class RequestModel(WrappedModel):
+    """A request's model: the request makes its calls for token ids, by `call(inputs, cache)`.
 
-    It gives logits that follow tokens `(1, L)`: `(1, n, vocab_size)` for the last `n`, at least 1.
+    They give logits that follow tokens `(1, L)`: `(1, n, vocab_size)` for the last `n`, at least 1.
     """
 
     def __init__(self, model: Any, request: Any):
@@ -46,10 +44,9 @@ class HookedModel(WrappedModel):
         self._request = weakref.proxy(request)  # which holds this
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        hook: Call | None = self._request.hook
-        if hook is None or kwargs:
+        if kwargs:
             return self["wrapped"](inputs, cache=cache, **kwargs)
-        return hook(inputs, cache)
+        return self._request.call(inputs, cache)
 
 
 class SplitCalls(WrappedModel):

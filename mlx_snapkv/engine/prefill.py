@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..caches.layers import file_bytes, kv_bytes, kv_dtype
 from ..caches.memories import lasting_forms, make_caches, saved_forms
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
@@ -14,10 +15,12 @@ from ..planning.exclusions import When, require_compatible
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from ..planning.request_plan import plan_request
 from ..policies import Method, Sparse, Stages
+from .decode import offload
 from .loop_model import pacing
 from .report import CompressionReport
-from .request import Uncompressed, make_request
+from .request import Request, Uncompressed, make_request
 from .rewind import Rewind
+from .sparse import note_chunks
 
 # mlx_lm re-exports a function under the module's own name.
 mlx_generate = importlib.import_module("mlx_lm.generate")
@@ -74,7 +77,7 @@ def prefill(
     config.require(model)
     cache = make_caches(model, config.memory) if prompt_cache is None else prompt_cache
     plan = plan_request(model, config, tokens.size, cache)
-    request: Any = make_request(model, plan, cache, owned=prompt_cache is None)
+    request = make_request(model, plan, cache, owned=prompt_cache is None)
     options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),
         "prompt_progress_callback": request.progress(prompt_progress_callback),
@@ -85,10 +88,9 @@ def prefill(
             if prompt_cache is None:
                 cache = saved_forms(model, cache)
         elif config.retains:
-            cache, request.answers = request.prompt_cache, False
             read(request.model, tokens, request.caches, options)
-            request.leave_entries()
-            cache = lasting_forms(model, cache, config.memory)
+            _leave_entries(request)
+            cache = lasting_forms(model, request.prompt_cache, config.memory)
             if prompt_cache is not None:
                 prompt_cache[:] = cache
                 cache = prompt_cache
@@ -113,6 +115,19 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
         for _ in start(model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options):
             raise AssertionError("mlx-lm yielded a token of a request for none")
     return following[-1]
+
+
+def _leave_entries(request: Request) -> None:
+    """Store all entries of a text that was read sparsely, for requests to come; the report says where they are."""
+    caches, layers, report = request.prompt_cache, request.layers, request.report
+    offload(layers, caches)
+    note_chunks(request.plan, layers, request.caches, report)
+    report.entries_kept = [None] * len(caches)
+    for layer in layers:
+        report.entries_kept[layer.index] = layer.cache_in(caches).n_entries
+        report.kv_bytes_before += layer.cache_in(caches).full_nbytes
+    report.kv_dtype = kv_dtype(layers[0].cache_in(caches))
+    report.kv_bytes_after, report.file_bytes = kv_bytes(caches), file_bytes(caches)
 
 
 def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:

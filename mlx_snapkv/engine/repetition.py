@@ -15,6 +15,12 @@ from .rewind import Rewind
 AT_ONCE = 512  # tokens read again before they vote: until then the queries of all layers are held
 
 
+def most_repeated(policy: Policy, n_prompt: int) -> int:
+    """Tokens of a prompt that are fed again at once, at most."""
+    assert policy.repeats is not None
+    return min(policy.repeats, n_prompt) + LEAD
+
+
 class Repetition:
     """A prompt's tokens, fed again chunk by chunk when all have been read, and rolled back each time.
 
@@ -28,10 +34,6 @@ class Repetition:
         self._inputs: list[mx.array] = []
         self._callback: ProgressCallback = lambda done, total: None
         self.seconds = 0.0
-
-    @property
-    def most_at_once(self) -> int:
-        return min(self._chunk, self._n_prompt) + LEAD
 
     def progress(self, callback: ProgressCallback) -> ProgressCallback:
         """For mlx-lm's loop: the tokens that are read again count as much as those that are read."""

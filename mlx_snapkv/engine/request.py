@@ -1,18 +1,154 @@
-"""Making a request: what carries out its plan."""
+"""One request, from its first chunk to the last token of its answer."""
 
 import contextlib
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, final
 
+import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..caches.layers import attention_layers
 from ..caches.memories import recalling_caches
+from ..models import attention_classes
+from ..models.patch import recording
 from ..planning.prompt_plan import ProgressCallback
 from ..planning.request_plan import Plan
-from .loop_model import observing, one_by_one
-from .readers import InMemoryReader, Request
+from .compress import KeptCallback, measured
+from .decode import verifying
+from .loop_model import RequestModel, observing, one_by_one
+from .pieces import Pieces
+from .policy import PolicyMode
+from .read import reading_caches, require_unchanged
 from .report import NO_POLICY, CompressionReport
-from .retaining import RetainingReader
-from .sparse import SparseReader
+from .self_speculation import SelfSpeculation
+from .sparse import SparseMode
+
+
+class Mode(Protocol):
+    """What a policy (`policy.py`) and sparse attention (`sparse.py`) each do in their own way."""
+
+    def progress(self, callback: ProgressCallback) -> ProgressCallback:
+        """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
+
+    def read(self, inputs: mx.array, cache: list, compress: Callable[[], list]) -> mx.array:
+        """The model's call for tokens `(1, L)` of the prompt, on the caches that it is read on: logits `(1, n,
+        vocab_size)` of the last `n`. `compress()` compresses what has been read, and gives the answer's caches."""
+
+    def compress(self, caches: list, report: CompressionReport) -> None:
+        """Replace `caches`, on which the prompt was read, by those that the answer is decoded from, and note it."""
+
+
+@final
+class Request:
+    """One request that is compressed: it reads a prompt on `caches`, replaces them by what stays of it, and says how
+    the answer is decoded from that.
+
+    mlx-lm's own `generate_step` drives, on `model` and `caches`, and reads that list at every step: the compression
+    replaces its entries between two of its steps.
+
+    Args:
+        plan: what is decided about it.
+        prompt_cache: holds earlier turns, in full or compressed, or nothing.
+        on_kept: receives what a policy keeps of each layer.
+
+    Attributes:
+        caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.
+        is_compressed: the prompt has been read, and `caches` are the answer's.
+        report: what the compression did; empty before.
+    """
+
+    def __init__(
+        self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
+    ):
+        self.model, self.plan, self.prompt_cache = RequestModel(model, self), plan, prompt_cache
+        self.report = CompressionReport(
+            str(plan.policy), plan.n_prompt, pulled_to=plan.compacted_to
+        )
+        self.layers = attention_layers(model, prompt_cache)
+        self._model, self._observed = model, attention_classes(model)
+        self._pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
+        self._mode: Mode
+        if plan.options.is_sparse:
+            self._mode = SparseMode(model, plan, self.layers, prompt_cache, self._pieces)
+        else:
+            self._mode = PolicyMode(model, plan, self.layers, prompt_cache, self._pieces, on_kept)
+        self.caches = reading_caches(plan, self.layers, prompt_cache)
+        self.is_compressed = False
+        self._speculation: SelfSpeculation | None = None
+        self._started: float | None = None
+        self._prefill_seconds: float | None = None
+
+    @property
+    def read_caches(self) -> list:
+        """The caches of what has been read so far, for other requests to go on from."""
+        return self.prompt_cache if self.plan.options.is_sparse else self.caches
+
+    @property
+    def n_ahead(self) -> int:
+        return self.plan.n_ahead
+
+    def step_size(self, limit: int | None) -> int:
+        return self.plan.chunk_size(limit)
+
+    def progress(self, callback: ProgressCallback | None) -> ProgressCallback | None:
+        """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
+        return None if callback is None else self._mode.progress(callback)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Patch the model's attention classes for the block, if queries are asked for."""
+        if self._started is None:
+            require_unchanged(self.plan, self.layers, self.prompt_cache)
+            self._started = time.perf_counter()
+        observes = self.plan.observes_answer if self.is_compressed else self.plan.observes
+        with recording(self._observed if observes else []):
+            yield
+
+    def call(self, inputs: mx.array, cache: list) -> mx.array:
+        """The model's call for tokens `(1, L)`, as mlx-lm's loop makes it: of the prompt, or of the answer."""
+        if not self.is_compressed:
+            return self._mode.read(inputs, cache, self._compressed_caches)
+        if self._speculation is not None:
+            return self._speculation(inputs, cache)
+        return self._model(inputs, cache=cache)
+
+    def prompt_is_read(self) -> None:
+        """Stop the prefill's clock, if it was started; the first call counts."""
+        if self._prefill_seconds is None and self._started is not None:
+            self._prefill_seconds = time.perf_counter() - self._started
+
+    def compress(self) -> CompressionReport:
+        """Compress `caches`, once, and let the answer begin; what was done.
+
+        Raises: SnapKVError: the scores are NaN, or there is no room for the entries that stay.
+        """
+        if self.is_compressed:
+            return self.report
+        self.prompt_is_read()
+        self.report.prefill_seconds = self._prefill_seconds or 0.0
+        with measured(self.plan, self.layers, self.prompt_cache, self.caches, self.report):
+            self._mode.compress(self.caches, self.report)
+        self.is_compressed = True
+        if self.plan.options.verify is not None:
+            self._speculation = verifying(
+                self._model,
+                self.layers,
+                self.prompt_cache,
+                self.caches,
+                self._pieces,
+                self.report,
+            )
+        return self.report
+
+    def _compressed_caches(self) -> list:
+        self.compress()
+        return self.caches
+
+    def end(self) -> None:
+        """The answer has ended: leave the caller's caches ready to go on from."""
+        if self._speculation is not None:
+            self._speculation.close()
 
 
 class Uncompressed:
@@ -44,23 +180,25 @@ class Uncompressed:
 
 
 def make_request(
-    model: Any, plan: Plan, prompt_cache: list | None = None, *, owned: bool = False
+    model: Any,
+    plan: Plan,
+    prompt_cache: list | None = None,
+    *,
+    owned: bool = False,
+    on_kept: KeptCallback | None = None,
 ) -> Request | Uncompressed:
     """What carries out a plan on the prompt cache that it was made for; None is a new one.
 
     Args:
         owned: the cache was made for this memory; any other is copied into one that is.
+        on_kept: receives what a policy keeps of each layer.
 
     Raises: SnapKVError: the caches can't be read on so.
     """
     if plan.reason is not None:
         report = CompressionReport(str(plan.policy or NO_POLICY), plan.n_prompt, plan.reason)
         return Uncompressed(model, prompt_cache or [], report)
-    options = plan.options
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    if not options.retains:
-        return InMemoryReader(model, plan, caches)
-    if not owned:
-        caches = recalling_caches(model, caches, options.memory)
-    kind = SparseReader if options.is_sparse else RetainingReader
-    return kind(model, plan, caches)
+    if plan.options.retains and not owned:
+        caches = recalling_caches(model, caches, plan.options.memory)
+    return Request(model, plan, caches, on_kept)

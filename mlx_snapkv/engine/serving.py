@@ -41,6 +41,9 @@ def served(
 ) -> Iterator[Any]:
     """mlx-lm's own iterator, `start(model, **options)`, if need be with a compression between two of its steps.
 
+    If it fails before its first item, the caller's prompt cache is as it was. Without a `memory` the prompt is read on
+    other caches; with one, `_all_or_nothing` restores it; of a conversation's own cache its turn does.
+
     Args:
         n_prompt: tokens to read.
         config: with `turns`, `options` hold a conversation's own prompt cache.
@@ -57,11 +60,10 @@ def served(
     plan = plan_request(
         model, config, n_prompt, given, max_tokens=max_tokens, is_embedded=is_embedded
     )
-    request = make_request(model, plan, given, owned=turns)
+    request = make_request(model, plan, given, owned=turns, on_kept=on_kept)
     if isinstance(request, Uncompressed):
         report_to(request.report)
         return _continued(start, request, options)
-    request.on_kept = on_kept
     ours |= {
         "prompt_cache": request.caches,
         "prefill_step_size": request.step_size(ours.get("prefill_step_size")),
@@ -136,7 +138,9 @@ def _compressed(
             on_report(request.compress())
         raise
     if item is None and not keep:
-        request.report.reason = ENDED_IN_BLOCKS if request.config.reads_in_blocks else ENDED_EARLY
+        request.report.reason = (
+            ENDED_IN_BLOCKS if request.plan.options.reads_in_blocks else ENDED_EARLY
+        )
         on_report(request.report)
         return
     started = time.perf_counter()

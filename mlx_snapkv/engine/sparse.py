@@ -1,155 +1,128 @@
 """Sparse attention: all entries stay, and the prompt's chunks and the answer's tokens read few of them."""
 
+from collections.abc import Callable
+from typing import Any, final
+
 import mlx.core as mx
 
 from ..caches.full_view import FullView
-from ..caches.layers import (
-    AttentionLayer,
-    copies_but_entries,
-    file_bytes,
-    kv_bytes,
-    kv_dtype,
-)
+from ..caches.layers import AttentionLayer, copies_but_entries
 from ..caches.sparse import SparseKVCache
-from ..caches.sparse_prefill import SparsePrefillKVCache
 from ..entries import device
 from ..entries.queries import Queries
+from ..models import attention_classes
 from ..models.patch import recording
+from ..planning.prompt_plan import ProgressCallback
+from ..planning.request_plan import Plan
 from ..policies.budgets import Quota
-from .compress import Choice
-from .report import Verified
-from .retaining import RetainingReader
-from .self_speculation import SelfSpeculation
+from .decode import offload
+from .pieces import Pieces
+from .report import CompressionReport
 
 SHARED, PAGES = 128, 4  # entries of a page that all heads read, and how many such pages
 AGAIN = 64  # of the prompt's latest tokens, which beyond the trained length are read again, as the answer's are
 TOGETHER = 8  # of those, which choose together
 
 
-class SparseReader(RetainingReader):
-    """Reads on caches that choose for each chunk, or, with read="dense", on the caller's own; the answer chooses.
+@final
+class SparseMode:
+    """How sparse attention reads a prompt (with read="dense" it does not), and what the answer's tokens choose from.
 
     Beyond the trained length the question's tokens, too, have to read what they ask for where every head finds it: the
     prompt's latest tokens are read a second time, on the answer's caches, before its last one is.
     """
 
-    # Caches without the latest tokens' part, but for entries, and those tokens `(1, n)` each.
-    _before_latest: list | None = None
-    _latest: list[mx.array]
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        layers: list[AttentionLayer],
+        prompt_cache: list,
+        pieces: Pieces,
+    ):
+        self.plan, self.layers = plan, layers
+        self._model, self._prompt_cache, self._pieces = model, prompt_cache, pieces
+        # Caches without the latest tokens' part, but for entries, and those tokens `(1, n)` each.
+        self._before_latest: list | None = None
+        self._latest: list[mx.array] = []
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        self._latest = []
-        reading = self.plan.sparse_reading
-        if reading is None:
-            return
-        self._last_from, self._again_from = reading.last_from, self.plan.n_prompt - AGAIN
-        reads = reading.reach, reading.last, reading.last_from, reading.near
-        for layer in self.layers:
-            everything = layer.cache_in(self.prompt_cache)
-            view = FullView([everything.store], layer, self.plan.compaction)
-            layer.put(self.caches, SparsePrefillKVCache(everything, view, *reads))
-        self.hook = self._read
+    def progress(self, callback: ProgressCallback) -> ProgressCallback:
+        """For mlx-lm's loop: each token counts once."""
+        return callback
 
-    @property
-    def read_caches(self) -> list:
-        return self.prompt_cache
+    def read(self, inputs: mx.array, cache: list, compress: Callable[[], list]) -> mx.array:
+        """The model's call for a chunk `(1, L)`, the last tokens of the prompt in a call of their own: they read more.
 
-    def _read(self, inputs: mx.array, cache: list) -> mx.array:
-        """The model's call for tokens `(1, L)` of the prompt.
-
-        The last ones read more, in a call of their own, and the very last is read on the answer's caches where the
-        latest are.
+        Beyond the trained length the very last one is read on the answer's caches, if an answer follows.
         """
+        reading, n_prompt = self.plan.sparse_reading, self.plan.n_prompt
+        if reading is None:
+            return self._pieces(inputs, cache)
         first = self.layers[0].cache_in(cache)
-        n = self._last_from - first.offset
-        if 0 < n < inputs.shape[1] and first.reads_some:
-            self._pieces(inputs[:, :n], cache)
-            mx.eval([c.state for c in cache])
-            inputs = inputs[:, n:]
+        if first.reads_some:
+            inputs = self._read_to(reading.last_from, inputs, cache)
         if self.plan.compacted_to is None:
             return self._pieces(inputs, cache)
-        if self.answers and first.offset == self.plan.n_prompt - 1:
-            self.compress()
-            cache[:] = self.caches
+        if first.offset == n_prompt - 1 and not self.plan.options.is_text:
+            cache[:] = compress()
             return self._model(inputs, cache=cache)
         return self._read_latest(inputs, cache)
 
+    def _read_to(self, position: int, inputs: mx.array, cache: list) -> mx.array:
+        """Read a chunk up to a position within it, if there is one; the tokens that are left."""
+        n = position - self.layers[0].cache_in(cache).offset
+        if not 0 < n < inputs.shape[1]:
+            return inputs
+        self._pieces(inputs[:, :n], cache)
+        mx.eval([c.state for c in cache])
+        return inputs[:, n:]
+
     def _read_latest(self, inputs: mx.array, cache: list) -> mx.array:
-        """The same, with those noted that are to be read again."""
-        n = max(0, self._again_from - self.layers[0].cache_in(cache).offset)
-        if n >= inputs.shape[1]:
-            return self._pieces(inputs, cache)
-        if n:
-            self._pieces(inputs[:, :n], cache)
-            mx.eval([c.state for c in cache])
-        if self._before_latest is None:
-            self._before_latest = copies_but_entries(cache, self.layers)
-        self._latest.append(inputs[:, n:])
-        return self._pieces(inputs[:, n:], cache)
+        """Read tokens, and note those that are to be read again."""
+        again_from = self.plan.n_prompt - AGAIN
+        inputs = self._read_to(again_from, inputs, cache)
+        if self.layers[0].cache_in(cache).offset >= again_from:
+            if self._before_latest is None:
+                self._before_latest = copies_but_entries(cache, self.layers)
+            self._latest.append(inputs)
+        return self._pieces(inputs, cache)
 
-    def choose(self) -> list[Choice]:
-        """Nothing: the answer's tokens choose."""
-        return []
-
-    def prompt_is_read(self) -> None:
-        super().prompt_is_read()
-        if self.plan.sparse_reading is not None and not self.is_compressed:
-            self.report.read_per_chunk = self.layers[0].cache_in(self.caches).n_read
-
-    def leave_entries(self) -> None:
-        """Store all entries for requests to come; the report says where they are."""
-        self.offload()
-        self.prompt_is_read()
-        self.hook = None
-        caches = [layer.cache_in(self.prompt_cache) for layer in self.layers]
-        report = self.report
-        report.entries_kept = [None] * len(self.prompt_cache)
-        for layer, cache in zip(self.layers, caches):
-            report.entries_kept[layer.index] = cache.n_entries
-            report.kv_bytes_before += cache.full_nbytes
-        report.kv_dtype = kv_dtype(caches[0])
-        report.kv_bytes_after = kv_bytes(self.prompt_cache)
-        report.file_bytes = file_bytes(self.prompt_cache)
-
-    def keep(self, choices: list[Choice]) -> None:
-        """Caches whose tokens choose anew among all entries, instead of choices."""
-        self.caches[:] = copies_but_entries(self._before_latest or self.caches, self.layers)
-        self.offload()
-        report = self.report
+    def compress(self, caches: list, report: CompressionReport) -> None:
+        """Replace `caches` by those whose tokens choose among all entries; nothing is evicted."""
+        note_chunks(self.plan, self.layers, caches, report)
+        caches[:] = copies_but_entries(self._before_latest or caches, self.layers)
+        offload(self.layers, self._prompt_cache)
         shared = None if self.plan.compacted_to is None else self._most_attended()
         latest = mx.concatenate(self._latest, axis=1) if self._latest else mx.zeros((1, 0))
+        report.entries_kept, report.attention_share = [None] * len(caches), [None] * len(caches)
         for layer, quota in zip(self.layers, self.plan.decode_quotas):
             cache = self._choosing(layer, quota, shared, latest.shape[1])
-            layer.put(self.caches, cache)
+            layer.put(caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
-        with recording(self._observed):
+        with recording(attention_classes(self._model)):
             for start in range(0, latest.shape[1], TOGETHER):
-                mx.eval(self._model(latest[:, start : start + TOGETHER], cache=self.caches))
+                mx.eval(self._model(latest[:, start : start + TOGETHER], cache=caches))
         self._before_latest, self._latest = None, []
 
-    def begin_answer(self) -> None:
-        super().begin_answer()
-        self.observes = True
-        if self.config.verify is not None:
-            self.report.verified = Verified()
-            caches = self._full_caches(), list(self.caches)
-            self.hook = SelfSpeculation(self._model, *caches, self.report.verified, self._pieces)
+    def full_view(self, layer: AttentionLayer) -> FullView:
+        """All of a layer's entries, with an index that stays for later turns: of earlier ones, and what came since.
 
-    def _count_staying(self) -> None:
-        """What an answer reads includes the index by which it chooses."""
-        super()._count_staying()
-        kept = [layer.cache_in(self.prompt_cache) for layer in self.layers]
-        self.report.kv_bytes_staying -= sum(cache.index_nbytes for cache in kept)
+        A new one is for queries like the prompt's last, if those were recorded.
+        """
+        cache = layer.cache_in(self._prompt_cache)
+        view = FullView(cache.views(), layer, self.plan.compaction)
+        queries = cache.queries if cache.n_queries else None
+        view.index = cache.index = view.grown_index(cache.index, queries)
+        return view
 
     def _choosing(
         self, layer: AttentionLayer, quota: Quota, shared: mx.array | None, n_latest: int
     ) -> SparseKVCache:
         """A cache whose tokens choose `quota` entries anew among all before the latest, beside those `shared` by all
         heads."""
-        view, cache = self.full_view(layer), layer.cache_in(self.prompt_cache)
+        view, cache = self.full_view(layer), layer.cache_in(self._prompt_cache)
         if n_latest:
             view = view.beginning(len(view) - n_latest)
         # All layers or none: mlx-lm makes one mask for them.
@@ -186,15 +159,13 @@ class SparseReader(RetainingReader):
 
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:
         """The prompt's last queries, as they vote over all of a layer's entries."""
-        cache = layer.cache_in(self.prompt_cache)
+        cache = layer.cache_in(self._prompt_cache)
         return cache.voters(cache.queries, cache.query_positions, view.blocks().shape)
 
-    def _full_caches(self) -> list:
-        full = list(self.prompt_cache)
-        for layer in self.layers:
-            layer.put(full, layer.cache_in(full).growing_cache())
-        return full
 
-    def end(self) -> None:
-        if isinstance(self.hook, SelfSpeculation):
-            self.hook.close()
+def note_chunks(
+    plan: Plan, layers: list[AttentionLayer], caches: list, report: CompressionReport
+) -> None:
+    """What chunks have read at most of the entries before them, in the report, if they chose that."""
+    if plan.sparse_reading is not None:
+        report.read_per_chunk = layers[0].cache_in(caches).n_read

@@ -17,9 +17,8 @@ from ..caches.layers import attention_layers, copies_but_entries
 from ..caches.recording import RecordingKVCache, SharedKVCache
 from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
-from ..engine.readers import Request
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import Uncompressed, make_request
+from ..engine.request import Request, Uncompressed, make_request
 from ..entries import device
 from ..errors import SnapKVError
 from ..models import attention_classes

@@ -102,6 +102,11 @@ class Plan(PromptPlan):
         return self.sparse_reading is not None or any(x.observes for x in self.policy.stages)
 
     @property
+    def observes_answer(self) -> bool:
+        """Whether queries of the answer are asked for: to vote at evictions, or to choose what each token reads."""
+        return self.options.is_sparse or self.decode_policy.observes_answer
+
+    @property
     def statistics_from(self) -> int | None:
         """The first position whose queries count in the statistics that a policy asks for, if one does."""
         wanted = [stage.query_statistics for stage in self.policy.stages]

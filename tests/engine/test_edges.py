@@ -16,7 +16,7 @@ from mlx_snapkv import (
 )
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine.compress import Compression
+from mlx_snapkv.engine import policy as policy_mode
 from mlx_snapkv.planning.prompt_plan import plan_prompt
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.policies.sparse import PAGE
@@ -132,7 +132,7 @@ AHEAD = f"{FEW},lookahead=5"
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_an_answer_that_ends_before_the_cut_costs_no_selection(tiny_model, tokens, n, monkeypatch):
-    monkeypatch.delattr(Compression, "choose")
+    monkeypatch.delattr(policy_mode, "choose_entries")
     reports = []
     options = {"max_tokens": n, "policy": AHEAD, "on_report": reports.append}
     assert len(list(generate_step(tokens, tiny_model, **options))) == n

@@ -18,7 +18,7 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.engine import sparse
 from mlx_snapkv.engine.request import make_request
-from mlx_snapkv.engine.sparse import SparseReader
+from mlx_snapkv.engine.sparse import SparseMode
 from mlx_snapkv.models.rope import longest_trained_length, trained_length
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
@@ -62,7 +62,7 @@ def held_with_true_rotations(conversation):
 def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
     """By NumPy: of every head's attention between sink and window, the largest share that each page gets."""
     monkeypatch.setattr(sparse, "SHARED", 16)
-    pages, attended, read = [], SparseReader._most_attended, []
+    pages, attended, read = [], SparseMode._most_attended, []
     lined_up = full_view.FullView.lined_up
 
     def spied(self):
@@ -83,7 +83,7 @@ def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
         read.append(places)
         return lined_up(self, places, *more)
 
-    monkeypatch.setattr(SparseReader, "_most_attended", spied)
+    monkeypatch.setattr(SparseMode, "_most_attended", spied)
     monkeypatch.setattr(full_view.FullView, "lined_up", seen)
     conversation, right = asked(*short, 3000, sparse="budget=400,n_sink=4,n_window=32")
     assert all(right) and len(pages) == 4

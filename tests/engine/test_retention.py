@@ -16,11 +16,11 @@ from mlx_snapkv import SnapKVError, prefill
 from mlx_snapkv.caches.layers import layer_caches
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.sparse import SparseKVCache
-from mlx_snapkv.engine import self_speculation
+from mlx_snapkv.engine import policy, self_speculation
+from mlx_snapkv.engine.compress import choose_entries, competing
 from mlx_snapkv.engine.draft_length import DraftLength
 from mlx_snapkv.engine.prefill import mlx_generate, read
 from mlx_snapkv.engine.report import format_bytes
-from mlx_snapkv.engine.retaining import RetainingReader
 from mlx_snapkv.engine.serving import served
 from mlx_snapkv.entries import blockwise
 from mlx_snapkv.planning.config import CompressionConfig
@@ -52,16 +52,16 @@ def wide():
 @pytest.fixture
 def kept(monkeypatch):
     """For each layer of each compression: keys of all entries, the queries that voted, the positions kept."""
-    found, choose = [], RetainingReader.choose
+    found = []
 
-    def watched(self):
-        choices = choose(self)
-        for layer, choice in zip(self.layers, choices):
-            entries, _ = self._competing(layer)
+    def watched(layers, caches, plan):
+        choices = choose_entries(layers, caches, plan)
+        for layer, choice in zip(layers, choices):
+            entries, _ = competing(layer, caches, plan)
             found.append((np.array(entries.keys), entries.voters, np.array(choice.kept[0])))
         return choices
 
-    monkeypatch.setattr(RetainingReader, "choose", watched)
+    monkeypatch.setattr(policy, "choose_entries", watched)
     return found
 
 

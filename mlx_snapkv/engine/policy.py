@@ -1,0 +1,77 @@
+"""A policy's way through a request: what reads its prompt's chunks, and what its answer is decoded from."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import mlx.core as mx
+
+from ..caches.layers import AttentionLayer, copies_but_entries
+from ..planning.prompt_plan import ProgressCallback, fits_reason
+from ..planning.request_plan import Plan
+from .compress import KeptCallback, choose_entries, note_choices, replace
+from .decode import offload
+from .pieces import Pieces
+from .read import require_unchanged
+from .repetition import Repetition
+from .report import CompressionReport
+
+
+@final
+class PolicyMode:
+    """How a policy reads a prompt, whole or in blocks between evictions, and keeps the best of its entries.
+
+    Where all entries stay (`memory`), those of `prompt_cache` do, and small copies serve the answer only; otherwise
+    what is kept replaces them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        layers: list[AttentionLayer],
+        prompt_cache: list,
+        pieces: Pieces,
+        on_kept: KeptCallback | None = None,
+    ):
+        self.plan, self.layers = plan, layers
+        self._prompt_cache, self._on_kept = prompt_cache, on_kept
+        # A block is as long as what fits between two evictions, and not split any further.
+        self._call: Any = model if plan.options.reads_in_blocks else pieces
+        self._repetition: Repetition | None = None
+        if plan.options.reads_again:
+            self._repetition = Repetition(pieces, layers, plan.decode_policy, plan.n_new)
+            self._call = self._repetition.read
+
+    def progress(self, callback: ProgressCallback) -> ProgressCallback:
+        """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
+        return callback if self._repetition is None else self._repetition.progress(callback)
+
+    def read(self, inputs: mx.array, cache: list, compress: Callable[[], list]) -> mx.array:
+        """The model's call for a chunk; nothing is compressed before the prompt's end."""
+        return self._call(inputs, cache=cache)
+
+    def compress(self, caches: list, report: CompressionReport) -> None:
+        """Keep what the policy chooses, and note it; nothing is changed before every layer has chosen."""
+        plan, layers, retains = self.plan, self.layers, self.plan.options.retains
+        if not retains:
+            require_unchanged(plan, layers, self._prompt_cache)
+        choices = choose_entries(layers, caches, plan)
+        note_choices(choices, layers, caches, report)
+        small = copies_but_entries(caches, layers) if retains else caches
+        replace(layers, caches, small, plan, choices, self._on_kept)
+        if retains:
+            caches[:] = small
+            offload(layers, self._prompt_cache)
+        else:
+            self._prompt_cache[:] = caches
+            report.reason = _fits_still(plan, report)
+        if self._repetition is not None:
+            report.prefill_seconds -= self._repetition.seconds
+            report.selection_seconds += self._repetition.seconds
+
+
+def _fits_still(plan: Plan, report: CompressionReport) -> str | None:
+    """Why no entry of a prompt was evicted, where its answer may fill a block; None if some were."""
+    if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
+        return None
+    return f"{fits_reason(plan.n_prompt, plan.policy)}; the answer is kept within it"

@@ -1,0 +1,101 @@
+"""The caches that a request's prompt is read on, made by its plan."""
+
+from ..caches.block import BlockKVCache
+from ..caches.contract import LayerCache
+from ..caches.full_view import FullView
+from ..caches.layers import AttentionLayer, copies_but_entries
+from ..caches.recording import RecordingKVCache
+from ..caches.sparse_prefill import SparsePrefillKVCache
+from ..errors import SnapKVError
+from ..planning.request_plan import Plan
+from ..policies.budgets import Quota
+from .repetition import most_repeated
+
+
+def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
+    """Caches that mlx-lm's loop reads a prompt on; `prompt_cache` holds earlier turns, in full or compressed, if any.
+
+    Without a `memory` they are new ones: the caller's list and caches stay as they are until the request compresses.
+    With one, the caller's own go on to hold all entries, and chunks that are read sparsely choose among these.
+    """
+    if not plan.options.retains:
+        return _evicting_caches(plan, layers, prompt_cache)
+    caches = list(prompt_cache)
+    for layer in layers:
+        everything = layer.cache_in(prompt_cache)
+        everything.observe(plan.first, plan.last, plan.capacity, plan.statistics_from)
+        everything.layer = layer
+        if (reading := plan.sparse_reading) is not None:
+            view = FullView([everything.store], layer, plan.compaction)
+            choosing = SparsePrefillKVCache(
+                everything, view, reading.reach, reading.last, reading.last_from, reading.near
+            )
+            layer.put(caches, choosing)
+    return caches
+
+
+def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> None:
+    """Raises: SnapKVError: a prompt cache does not hold what it held when the plan was made."""
+    if any(layer.entries_in(prompt_cache).offset != plan.n_held for layer in layers):
+        raise SnapKVError("another request has filled this prompt cache: give each request its own")
+
+
+def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
+    """Copies that begin with the entries of earlier turns: the new tokens' queries vote over these and their own."""
+    caches = copies_but_entries(prompt_cache, layers)
+    held = {layer.entries_in(prompt_cache).n_entries for layer in layers}
+    uniform = len(set(plan.prefill_quotas)) == len(held) == 1
+    n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held
+    if plan.options.reads_again:
+        n_new += most_repeated(plan.decode_policy, plan.n_new)
+    accumulates, once = plan.options.accumulates_attention, not plan.options.reads_in_blocks
+    for layer, quota in zip(layers, plan.prefill_quotas):
+        cache: LayerCache
+        if once and not accumulates and not plan.n_held:
+            cache = RecordingKVCache(plan.first, plan.last, n_new, layer)
+            cache.statistics_from = plan.statistics_from
+        else:
+            cache = _block_cache(plan, layer, prompt_cache, quota, uniform, n_new)
+        layer.put(caches, cache)
+    return caches
+
+
+def _block_cache(
+    plan: Plan,
+    layer: AttentionLayer,
+    prompt_cache: list,
+    quota: Quota,
+    uniform: bool,
+    n_new: int,
+) -> BlockKVCache:
+    """A cache for `n_new` tokens whose entries are evicted, or counted, or come after those of an earlier turn."""
+    policy, once = plan.prefill_policy, not plan.options.reads_in_blocks
+    before = layer.cache_in(prompt_cache)
+    entries = layer.entries_in(prompt_cache).held() if plan.n_held else None
+    expected = n_new
+    if entries is not None:
+        expected += len(entries)
+        quota = Quota(expected, quota.n_sink, quota.n_window) if once else quota
+    plain = entries is None or entries.quantization is None
+    block = BlockKVCache(
+        policy,
+        quota,
+        policy.block,
+        layer=layer,
+        last=plan.last,
+        newest=max(policy.obs_window, plan.n_voters),
+        expected=expected,
+        uniform=uniform,
+        # What is plain is quantised when it has been chosen, and never twice.
+        quantization=None if once and plain else plan.options.quantization,
+        accumulates=plan.options.accumulates_attention,
+        steady=range(plan.n_prompt, plan.n_prompt + plan.n_ahead),
+    )
+    block.statistics_from = plan.statistics_from
+    if plan.compaction is not None:
+        block.compaction = plan.compaction.after(getattr(before, "compaction", None))
+    if entries is not None:
+        block.offset = plan.n_held
+        block.hold(entries)
+        block.inherit(before)
+    return block
