@@ -59,6 +59,9 @@ class Result:
 
     def __init__(self, out: Path, **fixed: Any):
         script, *arguments = sys.argv
+        if "--out" in arguments:  # where it was written is nobody else's concern
+            place = arguments.index("--out")
+            del arguments[place : place + 2]
         self._out, self._rows = out, []
         self._result = about(Path(script).name, *arguments) | fixed | {"rows": self._rows}
 

@@ -290,6 +290,21 @@ def agents() -> list[str]:
     return [*_measured(result), *figures(rows, columns)]
 
 
+def modes() -> list[str]:
+    """KL by mode, a column a span of an answer's places."""
+    result = load("modes")
+    spans = sorted({(row["start"], row["stop"]) for row in result["rows"]})
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["model"], row["mode"]), {})[row["start"]] = row["kl"]
+    header = ["model", "cache", *(f"tokens {start + 1} to {stop}" for start, stop in spans)]
+    rows = [
+        [f"`{model}`", mode, *(f"{kl[start]:.3f}" for start, _ in spans)]
+        for (model, mode), kl in found.items()
+    ]
+    return [*_measured(result), *table(header, rows)]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "results": readme_results.results,
     "policies": lambda: policies_page.summary_table("docs/policies.md"),
@@ -305,6 +320,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bits": bits,
     "resident": resident,
     "answers": answers,
+    "modes": modes,
     "lookahead": lookahead,
     "agents": agents,
 }
