@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import _BaseCache
 
@@ -38,7 +39,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     policy: Policy | None = None  # what it scores lowest is evicted; None is the oldest, one by one
     compaction: Compaction | None = None  # how far apart queries and keys may be, if limited
     uniform: bool  # all layers of the model hold equally many entries
-    is_compressed = True
+    is_compressed = needs_layer = True
     positions: mx.array  # uint32 `(B, n_kv_heads, size())`, of the entries as the buffers have them
     rotations: mx.array | None  # positions that the keys are turned to; None if to those
     n_after_next: int  # entries held after one more token
@@ -141,6 +142,15 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     def size(self) -> int:
         return self._n
+
+    def validate(self) -> str | None:
+        if found := super().validate():
+            return found
+        positions = np.sort(np.array(self.positions).astype(int), axis=-1)
+        ascend = positions.shape[2] == self._n and (np.diff(positions) > 0).all()
+        if not ascend or positions.max() >= self.offset:
+            return "has positions that can't be"
+        return None
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

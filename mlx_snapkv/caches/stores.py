@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -69,6 +70,10 @@ class Store(EntryView):
     """Entries that more are appended to: in memory, quantised, or in a file."""
 
     cache: Any = None  # mlx-lm's cache that they are in, which may go on by itself
+    in_files: bool = False  # whoever saves a cache puts its entries' files beside the file
+    # Keys and values of the first of entries in files, `(B, n_kv_heads, 1, head_dim)`, which a saved cache has of them
+    # to show the shapes; None if there are none.
+    first_entry: tuple[mx.array, mx.array] | None = None
     nbytes: int  # what they take in memory, and below, in files
     file_nbytes: int = 0
 
@@ -80,7 +85,12 @@ class Store(EntryView):
     def truncate(self, n: int) -> None:
         """Hold the first `n` entries only."""
 
+    def reads(self, path: Path) -> bool:
+        """Whether some of the entries are in the saved file of that name."""
+        return False
+
     def held(self) -> Entries:
+        """All entries, as they are stored."""
         keys, values = (self.stored(which, 0, self.n_entries) for which in (KEYS, VALUES))
         return Entries(keys, values, quantization=self.quantization)
 
