@@ -25,7 +25,13 @@ _DECODERS = {
     "quantization": lambda how: Quantization(*how),
     "compaction": lambda how: Compaction(*how),
     "quota": lambda numbers: Quota(*numbers),
-    "_steady": lambda ends: range(*ends),
+    "steady": lambda ends: range(*ends),
+}
+_EARLIER = {  # names in files of earlier versions
+    "_steady": "steady",
+    "accumulates": "counting.counts",
+    "_received": "counting.received",
+    "_uncounted": "counting.waiting",
 }
 
 
@@ -33,6 +39,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     """A cache that evicts entries when it is full; its `layer` is None if its policy asks for no more than entries."""
 
     TRANSIENT: ClassVar[frozenset[str]] = frozenset({"layer", "_by_reader", "_mark"})
+    PARTS: ClassVar[dict[str, type]] = {}  # attributes whose own a file holds, as `attribute.name`
 
     keys: Any  # these and `values` are the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts
     values: Any
@@ -114,6 +121,8 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def state(self) -> tuple:
         """For mlx-lm's files, of strings and arrays: all attributes but the transient, which are as in a new cache."""
         others = {name: x for name, x in vars(self).items() if name not in self.TRANSIENT}
+        for part in self.PARTS:
+            others |= {f"{part}.{name}": x for name, x in vars(others.pop(part)).items()}
         arrays = {name: others.pop(name) for name, x in list(others.items()) if _is_array(x)}
         kinds = {name: type(x).__name__ for name, x in arrays.items()}
         return json.dumps([kinds, others], default=_encoded), *arrays.values()
@@ -123,10 +132,14 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         self.start_recording()
         kinds, others = json.loads(v[0])
         for (name, kind), value in zip(kinds.items(), v[1:], strict=True):
-            setattr(self, name, tuple(value) if kind == "tuple" else value)
-        for name, value in others.items():
-            decode = _DECODERS.get(name, lambda value: value)
-            setattr(self, name, value if value is None else decode(value))
+            others[name] = tuple(value) if kind == "tuple" else value
+        found = {_EARLIER.get(name, name): value for name, value in others.items()}
+        for name in _DECODERS.keys() & found.keys():
+            found[name] = None if found[name] is None else _DECODERS[name](found[name])
+        for part, cls in self.PARTS.items():
+            names = [name for name in found if name.startswith(f"{part}.")]
+            found[part] = cls(**{name.removeprefix(f"{part}."): found.pop(name) for name in names})
+        vars(self).update(found)
 
     def is_trimmable(self) -> bool:
         """Only since a mark: mlx-lm takes true for "any number of tokens"."""

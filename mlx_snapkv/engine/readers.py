@@ -8,6 +8,7 @@ from typing import Any
 
 from ..caches.block import BlockKVCache
 from ..caches.contract import LayerCache
+from ..caches.counting import AttentionCount
 from ..caches.layers import (
     AttentionLayer,
     attention_layers,
@@ -176,9 +177,9 @@ class InMemoryReader(Request):
             uniform=uniform,
             # What is plain is quantised when it has been chosen, and never twice.
             quantization=None if once and plain else plan.options.quantization,
-            accumulates=accumulates,
-            steady=range(plan.n_prompt, n_answer),
+            counting=AttentionCount() if accumulates else None,
         )
+        block.steady = range(plan.n_prompt, n_answer)
         block.statistics_from = plan.statistics_from
         if plan.compaction is not None:
             block.compaction = plan.compaction.after(getattr(before, "compaction", None))
