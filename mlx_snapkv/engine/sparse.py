@@ -10,6 +10,7 @@ from ..caches.layers import (
     kv_bytes,
     kv_dtype,
 )
+from ..caches.page_ranking import PageRanking
 from ..caches.sparse import SparseKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
 from ..entries import device
@@ -48,7 +49,8 @@ class SparseReader(RetainingReader):
         for layer in self.layers:
             everything = layer.cache_in(self.prompt_cache)
             view = FullView([everything.store], layer, self.plan.compaction)
-            layer.put(self.caches, SparsePrefillKVCache(everything, view, *reads))
+            ranking = PageRanking(view, *reads)
+            layer.put(self.caches, SparsePrefillKVCache(everything, ranking))
         self.hook = self._read
 
     @property
