@@ -7,7 +7,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..entries.quantization import Quantization, fitting_groups
 from ..errors import Option, OptionError, SnapKVError
 from .adapter import full_cache, has_all_entries, layer_cache
-from .file_store import FileStore
 from .layers import (
     AttentionLayer,
     attention_layers,
@@ -18,11 +17,13 @@ from .layers import (
     require_quantised_attention,
 )
 from .recording import RecordingKVCache
-from .stores import MemoryStore, Store
+from .stores import STORES, Store
 
+BITS = "8bit", "4bit"
 MEMORIES = (
-    "drop", "recall", "recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit",
-)  # fmt: skip
+    "drop",
+    *(":".join(filter(None, ("recall", name, bits))) for name in STORES for bits in ("", *BITS)),
+)
 
 
 def require_memory(memory: str) -> None:
@@ -32,7 +33,13 @@ def require_memory(memory: str) -> None:
 
 
 def in_files(memory: str) -> bool:
-    return "file" in memory.split(":")
+    return store_kind(memory).in_files
+
+
+def store_kind(memory: str) -> type[Store]:
+    """The kind of store that keeps entries so; in memory, if `memory` is "drop"."""
+    words = [word for word in memory.split(":")[1:] if word not in BITS]
+    return STORES[":".join(words)]
 
 
 def make_caches(model, memory: str) -> list:
@@ -47,7 +54,7 @@ def make_caches(model, memory: str) -> list:
         return caches
     layers = attention_layers(model, caches)
     quantization = memory_quantization(model, layers, memory)
-    kind = FileStore if in_files(memory) else MemoryStore
+    kind = store_kind(memory)
     for layer in layers:
         store = kind(quantization)
         layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer, store))
@@ -57,7 +64,7 @@ def make_caches(model, memory: str) -> list:
 def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Quantization | None:
     """How a memory stores entries, in groups of a size that divides the heads. Raises as `make_caches` does."""
     wider, _, bits = memory.rpartition(":")
-    if not bits.endswith("bit"):
+    if bits not in BITS:
         return None
     require_quantised_attention(layers, "give {}", Option("memory", wider))
     groups = fitting_groups(head_sizes(model, layers), Option("memory", memory))
@@ -122,7 +129,7 @@ def filled(empty: Any, found: Any) -> Any:
         raise SnapKVError(
             "the entries of this prompt are stored otherwise: give {} or {}",
             Option("memory", stored),
-            stored.replace(":file", ""),
+            stored.replace(f":{found.store.name}", ""),
         )
     if not has_all_entries(found):
         raise SnapKVError(
@@ -140,13 +147,15 @@ def _alike(a: Store | None, b: Store | None) -> bool:
     """Whether entries of one need not be moved to the other: both are in files, or in memory as they are."""
     if a is None or b is None:
         return False
-    return a.in_files == b.in_files and a.quantization == b.quantization
+    return a.name == b.name and a.quantization == b.quantization
 
 
 def book_memory(caches: list) -> str | None:
     """The memory in files that fits these caches; None if their entries are not in files."""
-    found = {cache.store.quantization for cache in books(caches)}
-    return next((f"recall:file:{how.bits}bit" if how else "recall:file" for how in found), None)
+    for store in (cache.store for cache in books(caches)):
+        how = store.quantization
+        return f"recall:{store.name}" + (f":{how.bits}bit" if how else "")
+    return None
 
 
 def books(prompt_cache: list) -> list:

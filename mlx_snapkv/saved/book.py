@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..caches.file_store import FileStore, Layout, SavedFile
 from ..caches.memories import books
 from ..caches.recording import RecordingKVCache
+from ..caches.stores.file import FileStore, Layout, SavedFile
 from ..entries.quantization import Quantization, pack
 from ..errors import SnapKVError
 from . import sealed

@@ -17,13 +17,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, arrays, unpack
-from ..errors import EntryFileError
-from ..paths import refusing
-from .file_map import file_map
-from .open_files import allow_more_files, is_of_limit, said_of
-from .stores import EntryView, JoinedView, Store
+from ...entries.entries import Entries
+from ...entries.quantization import Quantization, Stored, arrays, unpack
+from ...errors import EntryFileError
+from ...paths import refusing
+from ..file_map import file_map
+from ..open_files import allow_more_files, is_of_limit, said_of
+from .base import Store
+from .views import EntryView, JoinedView
 
 COPIED = 8 << 20  # bytes of a file at a time
 JOINED = 256 << 20  # bytes of a file that are copied to join parts, at most
@@ -208,6 +209,7 @@ class FileStore(JoinedView, Store):
     of its own, and what it drops stays with the others.
     """
 
+    name = "file"
     in_files = True
     nbytes = 0
 
