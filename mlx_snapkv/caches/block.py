@@ -33,7 +33,7 @@ class BlockKVCache(EvictingCache):
             they are more than `block`, they are held besides.
     """
 
-    PARTS: ClassVar[dict[str, type]] = {"counting": AttentionCount}
+    PARTS: ClassVar[dict[str, type]] = EvictingCache.PARTS | {"counting": AttentionCount}
 
     steady = range(0)
 
@@ -158,7 +158,7 @@ class BlockKVCache(EvictingCache):
             return False
         L = max(L, len(self.steady)) if self.offset in self.steady else L
         votes = bool(self.policy.obs_window and not self._queries)
-        votes |= self.policy.query_statistics is not None and not self._sums
+        votes |= self.policy.query_statistics is not None and not self.moments.sums
         if votes and not self._n_since:
             return False  # no query has voted for the entries given; the next tokens' will
         return self._n + L > self.capacity and self._n > self.quota.entries

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import _BaseCache
 from ..entries.entries import Entries
 from ..entries.quantization import Quantised, Quantization, Stored, n_bytes, n_rows, pack, rows
 from ..entries.queries import Queries, Recorder
+from ..entries.query_moments import QueryMoments
 from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
 from ..policies.budgets import Quota
@@ -32,6 +33,9 @@ _EARLIER = {  # names in files of earlier versions
     "accumulates": "counting.counts",
     "_received": "counting.received",
     "_uncounted": "counting.waiting",
+    "_sums": "moments.sums",
+    "_n_counted": "moments.n_counted",
+    "_counted_to": "moments.counted_to",
 }
 
 
@@ -39,7 +43,8 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     """A cache that evicts entries when it is full; its `layer` is None if its policy asks for no more than entries."""
 
     TRANSIENT: ClassVar[frozenset[str]] = frozenset({"layer", "_by_reader", "_mark"})
-    PARTS: ClassVar[dict[str, type]] = {}  # attributes whose own a file holds, as `attribute.name`
+    # Attributes whose own a file holds, as `attribute.name`.
+    PARTS: ClassVar[dict[str, type]] = {"moments": QueryMoments}
 
     keys: Any  # these and `values` are the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts
     values: Any

@@ -226,7 +226,7 @@ class RecordingKVCache(LayerCache, Recorder, _BaseCache):
         if first is not None:
             return *first, None if self.index is None else self.index.state
         # mlx-lm's prefill loop evaluates the state, and with it the queries.
-        return self.growing.keys, self.growing.values, self._queries, self._sums
+        return self.growing.keys, self.growing.values, self._queries, self.moments.sums
 
     @state.setter
     def state(self, v: Sequence) -> None:
