@@ -6,9 +6,9 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKVCache
-from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.caches.stores import MemoryStore
+from mlx_snapkv.caches.stores.file import FileStore
+from mlx_snapkv.caches.stores.memory import MemoryStore
 from mlx_snapkv.entries.quantization import Quantization, pack
 from mlx_snapkv.entries.queries import Captured, Recorder
 from mlx_snapkv.policies.budgets import Quota

@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, _BaseCache
 
-from ..caches.choosing import Choosing, biased
+from ..caches.bias import biased
+from ..caches.choosing import Choosing
 from ..caches.contract import keys_of
 from ..caches.evicting import EvictingCache
 from ..caches.layers import members

@@ -5,6 +5,7 @@ from typing import Any
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
+from ..entries.quantization import Stored
 from ..errors import TrimError
 from .contract import LayerCache, Mark
 from .evicting import snapshot
@@ -38,8 +39,15 @@ class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
     def offset(self) -> int:  # type: ignore[override]
         return self.cache.offset
 
+    @property
+    def sample(self) -> tuple[Stored, Stored]:
+        return self.cache.keys, self.cache.values
+
     def held(self, n_queries: int = 0) -> Entries:
         return super().held()
+
+    def saved_form(self) -> Any:
+        return self.cache
 
     def rollback(self, n: int) -> None:
         if n > self.offset:
@@ -59,8 +67,15 @@ class StateCache(LayerCache):
     def offset(self) -> int:  # type: ignore[override]
         return getattr(self.cache, "offset", 0)
 
+    @property
+    def sample(self) -> tuple[Stored, Stored]:
+        return self.cache.keys, self.cache.values
+
     def size(self) -> int:
         return self.cache.size()
+
+    def saved_form(self) -> Any:
+        return self.cache
 
     def held(self, n_queries: int = 0) -> Entries:
         raise TypeError(f"a {type(self.cache).__name__} has no entries to choose from")

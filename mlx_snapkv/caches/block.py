@@ -1,7 +1,7 @@
 """The KV cache of a fixed budget, which evicts whenever it is full."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -12,6 +12,7 @@ from ..entries.queries import Captured
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
+from .counting import AttentionCount
 from .evicting import EvictingCache
 
 
@@ -25,7 +26,16 @@ class BlockKVCache(EvictingCache):
     the new tokens, so the mask is the ordinary causal one, aligned with the last entry. Keys keep the rotation of their
     original position; `offset` is the logical position of the next token. An update of more than `block` tokens is held
     in full until the next one.
+
+    Attributes:
+        counting: the attention that entries receive, if the policy asks for it, or `counting` is given.
+        steady: positions of tokens that all attend to the same entries: an eviction precedes only the first of them. If
+            they are more than `block`, they are held besides.
     """
+
+    PARTS: ClassVar[dict[str, type]] = EvictingCache.PARTS | {"counting": AttentionCount}
+
+    steady = range(0)
 
     def __init__(
         self,
@@ -39,10 +49,7 @@ class BlockKVCache(EvictingCache):
         expected: int = 0,  # entries that will be held at least; less than `quota.entries + block` saves memory
         uniform: bool = True,
         quantization: Quantization | None = None,
-        accumulates: bool = False,  # count the attention that every entry receives; also if the policy asks for it
-        # Positions of tokens that all attend to the same entries: an eviction precedes only the first of them. If they
-        # are more than `block`, they are held besides.
-        steady: range = range(0),
+        counting: AttentionCount | None = None,
     ):
         voting = policy.obs_window if policy and newest is None else newest
         super().__init__(last=last, newest=voting)
@@ -50,13 +57,12 @@ class BlockKVCache(EvictingCache):
         self.offset = self._n = 0
         self.policy, self.quota, self.block = policy, quota, block
         self.layer, self.quantization, self.uniform = layer, quantization, uniform
-        self.accumulates = accumulates or (policy is not None and policy.accumulates_attention)
-        self._expected, self._steady = expected, steady
+        asks = policy is not None and policy.accumulates_attention
+        self.counting = counting or AttentionCount(counts=asks)
+        self._expected = expected
         # Of the entries that the last eviction left: where they came from, and where keys were turned to.
         self._kept_positions: mx.array | None = None
         self._rotations: mx.array | None = None
-        self._received: mx.array | None = None  # attention counted so far, by entry
-        self._uncounted: list[mx.array] = []  # queries of single tokens, still to be counted
 
     @property
     def capacity(self) -> int:
@@ -111,46 +117,48 @@ class BlockKVCache(EvictingCache):
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions, self._rotations = entries.positions, entries.given_rotations
-        self._received, self._uncounted = entries.received, []
+        self.counting = self.counting.of_entries(entries.received)
 
     def held(self, n_queries: int = 0) -> Entries:
-        return self._rows(observed=self._observed(n_queries), received=self._counted())
+        return self._rows(observed=self._observed(n_queries), received=self._received())
 
     def _take_queries(self, captured: Captured) -> None:
         super()._take_queries(captured)
+        if self.counting.counts:
+            self._count(captured)
+
+    def _count(self, captured: Captured) -> None:
+        """Count the attention of a call's queries, those of single tokens together."""
         n = min(self.last, self.offset) - (self.offset - captured.heads.shape[2])
-        if not self.accumulates or n <= 0:
+        if n <= 0:
             return
-        counted = mx.contiguous(captured.read(captured.heads[:, :, : int(n)]))
-        alone = self._mark is not None  # as they may be rolled back one by one
-        self._uncounted += mx.split(counted, int(n) if alone else 1, axis=2)
-        if not alone and (n > 1 or len(self._uncounted) >= self.block):
-            self._received, self._uncounted = self._counted(), []
+        queries = mx.contiguous(captured.read(captured.heads[:, :, : int(n)]))
+        marked = self._mark is not None
+        self.counting = self.counting.with_queries(queries, apart=marked)
+        if not marked and (n > 1 or len(self.counting.waiting) >= self.block):
+            self.counting = self.counting.of_entries(self._received())
+
+    def _received(self) -> mx.array | None:
+        """The attention that each entry has received, that of the waiting queries included, if it is counted."""
+
+        def votes(queries: mx.array) -> mx.array:
+            stop = int(min(self.last, self.offset))
+            asking = self.voters(queries, range(stop - queries.shape[2], stop), shape)
+            return self._rows(observed=asking).votes
+
+        shape = *self._heads, self._n
+        return self.counting.total(shape, votes)
 
     @property
     def recorded(self) -> list[mx.array]:
-        counted = [] if self._received is None else [self._received]
-        return [*super().recorded, *self._uncounted, *counted]
-
-    def _counted(self) -> mx.array | None:
-        """The attention counted so far, with that of the queries not counted yet."""
-        if not self.accumulates:
-            return self._received
-        received = mx.zeros((*self._heads, 0)) if self._received is None else self._received
-        received = mx.pad(received, [(0, 0), (0, 0), (0, self._n - received.shape[2])])
-        if self._uncounted:
-            queries = mx.concatenate(self._uncounted, axis=2)
-            stop = int(min(self.last, self.offset))
-            asking = self.voters(queries, range(stop - queries.shape[2], stop), received.shape)
-            received = received + self._rows(observed=asking).votes
-        return received
+        return [*super().recorded, *self.counting.arrays]
 
     def is_due(self, L: int = 1) -> bool:
-        if self.policy is None or self.offset in self._steady[1:]:
+        if self.policy is None or self.offset in self.steady[1:]:
             return False
-        L = max(L, len(self._steady)) if self.offset in self._steady else L
+        L = max(L, len(self.steady)) if self.offset in self.steady else L
         votes = bool(self.policy.obs_window and not self._queries)
-        votes |= self.policy.query_statistics is not None and not self._sums
+        votes |= self.policy.query_statistics is not None and not self.moments.sums
         if votes and not self._n_since:
             return False  # no query has voted for the entries given; the next tokens' will
         return self._n + L > self.capacity and self._n > self.quota.entries
@@ -187,11 +195,11 @@ class BlockKVCache(EvictingCache):
         return None if kept is None else self._with_newest(kept, self._n_since)
 
     def _n_free(self) -> int:
-        uncounted = len(self._uncounted) + max(0, self.offset - self.last)
-        return int(min(self._n_since, uncounted)) if self.accumulates else self._n_since
+        waiting = len(self.counting.waiting) + max(0, self.offset - self.last)
+        return int(min(self._n_since, waiting)) if self.counting.counts else self._n_since
 
     def _roll_back(self, n: int) -> None:
         beyond = int(max(0, self.offset - self.last))  # these are not to be counted
         self._n -= n
         self.offset -= n
-        del self._uncounted[len(self._uncounted) - max(0, n - beyond) :]
+        self.counting = self.counting.without_newest(max(0, n - beyond))

@@ -6,18 +6,20 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
 
-from ..entries.attention import HIDDEN
 from ..entries.queries import Captured, OnQueries
 
 
 class Choosing(OnQueries, ABC):
-    """What an attention module and its function are given where a call's queries choose the entries.
+    """A cache of which a call's queries choose what the call reads; tokens that come together choose together.
 
-    The attention module is given zeros. Its queries choose, and the attention function sees what they chose; where a
-    module computes with the entries before it calls that function, it is called a second time. Tokens that come
-    together choose together.
+    A call of an attention module goes so:
+
+    1. `update_and_fetch` adds its keys and values (`move`, `add`) and gives zeros for the `size()` entries to be read.
+    2. `record` gets its queries, which make the `choice`.
+    3. `attended` gives the attention function what they chose, instead of the zeros.
+    4. Where that can't be (the module computes with the entries before it calls the function, or other layers read
+       them, too), `asks_again` is true: the module is called once more, and `update_and_fetch` gives what was chosen.
     """
 
     observes = chooses = True
@@ -26,7 +28,6 @@ class Choosing(OnQueries, ABC):
     _zeros: Any = None  # what the attention module was given
     _chosen: Any = None  # what it is to be given
     _seen: Any = ()  # what it was given last
-    bias: mx.array | None = None  # of the first entries' logits; see `Rest.bias`
 
     @abstractmethod
     def move(self, n: int) -> None: ...  # the offset on by `n` tokens
@@ -48,7 +49,6 @@ class Choosing(OnQueries, ABC):
         if self._chosen is not None:
             self._seen, self._chosen = self._chosen, None
             return self._seen
-        self.bias = None
         self.add(keys, values)
         shape = (*keys.shape[:2], self.size())
         self._zeros = tuple(mx.zeros((*shape, x.shape[3]), x.dtype) for x in (keys, values))
@@ -82,21 +82,3 @@ class Choosing(OnQueries, ABC):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the newest tokens read, for layers that have no entries of their own and borrow these."""
         return self._seen
-
-
-def biased(bias: mx.array, n: int, dtype: mx.Dtype, mask: Any = None) -> mx.array:
-    """An additive mask `(B, n_heads, L, n)` for entries the first of which have a `bias` `(B, n_heads, L, n_pages)`.
-
-    Args:
-        dtype: of the mask. Of float16 the bias is at most its largest number: infinity would make the output NaN.
-        mask: None, "causal", aligned with the last entry, or a bool one `(..., L, n)`.
-    """
-    B, H, L, n_pages = bias.shape
-    if dtype == mx.float16:
-        bias = mx.minimum(bias, mx.finfo(dtype).max)
-    if isinstance(mask, str):
-        mask = create_causal_mask(L, n - L)
-    if mask is None:
-        return mx.pad(bias, [(0, 0)] * 3 + [(0, n - n_pages)]).astype(dtype)
-    others = mx.where(mask[..., n_pages:], mx.zeros((B, H, L, n - n_pages)), HIDDEN)
-    return mx.concatenate([bias, others], axis=-1).astype(dtype)

@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from ..entries.key_index import KeyIndex
-from ..entries.quantization import Quantization, n_bytes, rows
+from ..entries.quantization import Quantization, Stored, arrays, n_bytes, rows
 from .stores import Store
 
 
@@ -32,9 +31,11 @@ class LayerCache(ABC):
 
     offset: int  # position of the next token; tokens fed so far
     quantization: Quantization | None = None  # how the entries are stored; None is plain
+    store: Store | None = None  # where all entries are kept between turns, if they are
     is_compressed: bool = False  # entries were chosen from, or are going to be
     observes: bool = False  # it records queries to come: the attention class must be patched
     chooses: bool = False  # tokens that come together choose together what they read
+    needs_layer: bool = False  # its `layer` must be set, which no file has; see `matching.adopt`
     block: int = 1  # tokens that fit in after an eviction
     room: float = math.inf  # tokens that fit in before the next eviction
     nbytes: int
@@ -60,6 +61,31 @@ class LayerCache(ABC):
     @abstractmethod
     def held(self, n_queries: int = 0) -> Entries:
         """The entries in order of position, as they are stored, with the last `n_queries` to vote, if recorded."""
+
+    def stored_entries(self) -> Entries:
+        """The entries without queries, quantised ones as they are."""
+        return self.held()
+
+    def saved_form(self) -> Any:
+        """A cache that mlx-lm saves and loads, with the same entries."""
+        return self
+
+    @property
+    def in_files(self) -> bool:
+        """Whether the entries are in files, all but those of a request under way."""
+        return self.store is not None and self.store.in_files
+
+    @property
+    def sample(self) -> tuple[Stored, Stored]:
+        """Keys and values as they are stored, any number of them, to be compared with those of a model."""
+        return self.keys, self.values  # type: ignore[attr-defined]
+
+    def validate(self) -> str | None:
+        """What does not fit together in a cache from a file; None if all does."""
+        least, *more = {x.shape[2] for x in arrays(self.sample)}
+        if more or type(self.offset) is not int or not 0 < self.n_entries <= least:
+            return "has numbers that contradict each other"
+        return None
 
     @property
     def full_nbytes(self) -> int:
@@ -91,44 +117,3 @@ def keys_of(owner: Callable[[Any], Any]) -> Any:
         owner(cache).keys = keys
 
     return property(lambda cache: owner(cache).keys, wait)
-
-
-class LosslessCache(LayerCache):
-    """A layer's cache that can give back every entry it was ever fed, wherever they are."""
-
-    store: Store  # where they are kept between turns
-    # Of the keys of the first entries, as many as there were when it last grew, if there is one.
-    index: KeyIndex | None = None
-
-    @abstractmethod
-    def offload(self) -> None:
-        """Move the entries to the store. Raises: SnapKVError: there is no space for them; they stay in memory then."""
-
-    @abstractmethod
-    def views(self) -> list[Store]:
-        """Where its entries can be read from, in order of position."""
-
-    @abstractmethod
-    def fill(self, entries: Entries) -> None:
-        """Hold these entries, the first there are."""
-
-    @abstractmethod
-    def saved_form(self) -> Any:
-        """A cache of mlx-lm's with the same entries, quantised ones as they are; itself if there is no such."""
-
-    def growing_cache(self) -> Any:
-        """mlx-lm's cache of all entries, none in files, to read on with; what it is fed is held here, too."""
-        self.offload()
-        return self.store.cache
-
-    @property
-    def file_nbytes(self) -> int:  # type: ignore[override]
-        return self.store.file_nbytes
-
-    @property
-    def kv_nbytes(self) -> int:
-        return self.nbytes + self.index_nbytes
-
-    @property
-    def index_nbytes(self) -> int:
-        return 0 if self.index is None else self.index.nbytes

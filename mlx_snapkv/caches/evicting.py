@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import _BaseCache
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantised, Quantization, Stored, n_bytes, n_rows, pack, rows
 from ..entries.queries import Queries, Recorder
+from ..entries.query_moments import QueryMoments
 from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
 from ..policies.budgets import Quota
@@ -24,7 +26,16 @@ _DECODERS = {
     "quantization": lambda how: Quantization(*how),
     "compaction": lambda how: Compaction(*how),
     "quota": lambda numbers: Quota(*numbers),
-    "_steady": lambda ends: range(*ends),
+    "steady": lambda ends: range(*ends),
+}
+_EARLIER = {  # names in files of earlier versions
+    "_steady": "steady",
+    "accumulates": "counting.counts",
+    "_received": "counting.received",
+    "_uncounted": "counting.waiting",
+    "_sums": "moments.sums",
+    "_n_counted": "moments.n_counted",
+    "_counted_to": "moments.counted_to",
 }
 
 
@@ -32,13 +43,15 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     """A cache that evicts entries when it is full; its `layer` is None if its policy asks for no more than entries."""
 
     TRANSIENT: ClassVar[frozenset[str]] = frozenset({"layer", "_by_reader", "_mark"})
+    # Attributes whose own a file holds, as `attribute.name`.
+    PARTS: ClassVar[dict[str, type]] = {"moments": QueryMoments}
 
     keys: Any  # these and `values` are the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts
     values: Any
     policy: Policy | None = None  # what it scores lowest is evicted; None is the oldest, one by one
     compaction: Compaction | None = None  # how far apart queries and keys may be, if limited
     uniform: bool  # all layers of the model hold equally many entries
-    is_compressed = True
+    is_compressed = needs_layer = True
     positions: mx.array  # uint32 `(B, n_kv_heads, size())`, of the entries as the buffers have them
     rotations: mx.array | None  # positions that the keys are turned to; None if to those
     n_after_next: int  # entries held after one more token
@@ -113,6 +126,8 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def state(self) -> tuple:
         """For mlx-lm's files, of strings and arrays: all attributes but the transient, which are as in a new cache."""
         others = {name: x for name, x in vars(self).items() if name not in self.TRANSIENT}
+        for part in self.PARTS:
+            others |= {f"{part}.{name}": x for name, x in vars(others.pop(part)).items()}
         arrays = {name: others.pop(name) for name, x in list(others.items()) if _is_array(x)}
         kinds = {name: type(x).__name__ for name, x in arrays.items()}
         return json.dumps([kinds, others], default=_encoded), *arrays.values()
@@ -122,10 +137,14 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         self.start_recording()
         kinds, others = json.loads(v[0])
         for (name, kind), value in zip(kinds.items(), v[1:], strict=True):
-            setattr(self, name, tuple(value) if kind == "tuple" else value)
-        for name, value in others.items():
-            decode = _DECODERS.get(name, lambda value: value)
-            setattr(self, name, value if value is None else decode(value))
+            others[name] = tuple(value) if kind == "tuple" else value
+        found = {_EARLIER.get(name, name): value for name, value in others.items()}
+        for name in _DECODERS.keys() & found.keys():
+            found[name] = None if found[name] is None else _DECODERS[name](found[name])
+        for part, cls in self.PARTS.items():
+            names = [name for name in found if name.startswith(f"{part}.")]
+            found[part] = cls(**{name.removeprefix(f"{part}."): found.pop(name) for name in names})
+        vars(self).update(found)
 
     def is_trimmable(self) -> bool:
         """Only since a mark: mlx-lm takes true for "any number of tokens"."""
@@ -141,6 +160,15 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     def size(self) -> int:
         return self._n
+
+    def validate(self) -> str | None:
+        if found := super().validate():
+            return found
+        positions = np.sort(np.array(self.positions).astype(int), axis=-1)
+        ascend = positions.shape[2] == self._n and (np.diff(positions) > 0).all()
+        if not ascend or positions.max() >= self.offset:
+            return "has positions that can't be"
+        return None
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

@@ -3,16 +3,12 @@
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-from ..entries.quantization import arrays
 from ..errors import SnapKVError
 from .adapter import layer_cache
-from .book import BookKVCache
 from .contract import LayerCache
-from .evicting import EvictingCache
 from .layers import attention_layers, layer_caches, members, slots, token_caches
 
 # What may stand where the model has a plain cache of keys and values.
@@ -52,11 +48,10 @@ def n_tokens(prompt_cache: list) -> int:
 
 def adopt(prompt_cache: list, model) -> None:
     """Tell caches that came from a file which layers they serve."""
-    if any(isinstance(cache, EvictingCache) for cache in members(prompt_cache)):
+    if any(cache.needs_layer for cache in layer_caches(prompt_cache)):
         for layer in attention_layers(model, prompt_cache):
-            cache = layer.cache_in(prompt_cache)
-            if isinstance(cache, EvictingCache):
-                cache.layer = layer
+            if layer.entries_in(prompt_cache).needs_layer:
+                layer.cache_in(prompt_cache).layer = layer
 
 
 def problem_of(cache: Any, like: Any) -> str | None:
@@ -68,24 +63,10 @@ def problem_of(cache: Any, like: Any) -> str | None:
         return None if cache.empty() == like.empty() else "holds other tokens than other caches"
     if not isinstance(cache, _INSTEAD):
         return _difference(cache.state, like.state, exact=hasattr(cache, "cache"))
-    if isinstance(cache, BookKVCache):
-        return _difference(cache.first_entry, (like.keys, like.values))
-    how, n = layer_cache(cache).quantization, layer_cache(cache).n_entries
-    if how is not None:
+    found = layer_cache(cache)
+    if (how := found.quantization) is not None:
         like = like.to_quantized(how.group_size, how.bits)
-    stored = cache.keys, cache.values  # type: ignore[union-attr]
-    problem = _difference(stored, (like.keys, like.values))
-    if problem is not None:
-        return problem
-    least, *more = {x.shape[2] for x in arrays(stored)}
-    if more or type(cache.offset) is not int or not 0 < n <= least:
-        return "has numbers that contradict each other"
-    if isinstance(cache, EvictingCache):
-        positions = np.sort(np.array(cache.positions).astype(int), axis=-1)
-        ascend = positions.shape[2] == n and (np.diff(positions) > 0).all()
-        if not ascend or positions.max() >= cache.offset:
-            return "has positions that can't be"
-    return None
+    return _difference(found.sample, (like.keys, like.values)) or found.validate()
 
 
 def _difference(found: Any, wanted: Any, exact: bool = False) -> str | None:

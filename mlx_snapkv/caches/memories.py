@@ -2,29 +2,28 @@
 
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..entries.quantization import Quantization, fitting_groups
 from ..errors import Option, OptionError, SnapKVError
 from .adapter import full_cache, has_all_entries, layer_cache
-from .book import BookKVCache
-from .contract import LosslessCache
-from .file_store import FileStore
 from .layers import (
     AttentionLayer,
     attention_layers,
     copies_but_entries,
     head_sizes,
     is_compressed,
-    members,
+    layer_caches,
     require_quantised_attention,
 )
 from .recording import RecordingKVCache
-from .stores import MemoryStore, Store
+from .stores import STORES, Store
 
+BITS = "8bit", "4bit"
 MEMORIES = (
-    "drop", "recall", "recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit",
-)  # fmt: skip
+    "drop",
+    *(":".join(filter(None, ("recall", name, bits))) for name in STORES for bits in ("", *BITS)),
+)
 
 
 def require_memory(memory: str) -> None:
@@ -34,7 +33,13 @@ def require_memory(memory: str) -> None:
 
 
 def in_files(memory: str) -> bool:
-    return "file" in memory.split(":")
+    return store_kind(memory).in_files
+
+
+def store_kind(memory: str) -> type[Store]:
+    """The kind of store that keeps entries so; in memory, if `memory` is "drop"."""
+    words = [word for word in memory.split(":")[1:] if word not in BITS]
+    return STORES[":".join(words)]
 
 
 def make_caches(model, memory: str) -> list:
@@ -49,19 +54,17 @@ def make_caches(model, memory: str) -> list:
         return caches
     layers = attention_layers(model, caches)
     quantization = memory_quantization(model, layers, memory)
+    kind = store_kind(memory)
     for layer in layers:
-        if in_files(memory):
-            empty: Any = BookKVCache(0, 0, KVCache.step, layer, FileStore(quantization))
-        else:
-            empty = RecordingKVCache(0, 0, KVCache.step, layer, MemoryStore(quantization))
-        layer.put(caches, empty)
+        store = kind(quantization)
+        layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer, store))
     return caches
 
 
 def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Quantization | None:
     """How a memory stores entries, in groups of a size that divides the heads. Raises as `make_caches` does."""
     wider, _, bits = memory.rpartition(":")
-    if not bits.endswith("bit"):
+    if bits not in BITS:
         return None
     require_quantised_attention(layers, "give {}", Option("memory", wider))
     groups = fitting_groups(head_sizes(model, layers), Option("memory", memory))
@@ -95,22 +98,21 @@ def lasting_forms(model, caches: list, memory: str) -> list:
 def saved_forms(model, caches: list) -> list:
     """Caches to be written to a file: of kinds that mlx-lm knows, but for a book's."""
     forms = list(caches)
-    if any(isinstance(cache, LosslessCache) for cache in members(caches)):
+    if any(cache.store is not None for cache in layer_caches(caches)):
         for layer in attention_layers(model, caches):
-            layer.put(forms, layer.cache_in(caches).saved_form())
+            layer.put(forms, layer.entries_in(caches).saved_form())
     return forms
 
 
 def plain_forms(model, caches: list) -> list:
     """`saved_forms` that mlx-lm can batch: plain ones in memory."""
-    forms = saved_forms(model, caches)
-    for layer in attention_layers(model, forms):
-        found = layer.cache_in(forms)
-        if isinstance(found, BookKVCache):
-            found = RecordingKVCache.saved_form(found) if found.offset else KVCache()
-            layer.put(forms, found)
-        if isinstance(found, QuantizedKVCache):
-            layer.put(forms, full_cache(layer_cache(found).held().packed(None)))
+    forms = list(caches)
+    for layer in attention_layers(model, caches):
+        found = layer.entries_in(caches)
+        if found.is_compressed or (found.store is None and found.quantization is None):
+            continue
+        plain = full_cache(found.stored_entries().packed(None)) if found.offset else KVCache()
+        layer.put(forms, plain)
     return forms
 
 
@@ -119,16 +121,15 @@ def filled(empty: Any, found: Any) -> Any:
 
     Raises: SnapKVError: it does not hold all entries, or they are stored otherwise.
     """
-    loaded = layer_cache(found)
-    stores = [x.store for x in (empty, found) if isinstance(x, RecordingKVCache)]
-    if loaded.is_compressed or (len(stores) == 2 and _alike(*stores)):
+    wanted, loaded = layer_cache(empty), layer_cache(found)
+    if loaded.is_compressed or _alike(wanted.store, loaded.store):
         return found
-    if books([found]) and books([empty]):
+    if wanted.in_files and loaded.in_files:
         stored = str(book_memory([found]))
         raise SnapKVError(
             "the entries of this prompt are stored otherwise: give {} or {}",
             Option("memory", stored),
-            stored.replace(":file", ""),
+            stored.replace(f":{found.store.name}", ""),
         )
     if not has_all_entries(found):
         raise SnapKVError(
@@ -136,27 +137,27 @@ def filled(empty: Any, found: Any) -> Any:
         )
     if loaded.offset == 0:
         return empty
-    if isinstance(empty, LosslessCache):
-        if isinstance(found, RecordingKVCache):  # as they are stored, which is not quantised twice
-            found.offload()
-            empty.fill(found.store.held())
-        else:
-            empty.fill(loaded.held())
-        return empty
-    return full_cache(loaded.held().packed(None))
+    if wanted.store is None:
+        return full_cache(loaded.stored_entries().packed(None))
+    empty.fill(loaded.stored_entries())  # as they are stored, which is not quantised twice
+    return empty
 
 
-def _alike(a: Store, b: Store) -> bool:
+def _alike(a: Store | None, b: Store | None) -> bool:
     """Whether entries of one need not be moved to the other: both are in files, or in memory as they are."""
-    return type(a) is type(b) and a.quantization == b.quantization
+    if a is None or b is None:
+        return False
+    return a.name == b.name and a.quantization == b.quantization
 
 
 def book_memory(caches: list) -> str | None:
     """The memory in files that fits these caches; None if their entries are not in files."""
-    found = {cache.store.quantization for cache in books(caches)}
-    return next((f"recall:file:{how.bits}bit" if how else "recall:file" for how in found), None)
+    for store in (cache.store for cache in books(caches)):
+        how = store.quantization
+        return f"recall:{store.name}" + (f":{how.bits}bit" if how else "")
+    return None
 
 
-def books(prompt_cache: list) -> list[BookKVCache]:
+def books(prompt_cache: list) -> list:
     """The caches whose entries are in files."""
-    return [cache for cache in members(prompt_cache) if isinstance(cache, BookKVCache)]
+    return [cache for cache in layer_caches(prompt_cache) if cache.in_files]

@@ -11,19 +11,28 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..entries.entries import Entries
+from ..entries.key_index import KeyIndex
 from ..entries.quantization import join, n_bytes
-from ..entries.queries import Captured, Recorder
-from ..errors import TrimError
+from ..entries.queries import Recorder
+from ..errors import Missing, TrimError
 from .adapter import full_cache
-from .contract import LosslessCache, Mark, keys_of
+from .contract import LayerCache, Mark, keys_of
 from .stores import MemoryStore, Store
 
+_NO_FILES = (
+    "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
+    "Conversation.load"
+)
 
-class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
+
+class RecordingKVCache(LayerCache, Recorder, _BaseCache):
     """A KV cache of all tokens, which also records the post-RoPE queries of the positions `[first, last)`.
 
     Where the store is plain memory, all entries are there. Any other store takes those of earlier turns, and every
     attention reads them anew, so that only one layer's are in memory at a time.
+
+    mlx-lm's `save_prompt_cache` writes, of entries in files, the first one, which shows the shapes, and the index.
+    Whoever saves the cache puts the files beside that, and whoever loads it gives it its store.
 
     Args:
         capacity: entries to allocate at once, so that prefill never regrows the buffers.
@@ -31,6 +40,9 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         store: where entries are kept between turns; None is plain memory.
     """
 
+    store: Store
+    # Of the keys of the first entries, as many as there were when it last grew, if there is one.
+    index: KeyIndex | None = None
     growing: KVCache  # of the entries since the last `offload`, or of all
     keys = keys_of(attrgetter("growing"))
     repeated: Any = None  # what reading the prompt again has measured; see `Entries`
@@ -110,24 +122,33 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
             shared_votes=self._shared_votes,
         )
 
+    def stored_entries(self) -> Entries:
+        self.offload()
+        return self.store.held()
+
+    def saved_form(self) -> Any:
+        self.offload()
+        return self if self.in_files else full_cache(self.store.held())
+
     def offload(self) -> None:
+        """Move the entries to the store. Raises: SnapKVError: there is no space for them; they stay in memory then."""
         if self.growing is not self.store.cache and self.growing.offset:
             self.store.append(Entries(*self.growing.keys_and_values()))
             self.growing = KVCache()
 
     def growing_cache(self) -> Any:
+        """mlx-lm's cache of all entries, none in files, to read on with; what it is fed is held here, too."""
         self.growing.step = KVCache.step
-        return super().growing_cache()
-
-    def saved_form(self) -> Any:
         self.offload()
-        return full_cache(self.store.held())
+        return self.store.cache
 
     def views(self) -> list[Store]:
+        """Where its entries can be read from, in order of position."""
         stores = [*([self.store] if self._n_stored else []), MemoryStore(cache=self.growing)]
         return [store for store in stores if store.n_entries]
 
     def fill(self, entries: Entries) -> None:
+        """Hold these entries, the first there are."""
         if self.growing is self.store.cache:
             self.growing.keys, self.growing.values = entries.plain()
             self.growing.offset = len(entries)
@@ -179,24 +200,37 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
     def full_nbytes(self) -> int:
         return self.offset * n_bytes(self.views()[0].entries(0, 1)) if self.offset else 0
 
-    @property  # type: ignore[misc]  # nothing sets the state of a request under way
+    @property
+    def file_nbytes(self) -> int:  # type: ignore[override]
+        return self.store.file_nbytes
+
+    @property
+    def kv_nbytes(self) -> int:
+        return self.nbytes + self.index_nbytes
+
+    @property
+    def index_nbytes(self) -> int:
+        return 0 if self.index is None else self.index.nbytes
+
+    @property
+    def sample(self) -> tuple:
+        return self.store.first_entry or self.growing.keys_and_values()
+
+    def validate(self) -> str | None:
+        return None  # files' sizes and checksums are compared when they are opened and read
+
+    @property
     def state(self) -> tuple:
+        """What a request under way computes; between requests, what a file has of entries in files."""
+        first = None if self.growing.offset else self.store.first_entry
+        if first is not None:
+            return *first, None if self.index is None else self.index.state
         # mlx-lm's prefill loop evaluates the state, and with it the queries.
-        return self.growing.keys, self.growing.values, self._queries, self._sums
+        return self.growing.keys, self.growing.values, self._queries, self.moments.sums
 
-
-class SharedKVCache(RecordingKVCache):
-    """A KV cache whose queries several `recorders` of the layer record, which are never fed; see their `filled`."""
-
-    def __init__(self, recorders: Sequence[RecordingKVCache], capacity: int, layer: Any = None):
-        super().__init__(0, 0, capacity, layer)
-        self.recorders = recorders
-
-    def _take_queries(self, captured: Captured) -> None:
-        for recorder in self.recorders:
-            recorder.growing.offset = self.offset
-            recorder._take_queries(captured)
-
-    @property  # type: ignore[misc]  # nothing sets the state of a request under way
-    def state(self) -> tuple:
-        return *super().state, [x.state for x in self.recorders]
+    @state.setter
+    def state(self, v: Sequence) -> None:
+        keys, values, index = v
+        store: Any = Missing(_NO_FILES, cache=None, in_files=True, first_entry=(keys, values))
+        self.__init__(0, 0, KVCache.step, None, store)  # type: ignore[misc]
+        self.index = None if index is None else KeyIndex.restored(index, keys)

@@ -2,8 +2,10 @@
 
 from ..caches.block import BlockKVCache
 from ..caches.contract import LayerCache
+from ..caches.counting import AttentionCount
 from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, copies_but_entries
+from ..caches.page_ranking import PageRanking
 from ..caches.recording import RecordingKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
 from ..errors import SnapKVError
@@ -27,10 +29,10 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
         everything.layer = layer
         if (reading := plan.sparse_reading) is not None:
             view = FullView([everything.store], layer, plan.compaction)
-            choosing = SparsePrefillKVCache(
-                everything, view, reading.reach, reading.last, reading.last_from, reading.near
+            ranking = PageRanking(
+                view, reading.reach, reading.last, reading.last_from, reading.near
             )
-            layer.put(caches, choosing)
+            layer.put(caches, SparsePrefillKVCache(everything, ranking))
     return caches
 
 
@@ -88,9 +90,9 @@ def _block_cache(
         uniform=uniform,
         # What is plain is quantised when it has been chosen, and never twice.
         quantization=None if once and plain else plan.options.quantization,
-        accumulates=plan.options.accumulates_attention,
-        steady=range(plan.n_prompt, plan.n_prompt + plan.n_ahead),
+        counting=AttentionCount() if plan.options.accumulates_attention else None,
     )
+    block.steady = range(plan.n_prompt, plan.n_prompt + plan.n_ahead)
     block.statistics_from = plan.statistics_from
     if plan.compaction is not None:
         block.compaction = plan.compaction.after(getattr(before, "compaction", None))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..errors import SnapKVError
+from .query_moments import QueryMoments, Statistics
 
 Read = Callable[[mx.array], mx.array]
 
@@ -77,16 +78,6 @@ class Queries:
         return replace(self, heads=self.pages.asked(entry // self.pages.size))
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Moments of the pre-RoPE queries, each head for itself."""
-
-    mean: mx.array  # `(B, n_heads, head_dim)` float32
-    covariance: mx.array  # the same by `head_dim`, divided by the number of queries
-    scale: float  # what the attention multiplies its logits by
-    stop: int  # position of the next token
-
-
 Callback = Callable[["Recorder", mx.array], None]
 _callback: ContextVar[Callback | None] = ContextVar("on_queries", default=None)
 
@@ -149,11 +140,7 @@ class Recorder(OnQueries):
         self._by_reader: list[mx.array] = []  # of one call, of the readers so far
         self._queries: list[mx.array] = []
         self._stop = 0  # the position after the last query's
-        # A shift, and the sums of `query - shift` and of its outer products. A cache's `state` holds them, so that
-        # mlx-lm computes them with every chunk.
-        self._sums: list[mx.array] = []
-        self._n_counted = 0
-        self._counted_to = 0  # the position after the last one counted
+        self.moments = QueryMoments()
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
@@ -199,33 +186,18 @@ class Recorder(OnQueries):
 
     def _count_queries(self, queries: mx.array, start: int, read: Read) -> None:
         """Add the queries of a call to the statistics, each position's once."""
-        a = int(max(min(self.statistics_from or 0, self.last - 1), start, self._counted_to))
+        a = int(max(min(self.statistics_from or 0, self.last - 1), start, self.moments.counted_to))
         b = int(min(self.last, self.offset))
         if a >= b:
             return
         counted = read(queries[:, :, a - start : b - start])
         raw = self.layer.undo_rope(counted, a).astype(mx.float32)
-        if not self._sums:
-            B, n_heads, _, D = raw.shape
-            shift = raw.mean(axis=2, keepdims=True)  # so that a large mean costs no digits
-            self._sums = [shift, mx.zeros((B, n_heads, 1, D)), mx.zeros((B, n_heads, D, D))]
-        shift, total, products = self._sums
-        raw = raw - shift
-        products = products + raw.swapaxes(-1, -2) @ raw
-        self._sums = [shift, total + raw.sum(axis=2, keepdims=True), products]
-        self._n_counted += b - a
-        self._counted_to = b
+        self.moments = self.moments.with_queries(raw, b)
 
     @property
     def statistics(self) -> Statistics | None:
         """Of the queries counted so far, heads in their own order; None if there are none."""
-        if not self._sums:
-            return None
-        shift, total, products = self._sums
-        away = total / self._n_counted
-        covariance = products / self._n_counted - away.swapaxes(-1, -2) @ away
-        mean, stop = (shift + away).squeeze(2), int(min(self.last, self.offset))
-        return Statistics(mean, covariance, self.scale, stop)
+        return self.moments.statistics(self.scale, int(min(self.last, self.offset)))
 
     def voters(self, queries: mx.array, asked: range, shape: tuple[int, ...]) -> Queries:
         """Queries of logical positions, to vote for entries `(B, n_kv_heads, T)` that end with the newest."""
@@ -251,15 +223,11 @@ class Recorder(OnQueries):
     @property
     def recorded(self) -> list[mx.array]:
         """What is recorded, to be evaluated as the answer goes on."""
-        return [*self._queries, *self._sums]
+        return [*self._queries, *self.moments.sums]
 
     def inherit(self, recorder: Any) -> None:
         """Let another cache's queries vote, as those of the newest tokens, until others come."""
         if isinstance(recorder, Recorder):
             self._queries, self._stop = list(recorder._queries), self.offset
             self.scale, self.sinks = recorder.scale, recorder.sinks
-            self.inherit_statistics(recorder)
-
-    def inherit_statistics(self, recorder: Recorder) -> None:
-        """Let another cache's statistics stand for those of the queries to come."""
-        self._sums, self._n_counted = list(recorder._sums), recorder._n_counted
+            self.moments = self.moments.inherited_from(recorder.moments)

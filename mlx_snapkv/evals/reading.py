@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..caches.adapter import full_cache
 from ..caches.layers import attention_layers, copies_but_entries
-from ..caches.recording import RecordingKVCache, SharedKVCache
+from ..caches.recording import RecordingKVCache
 from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport
@@ -27,6 +27,7 @@ from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, plan_prompt
 from ..planning.request_plan import plan_request
 from ..policies import Method, Stages
+from .shared_cache import SharedKVCache
 
 AnyPolicy = Method | Stages
 Recorders = dict[AnyPolicy, list[RecordingKVCache]]  # of a prompt, by full-attention layer

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..caches.book import BookKVCache
-from ..caches.file_store import FileStore, Layout, SavedFile
 from ..caches.memories import books
+from ..caches.recording import RecordingKVCache
+from ..caches.stores.file import FileStore, Layout, SavedFile
 from ..entries.quantization import Quantization, pack
 from ..errors import SnapKVError
 from . import sealed
@@ -101,12 +101,12 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
         for path, layout, piece in _files(folder, number, cache, quantization):
             own, checksums = np.split(checksums, [-(-n // piece)])
             files.append(SavedFile(path, layout, n, own, piece))
-        cache.store = FileStore(quantization, files, n)
+        cache.store = FileStore(quantization, files, n, cache.store.first_entry)
         if cache.offset != n:
             raise SnapKVError(f"its layers should hold {n} tokens")
 
 
-def _write(folder: Path, caches: list[BookKVCache], progress: Progress | None) -> str:
+def _write(folder: Path, caches: list[RecordingKVCache], progress: Progress | None) -> str:
     """Write the entries, a file after the other; what `open_book` is to be given."""
     quantization, n = caches[0].store.quantization, caches[0].offset
     found = [_files(folder, i, cache, quantization) for i, cache in enumerate(caches)]
@@ -135,9 +135,9 @@ def _write(folder: Path, caches: list[BookKVCache], progress: Progress | None) -
 
 
 def _files(
-    folder: Path, number: int, cache: BookKVCache, quantization: Quantization | None
+    folder: Path, number: int, cache: RecordingKVCache, quantization: Quantization | None
 ) -> list[tuple[Path, Layout, int]]:
     """A layer's files of keys and of values, how these lie in them, and the entries that share a checksum."""
-    ones = (pack(x, quantization) for x in cache.first_entry)
+    ones = (pack(x, quantization) for x in cache.sample)
     paths = (folder / f"{number:03d}.{kind}" for kind in ("keys", "values"))
     return [(path, x, max(1, PIECE // x.token)) for path, x in zip(paths, map(Layout.of, ones))]

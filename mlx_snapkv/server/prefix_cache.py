@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from ..caches.file_store import FileStore
 from ..caches.layers import file_bytes, memory_bytes
 from ..caches.memories import books
 from ..caches.open_files import many_are_open
@@ -103,8 +102,7 @@ class PrefixCache:
         """Stop using caches whose entries are in this damaged file, here and in `files`."""
 
         def reads(prefix: Prefix) -> bool:
-            stores = (cache.store for cache in books(prefix.caches))
-            return any(isinstance(store, FileStore) and store.reads(path) for store in stores)
+            return any(cache.store.reads(path) for cache in books(prefix.caches))
 
         self._keep([p for p in self._kept if not reads(p)])
         if self.files is not None:

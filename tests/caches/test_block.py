@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff
+from mlx_snapkv.entries.query_moments import QueryMoments
 from mlx_snapkv.policies.budgets import Quota
 
 
@@ -56,7 +57,8 @@ def test_an_update_larger_than_a_block_is_held_until_the_next():
 
 
 def test_an_eviction_precedes_steady_tokens_and_none_comes_between_them():
-    cache = make_cache(budget=8, block=4, steady=range(10, 16))
+    cache = make_cache(budget=8, block=4)
+    cache.steady = range(10, 16)
     update(cache, 10)
     sizes = [update(cache, 1)[0].shape[2] for _ in range(7)]
     assert sizes == [9, 10, 11, 12, 13, 14, 9]
@@ -74,6 +76,27 @@ def test_h2o_counts_the_attention_of_all_queries_however_they_come_and_evicts_it
         kept = np.asarray(cache.positions).astype(int)
         wanted = np.take_along_axis(received.reshape(B, H, 20), kept, axis=-1)
         assert np.allclose(cache.held().received, wanted, atol=1e-5)
+
+
+def test_a_file_of_an_earlier_version_loads_with_what_was_counted_so_far():
+    cache = make_cache(H2O(), budget=12, n_window=2, block=20)
+    feed(cache, 15), feed(cache, 1), feed(cache, 1)  # queries of which two wait
+    cache.steady = range(17, 19)
+    cache.moments = QueryMoments([mx.ones((B, H, 1, D))] * 3, 5, 7)
+    about, *arrays = cache.state
+    earlier = {"steady": "_steady", "counting.counts": "accumulates"}
+    earlier |= {"counting.received": "_received", "counting.waiting": "_uncounted"}
+    earlier |= {f"moments.{name}": f"_{name}" for name in ("sums", "n_counted", "counted_to")}
+    for name, before in earlier.items():
+        assert f'"{name}":' in about
+        about = about.replace(f'"{name}":', f'"{before}":')
+    loaded = BlockKVCache.from_state((about, *arrays))
+    assert loaded.steady == cache.steady and len(loaded.counting.waiting) == 2
+    assert (loaded.moments.n_counted, loaded.moments.counted_to) == (5, 7)
+    assert all(map(mx.array_equal, loaded.moments.sums, cache.moments.sums))
+    for n in (1, 2, 4):
+        assert mx.array_equal(feed(loaded, n), feed(cache, n))
+        assert mx.array_equal(loaded.held().received, cache.held().received)
 
 
 @pytest.mark.parametrize("n_back", [0, 2])

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama
 
-from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
+from mlx_snapkv.caches.stores.file import FileStore
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries

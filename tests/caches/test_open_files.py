@@ -12,9 +12,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_snapkv import Conversation
-from mlx_snapkv.caches import file_store
 from mlx_snapkv.caches.file_map import file_map
-from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.stores import file as file_store
+from mlx_snapkv.caches.stores.file import FileStore
 from mlx_snapkv.entries.entries import Entries
 
 HEADS = (1, 2)
@@ -45,7 +45,7 @@ import os, resource, sys
 import mlx.core as mx
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.file_map import file_map
-from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.stores.file import FileStore
 from mlx_snapkv.entries.entries import Entries
 
 soft, hard, n = map(int, sys.argv[1:])

@@ -10,7 +10,7 @@ from saved_helpers import KEYDIFF, SNAPKV, question
 from tiny_models import make_llama
 
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
-from mlx_snapkv.caches.book import BookKVCache
+from mlx_snapkv.caches.recording import RecordingKVCache
 
 SEEN = 4  # answer tokens of which the queries vote
 SPARSE = "budget=40,n_sink=4,n_window=16"
@@ -21,8 +21,8 @@ KINDS = {
     "quantised": ({"policy": f"{SNAPKV},on_full=slide"}, SnapKVCache),
     "block": ({"policy": KEYDIFF}, BlockKVCache),
     "sparse": ({"sparse": SPARSE}, KVCache),
-    "sparse in files": ({"sparse": SPARSE, "memory": "recall:file"}, BookKVCache),
-    "recall in files": ({"policy": SNAPKV, "memory": "recall:file"}, BookKVCache),
+    "sparse in files": ({"sparse": SPARSE, "memory": "recall:file"}, RecordingKVCache),
+    "recall in files": ({"policy": SNAPKV, "memory": "recall:file"}, RecordingKVCache),
 }
 HOLDING = ("sparse", "sparse in files", "recall in files")
 

@@ -16,6 +16,7 @@ from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.caches.stores import MemoryStore
+from mlx_snapkv.caches.token_ranking import TokenRanking
 from mlx_snapkv.entries import rest
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
@@ -101,8 +102,8 @@ def test_factors_and_outputs_are_those_of_a_reference(small_pages, quantization)
                 found = output(asked[head, j], keys[kv], values[kv], read, seen, pair)
                 errors[i] += np.square(found - full).sum()
         best.append(pairs[int(errors.argmin())])
-    mass = np.exp(np.array(cache._rest.log_mass).reshape(-1))
-    temperature = np.array(cache._rest.temperature).reshape(-1)
+    mass = np.exp(np.array(cache.ranking.rest.log_mass).reshape(-1))
+    temperature = np.array(cache.ranking.rest.temperature).reshape(-1)
     assert np.allclose(list(zip(mass, temperature)), best)
     assert len(set(best)) > 1 and max(best)[0] > 0
 
@@ -173,7 +174,7 @@ def test_predictions_come_nearer_to_the_full_caches(name, memory, small_pages, m
     prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
     options = {"sparse": "budget=24,n_sink=2,n_window=6,read=dense", "memory": memory}
     weighed = moved(model, prompt, **options)
-    monkeypatch.setattr(SparseKVCache, "_weighed_rest", lambda *args: None)
+    monkeypatch.setattr(TokenRanking, "weigh_rest", lambda *args: None)
     assert 0 < weighed < 0.6 * moved(model, prompt, **options)
 
 

@@ -99,7 +99,7 @@ def test_where_everything_is_chosen_it_is_the_full_answer(index, few_recent):
     for cache in caches:
         assert FEW_RECENT // 2 <= cache._n_recent <= FEW_RECENT
         assert cache.offset == cache.n_entries == len(TOKENS)
-        assert (cache._everything.index is not None) == index
+        assert (cache.ranking.view.index is not None) == index
 
 
 def test_the_entries_read_are_those_of_the_tokens_own_votes(few_recent, monkeypatch):

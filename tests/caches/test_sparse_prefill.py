@@ -13,7 +13,8 @@ from mlx_snapkv import SnapKVError, generate_step, prefill
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
-from mlx_snapkv.caches.sparse_prefill import SAMPLED, SparsePrefillKVCache
+from mlx_snapkv.caches.page_ranking import SAMPLED, PageRanking
+from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
@@ -40,7 +41,8 @@ def sparse_caches(model, reach, memory="recall", last_from=1 << 30):
         everything = layer.cache_in(caches)
         everything.layer = layer
         views.append(FullView([everything.store], layer))
-        chooses = SparsePrefillKVCache(everything, views[-1], reach, ALL, last_from)
+        ranking = PageRanking(views[-1], reach, ALL, last_from)
+        chooses = SparsePrefillKVCache(everything, ranking)
         layer.put(caches, chooses)
     return caches, views
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 import tempfile
 import zlib
@@ -17,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.caches.file_store import FileStore, Layout, SavedFile
 from mlx_snapkv.caches.full_view import FullView
-from mlx_snapkv.caches.stores import KEYS, MemoryStore
+from mlx_snapkv.caches.stores import STORES, MemoryStore
+from mlx_snapkv.caches.stores.file import FileStore, Layout, SavedFile
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.entries.quantization import Quantization, pack, unpack
+from mlx_snapkv.entries.quantization import KEYS, Quantization, pack, unpack
 from mlx_snapkv.entries.queries import Queries
 
 PIECE = 7  # entries
@@ -75,7 +76,7 @@ def saved(folder, rows):
 
 
 @pytest.mark.parametrize(
-    "kind, how", [(MemoryStore, HOW), (FileStore, HOW), (MemoryStore, None), ("saved", None)]
+    "kind, how", [*itertools.product(STORES.values(), (None, HOW)), ("saved", None)]
 )
 @settings(max_examples=30)
 @given(st.data())

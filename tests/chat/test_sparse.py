@@ -9,7 +9,7 @@ from chat_helpers import ask, is_answered
 from disk_helpers import full_disk
 
 from mlx_snapkv import Conversation, SnapKVError, Sparse
-from mlx_snapkv.caches import sparse
+from mlx_snapkv.caches import token_ranking
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.policies.sparse import PAGE
@@ -92,7 +92,7 @@ def full():
 @contextlib.contextmanager
 def interrupted():
     """Ctrl-C when the prompt is read, and the rest is weighed."""
-    weighing = mock.patch.object(sparse, "best_factors", side_effect=KeyboardInterrupt)
+    weighing = mock.patch.object(token_ranking, "best_factors", side_effect=KeyboardInterrupt)
     with weighing, pytest.raises(KeyboardInterrupt):
         yield
 

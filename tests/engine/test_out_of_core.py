@@ -10,9 +10,9 @@ from request_helpers import assert_same, plain, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import prefill
-from mlx_snapkv.caches.book import BookKVCache
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.planning import request_plan
 from mlx_snapkv.policies.sparse import CHUNK, PAGE
 
@@ -96,7 +96,7 @@ def test_memory_stays_flat_while_a_prompt_is_read():
     assert abs(reading) < 4 * means and abs(last) < 4 * means and abs(after) < 0.1
     for n, (caches, report) in zip((few, many), made, strict=True):
         assert report.file_bytes == 4 * n * layer
-        assert all(type(c) is BookKVCache and c.offset == n for c in caches)
+        assert all(type(c) is RecordingKVCache and c.offset == n for c in caches)
 
 
 def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, monkeypatch):

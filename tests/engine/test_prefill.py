@@ -7,7 +7,7 @@ from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill, saved
-from mlx_snapkv.caches.book import BookKVCache
+from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.planning.prompt_plan import PromptPlan, chunk_size
 from mlx_snapkv.policies import Sparse
 from mlx_snapkv.policies.sparse import CHUNK
@@ -95,7 +95,7 @@ def test_a_text_read_for_questions_to_come_is_whole_where_it_belongs(
     cache, report = prefill(model, tokens, sparse=sparse, memory=memory, prompt_cache=own)
     assert (cache is own) == given and report.compressed == (sparse == "budget=60")
     kind = KVCache if memory == "recall" else QuantizedKVCache
-    kind = BookKVCache if "file" in memory else kind
+    kind = RecordingKVCache if "file" in memory else kind
     if not given or report.compressed:
         assert [type(c) for c in cache] == [kind] * 2
     assert {c.offset for c in cache} == {200}

@@ -8,7 +8,7 @@ import pytest
 from entry_helpers import computing, normal
 
 from mlx_snapkv import KeyDiff, SnapKV
-from mlx_snapkv.caches.choosing import biased
+from mlx_snapkv.caches.bias import biased
 from mlx_snapkv.entries import device
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.key_index import KeyIndex

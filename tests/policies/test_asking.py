@@ -106,7 +106,7 @@ def test_what_nobody_asks_for_is_not_computed(monkeypatch):
     monkeypatch.setattr(layers.AttentionLayer, "undo_rope", watched)
     (entries, _), _, caches = read(make_llama())
     entries.votes, entries.queries, entries.positions  # noqa: B018
-    assert not calls and caches[0].statistics is None and not caches[0]._sums
+    assert not calls and caches[0].statistics is None and not caches[0].moments.sums
     assert not {"attention", "raw_queries"} & set(vars(entries))
     assert entries.raw_queries is entries.queries and len(calls) == 1
 

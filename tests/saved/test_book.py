@@ -11,8 +11,8 @@ from saved_helpers import question, saved_file
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, prefill, saved
-from mlx_snapkv.caches.book import BookKVCache
 from mlx_snapkv.caches.full_view import FullView
+from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.policies import Sparse
 from mlx_snapkv.saved import book
 
@@ -53,6 +53,17 @@ def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make, memory):
     save(path, model, tokens, memory)
     assert not beside(path)
     assert_same(asked(model, saved.load(path, model).prompt_cache, in_file), wanted)
+
+
+def test_a_book_of_an_earlier_version_loads(path, tokens):
+    model = make_llama()
+    caches, _ = prefill(model, tokens, sparse=SPARSE, memory="recall:file")
+    for cache in caches:
+        cache.__class__ = type("BookKVCache", (RecordingKVCache,), {})
+    saved.save(path, model, caches, tokens, SPARSE)
+    loaded = saved.load(path, model).prompt_cache
+    assert {type(cache) for cache in loaded} == {RecordingKVCache}
+    assert_same(asked(model, loaded), asked(model, caches))
 
 
 def test_a_memory_that_does_not_fit_a_book_is_refused(path, tokens):
@@ -159,7 +170,7 @@ def test_mlx_lm_loads_a_book_whose_caches_say_what_is_missing(path, tokens):
     model = make_llama()
     caches = save(path, model, tokens)
     cache = load_prompt_cache(str(path))
-    assert isinstance(cache[0], BookKVCache)
+    assert isinstance(cache[0], RecordingKVCache)
     with pytest.raises(SnapKVError, match="without the entries beside it: load it with"):
         plain(model, question(), prompt_cache=cache)
     save_prompt_cache(str(path.with_name("theirs.safetensors")), caches)

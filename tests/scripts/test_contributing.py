@@ -1,4 +1,4 @@
-"""CONTRIBUTING's recipes, each followed literally in a copy of the package: a policy, a model type, an option."""
+"""CONTRIBUTING's recipes, each followed literally in a copy of the package."""
 
 import os
 import re
@@ -68,6 +68,7 @@ def section(title):
 FILES = {
     "Adding a policy": ["mlx_snapkv/policies/NAME.py", "tests/policies/test_scores.py"],
     "Adding a model type": ["mlx_snapkv/models/table.py", "tests/fixtures/model_configs.yaml"],
+    "Adding a store": ["mlx_snapkv/caches/stores/NAME.py", "tests/cache_kinds.py"],
     "Adding an option": [
         "mlx_snapkv/planning/config.py",
         "mlx_snapkv/cli/cache_options.py",
@@ -149,6 +150,70 @@ def test_a_type_in_the_table_and_its_configuration_are_tried(tmp_path):
     assert f"{tmp_path}/mlx_snapkv/__init__.py" in printed
     assert "| fable |  | invented |\n" in printed
     assert re.search(r"^\d+ passed", printed, re.M)
+
+
+NEW_STORE = '''"""The store that holds entries in memory in few bits."""
+
+from ...entries.quantization import Quantization
+from .memory import MemoryStore
+
+
+class SmallStore(MemoryStore):
+    """Entries in 3 bits, unless others are asked for."""
+
+    name = "small"
+
+    def __init__(self, quantization=None):
+        super().__init__(quantization or Quantization(3, 32))
+'''
+# A request and a line of the command, the tests of stores, and those of every kind of cache.
+USES_STORE = """
+import contextlib
+import io
+import sys
+import mlx.core as mx
+import pytest
+import mlx_snapkv
+from mlx_snapkv.cli import app
+from tiny_models import make_llama
+
+for memory in ("recall:small", "recall:small:8bit", "recall:tiny"):
+    try:
+        options = {"sparse": "budget=40,n_sink=4,n_window=16", "memory": memory}
+        report = mlx_snapkv.prefill(make_llama(head_dim=32), mx.arange(200) % 64, **options)[1]
+        print(mlx_snapkv.__file__, memory, report.kv_bytes_before // report.kv_bytes_after)
+    except mlx_snapkv.SnapKVError as error:
+        print("refused:", error)
+words = "generate --model demo --prompt Hello -m 1 --sparse budget=40 --memory recall:tiny"
+sys.argv = ["mlx-snapkv", *words.split()]
+with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(SystemExit):
+    app.main()
+print("refused:", err.getvalue())
+options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "SmallStore or small"]
+sys.exit(pytest.main([*options, "tests/caches/test_stores.py", "tests/caches/test_contract.py"]))
+"""
+
+
+def test_a_new_file_is_a_store_of_any_memory(tmp_path):
+    imported = "from mlx_snapkv.caches.stores.memory import"
+    case, before = (
+        '    "offloaded, small, of 8 bits": lambda: offloaded(SmallStore(HOW)),\n',
+        '    "mlx-lm\'s": ',
+    )
+    kinds = replacing(
+        (imported, f"from mlx_snapkv.caches.stores.small import SmallStore\n{imported}"),
+        (before, case + before),
+    )
+    store = {"caches/stores/small.py": lambda _: NEW_STORE}
+    make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", store)
+    make_copy(ROOT / "tests", tmp_path / "tests", {"cache_kinds.py": kinds})
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    printed = run(tmp_path, USES_STORE)
+    for memory, factor in (("recall:small", 6), ("recall:small:8bit", 3)):
+        assert f"{tmp_path}/mlx_snapkv/__init__.py {memory} {factor}\n" in printed
+    refused = "refused: .*recall:small, recall:small:8bit or recall:small:4bit, got 'recall:tiny'"
+    assert len(re.findall(refused, printed, re.S)) == 1 and printed.count("'recall:tiny'") == 2
+    assert "\n5 passed" in printed
 
 
 USES_OPTION = """

@@ -1,28 +1,12 @@
-"""Where a layer's entries are: one small interface, and the store that holds them in memory."""
+"""A layer's entries to be read, wherever they are."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from ..entries.entries import Entries
-from ..entries.quantization import (
-    KEYS,
-    VALUES,
-    Quantization,
-    Stored,
-    arrays,
-    grown,
-    join,
-    n_bytes,
-    n_rows,
-    rows,
-    unpack,
-    write,
-)
-from ..entries.selection import take_entries
+from ...entries.quantization import KEYS, VALUES, Quantization, Stored, join, unpack
 
 
 class EntryView(ABC):
@@ -63,72 +47,6 @@ class Beginning(EntryView):
 
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
         return self._view.gather(places)
-
-
-class Store(EntryView):
-    """Entries that more are appended to: in memory, quantised, or in a file."""
-
-    cache: Any = None  # mlx-lm's cache that they are in, which may go on by itself
-    nbytes: int  # what they take in memory, and below, in files
-    file_nbytes: int = 0
-
-    @abstractmethod
-    def append(self, entries: Entries) -> None:
-        """Add entries, as they are if quantised the same way. Raises: SnapKVError: no space; it is then as it was."""
-
-    @abstractmethod
-    def truncate(self, n: int) -> None:
-        """Hold the first `n` entries only."""
-
-    def held(self) -> Entries:
-        keys, values = (self.stored(which, 0, self.n_entries) for which in (KEYS, VALUES))
-        return Entries(keys, values, quantization=self.quantization)
-
-
-class MemoryStore(Store):
-    """Entries in one of mlx-lm's caches: in `cache`, or a new one that is quantised so."""
-
-    def __init__(self, quantization: Quantization | None = None, cache: Any = None):
-        if isinstance(cache, QuantizedKVCache):
-            quantization = Quantization(cache.bits, cache.group_size)
-        self.quantization = quantization
-        self.waits = quantization is not None
-        if cache is None and quantization is not None:
-            cache = QuantizedKVCache(quantization.group_size, quantization.bits)
-        self.cache = cache or KVCache()
-
-    @property
-    def n_entries(self) -> int:  # type: ignore[override]
-        return self.cache.offset
-
-    def append(self, entries: Entries) -> None:
-        new, cache, n = entries.packed(self.quantization), self.cache, self.n_entries
-        stored = new.stored_keys, new.stored_values
-        if cache.keys is None or n + len(new) > n_rows(cache.keys):
-            held = rows((cache.keys, cache.values) if n else stored, 0, n)
-            # Growing copies everything, so it grows by a share of that.
-            cache.keys, cache.values = grown(held, max(KVCache.step, len(new), n // 8))
-        write((cache.keys, cache.values), n, stored)
-        cache.offset += len(new)
-        mx.eval(cache.keys)
-        mx.eval(cache.values)  # after the keys, for less memory at once
-
-    def truncate(self, n: int) -> None:
-        self.cache.trim(max(0, self.n_entries - n))
-
-    def stored(self, which: int, start: int, stop: int) -> Stored:
-        return rows((self.cache.keys, self.cache.values)[which], start, stop)
-
-    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
-        keys, values = arrays(self.cache.keys), arrays(self.cache.values)
-        taken = take_entries([*keys, *values], places)
-        parts = taken[: len(keys)], taken[len(keys) :]
-        plain = self.quantization is None
-        return tuple(unpack(x[0] if plain else tuple(x), self.quantization) for x in parts)
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        return n_bytes(self.cache.keys_and_values()) if self.n_entries else 0
 
 
 class JoinedView(EntryView):

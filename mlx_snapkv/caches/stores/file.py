@@ -17,13 +17,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, arrays, unpack
-from ..errors import EntryFileError
-from ..paths import refusing
-from .file_map import file_map
-from .open_files import allow_more_files, is_of_limit, said_of
-from .stores import EntryView, JoinedView, Store
+from ...entries.entries import Entries
+from ...entries.quantization import Quantization, Stored, arrays, unpack
+from ...errors import EntryFileError
+from ...paths import refusing
+from ..file_map import file_map
+from ..open_files import allow_more_files, is_of_limit, said_of
+from .base import Store
+from .views import EntryView, JoinedView
 
 COPIED = 8 << 20  # bytes of a file at a time
 JOINED = 256 << 20  # bytes of a file that are copied to join parts, at most
@@ -67,6 +68,7 @@ class Layout:
 class EntryFile:
     """A layer's keys or values in a file; by default one without a name, which goes with this."""
 
+    path: Path | None = None  # of a file that was saved and never changes
     _map: Any = None
 
     def __init__(self, layout: Layout, file: Any = None):
@@ -189,7 +191,7 @@ class _Part(EntryView):
 
     @property
     def is_saved(self) -> bool:
-        return any(isinstance(file, SavedFile) for file in self.files)
+        return any(file.path is not None for file in self.files)
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         return self.files[which].read(start, stop)
@@ -202,10 +204,13 @@ class _Part(EntryView):
 class FileStore(JoinedView, Store):
     """Entries in files of keys and of values.
 
-    Copies share files, and processes those that were saved, the `files` of `n_entries` to begin with. What each is
-    given from then on goes to files without names of its own, and what it drops stays with the others.
+    Copies share files, and processes those that were saved, the `files` of `n_entries` to begin with; their
+    `first_entry` may be given so that it need not be read. What each is given from then on goes to files without names
+    of its own, and what it drops stays with the others.
     """
 
+    name = "file"
+    in_files = True
     nbytes = 0
 
     def __init__(
@@ -213,8 +218,9 @@ class FileStore(JoinedView, Store):
         quantization: Quantization | None = None,
         files: Sequence[EntryFile] = (),
         n_entries: int = 0,
+        first_entry: tuple[mx.array, mx.array] | None = None,
     ):
-        self.quantization = quantization
+        self.quantization, self._first_entry = quantization, first_entry
         super().__init__([_Part(files, quantization, n_entries)] if n_entries else [])
         self._grows = False  # the last part's files are this store's alone
 
@@ -276,14 +282,18 @@ class FileStore(JoinedView, Store):
 
     def __deepcopy__(self, memo: dict) -> FileStore:
         self._grows = False
-        other = FileStore(self.quantization)
+        other = FileStore(self.quantization, first_entry=self._first_entry)
         other._parts = list(self._parts)
         return other
 
+    @property
+    def first_entry(self) -> tuple[mx.array, mx.array] | None:  # type: ignore[override]
+        if self._first_entry is None and self.n_entries:
+            return self.entries(0, 1)
+        return self._first_entry
+
     def reads(self, path: Path) -> bool:
-        """Whether some of the entries are in the saved file of that name."""
-        files = (file for part in self._parts for file in part.files)
-        return any(isinstance(file, SavedFile) and file.path == path for file in files)
+        return any(file.path == path for part in self._parts for file in part.files)
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]

@@ -1,0 +1,160 @@
+"""The entries among which the tokens of an answer choose, ranked by an index or by their exact votes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from ..entries import rest as pages
+from ..entries.attention import attention_votes
+from ..entries.entries import Entries
+from ..entries.quantization import n_rows, rows
+from ..entries.queries import Captured, Queries
+from ..entries.rest import Example, Rest, best_factors, distances
+from ..entries.selection import Top, n_of_groups, top_of_groups
+from ..policies.budgets import Quota
+from .full_view import FullView
+from .stores import MemoryStore
+
+
+class TokenRanking:
+    """What a token reads of the entries between the sink and those that are always read: those that its own queries
+    rank highest, and the means of the rest, if they are weighed.
+
+    Args:
+        prompt: its entries; its index ranks them, or if it has none, their exact votes.
+        quota: how many a token reads: sink, shared and window always, the rest by its queries.
+        shared: ascending uint32 positions `(m,)` between sink and window, which every head reads.
+    """
+
+    rest: Rest | None = None
+
+    def __init__(self, prompt: FullView, quota: Quota, shared: mx.array | None = None):
+        n = len(prompt)
+        self._prompt = self.view = (
+            prompt  # the view has more, once tokens choose among the answer's entries
+        )
+        self._answer: MemoryStore | None = None  # those
+        self._first = min(quota.n_sink, n)
+        self._stop = max(self._first, n - quota.n_window)  # entries from here on are always read
+        self._shared = mx.zeros(0, mx.uint32) if shared is None else shared
+        n_late = n - self._stop + self._shared.size
+        self._end = n - n_late  # of the places of those that are chosen
+        self._n_chosen = max(0, quota.entries - quota.n_sink - n_late)
+
+    def always_read(self) -> Iterator[Entries]:
+        """Those of the prompt that every token reads: the sink, then the shared ones and the window."""
+        n, heads = len(self._prompt), self._heads
+        late = mx.concatenate([self._shared, mx.arange(self._stop, n, dtype=mx.uint32)])
+        first = mx.arange(self._first, dtype=mx.uint32)
+        for places, end in ((first, self._end - self.n_read), (late, n)):
+            places = mx.broadcast_to(places, (*heads, places.size))
+            yield self._prompt.lined_up(places, n, end)
+
+    @property
+    def n_first(self) -> int:
+        """How many of those come before the window."""
+        return self._first + self._shared.size
+
+    @property
+    def n_read(self) -> int:
+        """Entries that a token chooses."""
+        n = self._stop - self._first
+        return n_of_groups(n, self._n_chosen, len(self.view)) if self._n_chosen else 0
+
+    @property
+    def n_means(self) -> int:
+        """Means of the rest, which it reads besides."""
+        return 0 if self.rest is None else self.rest.n_pages
+
+    def choose(
+        self, captured: Captured, start: int
+    ) -> tuple[tuple[mx.array, mx.array], mx.array | None]:
+        """Keys and values that the queries of tokens from `start` on choose together, and the rest's bias for them."""
+        heads, scale, sinks, *_ = captured
+        tokens = range(start, start + heads.shape[2])
+        asked = self.view.asked_by(Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap))
+        top = self._likeliest(asked, self._stop)
+        bias = None if self.rest is None else self.rest.bias(heads * scale, top.others)
+        return self._at(top.places, start).plain(), bias
+
+    def choose_among(self, oldest: tuple[mx.array, mx.array]) -> None:
+        """From now on tokens choose among these, too: the oldest that were always read behind the shared ones."""
+        n = n_rows(oldest)
+        n_new = self._stop + n - len(self.view)
+        if n_new > 0:  # the answer's, which are not in the view
+            self._extend_view(Entries(*rows(oldest, n - n_new, n)))
+        self._stop += n
+
+    def _likeliest(self, asked: Queries, stop: int) -> Top:
+        """The places between sink and `stop` that queries attend to most, by KV head."""
+        if self.view.index is not None:
+            scores = self.view.index.relevance(asked, stop)
+        else:
+            scores = -1 / attention_votes(self.view.blocks(), asked)
+        if self._shared.size:
+            scores = scores.at[..., self._shared].add(-mx.inf)
+        middle = scores[..., self._first : stop]
+        return top_of_groups(middle, self._n_chosen, self._first, len(self.view))
+
+    def _at(self, places: mx.array, start: int) -> Entries:
+        """The entries at these places as a token at `start` sees them, in order only if some are too far."""
+        if self.view.is_far(start):
+            places = mx.sort(places, axis=-1)
+        return self.view.lined_up(places, start, self._end)
+
+    def _extend_view(self, entries: Entries) -> None:
+        if self._answer is None:
+            self._answer, index = MemoryStore(), self._prompt.index
+            self.view = self._prompt.followed_by(self._answer)
+            self.view.index = copy.deepcopy(index)
+        n = len(self.view)
+        self._answer.append(entries)
+        if self.view.index is not None:
+            self.view.index.append(self.view.read_keys(n, len(self.view)))
+        if self.rest is not None:
+            self.rest = self.rest.extended(self.view, n)
+
+    def weigh_rest(self, observed: Queries, n_window: int) -> None:
+        """Weigh the means of what a token does not read for a prompt's last queries, as they vote over all entries.
+
+        Nothing is weighed where a token reads everything.
+        """
+        if self.n_read in (0, self._stop - self._first):
+            return
+        means = pages.means(self.view, 0)
+        errors, asked = mx.array(0.0), observed.latest(pages.FITTED)
+        for i in range(len(asked.places)):
+            one = asked.between(i, i + 1)
+            read = self._would_read(one, n_window)
+            example = Example(one.heads * one.scale, read, one.places.start, one.sinks)
+            errors = errors + distances(self.view, means, example)
+            mx.eval(errors)
+        self.rest = Rest(*means, *best_factors(errors))
+
+    def _would_read(self, one: Queries, n_window: int) -> mx.array:
+        """Which entries a token of the prompt would read, bool `(B, n_kv_heads, 1, n)`, as one of the answer does."""
+        own, every = one.places.start, mx.arange(len(self.view))
+        stop = max(self._first, own - n_window)
+        read = (every < self._first) | ((every >= stop) & (every <= own))
+        read = mx.broadcast_to(read, (*self._heads, every.size))
+        if stop > self._first:
+            places = self._likeliest(one, stop).places
+            read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
+        return read[:, :, None]
+
+    @property
+    def _heads(self) -> tuple[int, ...]:
+        """`(B, n_kv_heads)`."""
+        return self.view.blocks().shape[:2]
+
+    def __deepcopy__(self, memo: dict) -> TokenRanking:
+        """A copy that chooses from the same entries of the prompt."""
+        other = copy.copy(self)
+        if self._answer is not None:
+            other._answer = MemoryStore(cache=copy.deepcopy(self._answer.cache, memo))
+            other.view = self._prompt.followed_by(other._answer)
+            other.view.index = copy.deepcopy(self.view.index)
+        return other
