@@ -67,7 +67,7 @@ def test_where_auto_chooses_nothing(save, ask_saved, refused, story, tmp_path):
     code, out, err = ask_saved(saved, facts[0].question, *AUTO[2:])
     assert (code, out.strip()) == (0, facts[0].value)
     assert f"note: --policy auto has no effect on {saved}" in err
-    assert "policy auto works only in generate" in refused(
+    assert "policy auto works only in generate, chat, batch, serve and plan: name" in refused(
         "compare", *AUTO, "--prompt-file", str(text)
     )
     assert "--policy auto and --sparse both say how" in refused("generate", *AUTO, "--sparse", "")

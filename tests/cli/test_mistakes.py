@@ -56,7 +56,12 @@ generate --prompt x --model demo --sparse "" --policy tova | says which entries 
 generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
 generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
 generate --prompt x --model demo --sparse "" --kv-bits 8 | --sparse keeps all: give --memory recall:8bit or recall:4bit
-cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
+cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder {}/no
+compare --prompt x --model demo -o {}/no/a.html          | there is no folder {}/no
+inspect --prompt x --model demo --policy tova -o {}/no/a.html | there is no folder {}/no
+batch {}/requests --model demo -o {}/no/a.jsonl          | there is no folder {}/no
+bench --output {}/no/a                                   | there is no folder {}/no
+eval fidelity --text {}/text --policy tova:budget=9 --output {}/no/a | there is no folder {}/no
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | but no policy was given
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy snapkv | but snapkv chooses when a
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy tova | but tova evicts while it reads
