@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ class ConstraintOptions:
         if self.json_schema is None:
             return None
         text = self.json_schema.strip()
-        if not text.startswith("{") and text not in ("true", "false"):
+        if not _looks_like_json(text):
             text = read_file("--json-schema", text)
         try:
             value = json.loads(text)
@@ -61,6 +62,17 @@ class ConstraintOptions:
         if not isinstance(value, dict | bool):
             raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
         return value
+
+
+def _looks_like_json(text: str) -> bool:
+    """Whether a text that was typed is no file's name; one that starts as an object does may be cut short."""
+    if text.startswith("{"):
+        return True
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return not os.path.exists(text)
 
 
 def _constrained(

@@ -21,6 +21,7 @@ from .draft_model import DraftedRequest, require_rewindable
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, served
+from .token_ids import token_ids
 
 
 def generate_step(
@@ -66,7 +67,7 @@ def generate_step(
         )
     if stream is not None:
         kwargs["stream"] = stream
-    prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
+    prompt = token_ids(prompt, may_be_empty=kwargs.get("input_embeddings") is not None)
     start = functools.partial(mlx_generate.generate_step, prompt)
     request = model, len(prompt), kwargs.get("max_tokens", MAX_TOKENS)
     return served(start, *request, *_asked_for(*request, snapkv, policy, sparse, on_report, kwargs))
@@ -95,7 +96,7 @@ def stream_generate(
         `generation_tps` leaves out the time that the selection took.
     """
     tokens = encode_prompt(tokenizer, prompt)
-    n = len(tokens)
+    n = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
     asked = model, n, max_tokens, snapkv, policy, sparse, on_report
     config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
     options.pop("draft_model")
@@ -188,4 +189,4 @@ def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
         bos = tokenizer.bos_token
         special = bos is None or not prompt.startswith(bos)
         return mx.array(tokenizer.encode(prompt, add_special_tokens=special))
-    return prompt if isinstance(prompt, mx.array) else mx.array(prompt)
+    return token_ids(prompt, may_be_empty=True)

@@ -23,6 +23,7 @@ from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
 from ..policies import Method, Stages, resolve_method
 from .exclusions import When, require_compatible
+from .prompt_plan import require_step_size
 
 VERIFY = ("all",)
 ALLOWED = {"verify": (None, *VERIFY), "far": (None, "keep", "pull")}
@@ -84,6 +85,7 @@ class CompressionConfig:
 
     def beside(self, options: dict[str, Any]) -> CompressionConfig:
         """The same beside mlx-lm's own options, those of `generate_step` and its kin."""
+        require_step_size(options.get("prefill_step_size"))
         quantization, _ = taken_from(options)
         return replace(
             self,

@@ -48,6 +48,9 @@ generate --prompt x --model demo-qwen3-next --draft-model demo | the main model 
 generate --prompt x --model demo --json-schema {}/none   | --json-schema {}/none: No such file
 generate --prompt x --model demo --json-schema {}/text   | --json-schema is not JSON: JSONDecodeError
 generate --prompt x --model demo --json-schema '{"a": 1' | --json-schema is not JSON: JSONDecodeError
+generate --prompt x --model demo --json-schema '[1]'      | --json-schema must be a JSON object, such as '{"type": "obj
+generate --prompt x --model demo --json-schema '"a"'      | --json-schema must be a JSON object, such as '{"type": "obj
+generate --prompt x --model demo --json-schema 7          | --json-schema must be a JSON object, such as '{"type": "obj
 generate --prompt x --model demo --json-schema '{"uniqueItems": true}' | --json-schema can't be enforced: unsupported
 generate --prompt x --model demo --json-schema true --prefill-response y | drop --prefill-response
 chat --model demo --verify all --memory recall           | but without a policy the full cache gives that answer
