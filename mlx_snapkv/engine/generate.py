@@ -18,6 +18,7 @@ from ..planning.request_plan import plan_request
 from ..policies import Policy, SnapKV, Sparse, Stages
 from .any_length import take_any_length
 from .draft_model import DraftedRequest, require_rewindable
+from .draft_speed import UNTIMED, timed_rounds
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, served
@@ -117,7 +118,8 @@ def stream_generate(
         if plan.reason is None:
             wanted: Any = draft_model, tokenizer, tokens, max_tokens, plan, options
             return DraftedRequest(model, *wanted).responses(serve, on_report)
-    return serve(tokenizer, {"draft_model": draft_model, **options}, on_report)
+        return timed_rounds(serve(tokenizer, {"draft_model": draft_model, **options}, on_report))
+    return serve(tokenizer, options, on_report)
 
 
 def generate(
@@ -173,9 +175,11 @@ def _asked_for(
 
 def figures(response: Any) -> str:
     """mlx-lm's lines about a response, or the statistics of a batch."""
+    speed = response.generation_tps
+    how = "too few to time" if speed == UNTIMED else f"{speed:.3f} tokens-per-sec"
     return (
         f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
-        f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec\n"
+        f"Generation: {response.generation_tokens} tokens, {how}\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )
 
