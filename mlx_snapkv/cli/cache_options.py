@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typer import Option
 
 from ..errors import SnapKVError, UnsupportedModelError
 from ..paths import path_of
-from .command import option
+from .command import flag_of, option
 from .options import n_bytes, one_of
 
 if TYPE_CHECKING:
@@ -98,14 +99,19 @@ def each_method(
     policy: Iterable[str] | None, snapkv: str | None = None, sparse: Iterable[str] | None = None
 ) -> list[Method | Stages]:
     """That of --snapkv, and those of every --policy and --sparse. Raises: SnapKVError: one can't be read."""
+    texts = {"snapkv": [] if snapkv is None else [snapkv], "policy": policy, "sparse": sparse}
+    methods = [typed(name, text) for name, some in texts.items() for text in some or []]
+    return [method for method in methods if method is not None]
+
+
+def typed(name: str, text: str) -> Method | Stages | None:
+    """What an option names. Raises: SnapKVError: it can't be read; the message names the flag and what was typed."""
     from ..policies import resolve_method
 
-    methods = [
-        resolve_method(snapkv),
-        *(resolve_method(policy=text) for text in policy or []),
-        *(resolve_method(sparse=text) for text in sparse or []),
-    ]
-    return [method for method in methods if method is not None]
+    try:
+        return resolve_method(**{name: text})
+    except SnapKVError as error:
+        raise SnapKVError("{} {}: {}", flag_of(name), shlex.quote(text), error) from error
 
 
 @dataclass(frozen=True)
@@ -121,11 +127,19 @@ class PolicyOptions:
         "of the prompt and tokens of the answer choose which few they read."
     )
 
+    @property
+    def flag(self) -> str:
+        """The flag that names the policy or sparse attention, if one does."""
+        named = (n for n in ("snapkv", "policy", "sparse") if getattr(self, n) is not None)
+        return next(map(flag_of, named), "")
+
     def resolve(self) -> Method | Stages | None:
         """The policy or sparse attention; SnapKVError for a mistake in it, or for two."""
         from ..policies import resolve_method
 
-        return resolve_method(self.snapkv, self.policy, self.sparse)
+        texts = {"snapkv": self.snapkv, "policy": self.policy, "sparse": self.sparse}
+        each = [typed(name, text) for name, text in texts.items() if text is not None]
+        return each[0] if len(each) == 1 else resolve_method(**texts)
 
 
 @dataclass(frozen=True)
@@ -157,11 +171,10 @@ class AutoPolicyOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    memory: str = option(
+    memory: str | None = option(
         "What happens to evicted entries: they are gone (drop), or all entries stay available to later turns, in "
         "memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). With "
-        "--sparse it says where all entries are; the default is then recall.",
-        "drop",
+        "--sparse it says where all entries are. Default: drop, and with --sparse recall."
     )
     store_dir: Path | None = option("Folder for --memory recall:file; default: TMPDIR.")
     far: str | None = option(
@@ -219,6 +232,14 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
 
         method = self.resolve()
         return {"policy": method, **CompressionConfig(method, **self.retention()).retention}
+
+    def require_use(self) -> None:
+        """Raises: SnapKVError: an option would do nothing, or what it needs is not there."""
+        from ..planning.config import CompressionConfig
+        from ..planning.exclusions import When, require_compatible
+
+        if not self.is_auto:
+            require_compatible(CompressionConfig(self.resolve(), **self.retention()), When.CHOSEN)
 
     def take(
         self,

@@ -103,7 +103,7 @@ def _default_methods(n_prompt: int, retention: cache_options.RetentionOptions) -
     policies = worth_comparing(n_prompt)
     if retention.verify:
         policies = []  # only sparse attention drafts what is verified
-    elif retention.memory != "drop":
+    elif retention.memory not in (None, "drop"):
         policies = policies[
             :1
         ]  # the second evicts while it reads, and --memory would keep everything

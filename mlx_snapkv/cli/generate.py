@@ -128,6 +128,8 @@ def generate(
     from ..several.ranks import here
 
     keywords, file = compression.keywords(), prompt.prompt_cache_file
+    if file is None:
+        compression.require_use()
     keywords |= cache.generation(keywords["policy"])
     text = here().from_first(prompt.read)
     schema = here().from_first(constraint.read)
@@ -146,7 +148,7 @@ def generate(
             loaded, len(tokens), was_chosen=full_is_best, max_tokens=sampling.max_tokens, **keywords
         )
     else:
-        start = _saved_start(file, model.model, loaded, keywords, cache.quantization)
+        start = _saved_start(file, model.model, loaded, compression, cache.quantization)
         keywords |= start.options
         if compression.is_auto:
             reading.say(f"note: --policy auto has no effect on {file}, which continues as saved")
@@ -166,20 +168,21 @@ def _saved_start(
     file: str,
     model_name: str,
     model: Any,
-    keywords: dict[str, Any],
+    asked: cache_options.CompressionOptions,
     quantization: Quantization | None,
 ) -> SavedStart:
-    """The saved prompt of a file, for an answer with these keywords of `stream_generate`."""
+    """The saved prompt of a file, for an answer that is asked for so."""
     from .saved_start import SavedStart
 
     return SavedStart(
         file,
         model_name,
         model,
-        keywords["policy"],
-        keywords["memory"],
-        keywords["verify"],
+        asked.resolve(),
+        asked.memory,
+        asked.verify,
         quantization,
+        asked.flag,
     )
 
 

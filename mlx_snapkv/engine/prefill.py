@@ -35,7 +35,7 @@ def prefill(
     prompt_progress_callback: ProgressCallback | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
-    memory: str = "drop",
+    memory: str | None = None,
     far: str | None = None,
 ) -> tuple[list, CompressionReport]:
     """Feed all of `tokens` to the model and compress its prompt cache.

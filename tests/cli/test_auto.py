@@ -37,6 +37,7 @@ def test_a_short_prompt_keeps_the_full_cache(call, more):
     asked = ["-p", "Hello", "-m", "2", *more.split()]
     code, _, err = call("generate", *AUTO, *asked)
     assert code == 0 and "auto: the full cache, because at 6 tokens" in err
+    assert ("its own answer needs no verifying" in err) == ("--verify" in more)
     assert "prompt tokens, full cache | prompt " in err
 
 

@@ -70,7 +70,7 @@ SMALL = "streaming_llm:budget=5%"
 
 
 def test_answers_a_table_and_a_page(ask, fact, tmp_path):
-    page = tmp_path / "new" / "compared.html"
+    page = tmp_path / "compared.html"
     code, out, err = ask("compare", "--policy", SMALL, "-o", str(page))
     assert code == 0 and f"wrote {page}" in err
     answers, table = out.split(" prompt tokens")
