@@ -62,10 +62,16 @@ def batch_generate(
         raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     longest, most = max(map(len, token_lists), default=0), max(limits, default=0)
-    config, options, _ = resolve(
+    config, options, taken = resolve(
         model, longest, BATCH, kwargs, snapkv=snapkv, policy=policy, sparse=sparse, max_tokens=most
     )
-    report_to = on_report or (lambda report: None)
+
+    def report_to(report: CompressionReport) -> None:
+        if taken is not None:
+            taken.explain(report)
+        if on_report is not None:
+            on_report(report)
+
     if config.policy is None:
         config.require(model)
         for prompt in token_lists:

@@ -19,6 +19,7 @@ from .options import n_bytes, one_of
 
 if TYPE_CHECKING:
     from ..entries.quantization import Quantization
+    from ..planning.auto import Recommendation
     from ..policies import Method, Stages
 
 PrefillStepSize = Annotated[int, Option(min=1, help="Maximum number of prompt tokens per chunk.")]
@@ -250,7 +251,20 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         generation: dict[str, Any],
         max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        """What --policy auto changes of them, said in one line.
+        """What --policy auto changes of them, said in one line; the arguments are those of `recommend`."""
+        found = self.recommend(model, n_prompt, task, say, generation, max_tokens)
+        return {} if found is None else found.keywords
+
+    def recommend(
+        self,
+        model: Any,
+        n_prompt: int | None,
+        task: str,
+        say: Callable[[str], None],
+        generation: dict[str, Any],
+        max_tokens: int | None = None,
+    ) -> Recommendation | None:
+        """What --policy auto takes, said in one line; None of anything else.
 
         Args:
             model: a loaded one, or the name of one.
@@ -262,10 +276,10 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         from .loading import load_without_weights, require_alone
 
         if not self.is_auto:
-            return {}
+            return None
         require_alone(policy=self.policy)
         model = load_without_weights(model) if isinstance(model, str) else model
-        config, _, recommendation = resolve(
+        *_, found = resolve(
             model,
             n_prompt,
             task,
@@ -274,5 +288,5 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
             max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
             kv_memory=self.kv_memory,
         )
-        say(str(recommendation))
-        return {"policy": config.policy, **config.retention}
+        say(str(found))
+        return found

@@ -19,6 +19,7 @@ from .reading import Reading
 
 if TYPE_CHECKING:
     from ..entries.quantization import Quantization
+    from ..planning.auto import Recommendation
     from .saved_start import SavedStart
 
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
@@ -136,13 +137,14 @@ def generate(
     require_alone(draft_model=draft.draft_model)
     loaded, tokenizer = model.load()
     keywords |= draft.load(tokenizer, model.trust_remote_code)
-    reading, start = Reading(output.silent), None
+    reading, start, taken = Reading(output.silent), None, None
     cache.require(loaded, draft.draft_model)
     if file is None:
         tokens = reading.wait_for(partial(prompt.encode, tokenizer, text))
-        keywords |= compression.take(
+        taken = compression.recommend(
             loaded, len(tokens), "question", reading.say, keywords, max_tokens=sampling.max_tokens
         )
+        keywords |= {} if taken is None else taken.keywords
         full_is_best = compression.is_auto and keywords["policy"] is None
         reading.warn(
             loaded, len(tokens), was_chosen=full_is_best, max_tokens=sampling.max_tokens, **keywords
@@ -161,7 +163,8 @@ def generate(
     if schema is not None:
         keywords |= _constrained(schema, tokenizer, text, tokens, prompt, sampling.max_tokens)
     hint = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
-    _Answer(model.model, keywords, start, output, hint).print(loaded, tokenizer, tokens, reading)
+    answer = _Answer(model.model, keywords, start, output, hint, taken)
+    answer.print(loaded, tokenizer, tokens, reading)
 
 
 def _saved_start(
@@ -195,6 +198,7 @@ class _Answer:
     start: SavedStart | None  # what the answer continues
     output: OutputOptions
     hint: str  # what would help a full cache
+    taken: Recommendation | None  # what auto chose
     reports: list[CompressionReport] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     n_drafted: int = 0
@@ -207,7 +211,7 @@ class _Answer:
 
         show = not self.output.as_json
         cost = partial(file_cost, model, self.keywords["memory"]) if show else None
-        options = {"on_report": self.reports.append, **self.keywords}
+        options = {"on_report": self._add_report, **self.keywords}
         try:
             with reading.bar(cost) as update:
                 options["prompt_progress_callback"] = update
@@ -222,6 +226,11 @@ class _Answer:
         if not show:
             print(json.dumps(self._to_dict(), ensure_ascii=False))
         self._close(reading)
+
+    def _add_report(self, report: CompressionReport) -> None:
+        if self.taken is not None:
+            self.taken.explain(report)
+        self.reports.append(report)
 
     def _close(self, reading: Reading, how: str = "") -> None:
         if (last := self.last) is None:

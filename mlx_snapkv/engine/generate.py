@@ -165,8 +165,7 @@ def _asked_for(
         return config, on_report, options
 
     def explained(report: CompressionReport) -> None:
-        report.auto = str(taken)
-        report.reason = report.reason if config.policy else taken.why
+        taken.explain(report)
         if on_report is not None:
             on_report(report)
 

@@ -12,7 +12,6 @@ from ..policies import (
     AUTO,
     Policy,
     SnapKV,
-    Sparse,
     Stages,
     asks_for_auto,
     method_named,
@@ -32,8 +31,13 @@ class Setting(NamedTuple):
     memory: str = "drop"
 
     @property
+    def chosen(self) -> Any:
+        """The policy or sparse attention itself."""
+        return None if self.method is None else method_named(self.method)
+
+    @property
     def is_sparse(self) -> bool:
-        return self.method is not None and self.method.partition(":")[0] == Sparse.name
+        return self.method is not None and not self.chosen.evicts
 
     def __str__(self) -> str:
         memory = "" if self.memory in ("drop", "recall") else f", memory {self.memory}"
@@ -111,7 +115,7 @@ class AutoRequest:
         if setting.method is None:  # whose answers are what others are verified by
             pull = is_far and self.retention.get("far") == "pull"  # which it can't
             return CompressionConfig(far="pull" if pull else None)
-        found = method_named(setting.method)
+        found = setting.chosen
         if self.n_prompt is None and isinstance(found, SnapKV):
             found = dataclasses.replace(found, min_ctx=FEW)
         return CompressionConfig(found, **self.retention | {"memory": setting.memory})
@@ -131,6 +135,17 @@ class Recommendation(NamedTuple):
 
     def __str__(self) -> str:
         return f"{AUTO}: {self.setting}, because {self.why}"
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Those of `generate_step` that it stands for."""
+        return {"policy": self.config.policy, **self.config.retention}
+
+    def explain(self, report: Any) -> None:
+        """Let a request's report tell what was taken, and why nothing was compressed if that is the reason."""
+        report.auto = str(self)
+        if self.config.policy is None:
+            report.reason = self.why
 
 
 def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from batch_file_helpers import COMPLETIONS, line
 
@@ -39,6 +41,9 @@ def test_a_short_prompt_keeps_the_full_cache(call, more):
     assert code == 0 and "auto: the full cache, because at 6 tokens" in err
     assert ("its own answer needs no verifying" in err) == ("--verify" in more)
     assert "prompt tokens, full cache | prompt " in err
+    report = json.loads(call("generate", *AUTO, *asked, "--json")[1])["compression"]
+    assert report["reason"].startswith("at 6 tokens reading all entries costs little")
+    assert report["auto"] == f"auto: the full cache, because {report['reason']}"
 
 
 def test_verified_answers_get_all_entries_in_memory(call, story, few):

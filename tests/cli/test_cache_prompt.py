@@ -136,6 +136,11 @@ def test_every_question_follows_the_saved_tokens(question):
         assert whole[: len(start)] == start and len(start) > 4
 
 
+def test_what_is_foretold_of_a_text_is_of_no_answer(cache):
+    _, said = cache("window.safetensors", "--policy", "streaming_llm:budget=50%,schedule=once")
+    assert re.match(r"300 of 6\d\d entries will be kept: KV memory", said)
+
+
 def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
     file, err = cache("again.safetensors", "--policy", "kvzip:budget=75%")
     assert "entries kept" in err and ask(file)[:2] == (0, book[2] + "\n")
