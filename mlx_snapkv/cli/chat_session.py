@@ -133,7 +133,8 @@ class Session:
         # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
         n_tokens = self.reading.wait_for(partial(now.count, text))
         now.attached.append(text)
-        settings = {name: getattr(now, name) for name in SETTINGS}
+        has_policy = now.policy is not None  # otherwise the rest does nothing
+        settings = {name: getattr(now, name) for name in SETTINGS if has_policy}
         self.reading.warn(now.model, n_tokens, len(now.read), **settings, **now.generation)
         return n_tokens
 
