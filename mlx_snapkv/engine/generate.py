@@ -186,10 +186,15 @@ def figures(response: Any) -> str:
 def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
     """Token ids `(T,)` of a prompt, with special tokens where mlx-lm's `stream_generate` adds them."""
     if isinstance(prompt, str):
-        if not isinstance(tokenizer, TokenizerWrapper):
-            tokenizer = TokenizerWrapper(tokenizer)
-        take_any_length(tokenizer)
-        bos = tokenizer.bos_token
-        special = bos is None or not prompt.startswith(bos)
-        return mx.array(tokenizer.encode(prompt, add_special_tokens=special))
+        return mx.array(text_tokens(tokenizer, prompt))
     return token_ids(prompt, may_be_empty=True)
+
+
+def text_tokens(tokenizer, text: str) -> list[int]:
+    """A text's token ids, with special tokens where mlx-lm's `stream_generate` adds them; no array is made."""
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    take_any_length(tokenizer)
+    bos = tokenizer.bos_token
+    special = bos is None or not text.startswith(bos)
+    return tokenizer.encode(text, add_special_tokens=special)
