@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,6 +80,18 @@ class MLXCacheOptions(CacheOptions):
                 "compression: drop it or the policy"
             )
         return {k: v for k, v in vars(self).items() if k != "quantized_kv_start" or v is not None}
+
+    def notes(self, policy: Method | Stages | None, n: int) -> Iterator[str]:
+        """What does nothing for a prompt and an answer of `n` tokens, and no harm."""
+        from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+
+        start = self.quantized_kv_start
+        start = DEFAULT_QUANTIZED_KV_START if start is None else start
+        if self.kv_bits is not None and policy is None and n <= start:
+            yield (
+                f"note: --kv-bits does nothing here, since a full cache is quantised from {start:,} tokens on; "
+                "--quantized-kv-start changes that"
+            )
 
     def require(self, model: Any, draft_model: str | None = None) -> None:
         """Raises: SnapKVError: the model has no such cache, or mlx-lm would ignore an option beside it."""

@@ -158,6 +158,9 @@ def generate(
             reading.say(f"note: {file} already holds this text: give only the question")
         raw = prompt.ignore_chat_template
         tokens = reading.wait_for(partial(start.encode, tokenizer, text, raw))
+    n_before = 0 if start is None else start.n_tokens
+    for line in cache.notes(keywords["policy"], n_before + len(tokens) + sampling.max_tokens):
+        reading.say(line)
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
     if schema is not None:

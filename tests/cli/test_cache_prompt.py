@@ -136,6 +136,14 @@ def test_every_question_follows_the_saved_tokens(question):
         assert whole[: len(start)] == start and len(start) > 4
 
 
+@pytest.mark.parametrize("start, waits", [([], True), (["--quantized-kv-start", "9"], False)])
+def test_a_full_cache_that_is_too_short_to_be_quantised_is_noted(cache, ask, start, waits):
+    file, _ = cache("plain.safetensors")
+    code, _, err = ask(file, "--kv-bits", "8", *start)
+    note = "note: --kv-bits does nothing here, since a full cache is quantised from 5,000 tokens on"
+    assert code == 0 and (note in err) == waits
+
+
 def test_what_is_foretold_of_a_text_is_of_no_answer(cache):
     _, said = cache("window.safetensors", "--policy", "streaming_llm:budget=50%,schedule=once")
     assert re.match(r"300 of 6\d\d entries will be kept: KV memory", said)
