@@ -46,6 +46,7 @@ docs: $(VENV)/.installed ## write docs/policies.md, commands.md, models.md and t
 	$(RUN) scripts/write_docs.py
 
 bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and servers; writes docs/*.json and their tables (two hours)
+	mkdir -p build
 	$(RUN) -m mlx_snapkv bench --output build/benchmarks
 	cp build/benchmarks.json build/benchmarks.png docs/
 	$(RUN) scripts/measure_books.py

@@ -11,6 +11,7 @@ from mlx_lm.generate import batch_generate as mlx_batch_generate
 
 from ..engine.generate import figures
 from ..engine.report import NO_POLICY, CompressionReport
+from ..engine.token_ids import token_ids
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.auto import BATCH, resolve
@@ -56,15 +57,21 @@ def batch_generate(
 
     Raises: SnapKVError: options, models or prompts can't be served; nothing has been read then.
     """
-    token_lists = [list(prompt) for prompt in prompts]
+    token_lists: list[Any] = [token_ids(p, may_be_empty=True).tolist() for p in prompts]
     if [] in token_lists:
         raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     longest, most = max(map(len, token_lists), default=0), max(limits, default=0)
-    config, options, _ = resolve(
+    config, options, taken = resolve(
         model, longest, BATCH, kwargs, snapkv=snapkv, policy=policy, sparse=sparse, max_tokens=most
     )
-    report_to = on_report or (lambda report: None)
+
+    def report_to(report: CompressionReport) -> None:
+        if taken is not None:
+            taken.explain(report)
+        if on_report is not None:
+            on_report(report)
+
     if config.policy is None:
         config.require(model)
         for prompt in token_lists:

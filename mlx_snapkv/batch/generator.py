@@ -140,6 +140,16 @@ class CompressedBatchGenerator(BatchGenerator):
         mx.clear_cache()
         return found
 
+    def read_so_far(self, uid: int) -> tuple[list, list[int]] | None:
+        """Caches that have read the beginning of a prompt that is being read, for others to go on from, and its tokens.
+
+        None if it waits, has been read, or has failed.
+        """
+        batch = self._prompt_batch
+        if self._settings is None or uid not in batch.uids or batch.job.error is not None:
+            return None
+        return batch.extract_cache(0), list(batch.tokens[0])
+
     def _make_batch(self, n: int) -> Any:
         if self._settings is None:
             return super()._make_batch(n)

@@ -69,7 +69,7 @@ class Conversation:
         *,
         policy: Policy | Stages | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
-        memory: str = "drop",
+        memory: str | None = None,
         verify: str | None = None,
         far: str | None = None,
         system: str | None = None,
@@ -219,7 +219,7 @@ class Conversation:
         *,
         policy: Policy | Stages | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
-        memory: str = "drop",
+        memory: str | None = None,
         **generation: Any,
     ) -> "Conversation":
         """Continue a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.

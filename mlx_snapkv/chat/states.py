@@ -39,7 +39,7 @@ class Before(Rewind):
 
 
 def load(
-    path: str | Path, model, policy: Method | Stages | str | None, memory: str
+    path: str | Path, model, policy: Method | Stages | str | None, memory: str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a saved conversation, or a text that waits for its first question: what a `Conversation` is made with, and
     attributes that it then gets; see `Conversation.load`."""
@@ -75,21 +75,23 @@ def load(
     return options, state | options
 
 
-def _resumed(path, prompt: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str) -> tuple:
+def _resumed(
+    path, prompt: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str | None
+) -> tuple:
     """The policy and memory to continue with, given what was asked for. Raises: SnapKVError: the caches can't."""
     book = book_memory(prompt.prompt_cache)
     if prompt.policy != NO_POLICY:
         policy = prompt.policy
         stays = book is not None or not method_named(policy).evicts  # type: ignore[union-attr]
-        if not stays or memory == "drop":
-            memory = notes.get("memory", "drop")
+        if not stays or memory in (None, "drop"):
+            memory = notes.get("memory")
     if book is not None:
-        memory = book if memory == "drop" else memory
+        memory = book if memory in (None, "drop") else memory
     what = "a book" if book else "a compressed prompt"
     if is_compressed(prompt.prompt_cache) or book is not None:
         if policy is None:
             raise SnapKVError(f"{path} holds {what}, which needs a policy to continue")
-        if book is None and memory != "drop":
+        if book is None and memory not in (None, "drop"):
             raise SnapKVError(
                 "{} holds {}, which needs {}, since the evicted entries are gone",
                 path,

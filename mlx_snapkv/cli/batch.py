@@ -57,6 +57,7 @@ def batch(
 
     reading = Reading(files.quiet)
     keywords = compression.keywords()
+    compression.require_use()
     keywords |= compression.take(model.model, None, "batch", reading.say, vars(cache))
     chosen = keywords["policy"]
     if cache.kv_bits is not None and chosen is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +14,12 @@ from typer import Option
 
 from ..errors import SnapKVError, UnsupportedModelError
 from ..paths import path_of
-from .command import option
+from .command import flag_of, option
 from .options import n_bytes, one_of
 
 if TYPE_CHECKING:
     from ..entries.quantization import Quantization
+    from ..planning.auto import Recommendation
     from ..policies import Method, Stages
 
 PrefillStepSize = Annotated[int, Option(min=1, help="Maximum number of prompt tokens per chunk.")]
@@ -79,6 +81,18 @@ class MLXCacheOptions(CacheOptions):
             )
         return {k: v for k, v in vars(self).items() if k != "quantized_kv_start" or v is not None}
 
+    def notes(self, policy: Method | Stages | None, n: int) -> Iterator[str]:
+        """What does nothing for a prompt and an answer of `n` tokens, and no harm."""
+        from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+
+        start = self.quantized_kv_start
+        start = DEFAULT_QUANTIZED_KV_START if start is None else start
+        if self.kv_bits is not None and policy is None and n <= start:
+            yield (
+                f"note: --kv-bits does nothing here, since a full cache is quantised from {start:,} tokens on; "
+                "--quantized-kv-start changes that"
+            )
+
     def require(self, model: Any, draft_model: str | None = None) -> None:
         """Raises: SnapKVError: the model has no such cache, or mlx-lm would ignore an option beside it."""
         from ..models import type_of
@@ -98,14 +112,19 @@ def each_method(
     policy: Iterable[str] | None, snapkv: str | None = None, sparse: Iterable[str] | None = None
 ) -> list[Method | Stages]:
     """That of --snapkv, and those of every --policy and --sparse. Raises: SnapKVError: one can't be read."""
+    texts = {"snapkv": [] if snapkv is None else [snapkv], "policy": policy, "sparse": sparse}
+    methods = [typed(name, text) for name, some in texts.items() for text in some or []]
+    return [method for method in methods if method is not None]
+
+
+def typed(name: str, text: str) -> Method | Stages | None:
+    """What an option names. Raises: SnapKVError: it can't be read; the message names the flag and what was typed."""
     from ..policies import resolve_method
 
-    methods = [
-        resolve_method(snapkv),
-        *(resolve_method(policy=text) for text in policy or []),
-        *(resolve_method(sparse=text) for text in sparse or []),
-    ]
-    return [method for method in methods if method is not None]
+    try:
+        return resolve_method(**{name: text})
+    except SnapKVError as error:
+        raise SnapKVError("{} {}: {}", flag_of(name), shlex.quote(text), error) from error
 
 
 @dataclass(frozen=True)
@@ -121,11 +140,19 @@ class PolicyOptions:
         "of the prompt and tokens of the answer choose which few they read."
     )
 
+    @property
+    def flag(self) -> str:
+        """The flag that names the policy or sparse attention, if one does."""
+        named = (n for n in ("snapkv", "policy", "sparse") if getattr(self, n) is not None)
+        return next(map(flag_of, named), "")
+
     def resolve(self) -> Method | Stages | None:
         """The policy or sparse attention; SnapKVError for a mistake in it, or for two."""
         from ..policies import resolve_method
 
-        return resolve_method(self.snapkv, self.policy, self.sparse)
+        texts = {"snapkv": self.snapkv, "policy": self.policy, "sparse": self.sparse}
+        each = [typed(name, text) for name, text in texts.items() if text is not None]
+        return each[0] if len(each) == 1 else resolve_method(**texts)
 
 
 @dataclass(frozen=True)
@@ -157,11 +184,10 @@ class AutoPolicyOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    memory: str = option(
+    memory: str | None = option(
         "What happens to evicted entries: they are gone (drop), or all entries stay available to later turns, in "
         "memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). With "
-        "--sparse it says where all entries are; the default is then recall.",
-        "drop",
+        "--sparse it says where all entries are. Default: drop, and with --sparse recall."
     )
     store_dir: Path | None = option("Folder for --memory recall:file; default: TMPDIR.")
     far: str | None = option(
@@ -220,6 +246,14 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         method = self.resolve()
         return {"policy": method, **CompressionConfig(method, **self.retention()).retention}
 
+    def require_use(self) -> None:
+        """Raises: SnapKVError: an option would do nothing, or what it needs is not there."""
+        from ..planning.config import CompressionConfig
+        from ..planning.exclusions import When, require_compatible
+
+        if not self.is_auto:
+            require_compatible(CompressionConfig(self.resolve(), **self.retention()), When.CHOSEN)
+
     def take(
         self,
         model: Any,
@@ -229,7 +263,20 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         generation: dict[str, Any],
         max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        """What --policy auto changes of them, said in one line.
+        """What --policy auto changes of them, said in one line; the arguments are those of `recommend`."""
+        found = self.recommend(model, n_prompt, task, say, generation, max_tokens)
+        return {} if found is None else found.keywords
+
+    def recommend(
+        self,
+        model: Any,
+        n_prompt: int | None,
+        task: str,
+        say: Callable[[str], None],
+        generation: dict[str, Any],
+        max_tokens: int | None = None,
+    ) -> Recommendation | None:
+        """What --policy auto takes, said in one line; None of anything else.
 
         Args:
             model: a loaded one, or the name of one.
@@ -241,10 +288,10 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         from .loading import load_without_weights, require_alone
 
         if not self.is_auto:
-            return {}
+            return None
         require_alone(policy=self.policy)
         model = load_without_weights(model) if isinstance(model, str) else model
-        config, _, recommendation = resolve(
+        *_, found = resolve(
             model,
             n_prompt,
             task,
@@ -253,5 +300,5 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
             max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
             kv_memory=self.kv_memory,
         )
-        say(str(recommendation))
-        return {"policy": config.policy, **config.retention}
+        say(str(found))
+        return found

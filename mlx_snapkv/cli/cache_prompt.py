@@ -55,7 +55,7 @@ def cache_prompt(
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = reading.wait_for(opening)
     keywords = {"policy": chosen, "memory": memory, "far": config.far, **vars(cache)}
-    reading.warn(loaded, len(tokens), was_chosen=chosen is None, **keywords)
+    reading.warn(loaded, len(tokens), was_chosen=chosen is None, is_text=True, **keywords)
     cost = partial(file_cost, loaded, memory, saved_in=path.resolve().parent)
     with reading.bar(cost) as bar:
         read, report = _read(loaded, tokens, **keywords, prompt_progress_callback=bar)

@@ -44,6 +44,10 @@ def chat(
     )
     keywords |= sampling.generation(tokenizer)
     conversation = Conversation(loaded, tokenizer, system=system_prompt, **keywords)
+    if keywords["policy"] is None and keywords["memory"] != "drop":
+        reading.say(
+            f"note: --memory {keywords['memory']} does nothing until /policy chooses what is read"
+        )
     session = Session(model.model, conversation, sampling, lines, reading, context)
     interactive = lines.interactive
     if interactive:

@@ -95,7 +95,7 @@ def options_of(conversation: Conversation) -> dict[str, Any]:
     """A conversation's options: its policy or sparse attention, and a memory, unless that is sparse's own."""
     policy, memory = conversation.policy, conversation.memory
     is_implied = memory == "recall" and is_sparse(conversation)
-    return {"policy": policy, "memory": "drop" if is_implied else memory}
+    return {"policy": policy, "memory": None if is_implied or memory == "drop" else memory}
 
 
 def is_sparse(conversation: Conversation) -> bool:
@@ -133,7 +133,8 @@ class Session:
         # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
         n_tokens = self.reading.wait_for(partial(now.count, text))
         now.attached.append(text)
-        settings = {name: getattr(now, name) for name in SETTINGS}
+        has_policy = now.policy is not None  # otherwise the rest does nothing
+        settings = {name: getattr(now, name) for name in SETTINGS if has_policy}
         self.reading.warn(now.model, n_tokens, len(now.read), **settings, **now.generation)
         return n_tokens
 
@@ -195,6 +196,7 @@ class Session:
         self.options |= {name: changes[name] for name in self.options if name in changes}
         kept = {name: getattr(now, name) for name in ("system", "far", "verify")}
         options = {**kept, **self.options, **changes}
+        options["memory"] = None if options["memory"] == "drop" else options["memory"]
         if options["policy"] is None or options["policy"].evicts:
             options["verify"] = None
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))

@@ -79,6 +79,10 @@ NEEDS = {
 }
 LATER = {"store_dir"}  # which a chat, or what --policy auto takes, may need
 
+# What only policies and sparse attention have a use for, and commands that choose one without being told.
+FOR_POLICY = {"memory", "verify", "far"}
+CHOOSING = {"chat", "compare"}
+
 # What a prompt saved before has settled.
 SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
 # What it has its own of, unless the command line says otherwise.
@@ -113,16 +117,30 @@ class Command(TyperCommand):
             if value is None:
                 raise
             raise SnapKVError(refusal(where, option, value, error)) from error
-        dropped = ONE_OF if ONE_OF & typed.keys() else set()
+        dropped = set(ONE_OF) if ONE_OF & typed.keys() else set()
         if ctx.params.get("prompt_cache_file") is not None:
             dropped |= {*SETTLED, *BROUGHT}
-        for option in self.params:
-            if option.name in settings.keys() & dropped - typed.keys():
-                ctx.params[option.name] = option.default
-                del settings[option.name]
+        self._drop(ctx, settings.keys() & dropped - typed.keys())
         if ctx.params.get("policy") in ("none", ["none"]):
             ctx.params["policy"] = None
+        if not self._may_choose(ctx.params):
+            self._drop(ctx, settings.keys() & FOR_POLICY - typed.keys())
         return rest
+
+    def _may_choose(self, params: dict[str, Any]) -> bool:
+        """Whether there is a policy or sparse attention, or there may be one later."""
+        return (
+            "far" not in params
+            or self.name in CHOOSING
+            or any(params[n] is not None for n in ONE_OF)
+        )
+
+    def _drop(self, ctx: Any, names: set[str]) -> None:
+        """Leave out what variables and config.toml say of these options."""
+        for option in self.params:
+            if option.name in names:
+                ctx.params[option.name] = option.default
+                del ctx.meta["settings"][option.name]
 
     def invoke(self, ctx: Any) -> Any:
         try:

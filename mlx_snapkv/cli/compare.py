@@ -100,14 +100,16 @@ def _default_methods(n_prompt: int, retention: cache_options.RetentionOptions) -
 
     # Of a short prompt the default reads more than the policies keep, or all.
     is_short = 4 * Sparse().entries(n_prompt) > n_prompt
-    policies = worth_comparing(n_prompt)
-    if retention.verify:
+    policies, sparse = worth_comparing(n_prompt), ["budget=6.25%" if is_short else ""]
+    if retention.memory == "drop":
+        sparse = []  # which evicts nothing
+    elif retention.verify:
         policies = []  # only sparse attention drafts what is verified
-    elif retention.memory != "drop":
+    elif retention.memory is not None:
         policies = policies[
             :1
         ]  # the second evicts while it reads, and --memory would keep everything
-    return methods_of(policies, ["budget=6.25%" if is_short else ""], retention=retention)
+    return methods_of(policies, sparse, retention=retention)
 
 
 class _Shown:

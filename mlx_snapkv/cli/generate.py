@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from .reading import Reading
 
 if TYPE_CHECKING:
     from ..entries.quantization import Quantization
+    from ..planning.auto import Recommendation
     from .saved_start import SavedStart
 
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
@@ -52,7 +54,7 @@ class ConstraintOptions:
         if self.json_schema is None:
             return None
         text = self.json_schema.strip()
-        if not text.startswith("{") and text not in ("true", "false"):
+        if not _looks_like_json(text):
             text = read_file("--json-schema", text)
         try:
             value = json.loads(text)
@@ -61,6 +63,17 @@ class ConstraintOptions:
         if not isinstance(value, dict | bool):
             raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
         return value
+
+
+def _looks_like_json(text: str) -> bool:
+    """Whether a text that was typed is no file's name; one that starts as an object does may be cut short."""
+    if text.startswith("{"):
+        return True
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return not os.path.exists(text)
 
 
 def _constrained(
@@ -116,25 +129,28 @@ def generate(
     from ..several.ranks import here
 
     keywords, file = compression.keywords(), prompt.prompt_cache_file
+    if file is None:
+        compression.require_use()
     keywords |= cache.generation(keywords["policy"])
     text = here().from_first(prompt.read)
     schema = here().from_first(constraint.read)
     require_alone(draft_model=draft.draft_model)
     loaded, tokenizer = model.load()
     keywords |= draft.load(tokenizer, model.trust_remote_code)
-    reading, start = Reading(output.silent), None
+    reading, start, taken = Reading(output.silent), None, None
     cache.require(loaded, draft.draft_model)
     if file is None:
         tokens = reading.wait_for(partial(prompt.encode, tokenizer, text))
-        keywords |= compression.take(
+        taken = compression.recommend(
             loaded, len(tokens), "question", reading.say, keywords, max_tokens=sampling.max_tokens
         )
+        keywords |= {} if taken is None else taken.keywords
         full_is_best = compression.is_auto and keywords["policy"] is None
         reading.warn(
             loaded, len(tokens), was_chosen=full_is_best, max_tokens=sampling.max_tokens, **keywords
         )
     else:
-        start = _saved_start(file, model.model, loaded, keywords, cache.quantization)
+        start = _saved_start(file, model.model, loaded, compression, cache.quantization)
         keywords |= start.options
         if compression.is_auto:
             reading.say(f"note: --policy auto has no effect on {file}, which continues as saved")
@@ -142,32 +158,37 @@ def generate(
             reading.say(f"note: {file} already holds this text: give only the question")
         raw = prompt.ignore_chat_template
         tokens = reading.wait_for(partial(start.encode, tokenizer, text, raw))
+    n_before = 0 if start is None else start.n_tokens
+    for line in cache.notes(keywords["policy"], n_before + len(tokens) + sampling.max_tokens):
+        reading.say(line)
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
     if schema is not None:
         keywords |= _constrained(schema, tokenizer, text, tokens, prompt, sampling.max_tokens)
     hint = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
-    _Answer(model.model, keywords, start, output, hint).print(loaded, tokenizer, tokens, reading)
+    answer = _Answer(model.model, keywords, start, output, hint, taken)
+    answer.print(loaded, tokenizer, tokens, reading)
 
 
 def _saved_start(
     file: str,
     model_name: str,
     model: Any,
-    keywords: dict[str, Any],
+    asked: cache_options.CompressionOptions,
     quantization: Quantization | None,
 ) -> SavedStart:
-    """The saved prompt of a file, for an answer with these keywords of `stream_generate`."""
+    """The saved prompt of a file, for an answer that is asked for so."""
     from .saved_start import SavedStart
 
     return SavedStart(
         file,
         model_name,
         model,
-        keywords["policy"],
-        keywords["memory"],
-        keywords["verify"],
+        asked.resolve(),
+        asked.memory,
+        asked.verify,
         quantization,
+        asked.flag,
     )
 
 
@@ -180,6 +201,7 @@ class _Answer:
     start: SavedStart | None  # what the answer continues
     output: OutputOptions
     hint: str  # what would help a full cache
+    taken: Recommendation | None  # what auto chose
     reports: list[CompressionReport] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     n_drafted: int = 0
@@ -192,7 +214,7 @@ class _Answer:
 
         show = not self.output.as_json
         cost = partial(file_cost, model, self.keywords["memory"]) if show else None
-        options = {"on_report": self.reports.append, **self.keywords}
+        options = {"on_report": self._add_report, **self.keywords}
         try:
             with reading.bar(cost) as update:
                 options["prompt_progress_callback"] = update
@@ -208,6 +230,11 @@ class _Answer:
             print(json.dumps(self._to_dict(), ensure_ascii=False))
         self._close(reading)
 
+    def _add_report(self, report: CompressionReport) -> None:
+        if self.taken is not None:
+            self.taken.explain(report)
+        self.reports.append(report)
+
     def _close(self, reading: Reading, how: str = "") -> None:
         if (last := self.last) is None:
             return
@@ -215,9 +242,13 @@ class _Answer:
             print(flush=True)
         share = self._accepted
         drafted = "" if share is None else f" ({share:.0%} of the tokens were drafted)"
+        timed = (
+            last.generation_tokens > 1 and last.generation_tps > 0
+        )  # the first comes with the prompt
+        speed = f"{last.generation_tps:.1f} tokens/s" if timed else "too short to time"
         reading.say(
             f"{how}{last.prompt_tokens} prompt tokens, {self._kept} | prompt {last.prompt_tps:.1f} tokens/s, "
-            f"generation {last.generation_tps:.1f} tokens/s{drafted}, peak memory {last.peak_memory:.3g} GB"
+            f"generation {speed}{drafted}, peak memory {last.peak_memory:.3g} GB"
         )
         for report in self.reports:
             reading.say_warnings(report)

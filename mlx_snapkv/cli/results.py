@@ -50,7 +50,7 @@ LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is
 
 
 class ResultFiles:
-    """The files of a result: a name and an ending each, in a folder that is made if it is not there.
+    """The files of a result: a name and an ending each, in a folder that is there.
 
     Raises: SnapKVError: one can't be written, or is there and not by this package.
     """
@@ -60,7 +60,6 @@ class ResultFiles:
             raise SnapKVError(f"--output {name!r} is a folder: add a name for the files")
         self.base = path_of(name, "--output")
         with refusing(f"--output {name}"):
-            self.base.parent.mkdir(parents=True, exist_ok=True)
             self._replaced = [p for p in map(self.path, endings) if _is_replaced(p)]
 
     def path(self, ending: str) -> Path:

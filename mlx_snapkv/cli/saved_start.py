@@ -14,6 +14,7 @@ from ..engine.compress import compress_prompt_cache
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
+from ..planning.config import CompressionConfig
 from ..planning.units import format_bytes
 from ..policies import Method, Stages, method_named
 from .prompts import encode_question
@@ -24,7 +25,9 @@ class SavedStart:
 
     Args:
         file, name: the names that the user gave to it and the model.
-        policy, memory, verify: of the answer. Without a memory the policy compresses a saved full cache at once.
+        policy, memory, verify: of the answer, where they were given. Without a memory the policy compresses a saved
+            full cache at once.
+        flag: by which the policy was given.
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
     Raises: SnapKVError: the file is not for this model, or its entries can't be compressed so.
@@ -36,50 +39,61 @@ class SavedStart:
         name: str,
         model,
         policy: Method | Stages | None,
-        memory: str,
+        memory: str | None,
         verify: str | None,
         quantization: Quantization | None,
+        flag: str,
     ):
-        self._file, self._saved = file, saved.load(file, model)
+        self._file, self._saved, self._flag = file, saved.load(file, model), flag
         self._caches = caches = self._saved.prompt_cache
-        notes, policy_then = self._saved.notes, self._saved.policy
-        saved_memory = book_memory(caches) or "drop"
         if self._saved.tokens is None:  # by mlx-lm, which notes a name alone
-            theirs, here = str(notes.get("model", name)), MODELS.get(name, Path(name))
+            theirs, here = str(self._saved.notes.get("model", name)), MODELS.get(name, Path(name))
             if theirs != name and Path(theirs).resolve() != here.resolve():
                 raise SnapKVError(f"{file} was made with --model {theirs}, not {name}")
-        else:
-            saved_memory = notes.get("memory", saved_memory)
+        self.n_tokens = n_tokens(caches)
+        self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         compressed = is_compressed(caches)
         if quantization and (compressed or any(c.quantization for c in layer_caches(caches))):
             how = "compressed" if compressed else "quantised"
             raise SnapKVError(f"{file} is already {how}, and its entries stay so: drop --kv-bits")
-        is_sparse = policy is not None and not policy.evicts
-        changes = {
-            "--sparse": is_sparse,
-            "--memory": memory != "drop" and not is_sparse,
-            "the policy": policy if not is_sparse else None,
-            "--verify": verify,
-        }
-        self.n_tokens = n_tokens(caches)
-        self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
-        if saved_memory != "drop" and policy_then != NO_POLICY and "messages" not in notes:
-            if policy is not None:
-                raise SnapKVError(
-                    f"{file} has its own setting, {policy_then}: give none of your own"
-                )
-            policy = method_named(policy_then)
-            memory = saved_memory if memory == "drop" else memory
+        retains = memory not in (None, "drop")
+        changes = {flag: policy, "--memory": retains, "--verify": verify}
+        if self._stored_in != "drop":
+            self._require_nothing_else(policy, memory, quantization)
+            policy, memory = method_named(self._saved.policy), memory or self._stored_in
         elif compressed and (what := " and ".join(name for name, x in changes.items() if x)):
             raise SnapKVError(
                 f"{file} is already compressed, and the evicted entries are gone: drop {what}"
             )
-        elif memory == "drop":
-            if policy is not None:
-                self.report = self._compress(model, policy, quantization)
+        elif policy is not None and policy.evicts and not retains:
+            self.report = self._compress(model, policy, quantization)
             policy = None
+        memory = CompressionConfig(policy, memory).memory  # type: ignore[arg-type]
         # Of the answer, with a book's own policy and memory unless others are given.
         self.options = {"policy": policy, "memory": memory, "prompt_cache": caches}
+
+    @property
+    def _stored_in(self) -> str:
+        """The memory of a text whose entries all stay, for its own setting to choose from; else "drop"."""
+        notes = self._saved.notes
+        if self._saved.policy == NO_POLICY or "messages" in notes:
+            return "drop"
+        stored = book_memory(self._caches) or "drop"
+        return stored if self._saved.tokens is None else notes.get("memory", stored)
+
+    def _require_nothing_else(
+        self, policy: Any, memory: str | None, quantization: Quantization | None
+    ) -> None:
+        """Raises: SnapKVError: something is given that a file with a setting of its own has no use for."""
+        own = f"{self._file} has its own setting, {self._saved.policy}"
+        if policy is not None:
+            raise SnapKVError(f"{own}: drop {self._flag}")
+        if memory == "drop":
+            raise SnapKVError(f"{own}, which chooses from all entries: drop --memory drop")
+        if quantization is not None:
+            raise SnapKVError(
+                f"{own}, which evicts nothing: give --memory recall:8bit or recall:4bit instead of --kv-bits"
+            )
 
     def has(self, text: str) -> bool:
         """Whether a text to be read begins with the saved one."""
@@ -131,8 +145,9 @@ class SavedStart:
         for stage in policy.stages:
             if stage.observes:
                 raise SnapKVError(
-                    f"{stage.name} needs queries, and a saved full cache holds none: add --memory recall, with which "
-                    "the question chooses among the saved entries, or give --sparse, with which every token does"
+                    f"{self._flag}: {stage.name} needs queries, and a saved full cache holds none: add --memory "
+                    "recall, with which the question chooses among the saved entries, or give --sparse, with which "
+                    "every token does"
                 )
         if self.n_tokens < policy.min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"

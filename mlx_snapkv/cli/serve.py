@@ -138,6 +138,7 @@ def serve(
     ranks = here()
     settings = None if ranks.rank else http.settings()
     keywords = compression.keywords()
+    compression.require_use()
     keywords |= compression.take(model.model, None, "conversation", Reading().say, vars(cache))
     generation = keywords | vars(cache)
     # Of several ranks, rank 0 says what is given up for room.

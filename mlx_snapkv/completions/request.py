@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from ..engine.generate import encode_prompt
+from ..engine.generate import text_tokens
 from ..errors import OptionError, SnapKVError, brief
 from .body import NO_LIMIT, Body, ChatBody
 from .chat_template import Rendered, initial_state, render
@@ -104,6 +104,36 @@ class CompletionRequest:
     by_functions: bool = False
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What a body is in the model's tokens, which any thread can find: no arrays are made of it.
+
+    Attributes:
+        state, tools, warnings: as of `CompletionRequest`.
+    """
+
+    tokens: list[int]
+    state: str = "normal"
+    tools: list[dict[str, Any]] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def tokenised(body: Body, tokenizer) -> Prompt:
+    """A body's prompt. Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's."""
+    if isinstance(body, ChatBody):
+        tools, warnings = _tools(body)
+        rendered, notes = _rendered(
+            body, tokenizer, body.messages, tools, add_generation_prompt=True
+        )
+        state = initial_state(tokenizer, rendered)
+        prompt = Prompt(rendered.tokens, state, tools, (*warnings, *notes))
+    else:
+        prompt = Prompt(_text_tokens(body.prompt, tokenizer))
+    if not prompt.tokens:
+        raise SnapKVError("the prompt is empty: give some text")
+    return prompt
+
+
 def completion_request(
     body: Body,
     tokenizer,
@@ -111,28 +141,21 @@ def completion_request(
     seed: int | None = None,
     longest: int = sys.maxsize,
     form: Form | None = None,
+    prompt: Prompt | None = None,
 ) -> CompletionRequest:
     """What a body asks of this tokenizer's model, `longest` tokens at most; `seed`, of 64 bits, if it gives none.
 
-    A text that is continued may have been given a `form`.
+    A text that is continued may have been given a `form`. `prompt` is the body's, if it is known.
 
-    Raises: SnapKVError: the chat template refuses, a token is not one of the vocabulary's, or a form can't be forced.
+    Raises: SnapKVError: as of `tokenised`, or a form can't be forced.
     """
-    tools, state = None, "normal"
-    warnings: list[str] = []
+    prompt = prompt or tokenised(body, tokenizer)
+    tools, state, warnings = prompt.tools, prompt.state, list(prompt.warnings)
     if isinstance(body, ChatBody):
-        tools, warnings = _tools(body)
-        rendered, notes = _rendered(
-            body, tokenizer, body.messages, tools, add_generation_prompt=True
-        )
-        prompt, state = rendered.tokens, initial_state(tokenizer, rendered)
-        warnings += notes
         form = _form(body, tools, tokenizer, state)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
-        prompt, n_logprobs = _text_tokens(body.prompt, tokenizer), body.logprobs
-    if not prompt:
-        raise SnapKVError("the prompt is empty: give some text")
+        n_logprobs = body.logprobs
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     _require_in_vocabulary("logit_bias", bias, tokenizer)
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
@@ -145,7 +168,7 @@ def completion_request(
     may_call = tools is not None and (form is None or form.kind == "json")
     warnings += _left_out(unknown, may_call)
     return CompletionRequest(
-        prompt,
+        prompt.tokens,
         max_tokens,
         _sampler(body, tokenizer, defaults, seed),
         processors,
@@ -257,7 +280,7 @@ def _text_tokens(prompt: Any, tokenizer) -> list[int]:
         _require_in_vocabulary("prompt", prompt, tokenizer)
         return prompt
     try:
-        return encode_prompt(tokenizer, prompt).tolist()  # type: ignore[return-value]
+        return text_tokens(tokenizer, prompt)
     except Exception as error:
         raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
 

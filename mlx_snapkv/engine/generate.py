@@ -18,9 +18,11 @@ from ..planning.request_plan import plan_request
 from ..policies import Policy, SnapKV, Sparse, Stages
 from .any_length import take_any_length
 from .draft_model import DraftedAnswer, require_rewindable
+from .draft_speed import UNTIMED, timed_rounds
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, served
+from .token_ids import token_ids
 
 
 def generate_step(
@@ -44,7 +46,7 @@ def generate_step(
             docs/choose.md recommends for the prompt and this machine, and a memory, unless one is given.
         sparse: sparse attention instead of a policy: a `Sparse`, a dict or `"key=value,..."` string of its options, or
             True. All entries stay, and the prompt's chunks and the answer's tokens choose which few they read.
-        memory: "drop", the default: entries that a policy does not keep are gone. "recall", "recall:8bit",
+        memory: "drop", the default with a policy: entries that it does not keep are gone. "recall", "recall:8bit",
             "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory,
             quantised or in files, and in a `prompt_cache` that was given, without the answer's. With a policy every
             turn scores all of them again, and is decoded from a small cache; with `sparse`, "recall" is the default.
@@ -66,7 +68,7 @@ def generate_step(
         )
     if stream is not None:
         kwargs["stream"] = stream
-    prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
+    prompt = token_ids(prompt, may_be_empty=kwargs.get("input_embeddings") is not None)
     start = functools.partial(mlx_generate.generate_step, prompt)
     request = model, len(prompt), kwargs.get("max_tokens", MAX_TOKENS)
     return served(start, *request, *_asked_for(*request, snapkv, policy, sparse, on_report, kwargs))
@@ -95,7 +97,7 @@ def stream_generate(
         `generation_tps` leaves out the time that the selection took.
     """
     tokens = encode_prompt(tokenizer, prompt)
-    n = len(tokens)
+    n = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
     asked = model, n, max_tokens, snapkv, policy, sparse, on_report
     config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
     options.pop("draft_model")
@@ -123,7 +125,8 @@ def stream_generate(
         if plan.reason is None:
             answer = DraftedAnswer(model, draft_model, tokenizer, tokens, max_tokens, plan, options)
             return answer.responses(serve, on_report)
-    return serve(tokenizer, {"draft_model": draft_model, **options}, on_report)
+        return timed_rounds(serve(tokenizer, {"draft_model": draft_model, **options}, on_report))
+    return serve(tokenizer, options, on_report)
 
 
 def generate(
@@ -169,8 +172,7 @@ def _asked_for(
         return config, on_report, options
 
     def explained(report: CompressionReport) -> None:
-        report.auto = str(taken)
-        report.reason = report.reason if config.policy else taken.why
+        taken.explain(report)
         if on_report is not None:
             on_report(report)
 
@@ -179,9 +181,11 @@ def _asked_for(
 
 def figures(response: Any) -> str:
     """mlx-lm's lines about a response, or the statistics of a batch."""
+    speed = response.generation_tps
+    how = "too few to time" if speed == UNTIMED else f"{speed:.3f} tokens-per-sec"
     return (
         f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
-        f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec\n"
+        f"Generation: {response.generation_tokens} tokens, {how}\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )
 
@@ -189,10 +193,15 @@ def figures(response: Any) -> str:
 def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
     """Token ids `(T,)` of a prompt, with special tokens where mlx-lm's `stream_generate` adds them."""
     if isinstance(prompt, str):
-        if not isinstance(tokenizer, TokenizerWrapper):
-            tokenizer = TokenizerWrapper(tokenizer)
-        take_any_length(tokenizer)
-        bos = tokenizer.bos_token
-        special = bos is None or not prompt.startswith(bos)
-        return mx.array(tokenizer.encode(prompt, add_special_tokens=special))
-    return prompt if isinstance(prompt, mx.array) else mx.array(prompt)
+        return mx.array(text_tokens(tokenizer, prompt))
+    return token_ids(prompt, may_be_empty=True)
+
+
+def text_tokens(tokenizer, text: str) -> list[int]:
+    """A text's token ids, with special tokens where mlx-lm's `stream_generate` adds them; no array is made."""
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    take_any_length(tokenizer)
+    bos = tokenizer.bos_token
+    special = bos is None or not text.startswith(bos)
+    return tokenizer.encode(text, add_special_tokens=special)

@@ -12,7 +12,7 @@ from ..caches.memories import lasting_forms, make_caches, saved_forms
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
-from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
+from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, require_step_size
 from ..planning.request_plan import plan_request
 from ..policies import Method, Sparse, Stages
 from .decode import offload
@@ -21,6 +21,7 @@ from .report import CompressionReport
 from .request import Request, Uncompressed, make_request
 from .rewind import Rewind
 from .sparse import note_chunks
+from .token_ids import token_ids
 
 # mlx_lm re-exports a function under the module's own name.
 mlx_generate = importlib.import_module("mlx_lm.generate")
@@ -37,7 +38,7 @@ def prefill(
     prompt_progress_callback: ProgressCallback | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
-    memory: str = "drop",
+    memory: str | None = None,
     far: str | None = None,
 ) -> tuple[list, CompressionReport]:
     """Feed all of `tokens` to the model and compress its prompt cache.
@@ -71,9 +72,8 @@ def prefill(
     if config.policy is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
     require_compatible(config, When.CHOSEN)
-    tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
-    if tokens.ndim != 1:
-        raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
+    tokens = token_ids(tokens)
+    require_step_size(prefill_step_size)
     config.require(model)
     cache = make_caches(model, config.memory) if prompt_cache is None else prompt_cache
     plan = plan_request(model, config, tokens.size, cache)

@@ -187,7 +187,7 @@ def _judged(
     policy: Any = method.policy
     n_before = len(full.tokens) - len(attempt.logprobs)
     if not len(attempt.logprobs) and not method.options:
-        n_before = decoded_before(policy, len(prompt.tokens))
+        n_before = decoded_before(prompt.model, policy, len(prompt.tokens))
     kl = reference.figures(attempt.logprobs)["kl"]
     return replace(
         attempt.compared,

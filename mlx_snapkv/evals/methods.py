@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SnapKVError
-from ..planning.prompt_plan import gate
+from ..planning.config import CompressionConfig
+from ..planning.request_plan import reason_to_leave
 from .reading import AnyPolicy, shares_reading
 
 FULL = "full cache"
@@ -38,8 +39,8 @@ class Method:
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
     """Raises: SnapKVError: a policy would leave prompts of all these lengths as they are, or has no room for them."""
     for method in methods:
-        if (policy := method.policy) is not None:
-            reasons = [gate(policy, length, None) for length in lengths]
+        if method.policy is not None:
+            reasons = [reason_to_leave(CompressionConfig(method.policy), n) for n in lengths]
             if lengths and all(reasons):
                 raise SnapKVError(
                     f"{method.name} would compress none of the prompts: {reasons[-1]}"

@@ -24,7 +24,7 @@ from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
-from ..planning.prompt_plan import PREFILL_STEP_SIZE, plan_prompt
+from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.request_plan import plan_request
 from ..policies import Method, Stages
 from .shared_cache import SharedKVCache
@@ -46,10 +46,10 @@ def shares_reading(policy: AnyPolicy | None) -> bool:
     return not chooses.accumulates_attention and chooses.repeats is None
 
 
-def n_before(policy: AnyPolicy, n_prompt: int) -> int:
+def n_before(model: Any, policy: AnyPolicy, n_prompt: int) -> int:
     """Tokens of an answer that are decoded before its prompt is compressed: one from the prompt, and one from each that
     is fed until then."""
-    return plan_prompt(policy, n_prompt).n_ahead + 1
+    return plan_request(model, CompressionConfig(policy), n_prompt).n_ahead + 1
 
 
 class Reading:
@@ -75,7 +75,7 @@ class Reading:
         self._caches, self._recorders, self._suffixes = caches, recorders, suffixes
         self._layers = attention_layers(model, caches)
         # After so many tokens of the answer policies compress.
-        self._n_ahead = {plan_prompt(policy, len(tokens)).n_ahead for policy in recorders}
+        self._n_ahead = {n_before(model, policy, len(tokens)) - 1 for policy in recorders}
         for i, layer in enumerate(self._layers):
             wanted = [r for some in (recorders, *self._suffixes.values()) for r in _at(some, i)]
             before = layer.cache_in(caches)

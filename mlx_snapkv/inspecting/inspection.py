@@ -16,8 +16,9 @@ from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
 from ..engine.report import CompressionReport
 from ..engine.serving import MAX_TOKENS, served
+from ..engine.token_ids import token_ids
 from ..entries.queries import on_queries
-from ..errors import OptionError, SnapKVError
+from ..errors import OptionError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
@@ -143,9 +144,7 @@ def inspect_prompt(
     chosen = resolve_policy(snapkv, policy)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    tokens = encode_prompt(tokenizer, prompt)
-    if tokens.ndim != 1 or tokens.size == 0:
-        raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
+    tokens = token_ids(encode_prompt(tokenizer, prompt))
     if max_tokens < 1:
         raise OptionError("max_tokens", "at least 1", max_tokens)
     caches = make_prompt_cache(model)

@@ -12,7 +12,6 @@ from ..policies import (
     AUTO,
     Policy,
     SnapKV,
-    Sparse,
     Stages,
     asks_for_auto,
     method_named,
@@ -32,8 +31,13 @@ class Setting(NamedTuple):
     memory: str = "drop"
 
     @property
+    def chosen(self) -> Any:
+        """The policy or sparse attention itself."""
+        return None if self.method is None else method_named(self.method)
+
+    @property
     def is_sparse(self) -> bool:
-        return self.method is not None and self.method.partition(":")[0] == Sparse.name
+        return self.method is not None and not self.chosen.evicts
 
     def __str__(self) -> str:
         memory = "" if self.memory in ("drop", "recall") else f", memory {self.memory}"
@@ -83,8 +87,7 @@ class AutoRequest:
     Attributes:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
         task: one of `SETTINGS`.
-        retention: `memory`, `verify` and `far` as of `generate_step`, where the caller set them; with "drop"
-            any memory may be chosen.
+        retention: `memory`, `verify` and `far` as of `generate_step`, where the caller set them.
         may_retain: whether all entries may stay if the caller set no memory.
         kv_bits: of the entries, as of `generate_step`.
         kv_memory: limit of the entries in bytes.
@@ -99,18 +102,20 @@ class AutoRequest:
 
     def settings(self) -> tuple[Setting, ...]:
         """The candidates, best first. A memory that the caller set, and verified answers, need all entries."""
-        memory, verify = self.retention.get("memory", "drop"), self.retention.get("verify")
-        if memory != "drop":
+        memory, verify = self.retention.get("memory"), self.retention.get("verify")
+        if memory not in (None, "drop"):
             return tuple(s._replace(memory=memory) for s in (SPARSE, SNAPKV))
         if verify is not None:
             return SPARSE, PACKED
-        return SETTINGS[self.task] if self.may_retain else EVICTING
+        may_retain = self.may_retain and memory is None
+        return SETTINGS[self.task] if may_retain else EVICTING
 
     def config(self, setting: Setting, is_far: bool) -> CompressionConfig:
         """How a request is compressed by a setting. Raises: SnapKVError: options conflict."""
         if setting.method is None:  # whose answers are what others are verified by
-            return CompressionConfig(far=self.retention.get("far") if is_far else None)
-        found = method_named(setting.method)
+            pull = is_far and self.retention.get("far") == "pull"  # which it can't
+            return CompressionConfig(far="pull" if pull else None)
+        found = setting.chosen
         if self.n_prompt is None and isinstance(found, SnapKV):
             found = dataclasses.replace(found, min_ctx=FEW)
         return CompressionConfig(found, **self.retention | {"memory": setting.memory})
@@ -131,6 +136,17 @@ class Recommendation(NamedTuple):
     def __str__(self) -> str:
         return f"{AUTO}: {self.setting}, because {self.why}"
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Those of `generate_step` that it stands for."""
+        return {"policy": self.config.policy, **self.config.retention}
+
+    def explain(self, report: Any) -> None:
+        """Let a request's report tell what was taken, and why nothing was compressed if that is the reason."""
+        report.auto = str(self)
+        if self.config.policy is None:
+            report.reason = self.why
+
 
 def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
     """The best setting that fits in `usable` bytes: the full cache for few tokens, else the best for the task.
@@ -149,8 +165,9 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
         try:
             config = request.config(setting, is_far)
             config.require(planner.model)
-            found[setting] = planner.planned(n, config, request.kv_bits)
-            possible[setting] = config
+            planned = planner.planned(n, config, request.kv_bits)
+            if setting.method is None or planned[0].reason is None:  # else it would change nothing
+                found[setting], possible[setting] = planned, config
         except SnapKVError as error:
             refusal = error
     if refusal is not None and not found:
@@ -163,11 +180,11 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
 
     if not planner.can_compress:
         return recommend(FULL, "this model's entries can't be compressed")
-    ordered = list(found)
-    first, last = ordered[0], ordered[-1]
+    first = next(iter(found))
     if not fit:
         room = format_bytes(min(usable, kv_most))
-        return recommend(last, f"no setting fits {room}, and it takes the least memory", False)
+        least = min(found, key=lambda s: max(found[s][0].peak / usable, found[s][1] / kv_most))
+        return recommend(least, f"no setting fits {room}, and it takes the least memory", False)
     best = next((s for s in fit if found[s][0].beyond is None), fit[0])
     if best is not first and first in fit:
         return recommend(best, NEARER)
@@ -177,6 +194,8 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
         why = f"{first} would take {format_bytes(need)}, and {format_bytes(limit)} is available"
     elif first is FULL:
         why = f"at {n:,} tokens reading all entries costs little"
+        if request.retention.get("verify"):
+            why += ", and its own answer needs no verifying"
     else:
         why = _why(first)
     return recommend(best, why)
@@ -237,7 +256,7 @@ def resolve(
 
 def require_for_auto(retention: dict[str, Any]) -> None:
     """Raises: SnapKVError: an option of retention is invalid, or none of the settings could have it."""
-    leaves_open = retention.get("memory", "drop") == "drop" and retention.get("verify") is not None
+    leaves_open = retention.get("memory") is None and retention.get("verify") is not None
     CompressionConfig(**retention | ({"memory": "recall"} if leaves_open else {}))
 
 

@@ -23,6 +23,7 @@ from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
 from ..policies import Method, Stages, resolve_method
 from .exclusions import When, require_compatible
+from .prompt_plan import require_step_size
 
 VERIFY = ("all",)
 ALLOWED = {"verify": (None, *VERIFY), "far": (None, "keep", "pull")}
@@ -36,6 +37,7 @@ class CompressionConfig:
     them; see `generate_step`.
 
     Attributes:
+        memory: by default "recall" with sparse attention, which evicts nothing, and "drop" otherwise.
         quantization: of the entries kept.
         turns: caches that hold tokens already are compressed again, as those of a conversation are, unless the policy
             reads a prompt again as a whole.
@@ -46,7 +48,7 @@ class CompressionConfig:
     """
 
     policy: Method | Stages | None = None
-    memory: str = "drop"
+    memory: str = None  # type: ignore[assignment]  # a value once the config is made
     verify: str | None = None
     far: str | None = None
     quantization: Quantization | None = None
@@ -56,8 +58,8 @@ class CompressionConfig:
     is_text: bool = False
 
     def __post_init__(self):
-        if self.is_sparse and not self.retains:
-            object.__setattr__(self, "memory", "recall")  # nothing is evicted
+        if self.memory is None:
+            object.__setattr__(self, "memory", "recall" if self.is_sparse else "drop")
         require_memory(self.memory)
         for name, allowed in ALLOWED.items():
             if (got := getattr(self, name)) not in allowed:
@@ -84,6 +86,7 @@ class CompressionConfig:
 
     def beside(self, options: dict[str, Any]) -> CompressionConfig:
         """The same beside mlx-lm's own options, those of `generate_step` and its kin."""
+        require_step_size(options.get("prefill_step_size"))
         quantization, _ = taken_from(options)
         return replace(
             self,

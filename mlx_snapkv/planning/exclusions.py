@@ -75,6 +75,14 @@ EXCLUSIONS = (
         ),
     ),
     Exclusion(
+        ("sparse", "memory"),
+        When.GIVEN,
+        lambda o: o.is_sparse and o.memory == "drop",
+        lambda o: ConflictError(
+            Option("sparse"), Option("memory", "drop"), "since sparse attention evicts nothing"
+        ),
+    ),
+    Exclusion(
         ("sparse", "kv_bits"),
         When.GIVEN,
         lambda o: o.is_sparse and o.quantization is not None,
@@ -170,6 +178,28 @@ EXCLUSIONS = (
         When.CHOSEN,
         lambda o: o.is_text and o.retains and o.evicts,
         lambda o: _keeps_a_text(o, f"{o.policy} chooses when a question is there"),
+    ),
+    Exclusion(
+        ("memory",),
+        When.CHOSEN,
+        lambda o: o.retains and o.policy is None and not (o.is_text or o.turns),
+        lambda o: SnapKVError(
+            "{} says where entries stay that an answer is not decoded from, but without a policy it is decoded from "
+            "all: give {}, for example, or drop {}",
+            Option("memory", o.memory),
+            Option("sparse"),
+            Option("memory"),
+        ),
+    ),
+    Exclusion(
+        ("far",),
+        When.CHOSEN,
+        lambda o: o.far == "keep" and o.policy is None and not o.turns,
+        lambda o: SnapKVError(
+            "{} leaves positions as they are, but without a policy they are left so anyway: give a policy, or drop {}",
+            Option("far", "keep"),
+            Option("far"),
+        ),
     ),
 )
 

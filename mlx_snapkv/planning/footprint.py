@@ -200,11 +200,15 @@ def _grown(n: int, policy: Method, max_tokens: int) -> int:
 
 
 class Disk(NamedTuple):
-    """A folder that entries are written to; bytes that it needs, and that are free."""
+    """A disk that entries are written to: into which folders, so many bytes into each, and how many are free."""
 
-    folder: Path
-    need: int
+    folders: tuple[Path, ...]
+    each: int
     free: int
+
+    @property
+    def need(self) -> int:
+        return self.each * len(self.folders)
 
 
 @dataclass(frozen=True)
@@ -216,19 +220,20 @@ class FileCost:
 
     def __str__(self) -> str:
         where = " and ".join(
-            f"{format_bytes(need)} in {folder} ({format_bytes(free)} free)"
-            for folder, need, free in self.disks
+            " and ".join(f"{format_bytes(disk.each)} in {folder}" for folder in disk.folders)
+            + f" ({format_bytes(disk.free)} free)"
+            for disk in self.disks
         )
         return f"reading {self.tokens:,} tokens will write at most {where}"
 
     @property
     def warnings(self) -> list[str]:
         return [
-            f"{folder} does not have enough room: {format_bytes(need)} will be written and "
-            f"{format_bytes(free)} is free; set --store-dir to another folder, use fewer bits (recall:file:4bit), or "
-            "give a shorter text"
-            for folder, need, free in self.disks
-            if need > free
+            f"{disk.folders[0]} does not have enough room: {format_bytes(disk.need)} will be written and "
+            f"{format_bytes(disk.free)} is free; set --store-dir to another folder, use fewer bits (recall:file:4bit), "
+            "or give a shorter text"
+            for disk in self.disks
+            if disk.need > disk.free
         ]
 
 
@@ -245,6 +250,6 @@ def file_cost(model, memory: str, n_new: int, *, saved_in: Path | None = None) -
     for folder in filter(None, (Path(tempfile.gettempdir()), saved_in)):
         with contextlib.suppress(OSError):  # some don't say what is free
             device = folder.stat().st_dev
-            before = disks.get(device) or Disk(folder, 0, shutil.disk_usage(folder).free)
-            disks[device] = before._replace(need=before.need + stored)
+            before = disks.get(device) or Disk((), stored, shutil.disk_usage(folder).free)
+            disks[device] = before._replace(folders=(*before.folders, folder))
     return FileCost(n_new, tuple(disks.values())) if disks else None

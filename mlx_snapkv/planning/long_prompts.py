@@ -18,13 +18,26 @@ _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 
 class LongPrompts:
-    """Warns about prompts before they are read, and says what would help; the options are those of `generate_step`."""
+    """Warns about prompts before they are read, and says what would help; the options are those of `generate_step`.
 
-    def __init__(self, model: Any, *, policy: Method | Stages | None = None, **options: Any):
+    Args:
+        is_text: the prompts are texts, read on their own for questions to come.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        policy: Method | Stages | None = None,
+        is_text: bool = False,
+        **options: Any,
+    ):
         self._model, self._usable = model, this_machine().usable
         given = {name: value for name, value in options.items() if value is not None}
         self._retention = {name: given[name] for name in RETENTION if name in given}
-        self._config, given = CompressionConfig.taken_from({**given, "policy": policy})
+        self._config, given = CompressionConfig.taken_from(
+            {**given, "policy": policy}, is_text=is_text
+        )
         self._kv_bits, self._is_rotating = given.get("kv_bits"), "max_kv_size" in given
         self._options = {name: given[name] for name in _PLANNED if name in given}
         self._planner: Planner | None = None
@@ -96,5 +109,6 @@ def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
     saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"
     room = f", room for a block of {beside:,} included" if beside else ""
     first = plan.n_ahead + 2  # token of the answer that is decoded from what was kept
-    since = "" if plan.options.reads_in_blocks else f" from the answer's token {first} on"
+    at_once = plan.options.reads_in_blocks or plan.options.is_text  # of which no answer comes
+    since = "" if at_once else f" from the answer's token {first} on"
     return f"{count} of {n:,} entries will be kept{since}: {saved}{room}"

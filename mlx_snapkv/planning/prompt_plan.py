@@ -5,12 +5,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..caches.layers import members
 from ..entries import device
-from ..errors import SnapKVError
+from ..errors import OptionError, SnapKVError
 from ..policies import Method, Stages
-from ..policies.budgets import is_share
+from ..policies.budgets import is_share, is_whole
 
 ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
 
@@ -18,6 +19,12 @@ PREFILL_STEP_SIZE = 2048  # mlx-lm's own default
 
 # Chunks are multiples of this where they may be: quantised mixture models are reported to go wrong at other lengths.
 MULTIPLE = 32
+
+
+def require_step_size(size: Any) -> None:
+    """Raises: SnapKVError: mlx-lm's loop would not end, or not begin, with chunks of this size."""
+    if size is not None and not (is_whole(size) and size >= 1):
+        raise OptionError("prefill_step_size", "a whole number of at least 1", size)
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,7 @@ def plan_request(
     Raises: SnapKVError: options exclude each other, the prompt is empty, the model is not supported, its entries can't
         be quantised so, or a budget has no room for what is always kept.
     """
+    options.require(model)
     reason = _reason(model, options, n_new, prompt_cache, max_tokens, is_embedded)
     if reason is not None:
         held = (getattr(c, "offset", 0) for c in members(prompt_cache or []))
@@ -187,6 +188,11 @@ def plan_request(
     if cache is not None:
         options.require_rollback(cache, len(layers))
     return plan
+
+
+def reason_to_leave(options: CompressionConfig, n_prompt: int) -> str | None:
+    """Why a prompt of this length is left to mlx-lm, whatever the model; None if it is not."""
+    return _reason(None, options, n_prompt, None, 0, False)
 
 
 def plan_compression(

@@ -134,7 +134,8 @@ def resolve_policy(
     """
     if asks_for_auto(snapkv, policy):
         raise SnapKVError(
-            f"policy {AUTO} works only in generate, chat, batch and serve: name a policy here (mlx-snapkv policies)"
+            f"policy {AUTO} works only in generate, chat, batch, serve and plan: name a policy here "
+            "(mlx-snapkv policies)"
         )
     if policy is None:
         return SnapKV.from_keyword(snapkv)

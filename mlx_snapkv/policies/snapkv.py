@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ..entries.attention import shared_logits
 from ..entries.entries import Entries
+from ..errors import SnapKVError
 from .base import Policy
 from .budgets import Quota, mean_entries, smallest_budget
 from .method import choice, count, entry_count
@@ -81,10 +82,19 @@ class SnapKV(Policy):
             fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)
             self._require("n_window", fewest is not None, "less than all of the budget")
             object.__setattr__(self, "budget", fewest)
-        elif isinstance(self.budget, int):
-            quota = Quota(self.budget, self.n_sink, self.window(self.budget)).shrunk()
-            object.__setattr__(self, "top_k", self.budget - quota.n_sink - quota.n_window)
+        else:
+            self._take_budget()
         super().__post_init__()
+
+    def _take_budget(self) -> None:
+        """Let a budget of so many entries say how many are voted; SnapKVError if `top_k` says something else."""
+        voted = default = type(self).top_k
+        if isinstance(self.budget, int):
+            quota = Quota(self.budget, self.n_sink, self.window(self.budget)).shrunk()
+            voted = self.budget - quota.n_sink - quota.n_window
+        if self.top_k not in (default, voted):
+            raise SnapKVError("snapkv options top_k and budget say the same: give only one")
+        object.__setattr__(self, "top_k", voted)
 
     @property
     def _implied(self) -> str | None:  # type: ignore[override]

@@ -5,14 +5,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from ..completions.body import ChatBody, CommonBody, CompletionBody
-from ..completions.grammar import Form
-from ..completions.request import Defaults, chat_tokens, completion_request
+from ..completions.body import ChatBody
+from ..completions.request import Defaults, chat_tokens, completion_request, tokenised
 from ..errors import SnapKVError, sentence
 from ..several.ranks import ALONE, Ranks
 from .admission import Admission, Limits
@@ -20,15 +18,15 @@ from .api_error import ApiError, as_api_error, log
 from .metrics import Metrics
 from .prefix_cache import Checkpoints, PrefixCache
 from .prefix_files import PrefixFiles
+from .rank_messages import received, sent
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
 MOST_LOGGED = 1000  # sentences that are told apart; clients can make up any number
-SENT = set(CommonBody.model_fields) - {"model", "n", "stream", "stream_options"}  # to other ranks
 
 
 class Engine:
-    """Its thread owns the device: it tokenises, looks for a known prefix, reads and decodes.
+    """Its thread owns the device: it looks for a known prefix, reads and decodes.
 
     A request that fails ends alone; if a step fails, the requests of that step end, and serving goes on. Of several
     ranks, rank 0 has the clients. Before every step it sends the others what it alone knows: new requests that it
@@ -97,15 +95,27 @@ class Engine:
 
     @contextlib.contextmanager
     def answering(self, request: EngineRequest) -> Iterator[None]:
-        """Answer a request, at most until the block ends. Raises: ApiError: too many wait."""
+        """Hold a place for a request, and answer it once it is submitted, at most until the block ends.
+
+        Raises: ApiError: too many wait.
+        """
         self.require_alive()
         with self._admission.place():
-            self._new.put(request)
-            self._wake.set()
             try:
                 yield
             finally:
                 request.cancelled = True
+
+    def submit(self, request: EngineRequest) -> None:
+        """Tokenise a request's body, which may take seconds, in this thread, and leave the rest to the engine's.
+
+        Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+        """
+        tokenizer = self.loaded.tokenizer
+        request.prompt = prompt = tokenised(request.body, tokenizer)
+        request.checkpoints = self._checkpoints.places(request.body, prompt.tokens)
+        self._new.put(request)
+        self._wake.set()
 
     def count(self, body: ChatBody) -> int:
         """The tokens of a prompt."""
@@ -186,7 +196,7 @@ class Engine:
         """The next request that rank 0 starts, once all ranks know what it knows."""
         news = self._ranks.first({} if self._ranks.rank else self._news())
         if self._ranks.rank:
-            self._waiting.extend(map(self._received, news["new"]))
+            self._waiting.extend(received(message, self._prepare) for message in news["new"])
             self.prefixes.trim_to(n_sequences=news["n_known"])
         self._ended, self._cancelled = news["stops"], set(news["cancelled"])
         return self._waiting.popleft() if news["starts"] else None
@@ -198,7 +208,7 @@ class Engine:
         self._cancelled = {r.number for r in under_way if r.cancelled}
         return {
             "stops": (stops := self._stopping),
-            "new": [self._sent(r) for r in new] if self._ranks.size > 1 else [],
+            "new": [sent(r) for r in new] if self._ranks.size > 1 else [],
             "cancelled": list(self._cancelled),
             "starts": not stops and self._may_start(),
             "n_known": len(self.prefixes),
@@ -210,9 +220,6 @@ class Engine:
             try:
                 self._prepare(request)
                 request.need = self._admission.need(request.body, request.completion_request)
-                request.checkpoints = self._checkpoints.places(
-                    request.body, request.completion_request.prompt
-                )
             except Exception as error:
                 request.put(as_api_error(error))
             else:
@@ -234,23 +241,8 @@ class Engine:
             request.seed,
             self._admission.longest_answer,
             request.form,
+            request.prompt,
         )
-
-    def _sent(self, request: EngineRequest) -> dict[str, Any]:
-        """A request as the others get it: the tokens, and what decides which ones follow."""
-        body = request.body.model_dump(include=SENT, exclude_unset=True)
-        fields = {name: getattr(request, name) for name in ("seed", "number", "checkpoints")}
-        form = request.completion_request.constraint and asdict(
-            request.completion_request.constraint.form
-        )
-        return fields | {"form": form, "body": body | {"prompt": request.completion_request.prompt}}
-
-    def _received(self, message: dict[str, Any]) -> EngineRequest:
-        form = message["form"] and Form(**message["form"])
-        body = CompletionBody(**message["body"])
-        request = EngineRequest(**message | {"body": body, "form": form})
-        self._prepare(request)
-        return request
 
     def _may_start(self) -> bool:
         if not self._waiting:

@@ -69,8 +69,14 @@ async def _events(
     since = polled = time.monotonic()
     n_left = len(bodies)
     with contextlib.ExitStack() as stack:
-        for index, body in enumerate(bodies):
-            stack.enter_context(engine.answering(EngineRequest(body, partial(put, index))))
+        requests = [EngineRequest(body, partial(put, i)) for i, body in enumerate(bodies)]
+        for each in requests:
+            stack.enter_context(engine.answering(each))
+        for each in requests:  # beside the engine's thread, and this one
+            try:
+                await asyncio.to_thread(engine.submit, each)
+            except Exception as error:
+                raise as_api_error(error) from error
         while n_left:
             now = time.monotonic()
             if now > polled + POLL:

@@ -135,6 +135,9 @@ class Checkpoints:
         # Where a kept cache can't be trimmed to a shorter prefix, several prefixes are kept.
         trims = can_trim_prompt_cache(make_prompt_cache(loaded.model))
         self._keeps_prefixes = not (self._keeps_nothing or in_blocks or (self._keeps_all and trims))
+        # What has been read of a prompt serves whoever reads on, unless entries are evicted meanwhile.
+        self._reads_on = not (self._keeps_nothing or in_blocks)
+        self._n_voters = 1 if policy is None else max(1, policy.stages[1].obs_window)
         # Tokens that are always read, so that the observation window is whole.
         self._n_last = 1
         if policy is not None and self._keeps_all:
@@ -167,6 +170,16 @@ class Checkpoints:
         self._prefixes.insert(tokens, caches)
         if self._keeps_all and n == request.checkpoints[-1]:  # it stands for the whole prompt
             request.full = list(tokens), caches
+
+    def may_break_off(self, request: EngineRequest) -> bool:
+        """Whether what has been read of a prompt is kept if its client leaves."""
+        return self._reads_on and not (request.body.full_cache and self._reads_sparsely)
+
+    def broken_off(self, request: EngineRequest, caches: list, tokens: list[int]) -> None:
+        """Keep what has been read of a prompt whose client has left, if that leaves its voters to be read."""
+        prompt = request.completion_request.prompt
+        if SHORTEST <= len(tokens) <= len(prompt) - self._n_voters:
+            self._prefixes.insert(tokens, caches)
 
     def read(self, request: EngineRequest, caches: list, tokens: list[int]) -> None:
         """Keep the caches of a request that has read its prompt, unless a checkpoint stands for it."""

@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..completions.answer import Completion, Reply
 from ..completions.body import Body
 from ..completions.grammar import Form
-from ..completions.request import CompletionRequest
+from ..completions.request import CompletionRequest, Prompt
 from ..completions.token_bytes import token_bytes
 from ..engine.report import CompressionReport
 from ..planning.footprint import Need
@@ -97,7 +97,8 @@ class EngineRequest:
         number: the same on all ranks.
         since: when it came, by `time.perf_counter`.
         cancelled: nobody waits any more.
-        completion_request: what the model is to do, set once the body has been read with the model's tokenizer.
+        prompt: the body in the model's tokens; None until they are known.
+        completion_request: what the model is to do, set in the engine's thread.
         need: the memory that its caches will take; None without a limit.
         checkpoints: after how many of the prompt's tokens the caches are kept for other prompts.
         answer: None while it waits.
@@ -111,6 +112,7 @@ class EngineRequest:
     number: int = field(default_factory=itertools.count().__next__)
     since: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
+    prompt: Prompt | None = None
     completion_request: CompletionRequest = field(init=False)
     need: Need | None = None
     checkpoints: list[int] = field(default_factory=list)

@@ -92,6 +92,11 @@ class ServedBatch:
     def remove(self, numbers: Collection[int]) -> None:
         """Drop the requests of these numbers, which nobody waits for."""
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
+        for uid in uids:
+            if self._checkpoints.may_break_off(request := self.running[uid]):
+                read = self.generator.read_so_far(uid)
+                if read is not None:  # its client may come again
+                    self._checkpoints.broken_off(request, *read)
         if uids:
             self.generator.remove(uids)
         for uid in uids:

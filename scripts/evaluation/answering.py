@@ -164,7 +164,7 @@ class Answers:
         if kept[1] is None:
             before = answer.n_before + 1
         elif ahead and policy is not None:
-            before = n_before(policy, len(question.prompt))
+            before = n_before(self._model, policy, len(question.prompt))
         return {
             "score": float(question.score(answer.text)),
             "answer": answer.text,

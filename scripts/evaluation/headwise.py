@@ -23,7 +23,8 @@ from mlx_snapkv.entries.selection import nan_scores, top_positions
 from mlx_snapkv.errors import SnapKVError, UnknownOptionError, UnsupportedModelError
 from mlx_snapkv.evals.methods import Method, require_compression
 from mlx_snapkv.evals.reading import AnyPolicy, Reading, shares_reading
-from mlx_snapkv.planning.prompt_plan import gate
+from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.request_plan import reason_to_leave
 from mlx_snapkv.policies import Policy, SnapKV, resolve_policy
 from mlx_snapkv.policies.budgets import Quota
 
@@ -242,7 +243,7 @@ def masked(
 ) -> tuple[list, CompressionReport]:
     """As `Reading.compressed`: a cache of all entries that shows what `heads` keeps, and its report."""
     policy, n_prompt = heads.scores, len(reading.tokens)
-    if (reason := gate(policy, n_prompt, None)) is not None:
+    if (reason := reason_to_leave(CompressionConfig(policy), n_prompt)) is not None:
         raise SnapKVError(f"{heads} would hide none of {n_prompt} tokens: {reason}")
     caches, kinds = reading.request(policy, answering).caches, kinds_of(tokenizer, reading.tokens)
     layers = attention_layers(reading.model, caches)

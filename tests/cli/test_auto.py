@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from batch_file_helpers import COMPLETIONS, line
 
@@ -37,7 +39,11 @@ def test_a_short_prompt_keeps_the_full_cache(call, more):
     asked = ["-p", "Hello", "-m", "2", *more.split()]
     code, _, err = call("generate", *AUTO, *asked)
     assert code == 0 and "auto: the full cache, because at 6 tokens" in err
+    assert ("its own answer needs no verifying" in err) == ("--verify" in more)
     assert "prompt tokens, full cache | prompt " in err
+    report = json.loads(call("generate", *AUTO, *asked, "--json")[1])["compression"]
+    assert report["reason"].startswith("at 6 tokens reading all entries costs little")
+    assert report["auto"] == f"auto: the full cache, because {report['reason']}"
 
 
 def test_verified_answers_get_all_entries_in_memory(call, story, few):
@@ -67,7 +73,7 @@ def test_where_auto_chooses_nothing(save, ask_saved, refused, story, tmp_path):
     code, out, err = ask_saved(saved, facts[0].question, *AUTO[2:])
     assert (code, out.strip()) == (0, facts[0].value)
     assert f"note: --policy auto has no effect on {saved}" in err
-    assert "policy auto works only in generate" in refused(
+    assert "policy auto works only in generate, chat, batch, serve and plan: name" in refused(
         "compare", *AUTO, "--prompt-file", str(text)
     )
     assert "--policy auto and --sparse both say how" in refused("generate", *AUTO, "--sparse", "")

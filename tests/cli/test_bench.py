@@ -5,7 +5,7 @@ SMALL = ["--model", "demo", "--context", "1024", "-p", "1024", "-n", "1", "--ste
 
 def test_table_files_and_picture(call, tmp_path):
     """Of the policies given, and no others."""
-    base, given = tmp_path / "folder" / "result", ["--snapkv", "top_k=40,n_window=20"]
+    base, given = tmp_path / "result", ["--snapkv", "top_k=40,n_window=20"]
     given += ["--policy", "keydiff:budget=2000", "--long-prompts", "3000", "--output", str(base)]
     code, out, err = call("bench", *SMALL, *given)
     assert code == 0, err

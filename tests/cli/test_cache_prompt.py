@@ -136,6 +136,19 @@ def test_every_question_follows_the_saved_tokens(question):
         assert whole[: len(start)] == start and len(start) > 4
 
 
+@pytest.mark.parametrize("start, waits", [([], True), (["--quantized-kv-start", "9"], False)])
+def test_a_full_cache_that_is_too_short_to_be_quantised_is_noted(cache, ask, start, waits):
+    file, _ = cache("plain.safetensors")
+    code, _, err = ask(file, "--kv-bits", "8", *start)
+    note = "note: --kv-bits does nothing here, since a full cache is quantised from 5,000 tokens on"
+    assert code == 0 and (note in err) == waits
+
+
+def test_what_is_foretold_of_a_text_is_of_no_answer(cache):
+    _, said = cache("window.safetensors", "--policy", "streaming_llm:budget=50%,schedule=once")
+    assert re.match(r"300 of 6\d\d entries will be kept: KV memory", said)
+
+
 def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
     file, err = cache("again.safetensors", "--policy", "kvzip:budget=75%")
     assert "entries kept" in err and ask(file)[:2] == (0, book[2] + "\n")
@@ -148,11 +161,17 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         ([], [*HALF, "--kv-bits", "8", "--kv-group-size", "128"], "one of [32, 64]"),
         ([], ["--system-prompt", "x"], "--system-prompt can't be combined"),
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),
-        (HALF, ["--policy", "keydiff"], "is already compressed, and the evicted entries are gone: drop the policy"),
+        (HALF, ["--policy", "keydiff"], "is already compressed, and the evicted entries are gone: drop --policy"),
         (HALF, ["--memory", "recall", "--verify", "all"], "the evicted entries are gone: drop --memory and --verify"),
         (HALF, ["--kv-bits", "4"], "is already compressed, and its entries stay so"),
         (HALF, ["--sparse", ""], "is already compressed, and the evicted entries are gone: drop --sparse"),
-        (SPARSE, HALF, f"has its own setting, sparse:{SPARSE[1]}: give none of your own"),
+        (SPARSE, HALF, f"has its own setting, sparse:{SPARSE[1]}: drop --policy"),
+        (SPARSE, ["--sparse", "top_k=9"], f"has its own setting, sparse:{SPARSE[1]}: drop --sparse"),
+        (SPARSE, ["--memory", "drop"], "which chooses from all entries: drop --memory drop"),
+        (SPARSE, ["--kv-bits", "4"], "evicts nothing: give --memory recall:8bit or recall:4bit instead of --kv-bits"),
+        ([], ["--memory", "recall"], "--memory recall says where entries stay that an answer is not decoded from, but"),
+        ([], ["--snapkv", "top_k=9"], "--snapkv: snapkv needs queries, and a saved full cache holds none"),
+        (HALF, ["--snapkv", "top_k=9"], "is already compressed, and the evicted entries are gone: drop --snapkv"),
         ([*SPARSE, "--memory", "recall:file"], ["--memory", "recall:file:4bit"], "give --memory recall:file or recall"),
     ],
 )  # fmt: skip

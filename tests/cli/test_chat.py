@@ -72,6 +72,15 @@ def test_reset_policy_and_system_start_again(script, document):
     assert err.count("started a new conversation\n") == err.count("policy: none") == 2
 
 
+def test_a_memory_waits_for_a_policy(script, document):
+    path, facts = document
+    lines = [f"/file {path}", "/policy snapkv:top_k=64", facts[0].question, "/stats"]
+    code, out, err = script(lines, "--memory", "recall", "--far", "keep")
+    assert (code, out) == (0, [facts[0].value])
+    assert "note: --memory recall does nothing until /policy chooses what is read" in err
+    assert "90 entries kept" in err and "entries stay in" in err
+
+
 def test_a_policy_of_blocks_names_the_block_and_auto_is_taken_for_a_conversation(script, story):
     path, facts = story
     file, question = f"/file {path}", facts[0].question

@@ -115,6 +115,15 @@ def test_a_mistake_in_the_file_names_the_file_and_the_key(run, text, words):
     assert (code, out, err.count("\n")) == (2, "", 1) and words in err
 
 
+def test_what_a_policy_would_need_waits_in_the_file_for_one(run):
+    text = 'model = "demo"\nmemory = "recall:4bit"\nfar = "keep"\nverify = "all"\n'
+    assert run(text, *ASK, "-m", "2")[0] == 0
+    code, _, err = run(text, *ASK, "-m", "2", "--far", "keep")
+    assert code == 2 and "--far keep leaves positions as they are" in err
+    code, _, err = run(text, *ASK, "-m", "2", "--policy", "tova")
+    assert code == 2 and "--memory recall:4bit" in err and "(--memory is from FILE, memory)" in err
+
+
 def test_a_mistake_in_a_variable_names_it(run):
     _, _, err = run("", *ASK, "--model", "demo", MLX_SNAPKV_KV_BITS="5")
     assert err == "mlx-snapkv: MLX_SNAPKV_KV_BITS must be 2, 3, 4, 6 or 8, got '5'\n"

@@ -69,8 +69,14 @@ def test_a_prompt_below_the_gate_says_so(ask):
 SMALL = "streaming_llm:budget=5%"
 
 
+def test_sparse_attention_is_not_compared_where_entries_are_to_be_gone(ask):
+    code, out, _ = ask("compare", "--memory", "drop", "-m", "2", "--json")
+    names = [method["name"] for method in json.loads(out)["methods"]]
+    assert code == 0 and len(names) == 3 and not any("sparse" in name for name in names)
+
+
 def test_answers_a_table_and_a_page(ask, fact, tmp_path):
-    page = tmp_path / "new" / "compared.html"
+    page = tmp_path / "compared.html"
     code, out, err = ask("compare", "--policy", SMALL, "-o", str(page))
     assert code == 0 and f"wrote {page}" in err
     answers, table = out.split(" prompt tokens")

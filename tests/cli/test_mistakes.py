@@ -48,6 +48,9 @@ generate --prompt x --model demo-qwen3-next --draft-model demo | the main model 
 generate --prompt x --model demo --json-schema {}/none   | --json-schema {}/none: No such file
 generate --prompt x --model demo --json-schema {}/text   | --json-schema is not JSON: JSONDecodeError
 generate --prompt x --model demo --json-schema '{"a": 1' | --json-schema is not JSON: JSONDecodeError
+generate --prompt x --model demo --json-schema '[1]'      | --json-schema must be a JSON object, such as '{"type": "obj
+generate --prompt x --model demo --json-schema '"a"'      | --json-schema must be a JSON object, such as '{"type": "obj
+generate --prompt x --model demo --json-schema 7          | --json-schema must be a JSON object, such as '{"type": "obj
 generate --prompt x --model demo --json-schema '{"uniqueItems": true}' | --json-schema can't be enforced: unsupported
 generate --prompt x --model demo --json-schema true --prefill-response y | drop --prefill-response
 chat --model demo --verify all --memory recall           | but without a policy the full cache gives that answer
@@ -55,8 +58,22 @@ compare --prompt x --model demo --policy snapkv --verify all | evicts the entrie
 generate --prompt x --model demo --sparse "" --policy tova | says which entries stay, and --sparse says which are
 generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
 generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
+generate --prompt x --model demo --sparse "" --memory drop | --sparse can't be combined with --memory drop, since sparse
+generate --prompt x --model demo --memory recall         | --memory recall says where entries stay that an answer is not
+batch {}/requests -o {}/a.jsonl --model none --memory recall:file | --memory recall:file says where entries stay that an
+serve --model none --memory recall:4bit                  | --memory recall:4bit says where entries stay that an answer
+generate --prompt x --model none --far keep              | --far keep leaves positions as they are, but without a policy
+generate --prompt x --model demo --snapkv top_k=-1       | --snapkv top_k=-1: snapkv option top_k must be a whole number
+compare --prompt x --model demo --sparse top_k=0         | --sparse top_k=0: sparse option top_k must be a whole number
+bench --policy "keydiff:budget=0%"                       | --policy keydiff:budget=0%: keydiff option budget must be
+generate --prompt x --model demo --policy snapkv:top_k=4,budget=9 | snapkv options top_k and budget say the same: give
 generate --prompt x --model demo --sparse "" --kv-bits 8 | --sparse keeps all: give --memory recall:8bit or recall:4bit
-cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
+cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder {}/no
+compare --prompt x --model demo -o {}/no/a.html          | there is no folder {}/no
+inspect --prompt x --model demo --policy tova -o {}/no/a.html | there is no folder {}/no
+batch {}/requests --model demo -o {}/no/a.jsonl          | there is no folder {}/no
+bench --output {}/no/a                                   | there is no folder {}/no
+eval fidelity --text {}/text --policy tova:budget=9 --output {}/no/a | there is no folder {}/no
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | but no policy was given
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy snapkv | but snapkv chooses when a
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy tova | but tova evicts while it reads

@@ -6,7 +6,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import SMALL, fail_in, steps
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVCache, SnapKVError, generate_step
+from mlx_snapkv import (
+    SnapKVCache,
+    SnapKVError,
+    batch_generate,
+    generate_step,
+    prefill,
+    stream_generate,
+)
 
 
 @pytest.mark.parametrize("call, lookahead", [(1, 4), (2, 4), (3, 0), (3, 4), (5, 4)])
@@ -66,3 +73,26 @@ def test_requests_that_cannot_be_served_fail_at_the_call(tokens, keywords, messa
     options = {"prompt": tokens, "model": make_llama(), "snapkv": SMALL} | keywords
     with pytest.raises(SnapKVError, match=message):
         generate_step(**options)
+
+
+STEP = "prefill_step_size must be a whole number of at least 1, got "
+PROMPTS = [([], "is empty"), ([[1, 2]], "got shape"), ([0.5], "whole numbers"), ("x", "got a text")]
+
+
+@pytest.mark.parametrize("method", [{}, {"snapkv": SMALL}, {"sparse": True}])
+def test_no_way_in_reads_prompts_or_chunks_that_can_not_be(demo_llama, method):
+    model, tokenizer = demo_llama
+    ways = [
+        lambda prompt, **how: generate_step(prompt, model, **method, **how),
+        lambda prompt, **how: batch_generate(model, tokenizer, [prompt], **method, **how),
+        lambda prompt, **how: stream_generate(model, tokenizer, prompt, **method, **how),
+        lambda prompt, **how: prefill(model, prompt, "snapkv:top_k=8", **how),
+    ]
+    for way in ways:
+        for size in (0, -1, 2.5):
+            with pytest.raises(SnapKVError, match=f"{STEP}{size}"):
+                way([1, 2, 3], prefill_step_size=size)
+        for prompt, words in PROMPTS:
+            if not (prompt == "x" and way is ways[2]):  # which takes texts
+                with pytest.raises(SnapKVError, match=words):
+                    way(prompt)

@@ -124,7 +124,7 @@ def test_reading_again_is_not_taken_for_the_answer(demo_llama, asked):
     assert (found.attended.own[1:, -1] > 0).all()
 
 
-@pytest.mark.parametrize("prompt, n, told", [([], 1, "shape"), ([1, 2], 0, "max_tokens")])
+@pytest.mark.parametrize("prompt, n, told", [([], 1, "is empty"), ([1, 2], 0, "max_tokens")])
 def test_what_can_t_be_inspected_is_refused(demo_llama, prompt, n, told):
     with pytest.raises(SnapKVError, match=told):
         inspect_prompt(*demo_llama, prompt, n, policy="streaming_llm:budget=8")

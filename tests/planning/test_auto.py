@@ -93,6 +93,19 @@ def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
     assert recommended(planner, AutoRequest(FEW), GB).setting == FULL
 
 
+@pytest.mark.parametrize("n", [FEW - 8000, FEW])
+@pytest.mark.parametrize("memory", ["recall:file", "recall:4bit", "drop"])
+def test_what_takes_the_least_does(planner, n, memory):
+    """Not the last of a list, which may even leave the prompt as it is."""
+    request = AutoRequest(n, retention={"memory": memory}, kv_memory=10**6)
+    taken, sizes = recommended(planner, request, GB), {}
+    assert not taken.fits and taken.plan.reason is None
+    for setting in request.settings():
+        _, sizes[setting] = planner.planned(n, request.config(setting, False))
+    assert sizes[taken.setting] == min(sizes.values())
+    assert (taken.setting.memory, taken.setting.is_sparse) == (memory, memory != "drop")
+
+
 def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
     for task in SETTINGS:
         for setting in SETTINGS[task]:

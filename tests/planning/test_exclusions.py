@@ -12,6 +12,7 @@ from mlx_snapkv.policies import method_named
 
 REFUSED = [  # in the table's order
     ("sparse", {"verify": "all", "memory": "recall:file"}),
+    ("sparse", {"memory": "drop"}),
     ("sparse", {"kv_bits": 4}),
     ("keydiff", {"memory": "recall"}),
     ("h2o:schedule=once", {"memory": "recall"}),
@@ -25,6 +26,8 @@ REFUSED = [  # in the table's order
     ("h2o", {"draft_model": object()}),
     (None, {"memory": "recall", "is_text": True}),
     ("snapkv", {"memory": "recall", "is_text": True}),
+    (None, {"memory": "recall:file"}),
+    (None, {"far": "keep"}),
 ]
 
 

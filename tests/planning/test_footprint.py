@@ -7,6 +7,7 @@ import pytest
 from mlx_snapkv import prefill
 from mlx_snapkv.engine.generate import stream_generate
 from mlx_snapkv.planning.footprint import file_cost
+from mlx_snapkv.planning.units import format_bytes
 
 
 @pytest.mark.parametrize("method", [{"sparse": "top_k=64"}, {"snapkv": "top_k=64"}])
@@ -24,14 +25,17 @@ def test_it_takes_what_was_said(demo_model, ask, method, memory):
     assert not cost.warnings
 
 
-def test_a_saved_copy_on_the_same_disk_needs_as_much_again(demo_llama, ask):
+def test_a_saved_copy_on_the_same_disk_needs_as_much_again(demo_llama, ask, tmp_path):
     prompt, _ = ask(demo_llama[1], 700, 8)
     cost, n = partial(file_cost, demo_llama[0], "recall:file"), len(prompt)
     cache, _ = prefill(demo_llama[0], prompt, sparse="top_k=64", memory="recall:file")
     (once,) = cost(n).disks
     assert once.need == sum(c.file_nbytes for c in cache)
     assert cost(100).disks[0].need * n == once.need * 100
-    assert [disk.need for disk in cost(n, saved_in=once.folder).disks] == [2 * once.need]
+    twice = cost(n, saved_in=tmp_path)
+    assert [disk.need for disk in twice.disks] == [2 * once.need]
+    size = format_bytes(once.need)
+    assert f"at most {size} in {once.folders[0]} and {size} in {tmp_path} (" in str(twice)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,20 @@ def test_a_request_does_what_is_planned(short, method, memory):
         assert report.read_per_chunk <= plan.sparse_reading.last.most
 
 
+@pytest.mark.parametrize(
+    "method, more, words",
+    [
+        (None, {"verify": "all"}, "without a policy the full cache gives that answer anyway"),
+        (None, {"memory": "recall"}, "without a policy it is decoded from all"),
+        ("snapkv:budget=64", {"far": "pull"}, "far=pull needs sparse attention, or a policy that"),
+    ],
+)
+def test_no_plan_is_made_of_what_can_not_be(short, method, more, words):
+    with pytest.raises(SnapKVError, match=words):
+        policy = method and method_named(method)
+        plan_request(short, CompressionConfig(policy, **more), N)
+
+
 def test_beyond_the_trained_length_what_is_read_at_once_is_half_of_it(short):
     """A chunk is at most a quarter; counts of memory and lines before reading say no more than that."""
     plan = plan_request(short, config(SPARSE), N)

@@ -97,6 +97,11 @@ def test_strings_dicts_and_objects_name_the_same_policy():
         ({"policy": "snapvk"}, "unknown policy 'snapvk'.*known: snapkv"),
         ({"snapkv": "top_k"}, "written key=value"),
         ({"snapkv": "top_k=1,top_k=2"}, "top_k is given twice"),
+        (
+            {"snapkv": "top_k=64,budget=100"},
+            "^snapkv options top_k and budget say the same: give only one$",
+        ),
+        ({"policy": "snapkv:budget=25%,top_k=64"}, "options top_k and budget say the same"),
         ({"snapkv": {1: 2}}, "unknown snapkv option '1'"),
         ({"snapkv": {"topk": 4}}, r"'topk' \(did you mean 'top_k'\?\); known: top_k, n_sink"),
         ({"snapkv": 4}, "^snapkv must be a SnapKV object, a dict or a string, got int$"),

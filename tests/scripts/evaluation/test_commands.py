@@ -8,7 +8,7 @@ KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
 
 
 def test_a_table_files_and_the_next_run_that_reads_them(call, refused, tmp_path):
-    base = tmp_path / "new" / "folder" / "r.1"
+    base = tmp_path / "r.1"
     args = ["needle", *SMALL, "--policy", KEYDIFF, "--output", str(base)]
     code, first, err = call(*args, "--policy", RANDOM)
     starts = " full", " key", " ran"

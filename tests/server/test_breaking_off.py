@@ -1,0 +1,91 @@
+"""What has been read of a prompt whose client leaves serves the next request that begins so."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_snapkv.completions.body import CHAT, parse
+from mlx_snapkv.completions.request import Defaults, completion_request
+from mlx_snapkv.policies import method_named
+from mlx_snapkv.server.metrics import Metrics
+from mlx_snapkv.server.prefix_cache import Checkpoints, PrefixCache
+from mlx_snapkv.server.requests import EngineRequest, Finished, Loaded, Read, Started
+from mlx_snapkv.server.served_batch import ServedBatch
+from mlx_snapkv.several.ranks import ALONE
+
+WINDOW = "n_sink=4,n_window=16,obs_window=32"
+SAFE = [
+    (None, "drop"),
+    (f"snapkv:budget=64,{WINDOW}", "drop"),
+    (f"snapkv:budget=64,{WINDOW}", "recall"),
+    ("sparse:budget=64,read_top_k=32", "recall"),
+]
+CHUNK = 128
+
+
+class Served:
+    """A batch, and its requests' events."""
+
+    def __init__(self, loaded, method, memory):
+        policy = method and method_named(method)
+        options = {"policy": policy, "memory": memory, "prefill_step_size": CHUNK}
+        self.loaded, self.prefixes = loaded, PrefixCache(1 << 30)
+        self.checkpoints = Checkpoints(self.prefixes, loaded, options)
+        self.batch = ServedBatch(
+            loaded, options, 4, self.checkpoints, Metrics(), ALONE, lambda done, total: None
+        )
+
+    def start(self, text):
+        events = []
+        body = parse(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 8})
+        request = EngineRequest(body, events.append)
+        request.completion_request = completion_request(body, self.loaded.tokenizer, Defaults())
+        self.batch.start(request)
+        return request, events
+
+    def answered(self, text):
+        """How many tokens were known, and the answer."""
+        _, events = self.start(text)
+        while not isinstance(events[-1], Finished):
+            self.batch.step()
+        (started,) = (event for event in events if isinstance(event, Started))
+        return started.n_cached, events[-1].answer.reply.text
+
+
+@pytest.fixture(scope="module")
+def loaded(demo_llama):
+    return Loaded(*demo_llama, ("demo",))
+
+
+@pytest.mark.parametrize("method, memory", SAFE)
+def test_a_retry_goes_on_where_the_first_was_left(loaded, document, method, memory):
+    text = document[0][:4500]
+    whole = Served(loaded, method, memory).answered(text)
+    served = Served(loaded, method, memory)
+    request, events = served.start(text)
+    while not any(isinstance(event, Read) and event.n_read >= CHUNK for event in events):
+        served.batch.step()
+    served.batch.remove([request.number])
+    n_cached, answer = served.answered(text)
+    n_prompt = len(request.completion_request.prompt)
+    assert CHUNK <= n_cached < n_prompt - CHUNK and (0, answer) == whole
+    mx.clear_cache()
+
+
+@pytest.mark.parametrize("method", [f"keydiff:budget=256,block={CHUNK}", "kvzip:budget=50%"])
+def test_what_is_evicted_or_read_again_meanwhile_is_not_kept(loaded, document, method):
+    served = Served(loaded, method, "drop")
+    request, _ = served.start(document[0][:4500])
+    for _ in range(2):
+        served.batch.step()
+    served.batch.remove([request.number])
+    assert len(served.prefixes) == 0
+
+
+def test_neither_is_what_leaves_no_whole_window_or_is_hardly_begun(loaded, document):
+    served = Served(loaded, *SAFE[1])
+    request, _ = served.start(document[0][:4500])
+    prompt = request.completion_request.prompt
+    for n in (CHUNK - 1, len(prompt) - 31):
+        served.checkpoints.broken_off(request, [], prompt[:n])
+    assert len(served.prefixes) == 0
+    served.batch.remove([request.number])
