@@ -1,26 +1,29 @@
 """How far each mode's answer is from the full cache's, by the place in the answer; writes docs/modes.json and .png.
 
     make real-models
-    python scripts/measure_modes.py --models real-models/smollm2-135m-instruct; make docs
+    python scripts/measure_modes.py --models real-models/smollm2-135m-instruct
+    python scripts/measure_modes.py --question "Summarise the text above." --out docs/modes-asked; make docs
 
-Each mode reads a text and gets the tokens that follow in it, one by one; its predictions are compared with those of
-the full cache. A policy chooses once what stays, sparse attention chooses for every token what it reads.
+Each mode reads a text and gets the tokens that follow in it, one by one, or with a question the full cache's own
+answer; its predictions are compared with those of the full cache. A policy chooses once what stays, sparse attention
+chooses for every token what it reads.
 """
 
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy_attention
-from results_page import ROOT, Result, shared_options
+from results_page import ROOT, Result, Row, shared_options
 
 from mlx_snapkv import generate_step
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.evals.divergence import divergence, log_softmax
-from mlx_snapkv.evals.texts import Texts
+from mlx_snapkv.evals.tables import grouped
+from mlx_snapkv.evals.texts import Piece, Texts, frame_of
 from mlx_snapkv.reporting.files import put_figure
 
 MODES = {
@@ -28,15 +31,10 @@ MODES = {
     "StreamingLLM, 1/8": {"policy": "streaming_llm:budget=12.5%,schedule=once"},
     "sparse, 1/16": {"sparse": "budget=6.25%"},
 }
-EDGES = (
-    2,
-    8,
-    32,
-    64,
-    128,
-    256,
-    512,
-)  # of the places in an answer; its first two tokens are the full cache's
+LOOKAHEADS = {f"SnapKV, 1/8, lookahead={n}": n for n in (16, 32)}  # of answers, beside those
+# Of the places in an answer; its first two tokens are the full cache's.
+EDGES = (2, 8, 32, 64, 128, 256, 512)
+ASKED = (2, 34, 66, 98)  # of the full cache's own answers, behind the longest lookahead, too
 
 
 def predictions(model, prompt: list[int], following: list[int], **options: Any) -> mx.array:
@@ -50,26 +48,62 @@ def predictions(model, prompt: list[int], following: list[int], **options: Any) 
     return log_softmax(mx.stack(found))
 
 
-def of_text(model, prompt: list[int], following: list[int]) -> Iterator[dict[str, Any]]:
-    """KL by mode and span of places."""
+def of_tokens(
+    model,
+    prompt: list[int],
+    following: list[int],
+    modes: dict[str, dict[str, Any]],
+    edges: tuple[int, ...],
+) -> Iterator[Row]:
+    """KL by mode and span of places, of those spans that are full."""
     full = predictions(model, prompt, following)
-    for mode, options in MODES.items():
+    for mode, options in modes.items():
         each = divergence(full, predictions(model, prompt, following, **options))
-        for start, stop in itertools.pairwise(EDGES):
-            yield {"mode": mode, "start": start, "stop": stop, "kl": float(each[start:stop].mean())}
+        for start, stop in itertools.pairwise(edges):
+            if stop <= len(following):
+                kl = float(each[start:stop].mean())
+                yield {"mode": mode, "start": start, "stop": stop, "kl": kl}
 
 
-def figure(rows: list[dict[str, Any]]) -> Any:
+def answer(model, tokenizer, prompt: list[int], most: int) -> list[int]:
+    """The full cache's own answer, at most so many tokens."""
+    found = (token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most))
+    return list(itertools.takewhile(lambda token: token not in tokenizer.eos_token_ids, found))
+
+
+def of_texts(model, tokenizer, pieces: Iterable[Piece], question: str | None) -> Iterator[Row]:
+    """KL of the pieces' own tokens, or of answers about them."""
+    frame = frame_of(tokenizer, question)
+    for piece in pieces:
+        if question is None:
+            yield from of_tokens(model, piece.tokens, piece.following, MODES, EDGES)
+            continue
+        prompt = [*frame.before, *piece.tokens, *frame.after]
+        ahead = {
+            name: {"policy": f"snapkv:budget=12.5%,lookahead={n}"} for name, n in LOOKAHEADS.items()
+        }
+        found = answer(model, tokenizer, prompt, ASKED[-1])
+        yield from of_tokens(model, prompt, found, MODES | ahead, ASKED)
+
+
+def means(rows: list[Row]) -> Iterator[Row]:
+    """The mean by mode and span, of `n` pieces."""
+    for (mode, start, stop), own in grouped(rows, "mode", "start", "stop").items():
+        kl = statistics.mean(row["kl"] for row in own)
+        yield {"mode": mode, "start": start, "stop": stop, "n": len(own), "kl": kl}
+
+
+def figure(rows: list[Row]) -> Any:
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(6.4, 4), layout="constrained")
     axes = drawn.subplots()
-    for mode, marker in zip(MODES, "osd"):
-        mine = [row for row in rows if row["mode"] == mode]
-        axes.plot([r["stop"] for r in mine], [r["kl"] for r in mine], label=mode, marker=marker)
+    for (mode,), mine in grouped(rows, "mode").items():
+        axes.plot([r["stop"] for r in mine], [r["kl"] for r in mine], label=mode, marker="o")
     axes.set(xlabel="token of the answer", ylabel="KL to the full cache (nats a token)")
     axes.set(xscale="log", yscale="log")
-    axes.set_xticks(EDGES[1:], [str(edge) for edge in EDGES[1:]])
+    edges = sorted({row["stop"] for row in rows})
+    axes.set_xticks(edges, [str(edge) for edge in edges])
     axes.grid(alpha=0.3)
     axes.legend()
     return drawn
@@ -82,21 +116,16 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
     parser.add_argument("--length", type=int, default=1400, help="tokens of a prompt")
     parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--question", help="judge the full cache's own answers to it")
     args = parser.parse_args()
     result = Result(args.out, length=args.length, documents=args.documents)
     for name in args.models:
         model, tokenizer = load_model(name)
-        rows: list[dict[str, Any]] = []
         pieces = Texts([str(args.text)]).pieces(tokenizer, args.length, EDGES[-1], args.documents)
-        for piece in pieces:
-            rows += of_text(model, piece.tokens, piece.following)
-        means = []
-        for mode, (start, stop) in itertools.product(MODES, itertools.pairwise(EDGES)):
-            own = [r["kl"] for r in rows if r["mode"] == mode and r["start"] == start]
-            means.append({"mode": mode, "start": start, "stop": stop, "kl": statistics.mean(own)})
-        for row in means:
+        rows = list(means(list(of_texts(model, tokenizer, pieces, args.question))))
+        for row in rows:
             result.add({"model": Path(name).name} | row)
-        put_figure(args.out.with_suffix(".png"), figure(means))
+        put_figure(args.out.with_suffix(".png"), figure(rows))
 
 
 if __name__ == "__main__":

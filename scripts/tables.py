@@ -290,19 +290,16 @@ def agents() -> list[str]:
     return [*_measured(result), *figures(rows, columns)]
 
 
-def modes() -> list[str]:
+def modes(name: str) -> list[str]:
     """KL by mode, a column a span of an answer's places."""
-    result = load("modes")
-    spans = sorted({(row["start"], row["stop"]) for row in result["rows"]})
-    found: dict[tuple[str, str], dict[int, float]] = {}
-    for row in result["rows"]:
-        found.setdefault((row["model"], row["mode"]), {})[row["start"]] = row["kl"]
-    header = ["model", "cache", *(f"tokens {start + 1} to {stop}" for start, stop in spans)]
+    result = load(name)
+    spans = {(row["start"], row["stop"]): row["n"] for row in result["rows"]}
+    heads = [f"tokens {start + 1} to {stop} ({n})" for (start, stop), n in sorted(spans.items())]
     rows = [
-        [f"`{model}`", mode, *(f"{kl[start]:.3f}" for start, _ in spans)]
-        for (model, mode), kl in found.items()
+        [f"`{model}`", mode, *(f"{row['kl']:.3f}" for row in own)]
+        for (model, mode), own in grouped(result["rows"], "model", "mode").items()
     ]
-    return [*_measured(result), *table(header, rows)]
+    return [*_measured(result), *table(("model", "cache", *heads), rows)]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -320,7 +317,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bits": bits,
     "resident": resident,
     "answers": answers,
-    "modes": modes,
+    "modes": lambda: modes("modes"),
+    "modes-asked": lambda: modes("modes-asked"),
     "lookahead": lookahead,
     "agents": agents,
 }

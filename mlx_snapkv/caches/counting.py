@@ -16,9 +16,8 @@ class AttentionCount:
     a cache that is rolled back has the one before.
     """
 
-    counts: bool = (
-        True  # queries are counted; if not, entries keep what they had received elsewhere
-    )
+    # Queries are counted; if not, entries keep what they had received elsewhere.
+    counts: bool = True
     received: mx.array | None = None  # float32 `(B, n_kv_heads, n)`, of the first `n` entries
     waiting: list[mx.array] = field(default_factory=list)  # `(B, n_heads, L, head_dim)` each
 

@@ -34,9 +34,8 @@ class SparseKVCache(Choosing, LayerCache):
 
     is_compressed = True
     keys = keys_of(attrgetter("_gathered"))
-    bias: mx.array | None = (
-        None  # of the first entries' logits that the newest tokens read; see `Rest.bias`
-    )
+    # Of the logits of the first entries that the newest tokens read; see `Rest.bias`.
+    bias: mx.array | None = None
 
     def __init__(
         self,

@@ -33,9 +33,8 @@ class TokenRanking:
 
     def __init__(self, prompt: FullView, quota: Quota, shared: mx.array | None = None):
         n = len(prompt)
-        self._prompt = self.view = (
-            prompt  # the view has more, once tokens choose among the answer's entries
-        )
+        # The view has more, once tokens choose among the answer's entries.
+        self._prompt = self.view = prompt
         self._answer: MemoryStore | None = None  # those
         self._first = min(quota.n_sink, n)
         self._stop = max(self._first, n - quota.n_window)  # entries from here on are always read

@@ -242,9 +242,8 @@ class _Answer:
             print(flush=True)
         share = self._accepted
         drafted = "" if share is None else f" ({share:.0%} of the tokens were drafted)"
-        timed = (
-            last.generation_tokens > 1 and last.generation_tps > 0
-        )  # the first comes with the prompt
+        # The first token comes with the prompt.
+        timed = last.generation_tokens > 1 and last.generation_tps > 0
         speed = f"{last.generation_tps:.1f} tokens/s" if timed else "too short to time"
         reading.say(
             f"{how}{last.prompt_tokens} prompt tokens, {self._kept} | prompt {last.prompt_tps:.1f} tokens/s, "

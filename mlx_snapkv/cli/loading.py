@@ -14,9 +14,8 @@ from ..paths import path_of
 from .command import flag_of
 from .process import be_silent, listen
 
-WEIGHTS = (
-    0.5  # the share of a machine's memory that weights made wider may take: entries get wider, too
-)
+# The share of a machine's memory that weights made wider may take: entries get wider, too.
+WEIGHTS = 0.5
 INDEX = "model.safetensors.index.json"
 # What mlx and mlx-lm say of a model that can't be split so.
 UNSPLIT = ("does not support", "must be positive", "annot shard", "annot be sharded")

@@ -23,9 +23,8 @@ class Verified:
     accepted: int = 0
     seconds: float = 0.0  # until drafting stopped
     plain_seconds: float = 0.0  # what a token takes on the full cache; 0 if that is not known
-    stopped: int | None = (
-        None  # tokens after which drafting stopped, as it did not pay; None while it goes on
-    )
+    # Tokens after which drafting stopped, as it did not pay; None while it goes on.
+    stopped: int | None = None
 
     def __str__(self) -> str:
         did = (
