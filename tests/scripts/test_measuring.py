@@ -55,7 +55,7 @@ def test_tokens_count_from_the_last_to_begin_to_the_first_to_end():
 
 def test_a_client_asks_a_server_four_times(demo_llama, monkeypatch):
     monkeypatch.setattr(measure_servers, "ANSWER", 8)
-    command = ["mlx_snapkv", "serve", "--model", "demo", "--memory", "recall"]
+    command = ["mlx_snapkv", "serve", "--model", "demo"]
     row = measure_servers.measure(command, demo_llama[1], 600, 1)
     assert row["questions"] == 4 and row["right"] >= 3
     assert len(row["first_seconds"]) == 1 and len(row["follow_up_seconds"]) == 3
