@@ -77,6 +77,7 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	$(RUN) scripts/measure_facts.py
 	$(RUN) scripts/measure_answers.py
 	$(RUN) scripts/measure_modes.py
+	$(RUN) scripts/measure_modes.py --question "Summarise the text above." --documents 8 --out docs/modes-asked
 	$(RUN) scripts/measure_lookahead.py
 	$(RUN) scripts/write_docs.py
 

@@ -34,7 +34,7 @@ MODES = {
 LOOKAHEADS = {f"SnapKV, 1/8, lookahead={n}": n for n in (16, 32)}  # of answers, beside those
 # Of the places in an answer; its first two tokens are the full cache's.
 EDGES = (2, 8, 32, 64, 128, 256, 512)
-ASKED = (2, 34, 66, 98)  # of the full cache's own answers, behind the longest lookahead, too
+ASKED = (2, 34, 66)  # of the full cache's own answers: before and behind the longest lookahead
 
 
 def predictions(model, prompt: list[int], following: list[int], **options: Any) -> mx.array:
@@ -125,7 +125,8 @@ def main() -> None:
         rows = list(means(list(of_texts(model, tokenizer, pieces, args.question))))
         for row in rows:
             result.add({"model": Path(name).name} | row)
-        put_figure(args.out.with_suffix(".png"), figure(rows))
+        if args.question is None:
+            put_figure(args.out.with_suffix(".png"), figure(rows))
 
 
 if __name__ == "__main__":
