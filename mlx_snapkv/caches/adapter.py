@@ -84,7 +84,7 @@ class StateCache(LayerCache):
         self._mark = Mark(snapshot(vars(self.cache)))
 
     def rollback(self, n: int) -> None:
-        """Back to the mark, whatever `n` is."""
+        """Back to this wrapper's mark, whatever `n` is: `layer_cache` makes a new wrapper at each call."""
         if self._mark is None:
             raise TrimError("a linear state or sliding window goes back to a mark only")
         vars(self.cache).update(snapshot(self._mark.state))

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..entries.entries import Entries
 from ..entries.queries import Pages, Queries
 
-PAGES = 4  # in the length
+PAGES_PER_LENGTH = 4
 TO_COME = 512  # tokens that are to see gathered entries
 AFTER = 64  # positions from a page's end to the first query that is asked of it
 
@@ -92,7 +92,7 @@ class Compaction:
 
     def _pages(self, start: int) -> tuple[int, int]:
         """Entries of a page, and how many entries lie in pages that are too far from `start`."""
-        size = max(1, self.length // PAGES)
+        size = max(1, self.length // PAGES_PER_LENGTH)
         return size, min(-(-(start - self.length) // size), start // size) * size
 
 

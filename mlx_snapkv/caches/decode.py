@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from ..policies import Policy
-from ..policies.budgets import UNLIMITED, Quota
+from ..policies.budgets import Quota
 from .block import BlockKVCache
 from .evicting import EvictingCache
 from .layers import AttentionLayer
@@ -18,16 +18,14 @@ def decode_cache(
     policy: Policy,
     quota: Quota,  # what the policy left the layer
     uniform: bool,  # all layers hold equally many entries
-    reads_again: bool = False,  # the prompt's last tokens are, so nothing is evicted
 ) -> EvictingCache:
     """A layer's cache for what follows the prompt."""
-    if reads_again or policy.schedule == "block":
+    if policy.schedule == "block":
         cache = BlockKVCache(
             policy,
-            Quota(UNLIMITED, 0, 0) if reads_again else quota,
+            quota,
             policy.block,
             layer=layer,
-            newest=1 if reads_again else None,
             uniform=uniform,
             quantization=kept.quantization,
         )

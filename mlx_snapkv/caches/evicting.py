@@ -43,17 +43,19 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     """A cache that evicts entries when it is full; its `layer` is None if its policy asks for no more than entries."""
 
     TRANSIENT: ClassVar[frozenset[str]] = frozenset({"layer", "_by_reader", "_mark"})
-    # Attributes whose own a file holds, as `attribute.name`.
+    # Objects whose attributes a file holds as `part.name`.
     PARTS: ClassVar[dict[str, type]] = {"moments": QueryMoments}
 
     keys: Any  # these and `values` are the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts
     values: Any
-    policy: Policy | None = None  # what it scores lowest is evicted; None is the oldest, one by one
+    policy: Policy | None = (
+        None  # evicts what it scores lowest; None: a window its oldest, a block cache nothing
+    )
     compaction: Compaction | None = None  # how far apart queries and keys may be, if limited
     uniform: bool  # all layers of the model hold equally many entries
     is_compressed = needs_layer = True
     positions: mx.array  # uint32 `(B, n_kv_heads, size())`, of the entries as the buffers have them
-    rotations: mx.array | None  # positions that the keys are turned to; None if to those
+    rotations: mx.array | None  # positions whose rotation the keys have; None: their own
     n_after_next: int  # entries held after one more token
     _n = 0  # entries held: the first rows of the buffers
 

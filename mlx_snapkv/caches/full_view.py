@@ -64,11 +64,10 @@ class FullView(Entries):
         """Queries as they vote over all entries, which come as they were read."""
         return self._compaction.asking(observed, self.layer)
 
-    def gather(self, positions: mx.array, end: int | None = None) -> Entries:
-        """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as the token at `end` sees them or as read."""
+    def gather(self, positions: mx.array) -> Entries:
+        """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as they were read."""
         keys, values = self._entries.gather(positions)
-        entries = Entries(keys, values, given_positions=positions, layer=self.layer)
-        return entries if end is None else self._compaction.nearer(entries, end)[0]
+        return Entries(keys, values, given_positions=positions, layer=self.layer)
 
     def seen_from(self, positions: mx.array, start: int) -> Entries:
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as queries from `start` on vote for them."""

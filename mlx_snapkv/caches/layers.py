@@ -186,6 +186,7 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
 def quotas_of(
     layers: list[AttentionLayer], quotas: Callable[[int, int], list[Quota]], n_prompt: int
 ) -> list[Quota]:
+    """What each of `layers` may hold of a prompt of `n_prompt` tokens."""
     by_number = quotas(n_prompt, layers[0].n_layers)
     return [by_number[layer.number] for layer in layers]
 
@@ -225,7 +226,7 @@ def kv_bytes(prompt_cache: list) -> int:
 
 
 def memory_bytes(prompt_cache: list) -> int:
-    """Of all caches: linear states and sliding windows, keys and values, with stores and indexes in memory."""
+    """Bytes in memory of all caches: linear states, sliding windows, keys and values, stores and indexes."""
     caches = members(prompt_cache)
     return sum(max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in caches)
 

@@ -1,4 +1,4 @@
-"""The memories of a conversation: what is kept of its entries between turns, and where."""
+"""The values of `memory`: which store keeps all entries, and how a prompt cache is moved into it."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def recalling_caches(model, prompt_cache: list, memory: str) -> list:
     layers = attention_layers(model, empty)
     caches = copies_but_entries(prompt_cache, layers)
     for layer in layers:
-        layer.put(caches, filled(layer.cache_in(empty), layer.cache_in(prompt_cache)))
+        layer.put(caches, moved_into(layer.cache_in(empty), layer.cache_in(prompt_cache)))
     return caches
 
 
@@ -116,7 +116,7 @@ def plain_forms(model, caches: list) -> list:
     return forms
 
 
-def filled(empty: Any, found: Any) -> Any:
+def moved_into(empty: Any, found: Any) -> Any:
     """A cache of `empty`'s kind with the entries of another, which is itself given back if it is of that kind already.
 
     Raises: SnapKVError: it does not hold all entries, or they are stored otherwise.

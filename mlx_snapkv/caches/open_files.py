@@ -26,14 +26,12 @@ def allow_more_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def is_of_limit(error: BaseException) -> bool:
+def is_open_files_limit(error: BaseException) -> bool:
     """Whether an error is that no more files may be opened."""
     return isinstance(error, OSError) and error.errno == errno.EMFILE
 
 
-def said_of(error: BaseException) -> str:
-    """An error of a file in words, which say what to do if too many are open."""
-    if not is_of_limit(error):
-        return str(error)
+def limit_reached() -> str:
+    """Says that no more files may be opened, and what to do."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"all {most} files that this process may open are open; run ulimit -n {WANTED} before it"

@@ -35,7 +35,7 @@ class PageRanking:
     ):
         self._view = view
         self._reach, self._last, self._last_from, self._near = reach, last, last_from, near
-        self._first = reach.n_sink // PAGE  # page that may be chosen
+        self._first = reach.n_sink // PAGE  # first page that may be chosen
 
     def reads_all(self, start: int) -> bool:
         """Whether a chunk from `start` on reads everything before it."""
@@ -69,10 +69,7 @@ class PageRanking:
         self.means = None
 
     def _pages(self, start: int) -> tuple[int, int, int]:
-        """For a chunk from `start` on, the pages among which it may choose, from one to before another, and how many.
-
-        It chooses none where it reads everything.
-        """
+        """`(first, stop, n)`: a chunk from `start` on chooses `n` of the pages `[first, stop)`, 0 if it reads all."""
         is_last = start >= self._last_from
         reach, first = self._last if is_last else self._reach, self._first
         stop, n = max(0, start - reach.n_window) // PAGE, reach.n_chosen // PAGE

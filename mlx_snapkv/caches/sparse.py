@@ -121,7 +121,7 @@ class SparseKVCache(Choosing, LayerCache):
         return self._gathered.keys, self._gathered.values
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Those that every token reads."""
+        """The entries that every token reads, without their positions."""
         return Entries(*self._gathered.always())
 
     def size(self) -> int:

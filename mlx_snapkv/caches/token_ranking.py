@@ -92,6 +92,7 @@ class TokenRanking:
         if self.view.index is not None:
             scores = self.view.index.relevance(asked, stop)
         else:
+            # Of 0 at most, as `top_of_groups` takes them, and rising with the votes.
             scores = -1 / attention_votes(self.view.blocks(), asked)
         if self._shared.size:
             scores = scores.at[..., self._shared].add(-mx.inf)

@@ -54,8 +54,7 @@ class SnapKVCache(EvictingCache):
         positions: mx.array,  # uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned entries
         *,
         offset: int,  # position of the next token; the window's entries are the `n` tokens before it
-        n_window: int
-        | None,  # entries the window may hold, at least 1; None is any number, as the answer grows
+        n_window: int | None,  # entries the window may hold, at least 1; None: it grows
         uniform: bool = True,  # all layers hold equally many entries: mlx-lm makes one mask for all; see `hide`
         quantization: Quantization | None = None,  # of the entries given, and of those to come
         # Positions `(B, n_kv_heads, n)`, and the others that those entries' keys are turned to, if there are any.

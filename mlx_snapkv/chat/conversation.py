@@ -16,7 +16,7 @@ from ..caches.layers import held_tokens
 from ..caches.memories import make_caches, saved_forms
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.rewind import rollback_beyond, rolled_back_to
+from ..engine.rewind import rolled_back_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, require_current, suggestion
 from ..planning.auto import CONVERSATION, resolve
@@ -270,9 +270,9 @@ class Conversation:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
                 self.said = [*self.said, parts]
                 self.attached = []
-                self._remember(tokens + answered)
-                is_cheap = shard_of(self.model).all_layers([before.is_cheap])  # on all ranks
-                self._before_last = before if all(is_cheap) else None
+                is_whole = self._remember(tokens + answered)
+                can_undo = shard_of(self.model).all_layers([is_whole and before.is_cheap])  # ranks'
+                self._before_last = before if all(can_undo) else None
             else:
                 before.restore()
 
@@ -288,9 +288,15 @@ class Conversation:
         earlier = self._rendered(self.messages, add_generation_prompt=False)
         return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
 
-    def _remember(self, tokens: list[int]) -> None:
-        """Note which tokens the cache has read; where all entries are recalled, that is without the answer."""
+    def _remember(self, tokens: list[int]) -> bool:
+        """Note which tokens the cache has read; where all entries are recalled, that is without the answer.
+
+        False if a step was interrupted that can't be rolled back: the next turn then reads the conversation again.
+        """
         sequence = self.read + tokens
-        rollback_beyond(len(sequence), self.prompt_cache)
+        if not rolled_back_beyond(len(sequence), self.prompt_cache) and not self.n_unknown:
+            self._read_nothing()
+            return False
         n = len(sequence) if self.policy is None else held_tokens(self.model, self.prompt_cache)
         self.read, self.pending_tokens = sequence[:n], sequence[n:]
+        return True

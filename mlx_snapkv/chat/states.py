@@ -7,7 +7,7 @@ from typing import Any
 from .. import saved
 from ..caches.layers import attention_layers, is_compressed, kv_bytes
 from ..caches.matching import n_tokens
-from ..caches.memories import book_memory, filled, make_caches
+from ..caches.memories import book_memory, make_caches, moved_into
 from ..engine.report import NO_POLICY
 from ..engine.rewind import Rewind
 from ..errors import Option, SnapKVError
@@ -58,7 +58,7 @@ def load(
             empty = make_caches(model, memory)
             for layer in attention_layers(model, empty):
                 layer.put(
-                    caches, filled(layer.cache_in(empty), layer.cache_in(prompt.prompt_cache))
+                    caches, moved_into(layer.cache_in(empty), layer.cache_in(prompt.prompt_cache))
                 )
     except SnapKVError as error:
         raise SnapKVError("{} can't be used: {}", path, error) from error

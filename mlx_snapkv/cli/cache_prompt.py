@@ -79,10 +79,10 @@ def _kept_text(report: CompressionReport, memory: str) -> str:
     if not report.compressed:
         return f"full cache: {report.reason}"
     if memory == "drop":
-        return f"{report.entries_text}{report.recall_text}"
+        return f"{report.entries_text}{report.notes_text}"
     per_chunk = report.read_per_chunk
     chunks = "" if per_chunk is None else f", {per_chunk:,} read by a chunk"
-    return f"all {report.entries:,} entries{chunks}{report.recall_text}"
+    return f"all {report.entries:,} entries{chunks}{report.notes_text}"
 
 
 def _read(

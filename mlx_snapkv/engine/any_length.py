@@ -2,7 +2,7 @@
 
 
 def take_any_length(tokenizer) -> None:
-    """Have transformers not say that texts beyond the tokenizer's own limit fail: here they don't."""
+    """Silence transformers' warning about texts longer than the tokenizer's limit: here they don't fail."""
     noted = getattr(tokenizer, "deprecation_warnings", None)  # what it says once, and has said
     if isinstance(noted, dict):
         noted["sequence-length-is-longer-than-the-specified-maximum"] = True

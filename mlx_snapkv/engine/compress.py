@@ -103,7 +103,7 @@ def measured(
 def note_choices(
     choices: list[Choice], layers: list[AttentionLayer], caches: list, report: CompressionReport
 ) -> None:
-    """How many entries are kept of each of `caches`, and what attention they received, in the report."""
+    """Note in the report how many entries of each cache are kept, and their share of the attention."""
     chosen = {layer.index: choice for layer, choice in zip(layers, choices)}
     found = [chosen.get(i) for i in range(len(caches))]
     report.entries_kept = [None if x is None else x.kept.shape[-1] for x in found]

@@ -22,7 +22,7 @@ def note_memory(
     caches: list,
     report: CompressionReport,
 ) -> None:
-    """What an answer that is decoded from `caches` reads, and what stays of the prompt beside that, in the report."""
+    """Note in the report what the answer reads from `caches`, and what stays of the prompt beside it."""
     if plan.options.retains:
         kept = [layer.cache_in(prompt_cache) for layer in layers]
         report.kv_bytes_staying = sum(cache.kv_nbytes for cache in kept)

@@ -50,7 +50,7 @@ class DraftedAnswer:
     options: dict[str, Any]
 
     def __post_init__(self):
-        if self.max_tokens < 0:
+        if self.max_tokens < 1:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
             )

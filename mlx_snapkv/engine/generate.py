@@ -70,8 +70,11 @@ def generate_step(
         kwargs["stream"] = stream
     prompt = token_ids(prompt, may_be_empty=kwargs.get("input_embeddings") is not None)
     start = functools.partial(mlx_generate.generate_step, prompt)
-    request = model, len(prompt), kwargs.get("max_tokens", MAX_TOKENS)
-    return served(start, *request, *_asked_for(*request, snapkv, policy, sparse, on_report, kwargs))
+    n, max_tokens = len(prompt), kwargs.get("max_tokens", MAX_TOKENS)
+    config, on_report, options = _resolved(
+        model, n, max_tokens, snapkv, policy, sparse, on_report, kwargs
+    )
+    return served(start, model, n, max_tokens, config, on_report, options)
 
 
 def stream_generate(
@@ -98,8 +101,10 @@ def stream_generate(
     """
     tokens = encode_prompt(tokenizer, prompt)
     n = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
-    asked = model, n, max_tokens, snapkv, policy, sparse, on_report
-    config, on_report, options = _asked_for(*asked, {"draft_model": draft_model, **kwargs})
+    kwargs |= {"draft_model": draft_model}
+    config, on_report, options = _resolved(
+        model, n, max_tokens, snapkv, policy, sparse, on_report, kwargs
+    )
     options.pop("draft_model")
     require_compatible(config, When.CHOSEN)
     given = {"prompt": tokens, "max_tokens": max_tokens}
@@ -155,7 +160,7 @@ def generate(
     return text
 
 
-def _asked_for(
+def _resolved(
     model: Any,
     n_prompt: int,
     max_tokens: int,
@@ -166,8 +171,16 @@ def _asked_for(
     options: dict[str, Any],
 ) -> tuple[CompressionConfig, ReportCallback | None, dict[str, Any]]:
     """What the keywords ask for, and mlx-lm's; with "auto" or `snapkv=True`, the report tells what was taken."""
-    how = {"snapkv": snapkv, "policy": policy, "sparse": sparse, "max_tokens": max_tokens}
-    config, options, taken = resolve(model, n_prompt, QUESTION, options, **how)
+    config, options, taken = resolve(
+        model,
+        n_prompt,
+        QUESTION,
+        options,
+        snapkv=snapkv,
+        policy=policy,
+        sparse=sparse,
+        max_tokens=max_tokens,
+    )
     if taken is None:
         return config, on_report, options
 

@@ -25,12 +25,14 @@ class Pieces:
     def __init__(self, model: Any, layers: list[AttentionLayer], n_new: int, n_prompt: int):
         self._model, self._layers, self._pair_bytes = model, layers, 0
         heads = max(query_heads(layer.attention) for layer in layers)
-        most = PAIR_BYTES * heads * max(LEAST, n_new) * n_prompt
+        score_bytes = PAIR_BYTES * heads * max(LEAST, n_new) * n_prompt
         ranks = layers[0].shard.ranks  # all make the same pieces
-        most, self._limit = ranks.first((most, scores_limit()))
-        if most > self._limit:  # or a model's shapes need not be known, which takes some time
-            found = max(shape.scores for shape in layer_shapes(model, EntrySizes(model)))
-            self._pair_bytes = ranks.first(found)
+        score_bytes, self._limit = ranks.first((score_bytes, scores_limit()))
+        if (
+            score_bytes > self._limit
+        ):  # only then are the model's shapes looked up, which takes some time
+            pair_bytes = max(shape.scores for shape in layer_shapes(model, EntrySizes(model)))
+            self._pair_bytes = ranks.first(pair_bytes)
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
         while inputs.shape[1] > LEAST and (n := self.at_once(cache)) < inputs.shape[1]:

@@ -152,8 +152,8 @@ class CompressionReport:
         return f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {how}{stay}"
 
     @property
-    def recall_text(self) -> str:
-        """After a comma, what happened to the entries that the answer is not decoded from."""
+    def notes_text(self) -> str:
+        """Verified drafts and compacted positions, each after a comma; empty if there are neither."""
         pulled = f"positions compacted to the trained length of {self.pulled_to} tokens"
         parts = (self.verified, None if self.pulled_to is None else pulled)
         return "".join(f", {part}" for part in parts if part is not None)
@@ -170,4 +170,4 @@ class CompressionReport:
             share = f" ({100 * min(shares):.0f} to {max(shares):.0%} of the attention, by layer)"
         took = f", selection {self.selection_seconds:.2f} s"
         kept = f"{self.entries_text}{share}, {self.memory_text}"
-        return f"{self.prompt_tokens} prompt tokens, {kept}{took}{self.recall_text}"
+        return f"{self.prompt_tokens} prompt tokens, {kept}{took}{self.notes_text}"

@@ -1,7 +1,5 @@
 """Rolling back what was fed to a prompt cache."""
 
-import contextlib
-
 from ..caches.contract import Mark
 from ..caches.layers import kv_bytes, layer_caches, members
 from ..errors import TrimError
@@ -50,10 +48,18 @@ def rolled_back_to(n_tokens: int, prompt_cache: list) -> bool:
     return True
 
 
-def rollback_beyond(n_tokens: int, prompt_cache: list) -> None:
-    """Roll back the token that some layers have been fed beyond `n_tokens`, when its step was interrupted, where its
-    linear states and counts allow that."""
-    for cache in layer_caches(prompt_cache):
-        if cache.offset > n_tokens:
-            with contextlib.suppress(TrimError):
-                cache.rollback(cache.offset - n_tokens)
+def rolled_back_beyond(n_tokens: int, prompt_cache: list) -> bool:
+    """Roll back the token that some layers were fed beyond `n_tokens`, when its step was interrupted.
+
+    False if that is impossible, and the cache is of no more use: a linear state or sliding window can't go back.
+    """
+    caches = layer_caches(prompt_cache)
+    if all(cache.offset <= n_tokens for cache in caches):
+        return True
+    is_whole = True
+    for cache in caches:
+        try:
+            cache.rollback(max(0, cache.offset - n_tokens))
+        except TrimError:
+            is_whole = False
+    return is_whole

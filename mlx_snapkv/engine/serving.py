@@ -54,8 +54,8 @@ def served(
     config = config.beside(options)
     config.require(model)
     given, turns = options.get("prompt_cache"), config.turns
-    # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
-    _, ours = taken_from(options)
+    # Without kv_bits: mlx-lm would quantise the entries while they are still to be chosen from.
+    _, loop_options = taken_from(options)
     is_embedded = options.get("input_embeddings") is not None
     plan = plan_request(
         model, config, n_prompt, given, max_tokens=max_tokens, is_embedded=is_embedded
@@ -64,12 +64,12 @@ def served(
     if isinstance(request, Uncompressed):
         report_to(request.report)
         return _continued(start, request, options)
-    ours |= {
+    loop_options |= {
         "prompt_cache": request.caches,
-        "prefill_step_size": request.step_size(ours.get("prefill_step_size")),
-        "prompt_progress_callback": request.progress(ours.get("prompt_progress_callback")),
+        "prefill_step_size": request.step_size(loop_options.get("prefill_step_size")),
+        "prompt_progress_callback": request.progress(loop_options.get("prompt_progress_callback")),
     }
-    items = start(request.model, **ours)
+    items = start(request.model, **loop_options)
     if turns or not config.retains:
         return _compressed(items, request, report_to, keep=given is not None)
     caches = request.prompt_cache

@@ -166,6 +166,6 @@ class SparseMode:
 def note_chunks(
     plan: Plan, layers: list[AttentionLayer], caches: list, report: CompressionReport
 ) -> None:
-    """What chunks have read at most of the entries before them, in the report, if they chose that."""
+    """Note in the report how many earlier entries a chunk read at most, if chunks chose."""
     if plan.sparse_reading is not None:
         report.read_per_chunk = layers[0].cache_in(caches).n_read

@@ -58,14 +58,16 @@ class Reference:
         on_report: Callable[[CompressionReport], None] = lambda report: None,
         **options: Any,
     ) -> mx.array:
-        """Log-probabilities `(m, vocab_size)` for the last `m` tokens by a policy that reads the prompt itself: all but
-        those decoded before the compression; `options` of `generate_step`."""
+        """Log-probabilities `(m, vocab_size)` of the last `m` tokens, with a policy that reads the prompt itself.
+
+        These are the tokens that are decoded after the compression; `options` are those of `generate_step`.
+        """
         tokens, before = iter(self._tokens), len(self)
         found: list[mx.array] = []
 
         def compressed(report: CompressionReport) -> None:
             nonlocal before
-            # The token that is about to come is fed, so that the next one is decoded, too.
+            # The full cache gives the token that is about to come, and the next one: mlx-lm runs one step ahead.
             before = len(found) + 2
             on_report(report)
 

@@ -134,5 +134,5 @@ class Sparse(Method):
         if self.read_top_k is None:
             chosen = max(READ_TOP_K, n_prompt // READ_SHARE)
         else:
-            chosen = amount(self.read_top_k, n_prompt)
+            chosen = max(PAGE, amount(self.read_top_k, n_prompt))
         return Reach(-(-self.n_sink // PAGE) * PAGE, chosen // PAGE * PAGE, WINDOW)

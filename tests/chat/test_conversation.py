@@ -200,6 +200,32 @@ def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
     assert ask(failing, facts[3].question) == ask(plain, facts[3].question)
 
 
+@pytest.mark.parametrize("policy", [None, SMALL])
+def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
+    demo_model, haystack, policy, monkeypatch
+):
+    """Some layers have been fed a token that the answer does not have; of linear ones it can't be rolled back."""
+    model, facts = demo_model[0], haystack[1]
+    mine, plain = (begun(demo_model, haystack, 1, policy=policy) for _ in range(2))
+    answers = [conversation.send(facts[1].question) for conversation in (mine, plain)]
+    for answer in answers:
+        next(answer), next(answer), next(answer)
+    original = type(model.layers[-1]).__call__
+
+    def call(self, *args, **kwargs):
+        if self is model.layers[-1]:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(model.layers[-1]), "__call__", call)
+        next(answers[0])
+    answers[1].close()
+    assert mine.messages == plain.messages
+    assert ask(mine, facts[2].question) == ask(plain, facts[2].question)
+    assert mine.read == plain.read
+
+
 def test_an_interruption_before_the_cut_keeps_what_was_answered(demo_model, haystack, monkeypatch):
     """Three answer tokens are there by then; the turn's entries go to the file with those of the next one."""
     _, facts = haystack

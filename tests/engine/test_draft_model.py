@@ -124,6 +124,7 @@ def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, t
         ({"policy": "keydiff:budget=pyramid:50"}, "equally many entries in every layer"),
         ({"policy": RING, "kv_bits": 8}, "kv_bits"),
         ({"policy": RING, "max_tokens": -1}, "max_tokens must be at least 1"),
+        ({"policy": RING, "max_tokens": 0}, "max_tokens must be at least 1"),
         ({"policy": RING, "prompt_cache": [KVCache(), KVCache()]}, "caches of both models, 2 [+] 2, got 2"),
         ({"policy": RING, "draft_model": make_qwen()}, "the draft model \\("),
         ({"model": make_qwen()}, r"main model \(qwen3_next\) has layers with ArraysCache"),

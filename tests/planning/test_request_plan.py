@@ -87,6 +87,13 @@ def test_beyond_the_trained_length_what_is_read_at_once_is_half_of_it(short):
     assert planner.counted(plan)[0].reading < planner.counted(near)[0].reading
 
 
+def test_a_chunk_that_may_choose_little_still_chooses(short):
+    """A share of less than a page is a page; none would mean that everything is read."""
+    how = config("sparse:budget=400,read_top_k=0.1%", memory="recall")
+    reading = plan_request(make_model("llama"), how, 2 * N).sparse_reading
+    assert reading.reach.n_chosen == 16 and reading.n_before < N
+
+
 def test_asking_changes_nothing(short):
     cache = make_prompt_cache(short)
     before, classes = list(cache), [type(x) for x in short.modules()]

@@ -22,7 +22,7 @@ from ...entries.quantization import Quantization, Stored, arrays, unpack
 from ...errors import EntryFileError
 from ...paths import refusing
 from ..file_map import file_map
-from ..open_files import allow_more_files, is_of_limit, said_of
+from ..open_files import allow_more_files, is_open_files_limit, limit_reached
 from .base import Store
 from .views import EntryView, JoinedView
 
@@ -236,7 +236,7 @@ class FileStore(JoinedView, Store):
         except OSError as error:
             self._cut()
             why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
-            why = said_of(error) if is_of_limit(error) else why
+            why = limit_reached() if is_open_files_limit(error) else why
             raise EntryFileError(
                 f"entries can't be kept in a file in {tempfile.gettempdir()}: {why}, or use another memory"
             ) from error
