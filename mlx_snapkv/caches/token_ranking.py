@@ -124,15 +124,16 @@ class TokenRanking:
         """
         if self.n_read in (0, self._stop - self._first):
             return
-        means = pages.means(self.view, 0)
-        errors, asked = mx.array(0.0), observed.latest(pages.FITTED)
+        means, asked = pages.means(self.view, 0), observed.latest(pages.FITTED)
+        read = []
         for i in range(len(asked.places)):
-            one = asked.between(i, i + 1)
-            read = self._would_read(one, n_window)
-            example = Example(one.heads * one.scale, read, one.places.start, one.sinks)
-            errors = errors + distances(self.view, means, example)
-            mx.eval(errors)
-        self.rest = Rest(*means, *best_factors(errors))
+            read.append(self._would_read(asked.between(i, i + 1), n_window))
+            mx.eval(read)
+        # All queries together: the entries may be in files.
+        example = Example(
+            asked.heads * asked.scale, mx.concatenate(read, axis=2), asked.places.start, asked.sinks
+        )
+        self.rest = Rest(*means, *best_factors(distances(self.view, means, example)))
 
     def _would_read(self, one: Queries, n_window: int) -> mx.array:
         """Which entries a token of the prompt would read, bool `(B, n_kv_heads, 1, n)`, as one of the answer does."""

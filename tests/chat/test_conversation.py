@@ -200,13 +200,12 @@ def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
     assert ask(failing, facts[3].question) == ask(plain, facts[3].question)
 
 
-@pytest.mark.parametrize("policy", [None, SMALL])
 def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
-    demo_model, haystack, policy, monkeypatch
+    demo_model, haystack, monkeypatch
 ):
     """Some layers have been fed a token that the answer does not have; of linear ones it can't be rolled back."""
     model, facts = demo_model[0], haystack[1]
-    mine, plain = (begun(demo_model, haystack, 1, policy=policy) for _ in range(2))
+    mine, plain = (begun(demo_model, haystack, 1) for _ in range(2))
     answers = [conversation.send(facts[1].question) for conversation in (mine, plain)]
     for answer in answers:
         next(answer), next(answer), next(answer)
