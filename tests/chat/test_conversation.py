@@ -221,6 +221,7 @@ def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
         next(answers[0])
     answers[1].close()
     assert mine.messages == plain.messages
+    assert mine.read == ([] if model.model_type == "qwen3_next" else plain.read)
     assert ask(mine, facts[2].question) == ask(plain, facts[2].question)
     assert mine.read == plain.read
 
