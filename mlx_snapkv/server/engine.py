@@ -64,6 +64,8 @@ class Engine:
         self._ready = Future[Loaded]()
         self._new: SimpleQueue[EngineRequest] = SimpleQueue()
         self._wake = threading.Event()
+        # A tokenizer of Hugging Face's fails if its settings change while another thread is in it.
+        self._tokenizing = threading.Lock()
         self._stopping = self._ended = False
         self._waiting: deque[EngineRequest] = deque()
         self._cancelled: set[int] = set()  # their numbers, the same on all ranks
@@ -112,7 +114,8 @@ class Engine:
         Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
         """
         tokenizer = self.loaded.tokenizer
-        request.prompt = prompt = tokenised(request.body, tokenizer)
+        with self._tokenizing:
+            request.prompt = prompt = tokenised(request.body, tokenizer)
         request.checkpoints = self._checkpoints.places(request.body, prompt.tokens)
         self._new.put(request)
         self._wake.set()
