@@ -1,5 +1,6 @@
 """README's tables of what was measured: how far predictions move, facts that are still found, speed."""
 
+from collections.abc import Callable
 from typing import Any
 
 from results_page import Row, load, right, table
@@ -85,17 +86,22 @@ def _speed() -> list[tuple[str, ...]]:
         own = [row for row in result["speed"] if row["context"] == context]
         return next(row for row in own if row["contender"].lower().startswith(name))
 
-    decoded = [found(CONTEXT, name) for name in ("full cache", "snapkv")]
-    read = [found(LONG, name) for name in ("full cache", "keydiff")]
-    share = f"SnapKV with 1/{round(CONTEXT / decoded[1]['entries'])} of {CONTEXT:,} entries"
+    def row(what: str, context: int, names: dict[str, str], figures: Callable[[Row], str]):
+        full, *ours = (figures(found(context, name)) for name in ("full cache", *names))
+        return what, full, "; ".join(f"{name} {x}" for name, x in zip(names.values(), ours))
+
     return [
-        (
-            f"tokens per second, KV memory: {share}",
-            *(f"{1 / row['step_seconds']:.1f}, {format_bytes(row['kv_bytes'])}" for row in decoded),
+        row(
+            f"tokens per second, KV memory: 1/16 of {CONTEXT:,} entries",
+            CONTEXT,
+            {"snapkv": "SnapKV", "sparse": "sparse"},
+            lambda x: f"{1 / x['step_seconds']:.1f}, {format_bytes(x['kv_bytes'])}",
         ),
-        (
-            f"reading {LONG:,} tokens, peak memory: `{read[1]['contender']}`",
-            *(f"{row['read_seconds']:.0f} s, {format_bytes(row['peak_bytes'])}" for row in read),
+        row(
+            f"reading {LONG:,} tokens, peak memory",
+            LONG,
+            {"keydiff": "KeyDiff, 2,048 entries", "sparse": "sparse"},
+            lambda x: f"{x['read_seconds']:.0f} s, {format_bytes(x['peak_bytes'])}",
         ),
     ]
 
