@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from ..entries.quantization import BITS, Quantization, fitting_groups
+from ..entries.quantization import BITS, Quantization, arrays, fitting_groups
 from ..errors import Option, OptionError, UnsupportedModelError
 from ..models import attentions, type_of
 from ..models.family import AttentionFamily
@@ -216,9 +216,10 @@ def held_tokens(model, prompt_cache: list) -> int:
 
 def kv_dtype(cache: LayerCache) -> str:
     """The dtype of a layer's entries: "float16", say, or "8 bits"."""
-    if cache.quantization is not None:
-        return f"{cache.quantization.bits} bits"
-    return str(cache.held().plain()[0].dtype).removeprefix("mlx.core.")
+    stored = None if cache.store is None else cache.store.quantization
+    if (how := cache.quantization or stored) is not None:
+        return f"{how.bits} bits"
+    return str(arrays(cache.sample)[0].dtype).removeprefix("mlx.core.")
 
 
 def kv_bytes(prompt_cache: list) -> int:

@@ -124,6 +124,10 @@ class SparseKVCache(Choosing, LayerCache):
         """The entries that every token reads, without their positions."""
         return Entries(*self._gathered.always())
 
+    @property
+    def sample(self) -> tuple[mx.array, mx.array]:
+        return self._gathered.always()
+
     def size(self) -> int:
         return self.n_means + self.ranking.n_read + self._gathered.n
 

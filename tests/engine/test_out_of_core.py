@@ -116,3 +116,18 @@ def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, m
         held = {len(layer.cache_in(cache).index) for layer in layers}
         assert held == {layer.cache_in(cache).offset for layer in layers} and len(held) == 1
         assert len(made) == n_made  # by layer; of more than twice as many entries all is made anew
+
+
+@pytest.mark.parametrize(
+    ("memory", "dtype"),
+    [("recall:file", "float32"), ("recall:8bit", "8 bits"), ("recall:file:8bit", "8 bits")],
+)
+def test_the_report_of_a_text_reads_none_of_its_entries(wide, memory, dtype, monkeypatch):
+    """Of a book, those of one layer may be more than there is memory."""
+
+    def held(*_):
+        raise AssertionError("all entries are read")
+
+    monkeypatch.setattr(RecordingKVCache, "held", held)
+    _, report = prefill(wide, random_tokens(2 * CHUNK), sparse=SPARSE, memory=memory)
+    assert report.kv_dtype == dtype and report.kv_bytes_before > 0
