@@ -132,7 +132,7 @@ class Command(TyperCommand):
         return (
             "far" not in params
             or self.name in CHOOSING
-            or any(params[n] is not None for n in ONE_OF)
+            or any(params.get(n) is not None for n in ONE_OF)
         )
 
     def _drop(self, ctx: Any, names: set[str]) -> None:
