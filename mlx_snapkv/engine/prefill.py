@@ -11,7 +11,6 @@ from ..caches.layers import file_bytes, kv_bytes, kv_dtype
 from ..caches.memories import lasting_forms, make_caches, saved_forms
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
-from ..planning.exclusions import When, require_compatible
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, require_step_size
 from ..planning.request_plan import plan_request
 from ..policies import Method, Sparse, Stages
@@ -71,12 +70,10 @@ def prefill(
     config, quantised = CompressionConfig.taken_from(method | stored, is_text=True)
     if config.policy is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
-    require_compatible(config, When.CHOSEN)
     tokens = token_ids(tokens)
     require_step_size(prefill_step_size)
-    config.require(model)
+    plan = plan_request(model, config, tokens.size, prompt_cache)
     cache = make_caches(model, config.memory) if prompt_cache is None else prompt_cache
-    plan = plan_request(model, config, tokens.size, cache)
     request = make_request(model, plan, cache, owned=prompt_cache is None)
     options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),

@@ -52,7 +52,6 @@ def served(
     start = pacing(start)
     report_to = on_report or (lambda report: None)
     config = config.beside(options)
-    config.require(model)
     given, turns = options.get("prompt_cache"), config.turns
     # Without kv_bits: mlx-lm would quantise the entries while they are still to be chosen from.
     _, loop_options = taken_from(options)

@@ -25,7 +25,7 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
-from ..planning.request_plan import plan_request
+from ..planning.request_plan import Plan, plan_request
 from ..policies import Method, Stages
 from .shared_cache import SharedKVCache
 
@@ -49,7 +49,7 @@ def shares_reading(policy: AnyPolicy | None) -> bool:
 def n_before(model: Any, policy: AnyPolicy, n_prompt: int) -> int:
     """Tokens of an answer that are decoded before its prompt is compressed: one from the prompt, and one from each that
     is fed until then."""
-    return plan_request(model, CompressionConfig(policy), n_prompt).n_ahead + 1
+    return _plan(model, policy, n_prompt).n_ahead + 1
 
 
 class Reading:
@@ -136,7 +136,7 @@ class Reading:
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
         n_prompt = len(self.tokens)
-        plan = plan_request(self.model, CompressionConfig(policy), n_prompt)
+        plan = _plan(self.model, policy, n_prompt)
         if policy is None or plan.reason is not None:
             return self.full(), CompressionReport(str(policy or NO_POLICY), n_prompt, plan.reason)
         if not shares_reading(policy) and not answering:
@@ -149,7 +149,8 @@ class Reading:
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         n_prompt = len(self.tokens)
-        request = _request(self.model, n_prompt, policy)
+        request = make_request(self.model, _plan(self.model, policy, n_prompt))
+        assert isinstance(request, Request)  # or it would not have been read for this policy
         n = n_prompt + (request.plan.n_ahead if answering else 0)
         self._feed_answer(max(n, request.plan.last) - n_prompt)
         caches = copies_but_entries(self._others[n], self._layers)
@@ -244,10 +245,9 @@ def _best(logits: mx.array) -> int:
     return int(mx.argmax(logits).item())  # type: ignore[arg-type]
 
 
-def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
-    request = make_request(model, plan_request(model, CompressionConfig(policy), n_prompt))
-    assert isinstance(request, Request)  # the gate has been asked
-    return request
+def _plan(model: Any, policy: AnyPolicy | None, n_prompt: int) -> Plan:
+    """That of a prompt on an empty cache."""
+    return plan_request(model, CompressionConfig(policy), n_prompt)
 
 
 def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorders:
@@ -255,8 +255,9 @@ def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorder
     recorders: Recorders = {}
     by_range: dict[tuple, list[RecordingKVCache]] = {}
     for policy in policies:
-        if plan_request(model, CompressionConfig(policy), n_prompt).reason is None:
-            caches = _request(model, n_prompt, policy).caches
+        plan = _plan(model, policy, n_prompt)
+        if plan.reason is None:
+            caches = make_request(model, plan).caches
             own = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
             recorded = own[0].first, own[0].last, own[0].statistics_from
             recorders[policy] = by_range.setdefault(recorded, own)
