@@ -38,6 +38,7 @@ AtMost = Annotated[
     int, must(lambda v: v == NO_LIMIT or v >= 1, "should be greater than or equal to 1"), Whole
 ]
 TopK = Annotated[int, Field(ge=0), BeforeValidator(lambda v: 0 if v == NO_LIMIT else v), Whole]
+Name = Annotated[str, Field(min_length=1)]  # of a tool
 Temperature = Annotated[float, Field(ge=0, le=100)]
 NLogprobs = Annotated[int, Field(ge=0, le=20), Whole]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
@@ -119,7 +120,7 @@ SERVICES = {  # what OpenAI's tool_choice may force besides functions
 
 
 class FunctionName(Part):
-    name: Annotated[str, Field(min_length=1)]
+    name: Name
 
 
 class ToolChoice(Part):
@@ -167,6 +168,11 @@ class CommonBody(Part):
 
     model_config = ConfigDict(extra="allow")
 
+    @property
+    def by_functions(self) -> bool:
+        """Whether the client knows functions, which tools were before, and looks for calls of these."""
+        return False
+
     model: str | None = None
     max_tokens: AtMost | None = None
     max_completion_tokens: AtMost | None = None
@@ -209,6 +215,10 @@ class ChatBody(CommonBody):
     reasoning: Any = None
     thinking: Any = None
     enable_thinking: Any = None
+
+    @property
+    def by_functions(self) -> bool:
+        return bool(self.functions)
 
     @model_validator(mode="before")
     @classmethod

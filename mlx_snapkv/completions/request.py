@@ -2,53 +2,29 @@
 
 import secrets
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from ..engine.generate import text_tokens
-from ..errors import OptionError, SnapKVError, brief
+from ..errors import OptionError, SnapKVError
 from .body import NO_LIMIT, Body, ChatBody
-from .chat_template import Rendered, initial_state, render
 from .constraint import Constraint
 from .grammar import Form, call_form, json_form, name_of
-from .messages import Message, whole
-from .thinking import thinking_options
+from .prompt import Prompt, require_in_vocabulary, tokenised
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 # Fields that change nothing of an answer here, or are about other requests.
-HARMLESS = {
-    *(
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "client_metadata",
-        "timeout",
-    ),
-    *(
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "cache_prompt",
-        "cache_control",
-    ),
-    *(
-        "parallel_tool_calls",
-        "include",
-        "betas",
-        "stream",
-        "truncation",
-        "inference_geo",
-        "keep_alive",
-        "extra_headers",
-    ),
-    *("prediction", "usage", "include_reasoning", "max_tool_calls", "speed", "function_call"),
-}
+HARMLESS = set(
+    """
+    user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
+    prompt_cache_retention prompt_cache_options cache_prompt cache_control parallel_tool_calls include
+    betas stream truncation inference_geo keep_alive extra_headers prediction usage include_reasoning
+    max_tool_calls speed function_call
+    """.split()
+)
 EMPTY: tuple[Any, ...] = ({}, [], "", False)
 PENALTIES = {
     f"{name}_{field}"
@@ -104,36 +80,6 @@ class CompletionRequest:
     by_functions: bool = False
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What a body is in the model's tokens, which any thread can find: no arrays are made of it.
-
-    Attributes:
-        state, tools, warnings: as of `CompletionRequest`.
-    """
-
-    tokens: list[int]
-    state: str = "normal"
-    tools: list[dict[str, Any]] | None = None
-    warnings: tuple[str, ...] = ()
-
-
-def tokenised(body: Body, tokenizer) -> Prompt:
-    """A body's prompt. Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's."""
-    if isinstance(body, ChatBody):
-        tools, warnings = _tools(body)
-        rendered, notes = _rendered(
-            body, tokenizer, body.messages, tools, add_generation_prompt=True
-        )
-        state = initial_state(tokenizer, rendered)
-        prompt = Prompt(rendered.tokens, state, tools, (*warnings, *notes))
-    else:
-        prompt = Prompt(_text_tokens(body.prompt, tokenizer))
-    if not prompt.tokens:
-        raise SnapKVError("the prompt is empty: give some text")
-    return prompt
-
-
 def completion_request(
     body: Body,
     tokenizer,
@@ -157,7 +103,7 @@ def completion_request(
     else:
         n_logprobs = body.logprobs
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    _require_in_vocabulary("logit_bias", bias, tokenizer)
+    require_in_vocabulary("logit_bias", bias, tokenizer)
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
     processors = make_logits_processors(bias or None, **penalties)
     max_tokens, constraint = _at_most(body, defaults, longest), None
@@ -180,7 +126,7 @@ def completion_request(
         sorted(unknown),
         list(dict.fromkeys(warnings)),
         constraint,
-        isinstance(body, ChatBody) and bool(body.functions),
+        body.by_functions,
     )
 
 
@@ -226,70 +172,6 @@ def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: 
     if schema is None:
         return None
     return json_form(schema, tokenizer, state, "response_format's schema", may_call=bool(tools))
-
-
-def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """The tools as chat templates take them, and what is left out."""
-    tools, notes, choice = [], [], body.tool_choice
-    is_none = choice is not None and choice.type == "none"
-    if choice is not None and choice.service:
-        notes.append(f"tool_choice is left out: only functions are known here, no {choice.service}")
-    for tool in [] if is_none else whole(body.tools or []):
-        kind = tool.get("type", "function")
-        if "function" in tool:
-            tools.append({"type": "function", **tool})
-        elif kind == "function" or ("name" in tool and "parameters" in tool):
-            tools.append(
-                {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-            )
-        else:
-            notes.append(
-                f"tools of the type {str(kind)[:40]} are left out: only functions are known here"
-            )
-    if choice is not None and choice.allowed is not None:
-        tools = [tool for tool in tools if name_of(tool) in choice.allowed]
-    return tools or None, notes
-
-
-def _rendered(
-    body: ChatBody,
-    tokenizer,
-    messages: Iterable[Message],
-    tools: list[dict[str, Any]] | None,
-    **options: Any,
-) -> tuple[Rendered, list[str]]:
-    """The messages in the chat template, and what is left out of them."""
-    messages = list(messages)
-    how, notes = thinking_options(body, tokenizer)
-    rendered = render(tokenizer, messages, tools, how | options)
-    return rendered, [*(note for each in messages for note in each.notes), *notes, *rendered.notes]
-
-
-def chat_tokens(body: ChatBody, tokenizer, context: Iterable[Message] | None = None) -> list[int]:
-    """The body's messages in the chat template, or some that are only a context.
-
-    Raises: SnapKVError: the template refuses, or there is none.
-    """
-    messages = body.messages if context is None else context
-    tools, options = _tools(body)[0], {"add_generation_prompt": context is None}
-    return _rendered(body, tokenizer, messages, tools, **options)[0].tokens
-
-
-def _text_tokens(prompt: Any, tokenizer) -> list[int]:
-    if isinstance(prompt, list):
-        _require_in_vocabulary("prompt", prompt, tokenizer)
-        return prompt
-    try:
-        return text_tokens(tokenizer, prompt)
-    except Exception as error:
-        raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
-
-
-def _require_in_vocabulary(field: str, tokens: Iterable[int], tokenizer) -> None:
-    size = len(tokenizer)
-    for token in tokens:
-        if not 0 <= token < size:
-            raise SnapKVError(f"{field} must have token ids from 0 to {size - 1}, got {token}")
 
 
 def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Callable | None:

@@ -10,7 +10,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..completions.body import ChatBody
-from ..completions.request import Defaults, chat_tokens, completion_request, tokenised
+from ..completions.prompt import chat_tokens, tokenised
+from ..completions.request import Defaults, completion_request
 from ..errors import SnapKVError, sentence
 from ..several.ranks import ALONE, Ranks
 from .admission import Admission, Limits

@@ -16,7 +16,7 @@ from ..caches.open_files import many_are_open
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.messages import Message
-from ..completions.request import chat_tokens
+from ..completions.prompt import chat_tokens
 from ..planning.units import format_bytes
 from .api_error import log
 from .prefix_files import Prefix, PrefixFiles, as_ids, longest

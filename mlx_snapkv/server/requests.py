@@ -16,7 +16,8 @@ import mlx.core as mx
 from ..completions.answer import Completion, Reply
 from ..completions.body import Body
 from ..completions.grammar import Form
-from ..completions.request import CompletionRequest, Prompt
+from ..completions.prompt import Prompt
+from ..completions.request import CompletionRequest
 from ..completions.token_bytes import token_bytes
 from ..engine.report import CompressionReport
 from ..planning.footprint import Need

@@ -13,6 +13,7 @@ from ...completions.body import (
     AtMost,
     ChatBody,
     Messages,
+    Name,
     Part,
     Probability,
     Stops,
@@ -55,8 +56,6 @@ ERRORS = {
 }
 
 router = APIRouter(tags=["Anthropic"])
-
-Name = Annotated[str, Field(min_length=1)]
 
 
 def _tool(value: Any) -> Any:

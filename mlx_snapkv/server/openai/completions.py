@@ -35,7 +35,7 @@ async def _respond(request: Request, body: Body) -> Response:
         "with_usage": with_usage,
         "memory": memory,
         "n": n,
-        "by_functions": isinstance(body, ChatBody) and bool(body.functions),
+        "by_functions": body.by_functions,
     }
     return await respond(request, body, bodies, partial(CompletionFormatter, **how))
 

@@ -5,12 +5,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, JsonValue, Tag
 
-from ...completions.body import Part
+from ...completions.body import Name, Part
 from ...completions.messages import full_name
 from ..chat_messages import ForeignTool, MayBeNone, by_type, function_tool, unwrapped
 
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-Name = Annotated[str, Field(min_length=1)]
 
 
 class Function(Part):

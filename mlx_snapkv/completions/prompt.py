@@ -1,0 +1,107 @@
+"""A body's prompt in the model's tokens: its messages and tools in the chat template, or its text."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.generate import text_tokens
+from ..errors import SnapKVError, brief
+from .body import Body, ChatBody
+from .chat_template import Rendered, initial_state, render
+from .grammar import name_of
+from .messages import Message, whole
+from .thinking import thinking_options
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a body is in the model's tokens, which any thread can find: no arrays are made of it.
+
+    Attributes:
+        state, tools, warnings: as of `CompletionRequest`.
+    """
+
+    tokens: list[int]
+    state: str = "normal"
+    tools: list[dict[str, Any]] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def tokenised(body: Body, tokenizer) -> Prompt:
+    """A body's prompt. Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's."""
+    if isinstance(body, ChatBody):
+        tools, warnings = _tools(body)
+        rendered, notes = _rendered(
+            body, tokenizer, body.messages, tools, add_generation_prompt=True
+        )
+        state = initial_state(tokenizer, rendered)
+        prompt = Prompt(rendered.tokens, state, tools, (*warnings, *notes))
+    else:
+        prompt = Prompt(_text_tokens(body.prompt, tokenizer))
+    if not prompt.tokens:
+        raise SnapKVError("the prompt is empty: give some text")
+    return prompt
+
+
+def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """The tools as chat templates take them, and what is left out."""
+    tools, notes, choice = [], [], body.tool_choice
+    is_none = choice is not None and choice.type == "none"
+    if choice is not None and choice.service:
+        notes.append(f"tool_choice is left out: only functions are known here, no {choice.service}")
+    for tool in [] if is_none else whole(body.tools or []):
+        kind = tool.get("type", "function")
+        if "function" in tool:
+            tools.append({"type": "function", **tool})
+        elif kind == "function" or ("name" in tool and "parameters" in tool):
+            tools.append(
+                {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            )
+        else:
+            notes.append(
+                f"tools of the type {str(kind)[:40]} are left out: only functions are known here"
+            )
+    if choice is not None and choice.allowed is not None:
+        tools = [tool for tool in tools if name_of(tool) in choice.allowed]
+    return tools or None, notes
+
+
+def _rendered(
+    body: ChatBody,
+    tokenizer,
+    messages: Iterable[Message],
+    tools: list[dict[str, Any]] | None,
+    **options: Any,
+) -> tuple[Rendered, list[str]]:
+    """The messages in the chat template, and what is left out of them."""
+    messages = list(messages)
+    how, notes = thinking_options(body, tokenizer)
+    rendered = render(tokenizer, messages, tools, how | options)
+    return rendered, [*(note for each in messages for note in each.notes), *notes, *rendered.notes]
+
+
+def chat_tokens(body: ChatBody, tokenizer, context: Iterable[Message] | None = None) -> list[int]:
+    """The body's messages in the chat template, or some that are only a context.
+
+    Raises: SnapKVError: the template refuses, or there is none.
+    """
+    messages = body.messages if context is None else context
+    tools, options = _tools(body)[0], {"add_generation_prompt": context is None}
+    return _rendered(body, tokenizer, messages, tools, **options)[0].tokens
+
+
+def _text_tokens(prompt: Any, tokenizer) -> list[int]:
+    if isinstance(prompt, list):
+        require_in_vocabulary("prompt", prompt, tokenizer)
+        return prompt
+    try:
+        return text_tokens(tokenizer, prompt)
+    except Exception as error:
+        raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
+
+
+def require_in_vocabulary(field: str, tokens: Iterable[int], tokenizer) -> None:
+    size = len(tokenizer)
+    for token in tokens:
+        if not 0 <= token < size:
+            raise SnapKVError(f"{field} must have token ids from 0 to {size - 1}, got {token}")
