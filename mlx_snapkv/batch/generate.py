@@ -14,7 +14,7 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.token_ids import token_ids
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
-from ..planning.auto import BATCH, resolve
+from ..planning.auto import BATCH, explaining, resolve
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import NO_POLICY_REASON
 from ..policies import Policy, SnapKV, Sparse, Stages
@@ -65,13 +65,7 @@ def batch_generate(
     config, options, taken = resolve(
         model, longest, BATCH, kwargs, snapkv=snapkv, policy=policy, sparse=sparse, max_tokens=most
     )
-
-    def report_to(report: CompressionReport) -> None:
-        if taken is not None:
-            taken.explain(report)
-        if on_report is not None:
-            on_report(report)
-
+    report_to = explaining(taken, on_report)
     if config.policy is None:
         config.require(model)
         for prompt in token_lists:

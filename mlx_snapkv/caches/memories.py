@@ -1,6 +1,6 @@
 """The values of `memory`: which store keeps all entries, and how a prompt cache is moved into it."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -30,6 +30,11 @@ def require_memory(memory: str) -> None:
     if memory not in MEMORIES:
         *most, last = MEMORIES
         raise OptionError("memory", f"{', '.join(most)} or {last}", memory)
+
+
+def keeps_all(memory: str | None) -> TypeGuard[str]:
+    """Whether this is a memory in which all entries stay."""
+    return memory not in (None, "drop")
 
 
 def in_files(memory: str) -> bool:

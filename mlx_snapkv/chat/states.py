@@ -7,7 +7,7 @@ from typing import Any
 from .. import saved
 from ..caches.layers import attention_layers, is_compressed, kv_bytes
 from ..caches.matching import n_tokens
-from ..caches.memories import book_memory, make_caches, moved_into
+from ..caches.memories import book_memory, keeps_all, make_caches, moved_into
 from ..engine.report import NO_POLICY
 from ..engine.rewind import Rewind
 from ..errors import Option, SnapKVError
@@ -83,15 +83,15 @@ def _resumed(
     if prompt.policy != NO_POLICY:
         policy = prompt.policy
         stays = book is not None or not method_named(policy).evicts  # type: ignore[union-attr]
-        if not stays or memory in (None, "drop"):
+        if not (stays and keeps_all(memory)):
             memory = notes.get("memory")
     if book is not None:
-        memory = book if memory in (None, "drop") else memory
+        memory = memory if keeps_all(memory) else book
     what = "a book" if book else "a compressed prompt"
     if is_compressed(prompt.prompt_cache) or book is not None:
         if policy is None:
             raise SnapKVError(f"{path} holds {what}, which needs a policy to continue")
-        if book is None and memory not in (None, "drop"):
+        if book is None and keeps_all(memory):
             raise SnapKVError(
                 "{} holds {}, which needs {}, since the evicted entries are gone",
                 path,

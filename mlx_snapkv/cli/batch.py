@@ -58,7 +58,9 @@ def batch(
     reading = Reading(files.quiet)
     keywords = compression.keywords()
     compression.require_use()
-    keywords |= compression.take(model.model, None, "batch", reading.say, vars(cache))
+    keywords |= cache_options.keywords_of(
+        compression.recommend(model.model, None, "batch", reading.say, vars(cache))
+    )
     chosen = keywords["policy"]
     if cache.kv_bits is not None and chosen is None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")

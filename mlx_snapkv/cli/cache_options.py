@@ -254,19 +254,6 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         if not self.is_auto:
             require_compatible(CompressionConfig(self.resolve(), **self.retention()), When.CHOSEN)
 
-    def take(
-        self,
-        model: Any,
-        n_prompt: int | None,
-        task: str,
-        say: Callable[[str], None],
-        generation: dict[str, Any],
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        """What --policy auto changes of them, said in one line; the arguments are those of `recommend`."""
-        found = self.recommend(model, n_prompt, task, say, generation, max_tokens)
-        return {} if found is None else found.keywords
-
     def recommend(
         self,
         model: Any,
@@ -302,3 +289,8 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
         )
         say(str(found))
         return found
+
+
+def keywords_of(found: Recommendation | None) -> dict[str, Any]:
+    """The keywords that --policy auto changes, if it was given; see `CompressionOptions.recommend`."""
+    return {} if found is None else found.keywords

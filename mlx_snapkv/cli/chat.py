@@ -39,8 +39,10 @@ def chat(
     cache.require(loaded)
     options.seed_sampling(seed)
     reading = Reading(quiet)
-    keywords |= compression.take(
-        loaded, None, "conversation", reading.say, vars(cache), sampling.max_tokens
+    keywords |= cache_options.keywords_of(
+        compression.recommend(
+            loaded, None, "conversation", reading.say, vars(cache), sampling.max_tokens
+        )
     )
     keywords |= sampling.generation(tokenizer)
     conversation = Conversation(loaded, tokenizer, system=system_prompt, **keywords)

@@ -19,7 +19,7 @@ from ..planning.config import VERIFY
 from ..planning.units import format_bytes
 from ..policies import AUTO, POLICIES, Sparse, method_named
 from ..saved import require_writable
-from .cache_options import CompressionOptions
+from .cache_options import CompressionOptions, keywords_of
 from .chat_session import Session, is_sparse, options_of
 from .loading import ALONE_ONLY
 from .options import SamplingOptions
@@ -265,8 +265,10 @@ def _policy(session: Session, text: str) -> None:
             kv_memory=session.context.params["kv_memory"],
         )
         max_tokens = now.generation.get("max_tokens")
-        changes = options.take(
-            now.model, None, CONVERSATION, session.say, now.generation, max_tokens
+        changes = keywords_of(
+            options.recommend(
+                now.model, None, CONVERSATION, session.say, now.generation, max_tokens
+            )
         )
     else:
         changes = {"policy": None if text == "none" else method_named(text)}

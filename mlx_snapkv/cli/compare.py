@@ -106,9 +106,8 @@ def _default_methods(n_prompt: int, retention: cache_options.RetentionOptions) -
     elif retention.verify:
         policies = []  # only sparse attention drafts what is verified
     elif retention.memory is not None:
-        policies = policies[
-            :1
-        ]  # the second evicts while it reads, and --memory would keep everything
+        # The second evicts while it reads, and --memory would keep everything.
+        policies = policies[:1]
     return methods_of(policies, sparse, retention=retention)
 
 

@@ -144,7 +144,7 @@ def generate(
         taken = compression.recommend(
             loaded, len(tokens), "question", reading.say, keywords, max_tokens=sampling.max_tokens
         )
-        keywords |= {} if taken is None else taken.keywords
+        keywords |= cache_options.keywords_of(taken)
         full_is_best = compression.is_auto and keywords["policy"] is None
         reading.warn(
             loaded, len(tokens), was_chosen=full_is_best, max_tokens=sampling.max_tokens, **keywords
@@ -210,11 +210,12 @@ class _Answer:
     def print(self, model: Any, tokenizer: Any, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
         from ..engine.generate import stream_generate
+        from ..planning.auto import explaining
         from ..planning.footprint import file_cost
 
         show = not self.output.as_json
         cost = partial(file_cost, model, self.keywords["memory"]) if show else None
-        options = {"on_report": self._add_report, **self.keywords}
+        options = {"on_report": explaining(self.taken, self.reports.append), **self.keywords}
         try:
             with reading.bar(cost) as update:
                 options["prompt_progress_callback"] = update
@@ -229,11 +230,6 @@ class _Answer:
         if not show:
             print(json.dumps(self._to_dict(), ensure_ascii=False))
         self._close(reading)
-
-    def _add_report(self, report: CompressionReport) -> None:
-        if self.taken is not None:
-            self.taken.explain(report)
-        self.reports.append(report)
 
     def _close(self, reading: Reading, how: str = "") -> None:
         if (last := self.last) is None:

@@ -7,7 +7,7 @@ from typing import Any
 from .. import saved
 from ..caches.layers import is_compressed, kv_bytes, layer_caches
 from ..caches.matching import n_tokens
-from ..caches.memories import book_memory
+from ..caches.memories import book_memory, keeps_all
 from ..chat.prompts import mlx_lm_suffix
 from ..demo import MODELS
 from ..engine.compress import compress_prompt_cache
@@ -56,7 +56,7 @@ class SavedStart:
         if quantization and (compressed or any(c.quantization for c in layer_caches(caches))):
             how = "compressed" if compressed else "quantised"
             raise SnapKVError(f"{file} is already {how}, and its entries stay so: drop --kv-bits")
-        retains = memory not in (None, "drop")
+        retains = keeps_all(memory)
         changes = {flag: policy, "--memory": retains, "--verify": verify}
         if self._stored_in != "drop":
             self._require_nothing_else(policy, memory, quantization)

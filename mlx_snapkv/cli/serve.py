@@ -139,7 +139,9 @@ def serve(
     settings = None if ranks.rank else http.settings()
     keywords = compression.keywords()
     compression.require_use()
-    keywords |= compression.take(model.model, None, "conversation", Reading().say, vars(cache))
+    keywords |= cache_options.keywords_of(
+        compression.recommend(model.model, None, "conversation", Reading().say, vars(cache))
+    )
     generation = keywords | vars(cache)
     # Of several ranks, rank 0 says what is given up for room.
     prefix_cache = PrefixCache(sys.maxsize, ranks.first)

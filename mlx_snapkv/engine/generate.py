@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import attention_layers
 from ..errors import SnapKVError
-from ..planning.auto import QUESTION, resolve
+from ..planning.auto import QUESTION, explaining, resolve
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
@@ -169,7 +169,7 @@ def _resolved(
     sparse: Any,
     on_report: ReportCallback | None,
     options: dict[str, Any],
-) -> tuple[CompressionConfig, ReportCallback | None, dict[str, Any]]:
+) -> tuple[CompressionConfig, ReportCallback, dict[str, Any]]:
     """What the keywords ask for, and mlx-lm's; with "auto" or `snapkv=True`, the report tells what was taken."""
     config, options, taken = resolve(
         model,
@@ -181,15 +181,7 @@ def _resolved(
         sparse=sparse,
         max_tokens=max_tokens,
     )
-    if taken is None:
-        return config, on_report, options
-
-    def explained(report: CompressionReport) -> None:
-        taken.explain(report)
-        if on_report is not None:
-            on_report(report)
-
-    return config, explained, options
+    return config, explaining(taken, on_report), options
 
 
 def figures(response: Any) -> str:

@@ -3,10 +3,11 @@
 import dataclasses
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..caches.memories import in_files
+from ..caches.memories import in_files, keeps_all
 from ..errors import Option, SnapKVError, require_current
 from ..policies import (
     AUTO,
@@ -103,7 +104,7 @@ class AutoRequest:
     def settings(self) -> tuple[Setting, ...]:
         """The candidates, best first. A memory that the caller set, and verified answers, need all entries."""
         memory, verify = self.retention.get("memory"), self.retention.get("verify")
-        if memory not in (None, "drop"):
+        if keeps_all(memory):
             return tuple(s._replace(memory=memory) for s in (SPARSE, SNAPKV))
         if verify is not None:
             return SPARSE, PACKED
@@ -146,6 +147,20 @@ class Recommendation(NamedTuple):
         report.auto = str(self)
         if self.config.policy is None:
             report.reason = self.why
+
+
+def explaining(
+    found: Recommendation | None, on_report: Callable[[Any], None] | None
+) -> Callable[[Any], None]:
+    """What receives a request's report: `on_report`, once it tells what "auto" has taken, if that was asked."""
+
+    def receive(report: Any) -> None:
+        if found is not None:
+            found.explain(report)
+        if on_report is not None:
+            on_report(report)
+
+    return receive
 
 
 def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.compaction import Compaction
 from ..caches.layers import attention_layers, head_sizes, members
-from ..caches.memories import require_memory
+from ..caches.memories import keeps_all, require_memory
 from ..entries.quantization import Quantization, taken_from
 from ..errors import (
     ConflictError,
@@ -102,7 +102,7 @@ class CompressionConfig:
 
     @property
     def retains(self) -> bool:
-        return self.memory != "drop"
+        return keeps_all(self.memory)
 
     @property
     def reads_in_blocks(self) -> bool:

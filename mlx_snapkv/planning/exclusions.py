@@ -40,23 +40,25 @@ def _needs_other_policy(o: Any, why: str) -> SnapKVError:
     )
 
 
-def _verifies_nothing(o: Any, why: str) -> SnapKVError:
+def _needs_sparse(option: Option, does: str, why: str) -> SnapKVError:
     return SnapKVError(
-        "{} gives the full cache's own answer by sparse attention, but {}: give {} instead, or drop {}",
-        Option("verify", o.verify),
+        "{} {}, but {}: give {} instead, or drop {}",
+        option,
+        does,
         why,
         Option("sparse"),
-        Option("verify"),
+        Option(option.name),
     )
 
 
+def _verifies_nothing(o: Any, why: str) -> SnapKVError:
+    does = "gives the full cache's own answer by sparse attention"
+    return _needs_sparse(Option("verify", o.verify), does, why)
+
+
 def _keeps_a_text(o: Any, why: str) -> SnapKVError:
-    return SnapKVError(
-        "{} keeps a text's entries for questions to come, but {}: give {} instead, or drop {}",
-        Option("memory", o.memory),
-        why,
-        Option("sparse"),
-        Option("memory"),
+    return _needs_sparse(
+        Option("memory", o.memory), "keeps a text's entries for questions to come", why
     )
 
 
