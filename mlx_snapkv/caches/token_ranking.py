@@ -76,7 +76,7 @@ class TokenRanking:
         tokens = range(start, start + heads.shape[2])
         asked = self.view.asked_by(Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap))
         top = self._likeliest(asked, self._stop)
-        bias = None if self.rest is None else self.rest.bias(heads * scale, top.others)
+        bias = None if self.rest is None else self.rest.bias(heads, scale, top.others)
         return self._at(top.places, start).plain(), bias
 
     def choose_among(self, oldest: tuple[mx.array, mx.array]) -> None:

@@ -4,6 +4,7 @@ Everything that depends on the device is a field of `used`, read when it is need
 of one device on another.
 """
 
+import os
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -28,6 +29,7 @@ class Device:
         exact_votes: entries whose exact votes for a token cost no more than those by an index. A GPU waits for memory,
             and a float32 copy of half-precision keys is several times what attention itself reads.
         multiplies_codes: MLX has products with batches of quantised arrays. On CUDA it has none (0.32).
+        threads: that a product's KV heads are shared out to. MLX computes a stream of the CPU on one thread.
         fused: head sizes whose attention MLX computes, for many queries, without storing their scores (MLX 0.32). A CPU
             has no such kernel.
     """
@@ -39,6 +41,7 @@ class Device:
     largest_chunk: int
     exact_votes: int
     multiplies_codes: bool
+    threads: int
     fused: tuple[int, ...]
 
 
@@ -50,6 +53,7 @@ CPU = Device(
     largest_chunk=512,
     exact_votes=8192,
     multiplies_codes=True,
+    threads=min(4, os.cpu_count() or 1),
     fused=(),
 )
 GPU = Device(
@@ -60,6 +64,7 @@ GPU = Device(
     largest_chunk=2048,
     exact_votes=1024,
     multiplies_codes=not mx.cuda.is_available(),
+    threads=1,
     fused=(64, 80, 128),
 )
 used = GPU if mx.default_device().type == mx.gpu else CPU

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,7 @@ from .attention import latest_votes
 from .quantization import grown, n_bytes, n_rows, rows, with_room, write
 from .queries import Queries
 from .selection import top_of_groups
+from .threads import by_heads
 
 SAMPLE = 4096  # keys that the components should be taken from, at most
 MODE: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
@@ -135,8 +137,7 @@ class KeyIndex:
         """
         spans = list(self._spans(observed, n))
         if len(spans) == 1:
-            logits = self._logits(*spans[0])
-            return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
+            return by_heads(partial(_relevance, n), n, *self._factors(*spans[0]))
         # Made twice, since they are too many to be kept.
         tops: list[mx.array] = []
         for span in spans:
@@ -169,17 +170,17 @@ class KeyIndex:
         self, asking: Asking, start: int, stop: int, after: Sequence[mx.array] = ()
     ) -> mx.array:
         """Of the keys `[start, stop)`, computed after what is given: `(B, n_kv_heads, group * m, n)` float32."""
+        queries, *others = self._factors(asking, start, stop)
+        queries = mx.depends(queries, list(after)) if after else queries
+        return _logits(stop - start, queries, *others)
+
+    def _factors(self, asking: Asking, start: int, stop: int) -> list[mx.array]:
+        """What the logits of the keys `[start, stop)` are made of, in `_logits`."""
         queries, common = asking
         # MLX may copy a part of the codes: nearly all of them are multiplied as a whole.
         whole = start == 0 and 8 * stop >= 7 * n_rows(self._codes)
-        codes, powers = self._codes if whole else rows(self._codes, start, stop)
-        queries = mx.depends(queries, list(after)) if after else queries
-        if device.used.multiplies_codes:
-            logits = mx.quantized_matmul(queries, codes, powers, transpose=True, **MODE)
-        else:
-            logits = queries @ mx.dequantize(codes, powers, **MODE).astype(mx.float32).mT
-        logits = logits[..., : stop - start]
-        return logits if common is None else logits + common
+        codes = self._codes if whole else rows(self._codes, start, stop)
+        return [queries, *codes] + ([] if common is None else [common])
 
     def latest_votes(
         self,
@@ -208,6 +209,23 @@ class KeyIndex:
         found = latest_votes(keys_at(places), seen, counts)
         votes = mx.zeros((len(counts), B, H, T))
         return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
+
+
+def _relevance(n: int, *factors: mx.array) -> mx.array:
+    logits = _logits(n, *factors)
+    return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
+
+
+def _logits(
+    n: int, queries: mx.array, codes: mx.array, powers: mx.array, common: mx.array | None = None
+) -> mx.array:
+    """Of the first `n` keys of these codes: `(B, n_kv_heads, group * m, n)` float32."""
+    if device.used.multiplies_codes:
+        logits = mx.quantized_matmul(queries, codes, powers, transpose=True, **MODE)
+    else:
+        logits = queries @ mx.dequantize(codes, powers, **MODE).astype(mx.float32).mT
+    logits = logits[..., :n]
+    return logits if common is None else logits + common
 
 
 def index_bytes(keys: mx.array) -> int:

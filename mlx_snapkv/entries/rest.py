@@ -54,23 +54,24 @@ class Rest:
         keys, values = (mx.concatenate([old[:, :, :done], x], axis=2) for old, x in both)
         return replace(self, keys=keys, values=values)
 
-    def bias(self, queries: mx.array, unread: mx.array) -> mx.array:
-        """What a token adds to the pages' logits `q . mean key`, `(B, n_heads, L, n_pages)` float32.
+    def bias(self, queries: mx.array, scale: float, unread: mx.array) -> mx.array:
+        """What a token adds to the pages' logits `scale * (q . mean key)`, `(B, n_heads, L, n_pages)` float32.
 
         Args:
-            queries: `(B, n_heads, L, head_dim)`, scaled, each KV head's together.
+            queries: `(B, n_heads, L, head_dim)`, each KV head's together.
             unread: bool `(B, n_kv_heads, n)`, whole pages and no fewer than these: entries that are not read.
         """
         counts = by_page(unread)[:, :, None, None, : self.n_pages]
         logits = page_logits(queries, self.keys)
-        return _weighed(logits, counts, self.temperature, self.log_mass).flatten(1, 2)
+        scales = mx.array(scale), self.temperature
+        return _weighed(logits, counts, *scales, self.log_mass).flatten(1, 2)
 
 
 @partial(mx.compile, shapeless=True)
 def _weighed(
-    logits: mx.array, counts: mx.array, temperature: mx.array, log_mass: mx.array
+    logits: mx.array, counts: mx.array, scale: mx.array, temperature: mx.array, log_mass: mx.array
 ) -> mx.array:
-    weighed = logits * (temperature - 1) + mx.log(mx.maximum(counts, NOTHING)) + log_mass
+    weighed = logits * scale * (temperature - 1) + mx.log(mx.maximum(counts, NOTHING)) + log_mass
     return mx.where((counts > 0) & (log_mass > HIDDEN), weighed, HIDDEN)
 
 

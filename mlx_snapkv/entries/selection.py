@@ -8,6 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import SnapKVError
+from .threads import by_heads, on_each
 
 GROUP = 2048  # scores that a GPU sorts in one step
 MULTIPLE = 256  # a group's size is one of this
@@ -88,7 +89,7 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
     dealt = mx.unflatten(mx.view(padded, mx.uint32), -1, (size, n_groups))
     costs = _costs(dealt, counted(size)[:, None])
     each = max(1, k // n_groups)
-    best = mx.partition(costs, each - 1, axis=-2)[..., :each, :]
+    best = by_heads(partial(_lowest, each), stop - first, costs)
     others = _others(costs, best[..., -1:, :]).flatten(-2)
     return Top(_places(best, counted(n_groups), n_groups).flatten(-2), others)
 
@@ -101,6 +102,10 @@ def n_of_groups(m: int, k: int, n: int = 0) -> int:
 
 def _groups(n: int) -> int:
     return math.ceil(n / GROUP)
+
+
+def _lowest(k: int, costs: mx.array) -> mx.array:
+    return mx.partition(costs, k - 1, axis=-2)[..., :k, :]
 
 
 @partial(mx.compile, shapeless=True)
@@ -131,8 +136,12 @@ def take_entries(buffers: Sequence[mx.array], positions: mx.array) -> list[mx.ar
     # 2 to 6 times faster than to take them along an axis; a buffer that is not contiguous would be copied.
     B, H, T, _ = buffers[0].shape
     places = (positions + counted(B * H, T).reshape(B, H, 1)).flatten()
-    taken = (mx.take(x.reshape(B * H * T, -1), places, axis=0) for x in buffers)
-    return [mx.unflatten(x, 0, (B, H, -1)) for x in taken]
+    return on_each(lambda x: _take(x, places), places.size, buffers)
+
+
+def _take(buffer: mx.array, places: mx.array) -> mx.array:
+    taken = mx.take(mx.flatten(buffer, 0, 2), places, axis=0)
+    return mx.unflatten(taken, 0, (*buffer.shape[:2], -1))
 
 
 def nan_scores() -> SnapKVError:

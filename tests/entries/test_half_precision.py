@@ -98,7 +98,9 @@ def test_a_page_s_bias_may_pass_float16():
     """A head at half the temperature adds 100,000 to a logit of -200,000."""
     keys, heads = mx.full((1, 1, 2, 8), -250.0), mx.full((1, 1, 1, 8), 100.0)
     one = mx.ones((1, 1, 1, 1, 1))
-    bias = Rest(keys, keys, 0 * one, one / 2).bias(heads, mx.arange(2 * PAGE)[None, None] < PAGE)
+    bias = Rest(keys, keys, 0 * one, one / 2).bias(
+        heads, 1.0, mx.arange(2 * PAGE)[None, None] < PAGE
+    )
     mask = biased(bias, 5, mx.float16)
     assert bias[..., 0].item() > 65504 == mask[..., 0].item()
     assert mask[..., 1].item() == -mx.inf and mask.dtype == mx.float16 and not mask[..., 2:].any()
