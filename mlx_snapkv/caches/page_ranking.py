@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..entries.queries import Captured
+from ..entries.rest import page_means
 from ..policies.sparse import PAGE, Reach
 from .full_view import FullView
 
@@ -23,7 +24,7 @@ class PageRanking:
             trained length these stand where they are, and the sink before them.
     """
 
-    means: mx.array | None = None  # of the keys of the first pages, float32
+    means: mx.array | None = None  # of the keys of the first pages, of their dtype
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class PageRanking:
 
         It is the attention to the pages' mean keys, by sampled queries of all heads of a GQA group.
         """
-        means = self._grown_means(among.stop)[:, :, among.start :]
+        means = self._grown_means(among.stop)[:, :, among.start :].astype(mx.float32)
         B, H, _, D = means.shape
         places = mx.arange(among.start * PAGE + PAGE // 2, among.stop * PAGE, PAGE)
         means = self._view.turned(means, mx.broadcast_to(places, (B, H, places.size)), start)
@@ -97,8 +98,7 @@ class PageRanking:
         """Mean keys of the first `stop` pages."""
         done = 0 if self.means is None else self.means.shape[2]
         if stop > done:
-            keys = self._view.read_keys(done * PAGE, stop * PAGE).astype(mx.float32)
-            new = mx.unflatten(keys, 2, (-1, PAGE)).mean(axis=3)
+            new = page_means(self._view.read_keys(done * PAGE, stop * PAGE), PAGE)
             self.means = new if self.means is None else mx.concatenate([self.means, new], axis=2)
         return self.means  # type: ignore[return-value]
 

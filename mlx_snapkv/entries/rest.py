@@ -83,14 +83,14 @@ def page_logits(queries: mx.array, keys: mx.array) -> mx.array:
     return mx.unflatten(logits, 2, (-1, queries.shape[2]))
 
 
-def page_means(entries: mx.array) -> mx.array:
-    """Means of every `PAGE` of `(B, n_kv_heads, n, head_dim)` entries; of the last page, of as many as there are.
+def page_means(entries: mx.array, size: int) -> mx.array:
+    """Means of every `size` of `(B, n_kv_heads, n, head_dim)` entries; of the last page, of as many as there are.
 
     They are summed in float32: of float16, sums of a few hundred numbers may be too large.
     """
-    n, whole = entries.shape[2], entries.shape[2] // PAGE * PAGE
+    n, whole = entries.shape[2], entries.shape[2] // size * size
     summed = entries.astype(mx.float32)
-    means = mx.unflatten(summed[:, :, :whole], 2, (-1, PAGE)).mean(axis=3)
+    means = mx.unflatten(summed[:, :, :whole], 2, (-1, size)).mean(axis=3)
     if whole < n:
         last = summed[:, :, whole:].mean(axis=2, keepdims=True)
         means = mx.concatenate([means, last], axis=2)
@@ -103,7 +103,7 @@ def means(entries: Any, first: int) -> tuple[mx.array, mx.array]:
     spans = [(start, min(start + BLOCK, len(entries))) for start in starts]
     read = entries.read_keys, entries.read_values
     keys, values = (
-        mx.concatenate([page_means(part(*span)) for span in spans], axis=2) for part in read
+        mx.concatenate([page_means(part(*span), PAGE) for span in spans], axis=2) for part in read
     )
     mx.eval(keys, values)
     return keys, values

@@ -90,7 +90,7 @@ class EntrySizes:
 
     def of_means(self) -> float:
         """Bytes of a token in the mean keys by which chunks choose pages."""
-        return sum(4 * keys.size for keys, _ in self._entries) / PAGE
+        return sum(keys.nbytes for keys, _ in self._entries) / PAGE
 
     def full(self, quantization: Quantization | None) -> int:
         """Bytes of a token's entries in all full caches; mlx-lm quantises those that are not in a `CacheList`."""

@@ -146,7 +146,7 @@ def output_of_answer(query, keys, values, read, pair):
 def test_positions_are_counted_by_page(small_pages):
     flags = mx.zeros((2, 40), mx.bool_).at[0, mx.array([0, 15, 16, 39])].add(True)
     assert rest.by_page(flags).tolist() == [[2, 1, 1], [0, 0, 0]]
-    means = rest.page_means(mx.arange(40, dtype=mx.float32).reshape(1, 1, 40, 1))
+    means = rest.page_means(mx.arange(40, dtype=mx.float32).reshape(1, 1, 40, 1), rest.PAGE)
     assert means.flatten().tolist() == [7.5, 23.5, 35.5]
 
 

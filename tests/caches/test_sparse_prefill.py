@@ -100,6 +100,17 @@ def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(make, m
         assert found.tolist() == sorted({*in_pages, *window})
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_the_pages_means_take_a_sixteenth_of_the_keys_bytes(dtype):
+    model = make_llama(num_hidden_layers=1)
+    model.set_dtype(dtype)
+    caches, (view,) = sparse_caches(model, REACH)
+    read_by(model, caches, START, N)
+    *_, means = caches[0].state
+    in_pages = view.read_keys(0, (START - WINDOW) // PAGE * PAGE)
+    assert means.nbytes * PAGE == in_pages.nbytes > 0
+
+
 def test_attention_is_that_of_numpy_over_what_was_chosen():
     """The entries before a chunk come first, then its own tokens, each of which sees those up to itself."""
     model = make_llama(num_hidden_layers=1)
