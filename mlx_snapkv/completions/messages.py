@@ -225,11 +225,13 @@ def _item(item: dict[str, Any], kind: str) -> list[Message]:
 def in_turns(messages: Iterable[Message]) -> list[Message]:
     """Messages of which those in a row of a role are one, since many templates want roles to alternate.
 
+    Results are in the order of their calls: most templates name neither's id.
+
     A system message after the beginning, as agents send, becomes the user's: many templates have no other place for
     it, and moving it to the front would change a prefix that is already known.
     """
     turns: list[Message] = []
-    for message in messages:
+    for message in in_order_of_calls(messages):
         if message.notes and not (
             message.text or message.reasoning or message.calls or message.call_id
         ):
@@ -244,6 +246,19 @@ def in_turns(messages: Iterable[Message]) -> list[Message]:
         else:
             turns[-1] = _joined(last, message)
     return turns
+
+
+def in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
+    """Messages of which results in a row are in the order of the calls before them, where these have ids."""
+    places: dict[str, int] = {}
+    for role, group in groupby(messages, lambda message: message.role):
+        if role == "tool":
+            group = iter(sorted(group, key=lambda each: places.get(each.call_id, len(places))))
+        elif role == "assistant":
+            said = list(group)
+            ids = dict.fromkeys(call["id"] for each in said for call in each.calls)
+            places, group = {name: n for n, name in enumerate(ids)}, iter(said)
+        yield from group
 
 
 def _joined(first: Message, second: Message) -> Message:

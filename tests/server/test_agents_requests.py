@@ -112,7 +112,7 @@ STRICT = [
     ("gemma", [SYSTEM, user("a"), chat_call('{"a": 1}'), RESULT], ["Be brief.", "open", '{"a": 1}', "Done."]),
     ("gemma", [SYSTEM], ["<|user|>Be brief."]),
     ("plain", [user(), chat_call('{"a": 1}'), RESULT], ['<|assistant|>[open {"a": 1}]', "Done."]),
-    ("llama3", [user(), TWO_CALLS, RESULT, RESULT], ["[open {}]\n[open {}]", "Done.", "Done."]),
+    ("llama3", [user(), TWO_CALLS, RESULT, RESULT], ['"open"', "<|tool|>Done.", '"open"', "<|tool|>Done."]),
     ("llama3", [user(), chat_call(""), RESULT], ['"parameters": {}', "<|tool|>Done."]),
 ]  # fmt: skip
 
@@ -124,6 +124,31 @@ def test_what_a_strict_template_refuses_is_put_differently(scripted, family, mes
     for word in words:
         _, is_there, prompt = prompt.partition(word)
         assert is_there, (word, prompt)
+
+
+def several_calls(*ids):
+    """An assistant's calls at once, each with its id as its argument."""
+    made = (chat_call(json.dumps({"at": name}), name)["tool_calls"][0] for name in ids)
+    return {"role": "assistant", "tool_calls": list(made)}
+
+
+@pytest.mark.parametrize("family", ["chatml", "mistral", "gemma", "thinking"])
+def test_results_are_read_in_the_order_of_their_calls(scripted, family):
+    results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in "cab"]
+    messages = [user(), several_calls("a", "b", "c"), *results, user("Go on.")]
+    prompt, _ = scripted.ask(CHAT, family, messages=messages, answer="</think>Fine.")
+    assert prompt.index("of a") < prompt.index("of b") < prompt.index("of c")
+
+
+def test_a_template_of_one_call_a_message_gets_each_with_its_result(scripted):
+    results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in "ba"]
+    messages = [user(), several_calls("a", "b"), *results, several_calls("a", "b"), *results]
+    prompt, found = scripted.ask(CHAT, "llama3", messages=messages)
+    each = "".join(
+        f'<|assistant|>{{"name": "open", "parameters": {{"at": "{name}"}}}}<|end|><|tool|>of {name}<|end|>'
+        for name in "abab"
+    )
+    assert each in prompt and "warnings" not in found
 
 
 def test_ids_are_the_same_in_call_and_result_and_with_each_request(scripted):
