@@ -40,8 +40,8 @@ FAMILIES = {
     # A model that thinks, as much as it is told.
     "thinking": """{%- if tools %}[tools {% for t in tools %}{{ t | tojson }}{% endfor %}]{% endif %}
 {%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
-{{- '{"name": "' }}{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}<|end|>
-{%- endfor %}
+{{- '{"name": "' }}{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>
+{%- endfor %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}[{{ reasoning_effort | default('usual') }}]<|assistant|>
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}{% endif %}""",
     # A model that thinks, whose template always ends so.

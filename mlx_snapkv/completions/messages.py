@@ -38,7 +38,14 @@ OTHER_FORMS = (
     "tool_call_id",
     "reasoning",
 )
-ARGUMENTS = ("arguments", "input", "action", "operation")  # by which a call's arguments go
+ARGUMENTS = (
+    "arguments",
+    "input",
+    "action",
+    "operation",
+    "queries",
+    "code",
+)  # by which a call's arguments go
 OWN = ("user", "system")  # whose words have to be read as they are
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 
@@ -211,11 +218,9 @@ def _item(item: dict[str, Any], kind: str) -> list[Message]:
         return [result(item.get("call_id"), item.get("output", item.get("tools")))]
     if kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
         return [Message("assistant", calls=(call_of(item),))]
-    if kind.endswith("_call") and "output" in item:  # a service's, with its result
-        return [
-            Message("assistant", calls=(call_of(item),)),
-            result(item.get("id"), item["output"]),
-        ]
+    found = item.get("output", item.get("outputs", item.get("results")))
+    if kind.endswith("_call") and ("output" in item or found):  # a service's, with its result
+        return [Message("assistant", calls=(call_of(item),)), result(item.get("id"), found)]
     if kind in ("tool_use", "tool_result", *THOUGHTS):
         return list(_content([item], "assistant"))
     note = f"an item of the type {kind[:40]} is left out"

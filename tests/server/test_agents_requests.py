@@ -69,6 +69,8 @@ PARTS = [
     ([{"type": "resource_link", "uri": "https://a.example/b"}], ["https://a.example/b"]),
     ([{"type": "brand_new", "x": {"y": 1}}], ['"x": {"y": 1}']),
     ([{"type": "text", "text": "half \ud83d"}], ["half \ufffd"]),
+    ([{"type": "resource", "resource": {"uri": "a", "blob": "iVBORw0KGgo="}}], ["[file, 8 bytes, not shown"]),
+    ({"type": "computer_screenshot", "image_url": "data:image/png;base64,iVBORw0KGgo="}, ["8 bytes, not shown"]),
     *(([{"type": "text", "text": "See:"}, image], ["See:", *SHOWN]) for image in IMAGES),
     *(([image], SHOWN) for image in IMAGES),
 ]  # fmt: skip
@@ -217,3 +219,33 @@ def test_a_choice_of_tools_in_any_form(scripted):
         tools = [{"name": "open", "input_schema": {"type": "object"}}]
         _, found = scripted.ask(MESSAGES, tool_choice=choice, **asked | {"tools": tools})
         assert [block["type"] for block in found["content"]] == ["tool_use"]
+
+
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+LEFT_OUT = "tool_choice is left out: only functions are known here"
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "web_search"}])
+def test_a_choice_of_a_service_is_left_out(scripted, choice):
+    _, found = scripted.ask(MESSAGES, messages=ASKED, tools=[SEARCH], tool_choice=choice)
+    assert found["content"] == [{"type": "text", "text": "Fine."}] and LEFT_OUT in found["warnings"]
+    body = {"input": "Look.", "tools": [{"type": "web_search"}], "tool_choice": "required"}
+    assert LEFT_OUT in scripted.ask(RESPONSES, **body)[1]["warnings"]
+
+
+def test_a_call_at_a_time_is_not_promised(scripted):
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    tools = [{"name": "open", "input_schema": {"type": "object"}}]
+    _, found = scripted.ask(MESSAGES, messages=ASKED, tools=tools, tool_choice=choice)
+    assert found["warnings"] == [
+        "parallel_tool_calls is left out: an answer may call several tools"
+    ]
+
+
+def test_a_tool_in_another_apis_form_keeps_its_schema(scripted):
+    schema = {"type": "object", "properties": {"door": {"type": "string"}}}
+    tools = [{"name": "open", "description": "A door.", "input_schema": schema}]
+    prompt, _ = scripted.ask(CHAT, messages=ASKED, tools=tools)
+    assert (
+        '"parameters": {"type": "object", "properties"' in prompt and "input_schema" not in prompt
+    )
