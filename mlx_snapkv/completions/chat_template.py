@@ -19,6 +19,7 @@ from .contents import as_json
 from .messages import Message, calls_as_text, for_template, in_turns
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # what Mistral's templates demand
+SEEN = "OK."
 LEFT_OUT = "(what was said before is left out)"
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
 NO_ARRAY = SnapKVError("chat_template_kwargs must leave the prompt a list of tokens")
@@ -158,6 +159,17 @@ def _place_of_result(turns: list[Message], call_id: str) -> int:
     return next(of_id, waiting[0][0] if waiting else len(turns))
 
 
+def _with_answers(turns: list[Message], options: dict[str, Any]) -> Given:
+    """A word of the assistant's before what the user says behind a call or its result, as agents' reminders are."""
+    changed: list[Message] = []
+    for turn in turns:
+        last = changed[-1] if changed else None
+        if turn.role == "user" and last is not None and (last.calls or last.role == "tool"):
+            changed.append(Message("assistant", SEEN))
+        changed.append(turn)
+    return changed, options
+
+
 def _alternating(turns: list[Message], options: dict[str, Any]) -> Given:
     """Only what users and the assistant say, in turn, the user first."""
     changed = in_turns(map(calls_as_text, turns))
@@ -180,6 +192,8 @@ WAYS: list[tuple[Callable[..., Given], ...]] = [
     (*ALIKE, _without_system, _as_texts),
     (*ALIKE, _one_call_each),
     (*ALIKE, _without_system, _one_call_each),
+    (*ALIKE, _with_answers),
+    (*ALIKE, _without_system, _with_answers),
     (*ALIKE, _alternating),
     (*ALIKE, _without_system, _alternating),
 ]

@@ -110,6 +110,8 @@ STRICT = [
     ("mistral", [chat_call("{}", ID), RESULT, user("c")], ["[TOOL_CALLS]open(", "<|user|>c"]),
     ("mistral", [{"role": "assistant", "content": "b"}, user("c")], ["<|user|>", "b", "<|user|>c"]),
     ("mistral", [user("a"), {"role": "tool", "content": "Done."}], ["Done."]),
+    ("mistral", [user(), chat_call("{}", ID), RESULT, user("c")], ["[TOOL_CALLS]open(", "[RESULT ", "<|user|>c"]),
+    ("mistral", [user(), chat_call("{}", ID), user("c")], ["[TOOL_CALLS]open(", "<|user|>c"]),
     ("gemma", [SYSTEM, user("a")], ["<|user|>Be brief.\n\na"]),
     ("gemma", [SYSTEM, user("a"), chat_call('{"a": 1}'), RESULT], ["Be brief.", "open", '{"a": 1}', "Done."]),
     ("gemma", [SYSTEM], ["<|user|>Be brief."]),
