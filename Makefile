@@ -61,7 +61,7 @@ bench-gpu: $(VENV)/.installed ## one model on this machine's GPU: a table to pas
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py
 
-agents: $(VENV)/.installed-dev ## Claude Code, Codex and opencode against the server; writes docs/agents.json and its table (needs npm; ten minutes)
+agents: $(VENV)/.installed-dev ## Claude Code, Codex, opencode, aider and client libraries against the server; writes docs/agents.json and its tables (needs npm; an hour)
 	$(RUN) scripts/try_agents.py
 	$(RUN) scripts/write_docs.py
 

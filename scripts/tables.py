@@ -268,26 +268,41 @@ def _by_lookahead(row: Row | None) -> str:
     return f"{mean}; {interval(row['against_none'], f'+{form}', scale)}"
 
 
+TEMPLATES = {
+    "chatml": "ChatML",
+    "llama3": "Llama 3",
+    "mistral": "Mistral",
+    "gemma": "Gemma",
+    "thinking": "thinking",
+}
+
+
 def agents() -> list[str]:
+    """Turns answered by client, a column a family of templates."""
     result = load("agents")
-    rows = [
-        row
-        | {"version": result["agents"][row["package"]]}
-        | {"works": "yes" if row["answered"] and row["tool_ran"] else "no"}
-        | {"still": "yes" if row["still_answers"] else "no"}
-        for row in result["rows"]
-    ]
+    rows = []
+    for (client, api), own in grouped(result["rows"], "client", "api").items():
+        turns = {row["template"]: f"{row['answered']}/{row['turns']}" for row in own}
+        warnings = sorted({warning for row in own for warning in row["warnings"]})
+        cells = [turns.get(template, "") for template in TEMPLATES]
+        name = f"{client} {result['clients'][client]}"
+        rows.append((name, f"`{api}`", *cells, "; ".join(warnings)))
+    header = ("client", "API", *TEMPLATES.values(), "warnings")
+    return [*_measured(result), *table(header, rows)]
+
+
+def agents_context() -> list[str]:
+    """Agents whose conversations outgrew the context."""
+    result = load("agents")
+    rows = [row for row in result["rows"] if row["template"] == "chatml" and "longest" in row]
     columns = {
-        "agent": "{package} {version}",
-        "API": "`{api}`",
-        "answers, runs tools": "{works}",
+        "agent": "{client}",
         "cached of the second turn's prompt": "{second_turn[1]:,} of {second_turn[0]:,}",
         "longest prompt read": "{longest:,}",
         "refused": "{refused}",
         "last prompt": "{after:,}",
-        "still answers": "{still}",
     }
-    return [*_measured(result), *figures(rows, columns)]
+    return figures(rows, columns)
 
 
 def modes(name: str) -> list[str]:
@@ -321,4 +336,5 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "modes-asked": lambda: modes("modes-asked"),
     "lookahead": lookahead,
     "agents": agents,
+    "agents-context": agents_context,
 }

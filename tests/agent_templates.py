@@ -9,17 +9,22 @@ FAMILIES = {
 {%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {
 {%- for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }};{% endfor %}}}</tool_call>{% endfor %}<|end|>
 {%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
-    # Llama 3: one call a message.
-    "llama3": """{%- for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}
+    # Llama 3: one call a message, and tools in the first user's message.
+    "llama3": """{%- set ns = namespace(tools=tools) %}
+{%- if tools and messages | selectattr('role', 'equalto', 'user') | list == [] %}
+{{- raise_exception("Cannot put tools in the first user message when there's no first user message!") }}{% endif %}
+{%- for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}
 {{- raise_exception('This model only supports single tool-calls at once!') }}{% endif %}
 {%- set f = m.tool_calls[0].function %}<|assistant|>{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
-{%- else %}<|{{ m.role }}|>{{ m.content | trim }}{% endif %}<|end|>{% endfor %}
+{%- else %}<|{{ m.role }}|>{% if ns.tools and m.role == 'user' %}{% for t in ns.tools %}{{ t | tojson(indent=4) }}
+{% endfor %}{% set ns.tools = none %}{% endif %}{{ m.content | trim }}{% endif %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}""",
     # Mistral: names of nine characters, roles that alternate.
     "mistral": """{%- set ns = namespace(user=true) %}{% for m in messages if m.role != 'system' %}
 {%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}{% if (m.role == 'user') != ns.user %}
 {{- raise_exception('After the optional system message, conversation roles must alternate user/assistant') }}
 {%- endif %}{% set ns.user = not ns.user %}{% endif %}{% endfor %}
+{%- if tools %}[AVAILABLE_TOOLS]{% for t in tools %}{{ t | tojson }}{% endfor %}[/AVAILABLE_TOOLS]{% endif %}
 {%- for m in messages %}{% if m.tool_calls %}[TOOL_CALLS]{% for c in m.tool_calls %}{% if c.id | length != 9 %}
 {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
 {{- c.function.name }}({{ c.id }}){% endfor %}{% elif m.role == 'tool' %}
@@ -33,7 +38,10 @@ FAMILIES = {
     # No tools, and nothing that is refused.
     "plain": """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>""",
     # A model that thinks, as much as it is told.
-    "thinking": """{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}
+    "thinking": """{%- if tools %}[tools {% for t in tools %}{{ t | tojson }}{% endfor %}]{% endif %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{{- '{"name": "' }}{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>
+{%- endfor %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}[{{ reasoning_effort | default('usual') }}]<|assistant|>
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}{% endif %}""",
     # A model that thinks, whose template always ends so.

@@ -215,6 +215,7 @@ class ChatBody(CommonBody):
     reasoning: Any = None
     thinking: Any = None
     enable_thinking: Any = None
+    think: Any = None
 
     @property
     def by_functions(self) -> bool:

@@ -19,6 +19,7 @@ from .contents import as_json
 from .messages import Message, calls_as_text, for_template, in_turns
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # what Mistral's templates demand
+SEEN = "OK."
 LEFT_OUT = "(what was said before is left out)"
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
 NO_ARRAY = SnapKVError("chat_template_kwargs must leave the prompt a list of tokens")
@@ -136,6 +137,39 @@ def _without_system(turns: list[Message], options: dict[str, Any]) -> Given:
     return in_turns(changed), options
 
 
+def _one_call_each(turns: list[Message], options: dict[str, Any]) -> Given:
+    """Calls that were made at once as if they had been made one after the other, each with its result."""
+    changed: list[Message] = []
+    for turn in turns:
+        first, *rest = turn.calls or (None,)
+        if turn.role == "tool":
+            changed.insert(_place_of_result(changed, turn.call_id), turn)
+        else:
+            changed.append(turn if first is None else replace(turn, calls=(first,)))
+            changed += [Message(turn.role, calls=(call,)) for call in rest]
+    return changed, options
+
+
+def _place_of_result(turns: list[Message], call_id: str) -> int:
+    """Behind the first call of that id without a result, or else of any id, or else at the end."""
+    roles = [*(turn.role for turn in turns[1:]), ""]
+    pairs = enumerate(zip(turns, roles), 1)
+    waiting = [(place, turn) for place, (turn, next_) in pairs if turn.calls and next_ != "tool"]
+    of_id = (place for place, turn in waiting if turn.calls[0]["id"] == call_id)
+    return next(of_id, waiting[0][0] if waiting else len(turns))
+
+
+def _with_answers(turns: list[Message], options: dict[str, Any]) -> Given:
+    """A word of the assistant's before what the user says behind a call or its result, as agents' reminders are."""
+    changed: list[Message] = []
+    for turn in turns:
+        last = changed[-1] if changed else None
+        if turn.role == "user" and last is not None and (last.calls or last.role == "tool"):
+            changed.append(Message("assistant", SEEN))
+        changed.append(turn)
+    return changed, options
+
+
 def _alternating(turns: list[Message], options: dict[str, Any]) -> Given:
     """Only what users and the assistant say, in turn, the user first."""
     changed = in_turns(map(calls_as_text, turns))
@@ -156,6 +190,10 @@ WAYS: list[tuple[Callable[..., Given], ...]] = [
     (*ALIKE, _without_system),
     (*ALIKE, _without_system, _as_objects),
     (*ALIKE, _without_system, _as_texts),
+    (*ALIKE, _one_call_each),
+    (*ALIKE, _without_system, _one_call_each),
+    (*ALIKE, _with_answers),
+    (*ALIKE, _without_system, _with_answers),
     (*ALIKE, _alternating),
     (*ALIKE, _without_system, _alternating),
 ]

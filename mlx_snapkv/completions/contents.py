@@ -10,7 +10,7 @@ from .checks import require
 
 BREAK = "\n\n"  # between texts that came apart
 TEXTS = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
-MEDIA = ("image", "audio", "video", "file", "document", "pdf")
+MEDIA = ("image", "audio", "video", "file", "document", "pdf", "screenshot")
 
 
 class Shown(NamedTuple):
@@ -70,7 +70,7 @@ def _part(part: dict[str, Any], whose: str) -> Shown:
     text = _text_within(part)
     if text is not None:
         return Shown(_titled(part, text))
-    media = next((name for name in MEDIA if name in kind), None)
+    media = _media(part, kind)
     if whose == "own" and media is not None:
         what = f".content has {'an' if media[0] in 'aeiou' else 'a'} {media}"
         raise ValueError(f"{what}, and this model reads text only: leave it out")
@@ -79,6 +79,13 @@ def _part(part: dict[str, Any], whose: str) -> Shown:
     name = media or kind
     about = ", ".join([f"[{name}", *_size(part), "not shown to this model]"])
     return Shown(f"\n{about}\n", f"a part of the type {kind} is not shown to the model")
+
+
+def _media(part: dict[str, Any], kind: str) -> str | None:
+    """What this part is that is no text, if it is: an MCP server's resource may be any file."""
+    resource = part.get("resource")
+    is_file = isinstance(resource, dict) and isinstance(resource.get("blob"), str)
+    return next((name for name in MEDIA if name in kind), "file" if is_file else None)
 
 
 def _titled(part: dict[str, Any], text: str) -> str:

@@ -38,7 +38,14 @@ OTHER_FORMS = (
     "tool_call_id",
     "reasoning",
 )
-ARGUMENTS = ("arguments", "input", "action", "operation")  # by which a call's arguments go
+ARGUMENTS = (
+    "arguments",
+    "input",
+    "action",
+    "operation",
+    "queries",
+    "code",
+)  # by which a call's arguments go
 OWN = ("user", "system")  # whose words have to be read as they are
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 
@@ -211,11 +218,9 @@ def _item(item: dict[str, Any], kind: str) -> list[Message]:
         return [result(item.get("call_id"), item.get("output", item.get("tools")))]
     if kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
         return [Message("assistant", calls=(call_of(item),))]
-    if kind.endswith("_call") and "output" in item:  # a service's, with its result
-        return [
-            Message("assistant", calls=(call_of(item),)),
-            result(item.get("id"), item["output"]),
-        ]
+    found = item.get("output", item.get("outputs", item.get("results")))
+    if kind.endswith("_call") and ("output" in item or found):  # a service's, with its result
+        return [Message("assistant", calls=(call_of(item),)), result(item.get("id"), found)]
     if kind in ("tool_use", "tool_result", *THOUGHTS):
         return list(_content([item], "assistant"))
     note = f"an item of the type {kind[:40]} is left out"
@@ -225,11 +230,13 @@ def _item(item: dict[str, Any], kind: str) -> list[Message]:
 def in_turns(messages: Iterable[Message]) -> list[Message]:
     """Messages of which those in a row of a role are one, since many templates want roles to alternate.
 
+    Results are in the order of their calls: most templates name neither's id.
+
     A system message after the beginning, as agents send, becomes the user's: many templates have no other place for
     it, and moving it to the front would change a prefix that is already known.
     """
     turns: list[Message] = []
-    for message in messages:
+    for message in in_order_of_calls(messages):
         if message.notes and not (
             message.text or message.reasoning or message.calls or message.call_id
         ):
@@ -244,6 +251,19 @@ def in_turns(messages: Iterable[Message]) -> list[Message]:
         else:
             turns[-1] = _joined(last, message)
     return turns
+
+
+def in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
+    """Messages of which results in a row are in the order of the calls before them, where these have ids."""
+    places: dict[str, int] = {}
+    for role, group in groupby(messages, lambda message: message.role):
+        if role == "tool":
+            group = iter(sorted(group, key=lambda each: places.get(each.call_id, len(places))))
+        elif role == "assistant":
+            said = list(group)
+            ids = dict.fromkeys(call["id"] for each in said for call in each.calls)
+            places, group = {name: n for n, name in enumerate(ids)}, iter(said)
+        yield from group
 
 
 def _joined(first: Message, second: Message) -> Message:

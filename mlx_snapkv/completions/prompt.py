@@ -50,20 +50,29 @@ def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[str]]:
     if choice is not None and choice.service:
         notes.append(f"tool_choice is left out: only functions are known here, no {choice.service}")
     for tool in [] if is_none else whole(body.tools or []):
-        kind = tool.get("type", "function")
-        if "function" in tool:
-            tools.append({"type": "function", **tool})
-        elif kind == "function" or ("name" in tool and "parameters" in tool):
-            tools.append(
-                {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-            )
+        if is_service(tool):
+            kind = str(tool["type"])[:40]
+            notes.append(f"tools of the type {kind} are left out: only functions are known here")
         else:
-            notes.append(
-                f"tools of the type {str(kind)[:40]} are left out: only functions are known here"
-            )
+            tools.append(_function(tool))
     if choice is not None and choice.allowed is not None:
         tools = [tool for tool in tools if name_of(tool) in choice.allowed]
     return tools or None, notes
+
+
+def is_service(tool: dict[str, Any]) -> bool:
+    """Whether this is a tool that only a service runs, in no form of a function's."""
+    has_schema = "name" in tool and ("parameters" in tool or "input_schema" in tool)
+    return not ("function" in tool or tool.get("type", "function") == "function" or has_schema)
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function in any form, Anthropic's as well, as chat templates take it."""
+    if "function" in tool:
+        return {"type": "function", **tool}
+    names = {"input_schema": "parameters"}
+    fields = {names.get(name, name): value for name, value in tool.items() if name != "type"}
+    return {"type": "function", "function": fields}
 
 
 def _rendered(

@@ -13,7 +13,7 @@ from ..errors import OptionError, SnapKVError
 from .body import NO_LIMIT, Body, ChatBody
 from .constraint import Constraint
 from .grammar import Form, call_form, json_form, name_of
-from .prompt import Prompt, require_in_vocabulary, tokenised
+from .prompt import Prompt, is_service, require_in_vocabulary, tokenised
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 # Fields that change nothing of an answer here, or are about other requests.
@@ -98,6 +98,9 @@ def completion_request(
     prompt = prompt or tokenised(body, tokenizer)
     tools, state, warnings = prompt.tools, prompt.state, list(prompt.warnings)
     if isinstance(body, ChatBody):
+        if _asks_for_service(body, tools):
+            warnings.append("tool_choice is left out: only functions are known here")
+            body = body.model_copy(update={"tool_choice": None})
         form = _form(body, tools, tokenizer, state)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
@@ -154,6 +157,16 @@ def _keeps_all(value: Any) -> bool:
 def _at_most(body: Body, defaults: Defaults, longest: int) -> int:
     most = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
     return longest if most == NO_LIMIT else min(most, longest)
+
+
+def _asks_for_service(body: ChatBody, tools: list[dict[str, Any]] | None) -> bool:
+    """Whether `tool_choice` forces a call of a tool that is left out."""
+    choice, services = body.tool_choice, [tool for tool in body.tools or [] if is_service(tool)]
+    if choice is None or choice.type not in ("required", "function"):
+        return False
+    if choice.function is None:
+        return bool(services) and not tools
+    return any(tool.get("name") == choice.function.name for tool in services)
 
 
 def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: str) -> Form | None:

@@ -37,8 +37,9 @@ def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[st
 
 def _wishes(body: ChatBody) -> Iterator[tuple[str, bool, str | None, int | None]]:
     """What clients ask for: a field, whether to think, with what effort, and how many tokens of it."""
-    if isinstance(body.enable_thinking, bool):
-        yield "enable_thinking", body.enable_thinking, None, None
+    for field, thinks in (("enable_thinking", body.enable_thinking), ("think", body.think)):
+        if isinstance(thinks, bool):
+            yield field, thinks, None, None
     thinking = body.thinking if isinstance(body.thinking, dict) else {}
     if body.thinking is not None:
         kind, budget = thinking.get("type", body.thinking), thinking.get("budget_tokens")
@@ -50,6 +51,7 @@ def _wishes(body: ChatBody) -> Iterator[tuple[str, bool, str | None, int | None]
     budget = reasoning.get("max_tokens")
     for field, effort in (
         ("reasoning_effort", body.reasoning_effort),
+        ("think", body.think),
         ("reasoning.effort", reasoning.get("effort")),
         ("reasoning.max_tokens", _effort(budget) if isinstance(budget, int) else None),
     ):

@@ -37,6 +37,7 @@ class ForeignTool(Part):
     """A tool that only a service runs."""
 
     type: str
+    name: str | None = None
 
 
 def by_type(*types: str | None) -> Discriminator:

@@ -69,6 +69,8 @@ PARTS = [
     ([{"type": "resource_link", "uri": "https://a.example/b"}], ["https://a.example/b"]),
     ([{"type": "brand_new", "x": {"y": 1}}], ['"x": {"y": 1}']),
     ([{"type": "text", "text": "half \ud83d"}], ["half \ufffd"]),
+    ([{"type": "resource", "resource": {"uri": "a", "blob": "iVBORw0KGgo="}}], ["[file, 8 bytes, not shown"]),
+    ({"type": "computer_screenshot", "image_url": "data:image/png;base64,iVBORw0KGgo="}, ["8 bytes, not shown"]),
     *(([{"type": "text", "text": "See:"}, image], ["See:", *SHOWN]) for image in IMAGES),
     *(([image], SHOWN) for image in IMAGES),
 ]  # fmt: skip
@@ -108,11 +110,13 @@ STRICT = [
     ("mistral", [chat_call("{}", ID), RESULT, user("c")], ["[TOOL_CALLS]open(", "<|user|>c"]),
     ("mistral", [{"role": "assistant", "content": "b"}, user("c")], ["<|user|>", "b", "<|user|>c"]),
     ("mistral", [user("a"), {"role": "tool", "content": "Done."}], ["Done."]),
+    ("mistral", [user(), chat_call("{}", ID), RESULT, user("c")], ["[TOOL_CALLS]open(", "[RESULT ", "<|user|>c"]),
+    ("mistral", [user(), chat_call("{}", ID), user("c")], ["[TOOL_CALLS]open(", "<|user|>c"]),
     ("gemma", [SYSTEM, user("a")], ["<|user|>Be brief.\n\na"]),
     ("gemma", [SYSTEM, user("a"), chat_call('{"a": 1}'), RESULT], ["Be brief.", "open", '{"a": 1}', "Done."]),
     ("gemma", [SYSTEM], ["<|user|>Be brief."]),
     ("plain", [user(), chat_call('{"a": 1}'), RESULT], ['<|assistant|>[open {"a": 1}]', "Done."]),
-    ("llama3", [user(), TWO_CALLS, RESULT, RESULT], ["[open {}]\n[open {}]", "Done.", "Done."]),
+    ("llama3", [user(), TWO_CALLS, RESULT, RESULT], ['"open"', "<|tool|>Done.", '"open"', "<|tool|>Done."]),
     ("llama3", [user(), chat_call(""), RESULT], ['"parameters": {}', "<|tool|>Done."]),
 ]  # fmt: skip
 
@@ -124,6 +128,31 @@ def test_what_a_strict_template_refuses_is_put_differently(scripted, family, mes
     for word in words:
         _, is_there, prompt = prompt.partition(word)
         assert is_there, (word, prompt)
+
+
+def several_calls(*ids):
+    """An assistant's calls at once, each with its id as its argument."""
+    made = (chat_call(json.dumps({"at": name}), name)["tool_calls"][0] for name in ids)
+    return {"role": "assistant", "tool_calls": list(made)}
+
+
+@pytest.mark.parametrize("family", ["chatml", "mistral", "gemma", "thinking"])
+def test_results_are_read_in_the_order_of_their_calls(scripted, family):
+    results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in "cab"]
+    messages = [user(), several_calls("a", "b", "c"), *results, user("Go on.")]
+    prompt, _ = scripted.ask(CHAT, family, messages=messages, answer="</think>Fine.")
+    assert prompt.index("of a") < prompt.index("of b") < prompt.index("of c")
+
+
+def test_a_template_of_one_call_a_message_gets_each_with_its_result(scripted):
+    results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in "ba"]
+    messages = [user(), several_calls("a", "b"), *results, several_calls("a", "b"), *results]
+    prompt, found = scripted.ask(CHAT, "llama3", messages=messages)
+    each = "".join(
+        f'<|assistant|>{{"name": "open", "parameters": {{"at": "{name}"}}}}<|end|><|tool|>of {name}<|end|>'
+        for name in "abab"
+    )
+    assert each in prompt and "warnings" not in found
 
 
 def test_ids_are_the_same_in_call_and_result_and_with_each_request(scripted):
@@ -192,3 +221,33 @@ def test_a_choice_of_tools_in_any_form(scripted):
         tools = [{"name": "open", "input_schema": {"type": "object"}}]
         _, found = scripted.ask(MESSAGES, tool_choice=choice, **asked | {"tools": tools})
         assert [block["type"] for block in found["content"]] == ["tool_use"]
+
+
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+LEFT_OUT = "tool_choice is left out: only functions are known here"
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "web_search"}])
+def test_a_choice_of_a_service_is_left_out(scripted, choice):
+    _, found = scripted.ask(MESSAGES, messages=ASKED, tools=[SEARCH], tool_choice=choice)
+    assert found["content"] == [{"type": "text", "text": "Fine."}] and LEFT_OUT in found["warnings"]
+    body = {"input": "Look.", "tools": [{"type": "web_search"}], "tool_choice": "required"}
+    assert LEFT_OUT in scripted.ask(RESPONSES, **body)[1]["warnings"]
+
+
+def test_a_call_at_a_time_is_not_promised(scripted):
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    tools = [{"name": "open", "input_schema": {"type": "object"}}]
+    _, found = scripted.ask(MESSAGES, messages=ASKED, tools=tools, tool_choice=choice)
+    assert found["warnings"] == [
+        "parallel_tool_calls is left out: an answer may call several tools"
+    ]
+
+
+def test_a_tool_in_another_apis_form_keeps_its_schema(scripted):
+    schema = {"type": "object", "properties": {"door": {"type": "string"}}}
+    tools = [{"name": "open", "description": "A door.", "input_schema": schema}]
+    prompt, _ = scripted.ask(CHAT, messages=ASKED, tools=tools)
+    assert (
+        '"parameters": {"type": "object", "properties"' in prompt and "input_schema" not in prompt
+    )

@@ -93,6 +93,7 @@ def _choice(value: Any) -> Any:
 class ToolChoice(Part):
     type: Literal["auto", "none", "any", "tool"]
     name: Annotated[Name | None, needed_by("tool")] = Field(None, validate_default=True)
+    disable_parallel_tool_use: Any = None
 
     @property
     def of_chat(self) -> Any:
@@ -127,6 +128,8 @@ class CountedMessages(Part):
     def chat(self, **sampling: Any) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
         config = self.output_config and self.output_config.format
+        if self.tool_choice and self.tool_choice.disable_parallel_tool_use is True:
+            sampling["parallel_tool_calls"] = False
         form = self.output_format or config
         return chat_body(
             self,

@@ -1,0 +1,218 @@
+"""One library's session with the server, in a process that has the libraries and nothing of ours.
+
+    python library_session.py CLIENT SERVER < turns.json     # a line of JSON for each turn: the answer's text
+
+Turns are texts to send. What the model calls is run here, and its results are sent until it answers in text. Every
+other turn is streamed.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MAX_TOKENS = 1000
+SYSTEM = "You are an agent. Run commands with your tool."
+PARAMETERS = {
+    "type": "object",
+    "properties": {"command": {"type": "string", "description": "for a shell"}},
+    "required": ["command"],
+    "additionalProperties": False,
+}
+ABOUT = {"name": "run", "description": "Run a command.", "parameters": PARAMETERS}
+IN_CHAT = {"type": "function", "function": ABOUT}
+IN_RESPONSES = {"type": "function", "strict": True, **ABOUT}
+IN_MESSAGES = {"name": "run", "description": "Run a command.", "input_schema": PARAMETERS}
+
+Call = tuple[str, dict[str, Any]]  # its id and its arguments
+Answer = tuple[str, list[Call]]
+
+
+def _openai(url: str) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+
+
+class OpenAIChat:
+    def __init__(self, url: str):
+        self.client = _openai(url)
+        self.messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+
+    def say(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": text})
+
+    def give(self, call_id: str, text: str, failed: bool) -> None:
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def answer(self, streamed: bool) -> Answer:
+        asked = {"model": "local", "tools": [IN_CHAT], "max_completion_tokens": MAX_TOKENS}
+        if streamed:
+            usage = {"stream_options": {"include_usage": True}}
+            asked |= {"messages": self.messages, **usage}
+            with self.client.chat.completions.stream(**asked) as stream:
+                found = stream.get_final_completion()
+        else:
+            found = self.client.chat.completions.create(messages=self.messages, **asked)
+        assert found.usage.completion_tokens > 0
+        message = found.choices[0].message
+        self.messages.append(message)
+        calls = [(c.id, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+        return message.content or "", calls
+
+
+class OpenAIResponses:
+    def __init__(self, url: str):
+        self.client = _openai(url)
+        self.items: list[Any] = []
+
+    def say(self, text: str) -> None:
+        self.items.append({"role": "user", "content": text})
+
+    def give(self, call_id: str, text: str, failed: bool) -> None:
+        output = {"type": "function_call_output", "call_id": call_id, "output": text}
+        self.items.append(output)
+
+    def answer(self, streamed: bool) -> Answer:
+        asked = {"model": "local", "instructions": SYSTEM, "max_output_tokens": MAX_TOKENS}
+        asked |= {"tools": [IN_RESPONSES], "store": False, "input": self.items}
+        if streamed:
+            with self.client.responses.stream(**asked) as stream:
+                found = stream.get_final_response()
+        else:
+            found = self.client.responses.create(**asked)
+        assert found.status == "completed" and found.usage.output_tokens > 0
+        self.items += found.output
+        calls = [item for item in found.output if item.type == "function_call"]
+        return found.output_text, [(c.call_id, json.loads(c.arguments)) for c in calls]
+
+
+class Anthropic:
+    def __init__(self, url: str):
+        import anthropic
+
+        self.client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+        self.messages: list[Any] = []
+
+    def say(self, text: str) -> None:
+        self._add({"type": "text", "text": text})
+
+    def give(self, call_id: str, text: str, failed: bool) -> None:
+        about = {"tool_use_id": call_id, "content": text, "is_error": failed}
+        self._add({"type": "tool_result", **about})
+
+    def _add(self, block: dict[str, Any]) -> None:
+        if not self.messages or self.messages[-1]["role"] != "user":
+            self.messages.append({"role": "user", "content": []})
+        self.messages[-1]["content"].append(block)
+
+    def answer(self, streamed: bool) -> Answer:
+        cached = {"cache_control": {"type": "ephemeral"}}
+        system = [{"type": "text", "text": SYSTEM, **cached}]
+        tools = [IN_MESSAGES | cached]
+        asked = {"model": "local", "system": system, "tools": tools, "messages": self.messages}
+        n_tokens = self.client.messages.count_tokens(**asked).input_tokens
+        if streamed:
+            with self.client.messages.stream(max_tokens=MAX_TOKENS, **asked) as stream:
+                found = stream.get_final_message()
+        else:
+            found = self.client.messages.create(max_tokens=MAX_TOKENS, **asked)
+        assert n_tokens == found.usage.input_tokens + found.usage.cache_read_input_tokens
+        self.messages.append({"role": "assistant", "content": found.content})
+        calls = [(each.id, each.input) for each in found.content if each.type == "tool_use"]
+        return "".join(each.text for each in found.content if each.type == "text"), calls
+
+
+class LiteLLM(OpenAIChat):
+    def __init__(self, url: str, model: str = "openai/local"):
+        super().__init__(url)
+        self.where = {"model": model, "api_key": "any", "max_tokens": MAX_TOKENS}
+        self.where["api_base"] = f"{url}/v1" if model.startswith("openai") else url
+
+    def answer(self, streamed: bool) -> Answer:
+        import litellm
+
+        asked = {**self.where, "tools": [IN_CHAT], "messages": self.messages}
+        found = litellm.completion(stream=streamed, **asked)
+        if streamed:
+            found = litellm.stream_chunk_builder(list(found), messages=self.messages)
+        message = found.choices[0].message
+        self.messages.append(message.model_dump())
+        calls = [(c.id, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+        return message.content or "", calls
+
+
+class LangChain:
+    def __init__(self, url: str, by_responses: bool = False):
+        from langchain_core.messages import SystemMessage
+        from langchain_openai import ChatOpenAI
+
+        model = ChatOpenAI(
+            model="local",
+            base_url=f"{url}/v1",
+            api_key="any",
+            max_tokens=MAX_TOKENS,
+            max_retries=0,
+            use_responses_api=by_responses,
+            stream_usage=True,
+        )
+        self.model = model.bind_tools([IN_CHAT])
+        self.messages: list[Any] = [SystemMessage(SYSTEM)]
+
+    def say(self, text: str) -> None:
+        from langchain_core.messages import HumanMessage
+
+        self.messages.append(HumanMessage(text))
+
+    def give(self, call_id: str, text: str, failed: bool) -> None:
+        from langchain_core.messages import ToolMessage
+
+        status = "error" if failed else "success"
+        self.messages.append(ToolMessage(text, tool_call_id=call_id, status=status))
+
+    def answer(self, streamed: bool) -> Answer:
+        if streamed:
+            chunks = list(self.model.stream(self.messages))
+            found = chunks[0]
+            for chunk in chunks[1:]:
+                found = found + chunk
+        else:
+            found = self.model.invoke(self.messages)
+        assert found.usage_metadata["output_tokens"] > 0
+        self.messages.append(found)
+        return found.text, [(call["id"], call["args"]) for call in found.tool_calls]
+
+
+CLIENTS: dict[str, Callable[[str], Any]] = {
+    "openai /v1/chat/completions": OpenAIChat,
+    "openai /v1/responses": OpenAIResponses,
+    "anthropic /v1/messages": Anthropic,
+    "litellm /v1/chat/completions": LiteLLM,
+    "litellm /v1/messages": lambda url: LiteLLM(url, "anthropic/local"),
+    "langchain-openai /v1/chat/completions": LangChain,
+    "langchain-openai /v1/responses": lambda url: LangChain(url, by_responses=True),
+}
+
+
+def _run(command: str) -> tuple[str, bool]:
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    return done.stdout + done.stderr, done.returncode != 0
+
+
+def main() -> None:
+    client, url = sys.argv[1:]
+    session = CLIENTS[client](url)
+    for number, text in enumerate(json.load(sys.stdin)):
+        session.say(text)
+        said, calls = session.answer(number % 2 == 1)
+        while calls:
+            results = [(call_id, *_run(arguments["command"])) for call_id, arguments in calls]
+            for result in reversed(results):  # as they come, which may be in any order
+                session.give(*result)
+            said, calls = session.answer(number % 2 == 1)
+        print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
