@@ -91,7 +91,7 @@ class BlockKVCache(EvictingCache):
         return self._n - 1
 
     @property
-    def n_after_next(self) -> int:  # type: ignore[override]
+    def n_after_next(self) -> int:
         return (self.quota.entries if self.is_due() else self._n) + 1
 
     def _evict(self) -> None:

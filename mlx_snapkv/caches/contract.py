@@ -35,6 +35,7 @@ class LayerCache(ABC):
     is_compressed: bool = False  # entries were chosen from, or are going to be
     observes: bool = False  # it records queries to come: the attention class must be patched
     chooses: bool = False  # tokens that come together choose together what they read
+    stacks: bool = False  # a batch holds its entries in one array with others', a slot each, and asks where each goes
     needs_layer: bool = False  # its `layer` must be set, which no file has; see `matching.adopt`
     block: int = 1  # tokens that fit in after an eviction
     room: float = math.inf  # tokens that fit in before the next eviction
@@ -47,6 +48,11 @@ class LayerCache(ABC):
     def n_entries(self) -> int:
         """Entries held per KV head."""
         return self.size()
+
+    @property
+    def n_after_next(self) -> int:
+        """Entries held, or read by it, after one more token."""
+        return self.n_entries + 1
 
     @property
     def n_before_next(self) -> int:

@@ -126,7 +126,7 @@ class SnapKVCache(EvictingCache):
         return self.n_pin + self.n_window
 
     @property
-    def n_after_next(self) -> int:  # type: ignore[override]
+    def n_after_next(self) -> int:
         return min(self._n + 1, self.n_keep)
 
     def _shrink(self, L: int) -> None:
