@@ -78,7 +78,7 @@ print(json.dumps(found))
 
 
 def run(commands, cache, endpoint=None, offline="0"):
-    """The commands in a process of their own, which alone reads these variables: (exit code, stdout, stderr) of each."""
+    """The commands in a process that alone reads these variables: (exit code, stdout, stderr) of each."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": f"http://127.0.0.1:{endpoint.server_port if endpoint else 9}",
