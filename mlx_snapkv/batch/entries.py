@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, _BaseCache
 
+from ..caches.adapter import layer_cache
 from ..caches.bias import biased
 from ..caches.choosing import Choosing
 from ..caches.contract import keys_of
@@ -258,7 +259,7 @@ def _stacked(slots: list[Stored]) -> Stored:
 def kind_of(prompt_cache: list) -> tuple:
     """What requests must have in common, cache by cache, to decode together."""
     caches = members(prompt_cache)
-    counts = {cache.size() for cache in caches if isinstance(cache, BatchedChoices)}
+    counts = {cache.size() for cache in caches if getattr(cache, "chooses", False)}
     return (
         id(caches[0]) if len(counts) > 1 else None,  # a mask for each layer would be needed
         *(
@@ -272,8 +273,7 @@ def batched(cache: Any) -> Any:
     """A request's cache of one layer, as the batch of one; mlx-lm's own the way it makes them."""
     if isinstance(cache, CacheList):
         return CacheList(*map(batched, cache.caches))
-    if isinstance(cache, EvictingCache):
+    layer = layer_cache(cache)
+    if layer.stacks:
         return BatchedEntries([cache])
-    if isinstance(cache, SparseKVCache):
-        return BatchedChoices([cache])
-    return cache.merge([cache])
+    return BatchedChoices([cache]) if layer.chooses else cache.merge([cache])

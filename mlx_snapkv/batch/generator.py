@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
-from ..planning.request_plan import plan_request
+from ..planning.request_plan import Plan, plan_request
 from ..policies import Method, SnapKV, Sparse, Stages
 from .groups import Groups, Guard, Single, decoding, of_all_ranks, request_errors
 from .job import BatchReport, BatchSettings, Job
@@ -83,6 +82,7 @@ class CompressedBatchGenerator(BatchGenerator):
     ):
         how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
         config, kwargs = CompressionConfig.taken_from(kwargs | how, turns=turns)
+        self._plans: dict[int, Plan] = {}  # of requests that wait
         if config.policy is None and not turns:
             config.require(model)
             self._settings = None
@@ -90,7 +90,7 @@ class CompressedBatchGenerator(BatchGenerator):
             return
         config = require_servable(model, config, kwargs)
         require_together(model)
-        self._settings = BatchSettings(model, config, on_report, on_recall)
+        self._settings, self._config = BatchSettings(model, on_report, on_recall), config
         super().__init__(model, **taken_from(kwargs)[1] | {"prefill_batch_size": 1})
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)
@@ -108,21 +108,27 @@ class CompressedBatchGenerator(BatchGenerator):
         logits_processors: list[list[Callable]] | None = None,
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
+        plans: list[Plan] = []
         if self._settings is not None:
             given = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in given]
-            config = self._settings.config
-            for n, cache in zip((sum(map(len, parts)) for parts in segments), caches):
-                if n:
-                    plan_request(self.model, config, n, cache)  # or it can't be served
+            max_tokens = max_tokens or [self.max_tokens] * len(segments)
+            lengths = [sum(map(len, parts)) for parts in segments]
+            plans = [
+                plan_request(self.model, self._config, n, cache, max_tokens=most)
+                for n, cache, most in zip(lengths, caches, max_tokens)
+                if n  # mlx-lm refuses the empty
+            ]
             samplers = [s and Guard(s, greedy_sampler) for s in samplers or []]
             logits_processors = [
                 [Guard(p, lambda logits: logits) for p in given or ()]
                 for given in logits_processors or []
             ]
-        return super().insert_segments(
+        uids = super().insert_segments(
             segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
         )
+        self._plans.update(zip(uids, plans))
+        return uids
 
     def _next(self) -> Any:
         if self._settings is not None and self._reads_first:
@@ -135,8 +141,10 @@ class CompressedBatchGenerator(BatchGenerator):
             mx.clear_cache()  # the groups that are left have other sizes
         return found
 
-    def remove(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().remove(*args, **kwargs)
+    def remove(self, uids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        found = super().remove(uids, *args, **kwargs)
+        for uid in uids:
+            self._plans.pop(uid, None)
         mx.clear_cache()
         return found
 
@@ -153,13 +161,14 @@ class CompressedBatchGenerator(BatchGenerator):
     def _make_batch(self, n: int) -> Any:
         if self._settings is None:
             return super()._make_batch(n)
-        uid, segments, max_tokens, cache, *more = self._unprocessed_sequences[0]
-        self._unprocessed_sequences[0] = (uid, segments, max_tokens, [], *more)  # not to be merged
-        settings = self._settings
+        uid, segments, most, cache, *more = self._unprocessed_sequences[0]
+        self._unprocessed_sequences[0] = (uid, segments, most, [], *more)  # not to be merged
+        plan = self._plans.pop(uid)
         if uid in self.in_full:
             self.in_full.remove(uid)
-            settings = replace(settings, config=CompressionConfig(turns=settings.config.turns))
-        job = Job(settings, uid, sum(map(len, segments)), cache, max_tokens)
+            config = CompressionConfig(turns=self._config.turns)
+            plan = plan_request(self.model, config, plan.n_new, cache)
+        job = Job(self._settings, uid, plan, cache)
         errors = {} if job.error is None else {uid: job.error}
         job.error = of_all_ranks(job.model, errors).get(uid)
         self.prefill_step_size = job.request.step_size(self._limit)

@@ -12,18 +12,16 @@ from ..caches.layers import attention_layers, members
 from ..caches.memories import plain_forms, saved_forms
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, Uncompressed, make_request
-from ..planning.config import CompressionConfig
-from ..planning.request_plan import plan_request
+from ..planning.request_plan import Plan
 
 BatchReport = Callable[[int, CompressionReport], None]
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What all requests of a batch have in common; see `CompressedBatchGenerator` and `make_request`."""
+    """What all requests of a batch have in common; see `CompressedBatchGenerator`."""
 
     model: Any
-    config: CompressionConfig
     on_report: BatchReport | None
     on_recall: Callable[[int, list, list[int]], None] | None
 
@@ -31,18 +29,15 @@ class BatchSettings:
 class Job:
     """What becomes of one prompt's cache, whatever else is in the batch: what becomes of it alone."""
 
-    def __init__(
-        self, settings: BatchSettings, uid: int, n_prompt: int, prompt_cache: list, max_tokens: int
-    ):
+    def __init__(self, settings: BatchSettings, uid: int, plan: Plan, prompt_cache: list):
         self.uid, self.model, self._settings = uid, settings.model, settings
         self.error: Exception | None = None  # what ended the request
         given = copy.deepcopy(prompt_cache)
         # How it is read and answered; `Uncompressed` once others can decode with it.
         self.request: Request | Uncompressed = Uncompressed(
-            self.model, given, CompressionReport(NO_POLICY, n_prompt)
+            self.model, given, CompressionReport(NO_POLICY, plan.n_new)
         )
         try:
-            plan = plan_request(self.model, settings.config, n_prompt, given, max_tokens=max_tokens)
             self.request = make_request(self.model, plan, given)
             if self.joins:
                 self.request.caches = plain_forms(self.model, given)
@@ -66,7 +61,7 @@ class Job:
             return
         self.request.compress()
         self.is_compressed = True
-        if self._settings.config.verify is None:  # which goes on reading into them
+        if self.request.plan.options.verify is None:  # which goes on reading into them
             self.end(tokens)
         self._report()
 
@@ -79,7 +74,7 @@ class Job:
         if not self.is_compressed:
             return
         request.end()
-        if self._settings.on_recall is None or not self._settings.config.retains:
+        if self._settings.on_recall is None or not request.plan.options.retains:
             return
         caches = request.prompt_cache
         n, *more = {x.entries_in(caches).offset for x in attention_layers(self.model, caches)}

@@ -58,7 +58,7 @@ class Contender:
             weighs = policy.rest is not None  # type: ignore[attr-defined,union-attr]
             observed = _last_queries(keys) if weighs else None
             return SparseKVCache(everything, quota, layer, observed=observed)
-        return decode_cache(layer, entries, context, policy, quota, uniform=True)  # type: ignore[arg-type]
+        return decode_cache(layer, entries, context, policy, quota)  # type: ignore[arg-type]
 
 
 def _last_queries(keys: mx.array) -> Queries:

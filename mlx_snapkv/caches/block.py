@@ -31,11 +31,13 @@ class BlockKVCache(EvictingCache):
         counting: the attention that entries receive, if the policy asks for it, or `counting` is given.
         steady: positions of tokens that all attend to the same entries: an eviction precedes only the first of them. If
             they are more than `block`, they are held besides.
+        expected: entries that it will hold at least: fewer than `quota.entries + block` save memory.
     """
 
     PARTS: ClassVar[dict[str, type]] = EvictingCache.PARTS | {"counting": AttentionCount}
 
     steady = range(0)
+    expected = 0
 
     def __init__(
         self,
@@ -46,8 +48,6 @@ class BlockKVCache(EvictingCache):
         layer: Any = None,
         last: float = math.inf,  # position before which queries may vote
         newest: int | None = None,  # how many of the last queries are kept for the votes
-        expected: int = 0,  # entries that will be held at least; less than `quota.entries + block` saves memory
-        uniform: bool = True,
         quantization: Quantization | None = None,
         counting: AttentionCount | None = None,
     ):
@@ -56,10 +56,9 @@ class BlockKVCache(EvictingCache):
         self.keys = self.values = None
         self.offset = self._n = 0
         self.policy, self.quota, self.block = policy, quota, block
-        self.layer, self.quantization, self.uniform = layer, quantization, uniform
+        self.layer, self.quantization = layer, quantization
         asks = policy is not None and policy.accumulates_attention
         self.counting = counting or AttentionCount(counts=asks)
-        self._expected = expected
         # Of the entries that the last eviction left: where they came from, and where keys were turned to.
         self._kept_positions: mx.array | None = None
         self._rotations: mx.array | None = None
@@ -91,7 +90,7 @@ class BlockKVCache(EvictingCache):
         return self._n - 1
 
     @property
-    def n_after_next(self) -> int:  # type: ignore[override]
+    def n_after_next(self) -> int:
         return (self.quota.entries if self.is_due() else self._n) + 1
 
     def _evict(self) -> None:
@@ -169,7 +168,7 @@ class BlockKVCache(EvictingCache):
         if self.keys is None or self._n > have:
             unlimited = self.quota.entries >= UNLIMITED
             most = with_room(self._n) if unlimited else self.capacity
-            wanted = most if have else min(most, self._expected or most)
+            wanted = most if have else min(most, self.expected or most)
             held = (self.keys, self.values) if have else rows((keys, values), 0, 0)
             self.keys, self.values = grown(held, max(self._n, wanted) - have)
         write((self.keys, self.values), start, (keys, values))

@@ -33,8 +33,10 @@ class LayerCache(ABC):
     quantization: Quantization | None = None  # how the entries are stored; None is plain
     store: Store | None = None  # where all entries are kept between turns, if they are
     is_compressed: bool = False  # entries were chosen from, or are going to be
+    uniform: bool = True  # all layers hold equally many entries: mlx-lm makes one mask for all
     observes: bool = False  # it records queries to come: the attention class must be patched
     chooses: bool = False  # tokens that come together choose together what they read
+    stacks: bool = False  # a batch holds its entries in one array with others', a slot each, and asks where each goes
     needs_layer: bool = False  # its `layer` must be set, which no file has; see `matching.adopt`
     block: int = 1  # tokens that fit in after an eviction
     room: float = math.inf  # tokens that fit in before the next eviction
@@ -47,6 +49,11 @@ class LayerCache(ABC):
     def n_entries(self) -> int:
         """Entries held per KV head."""
         return self.size()
+
+    @property
+    def n_after_next(self) -> int:
+        """Entries held, or read by it, after one more token."""
+        return self.n_entries + 1
 
     @property
     def n_before_next(self) -> int:

@@ -17,7 +17,6 @@ def decode_cache(
     offset: int,  # position of the next token
     policy: Policy,
     quota: Quota,  # what the policy left the layer
-    uniform: bool,  # all layers hold equally many entries
 ) -> EvictingCache:
     """A layer's cache for what follows the prompt."""
     if policy.schedule == "block":
@@ -26,7 +25,6 @@ def decode_cache(
             quota,
             policy.block,
             layer=layer,
-            uniform=uniform,
             quantization=kept.quantization,
         )
         cache.offset = offset
@@ -43,7 +41,6 @@ def decode_cache(
         mx.contiguous(kept.positions[..., :n_pin]),
         offset=offset,
         n_window=n_window,
-        uniform=uniform,
         quantization=kept.quantization,
         rotated=rotated,
     )

@@ -30,6 +30,7 @@ _DECODERS = {
 }
 _EARLIER = {  # names in files of earlier versions
     "_steady": "steady",
+    "_expected": "expected",
     "accumulates": "counting.counts",
     "_received": "counting.received",
     "_uncounted": "counting.waiting",
@@ -52,11 +53,9 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         None  # evicts what it scores lowest; None: a window its oldest, a block cache nothing
     )
     compaction: Compaction | None = None  # how far apart queries and keys may be, if limited
-    uniform: bool  # all layers of the model hold equally many entries
-    is_compressed = needs_layer = True
+    is_compressed = needs_layer = stacks = True
     positions: mx.array  # uint32 `(B, n_kv_heads, size())`, of the entries as the buffers have them
     rotations: mx.array | None  # positions whose rotation the keys have; None: their own
-    n_after_next: int  # entries held after one more token
     _n = 0  # entries held: the first rows of the buffers
 
     @abstractmethod

@@ -137,10 +137,6 @@ class SparseKVCache(Choosing, LayerCache):
         return self.ranking.n_means
 
     @property
-    def n_after_next(self) -> int:
-        return self.n_entries + 1
-
-    @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of what a token reads, the index among it."""
         if self._gathered.keys is None:

@@ -55,7 +55,6 @@ class SnapKVCache(EvictingCache):
         *,
         offset: int,  # position of the next token; the window's entries are the `n` tokens before it
         n_window: int | None,  # entries the window may hold, at least 1; None: it grows
-        uniform: bool = True,  # all layers hold equally many entries: mlx-lm makes one mask for all; see `hide`
         quantization: Quantization | None = None,  # of the entries given, and of those to come
         # Positions `(B, n_kv_heads, n)`, and the others that those entries' keys are turned to, if there are any.
         rotated: tuple[mx.array, mx.array] | None = None,
@@ -69,7 +68,7 @@ class SnapKVCache(EvictingCache):
             )
         super().__init__(newest=0)
         self.keys, self.values, self.quantization = keys, values, quantization
-        self.uniform, self._rotated = uniform, rotated
+        self._rotated = rotated
         self.offset, self.n_pin, self.n_window = offset, n_pin, n_window
         self._pinned = positions.astype(mx.uint32)
         self._n = n
@@ -126,7 +125,7 @@ class SnapKVCache(EvictingCache):
         return self.n_pin + self.n_window
 
     @property
-    def n_after_next(self) -> int:  # type: ignore[override]
+    def n_after_next(self) -> int:
         return min(self._n + 1, self.n_keep)
 
     def _shrink(self, L: int) -> None:

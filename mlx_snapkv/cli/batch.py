@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 from typer import Argument, Exit
 
@@ -30,6 +30,13 @@ class FileOptions(options.TogetherOptions):
     seed: options.Seed = None
     allow_errors: bool = option("Exit with 0 instead of 1 if requests failed.", False)
     quiet: options.Quiet = False
+
+    def opened(self) -> BinaryIO:
+        """The file of requests. Raises: SnapKVError: it can't be read."""
+        if self.requests == "-" and sys.stdin is None:
+            raise SnapKVError("standard input is closed: give a file of requests")
+        with refusing(self.requests):
+            return sys.stdin.buffer if self.requests == "-" else path_of(self.requests).open("rb")
 
 
 def batch(
@@ -67,11 +74,7 @@ def batch(
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
     if keywords["memory"] != "drop":
         about |= {name: keywords[name] for name in ("memory", "verify")}
-    if files.requests == "-" and sys.stdin is None:
-        raise SnapKVError("standard input is closed: give a file of requests")
-    with refusing(files.requests):
-        opened = sys.stdin.buffer if files.requests == "-" else path_of(files.requests).open("rb")
-    with opened as stream:
+    with files.opened() as stream:
         lines = RequestsFile(stream)
         path = path_of(files.output, "--output")
         answers = AnswersFile(path, {"model": model.model, **about})

@@ -18,7 +18,6 @@ from .prompts import PromptOptions, read_file
 from .reading import Reading
 
 if TYPE_CHECKING:
-    from ..entries.quantization import Quantization
     from ..planning.auto import Recommendation
     from .saved_start import SavedStart
 
@@ -127,6 +126,7 @@ def generate(
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
     from ..several.ranks import here
+    from .saved_start import SavedStart
 
     keywords, file = compression.keywords(), prompt.prompt_cache_file
     if file is None:
@@ -150,7 +150,7 @@ def generate(
             loaded, len(tokens), was_chosen=full_is_best, max_tokens=sampling.max_tokens, **keywords
         )
     else:
-        start = _saved_start(file, model.model, loaded, compression, cache.quantization)
+        start = SavedStart(file, model.model, loaded, compression, cache.quantization)
         keywords |= start.options
         if compression.is_auto:
             reading.say(f"note: --policy auto has no effect on {file}, which continues as saved")
@@ -168,28 +168,6 @@ def generate(
     hint = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
     answer = _Answer(model.model, keywords, start, output, hint, taken)
     answer.print(loaded, tokenizer, tokens, reading)
-
-
-def _saved_start(
-    file: str,
-    model_name: str,
-    model: Any,
-    asked: cache_options.CompressionOptions,
-    quantization: Quantization | None,
-) -> SavedStart:
-    """The saved prompt of a file, for an answer that is asked for so."""
-    from .saved_start import SavedStart
-
-    return SavedStart(
-        file,
-        model_name,
-        model,
-        asked.resolve(),
-        asked.memory,
-        asked.verify,
-        quantization,
-        asked.flag,
-    )
 
 
 @dataclass

@@ -17,6 +17,7 @@ from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.units import format_bytes
 from ..policies import Method, Stages, method_named
+from .cache_options import CompressionOptions
 from .prompts import encode_question
 
 
@@ -25,9 +26,7 @@ class SavedStart:
 
     Args:
         file, name: the names that the user gave to it and the model.
-        policy, memory, verify: of the answer, where they were given. Without a memory the policy compresses a saved
-            full cache at once.
-        flag: by which the policy was given.
+        compression: of the answer, what was given. Without a memory the policy compresses a saved full cache at once.
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
     Raises: SnapKVError: the file is not for this model, or its entries can't be compressed so.
@@ -38,12 +37,10 @@ class SavedStart:
         file: str,
         name: str,
         model,
-        policy: Method | Stages | None,
-        memory: str | None,
-        verify: str | None,
+        compression: CompressionOptions,
         quantization: Quantization | None,
-        flag: str,
     ):
+        policy, memory, flag = compression.resolve(), compression.memory, compression.flag
         self._file, self._saved, self._flag = file, saved.load(file, model), flag
         self._caches = caches = self._saved.prompt_cache
         if self._saved.tokens is None:  # by mlx-lm, which notes a name alone
@@ -57,7 +54,7 @@ class SavedStart:
             how = "compressed" if compressed else "quantised"
             raise SnapKVError(f"{file} is already {how}, and its entries stay so: drop --kv-bits")
         retains = keeps_all(memory)
-        changes = {flag: policy, "--memory": retains, "--verify": verify}
+        changes = {flag: policy, "--memory": retains, "--verify": compression.verify}
         if self._stored_in != "drop":
             self._require_nothing_else(policy, memory, quantization)
             policy, memory = method_named(self._saved.policy), memory or self._stored_in

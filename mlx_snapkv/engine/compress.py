@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
+from ..caches.evicting import EvictingCache
 from ..caches.layers import (
     AttentionLayer,
     attention_layers,
@@ -187,7 +188,9 @@ def replace(
     """
     uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
     for layer, choice in zip(layers, choices):
-        layer.put(small, _small_cache(layer, full, plan, choice, uniform, on_kept))
+        cache = _small_cache(layer, full, plan, choice, on_kept)
+        cache.uniform = uniform
+        layer.put(small, cache)
 
 
 def _small_cache(
@@ -195,9 +198,8 @@ def _small_cache(
     full: list,
     plan: Plan,
     choice: Choice,
-    uniform: bool,
     on_kept: KeptCallback | None,
-) -> object:
+) -> EvictingCache:
     """What the answer is decoded from: the entries chosen, and those of later tokens."""
     before, policy = layer.cache_in(full), plan.decode_policy
     entries, later = competing(layer, full, plan)
@@ -213,7 +215,7 @@ def _small_cache(
     compaction = getattr(before, "compaction", None)
     if compaction is not None:
         kept, compaction = compaction.nearer(kept, plan.n_prompt, closed=policy.closes_gaps)
-    small = decode_cache(layer, kept, plan.n_prompt, policy, choice.quota, uniform)
+    small = decode_cache(layer, kept, plan.n_prompt, policy, choice.quota)
     small.compaction = compaction
     del entries, kept
     voters = before if policy.observes_answer else None

@@ -57,7 +57,8 @@ def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: lis
             cache = RecordingKVCache(plan.first, plan.last, n_new, layer)
             cache.statistics_from = plan.statistics_from
         else:
-            cache = _block_cache(plan, layer, prompt_cache, quota, uniform, n_new)
+            cache = _block_cache(plan, layer, prompt_cache, quota, n_new)
+            cache.uniform = uniform
         layer.put(caches, cache)
     return caches
 
@@ -67,7 +68,6 @@ def _block_cache(
     layer: AttentionLayer,
     prompt_cache: list,
     quota: Quota,
-    uniform: bool,
     n_new: int,
 ) -> BlockKVCache:
     """A cache for `n_new` tokens whose entries are evicted, or counted, or come after those of an earlier turn."""
@@ -86,12 +86,11 @@ def _block_cache(
         layer=layer,
         last=plan.last,
         newest=max(policy.obs_window, plan.n_voters),
-        expected=expected,
-        uniform=uniform,
         # What is plain is quantised when it has been chosen, and never twice.
         quantization=None if once and plain else plan.options.quantization,
         counting=AttentionCount() if plan.options.accumulates_attention else None,
     )
+    block.expected = expected
     block.steady = range(plan.n_prompt, plan.n_prompt + plan.n_ahead)
     block.statistics_from = plan.statistics_from
     if plan.compaction is not None:

@@ -230,9 +230,10 @@ def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
     numbers of entries and have to share a mask, or tokens choose what they read.
     """
     layers = attention_layers(model, prompt_cache)
-    alike = all(getattr(layer.cache_in(prompt_cache), "uniform", True) for layer in layers)
+    caches = [layer.entries_in(prompt_cache) for layer in layers]
+    alike = all(cache.uniform for cache in caches)
     masked = all(layer.family.asks_to_hide and not layer.borrowers for layer in layers)
-    chooses = any(getattr(layer.cache_in(prompt_cache), "chooses", False) for layer in layers)
+    chooses = any(cache.chooses for cache in caches)
     at_once = len(tokens) if (alike or masked) and not chooses else 1
     pieces = [list(tokens[i : i + at_once]) for i in range(0, len(tokens), at_once)]
     going_on = one_by_one(model, prompt_cache)

@@ -1,7 +1,6 @@
 """Which requests are taken on, and when each may start."""
 
 import contextlib
-import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from ..completions.request import CompletionRequest
 from ..models.rope import trained_length
 from ..planning.footprint import Need
 from ..planning.long_prompts import LongPrompts
-from .api_error import ApiError, log, prompt_too_long
+from .api_error import ApiError, prompt_too_long
+from .logged_once import LoggedOnce
 from .metrics import Metrics
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
@@ -48,7 +48,7 @@ class Admission:
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
         self._long = LongPrompts(model, **options)
         self.longest_answer = trained_length(model) or UNTOLD
-        self._told: set[str] = set()
+        self._logged_once = LoggedOnce()
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:
             self._memory = Memory(model, options, limits.kv_bytes)
@@ -77,10 +77,7 @@ class Admission:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n} tokens > {most} maximum; {advice}")
         for warning in self._long.warnings(n):
-            kind = re.sub(r"\d+", "", warning)
-            if kind not in self._told:  # a conversation's every prompt is longer
-                self._told.add(kind)
-                log.warning(warning)
+            self._logged_once.warn(warning)
         if self._memory is None:
             return None
         limit = body.max_completion_tokens or body.max_tokens

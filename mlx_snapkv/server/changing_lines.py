@@ -5,7 +5,7 @@ from collections import deque
 from operator import ne
 
 from ..completions.body import Body, ChatBody
-from .api_error import log
+from .logged_once import LoggedOnce
 
 REMEMBERED = 8  # system prompts, of several clients
 MOST = 3  # lines that differ in what is otherwise the same prompt
@@ -18,7 +18,7 @@ class ChangingLines:
 
     def __init__(self) -> None:
         self._prompts: deque[str] = deque(maxlen=REMEMBERED)
-        self._told: set[str] = set()
+        self._logged_once = LoggedOnce()
 
     def compare(self, body: Body) -> None:
         """Say which lines of a chat's system prompt are others than in an earlier request's."""
@@ -37,15 +37,14 @@ class ChangingLines:
             return
         first = changed[0]
         old, new = was[first], now[first]
-        kind = re.sub(r"\d+", "0", new)[:SHOWN]
-        if sum(map(len, now[first + 1 :])) < BEHIND or kind in self._told or len(self._told) > 100:
+        if sum(map(len, now[first + 1 :])) < BEHIND:
             return
-        self._told.add(kind)
         advice = "have the client put it into its last message"
         name = re.match(r"\s*([\w-]+)\s*:", new)
         if first == 0 and name:
             advice += f", or drop it with --volatile-header {name[1]}"
-        log.warning(
-            "line %s of the system prompt changes between requests, from %r to %r, and all behind it is read again: %s",
-            *(first + 1, old[:SHOWN], new[:SHOWN], advice),
+        self._logged_once.warn(
+            f"line {first + 1} of the system prompt changes between requests, from {old[:SHOWN]!r} to {new[:SHOWN]!r}, "
+            f"and all behind it is read again: {advice}",
+            kind=new,
         )

@@ -16,14 +16,13 @@ from ..errors import SnapKVError, sentence
 from ..several.ranks import ALONE, Ranks
 from .admission import Admission, Limits
 from .api_error import ApiError, as_api_error, log
+from .logged_once import LoggedOnce
 from .metrics import Metrics
 from .prefix_cache import Checkpoints, PrefixCache
 from .prefix_files import PrefixFiles
 from .rank_messages import received, sent
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
-
-MOST_LOGGED = 1000  # sentences that are told apart; clients can make up any number
 
 
 class Engine:
@@ -70,7 +69,7 @@ class Engine:
         self._stopping = self._ended = False
         self._waiting: deque[EngineRequest] = deque()
         self._cancelled: set[int] = set()  # their numbers, the same on all ranks
-        self._logged: set[str] = set()  # what is said once, as long as the server lives
+        self._logged_once = LoggedOnce()
         metrics.track(self)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -228,14 +227,9 @@ class Engine:
                 request.put(as_api_error(error))
             else:
                 request.put(Accepted())
-                self._log_once(request.completion_request.warnings)
+                for warning in request.completion_request.warnings:
+                    self._logged_once.warn(f"of a request {warning}")
                 yield request
-
-    def _log_once(self, sentences: list[str]) -> None:
-        for warning in set(sentences) - self._logged:
-            if len(self._logged) < MOST_LOGGED:
-                self._logged.add(warning)
-                log.warning("of a request %s", warning)
 
     def _prepare(self, request: EngineRequest) -> None:
         request.completion_request = completion_request(

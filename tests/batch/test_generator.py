@@ -27,7 +27,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_staggered_requests_answer_as_alone(tiny_model, policy):
-    prompts, limits = prompts_of(190, 40, 260, 120, 333, 75), [12, 90, 40, 25, 60, 7]
+    prompts, limits = prompts_of(190, 40, 260, 120, 333, 75), [12, 50, 40, 25, 34, 7]
     run = Run(tiny_model, policy)
     run.assert_alone(run.staggered(prompts, limits), prompts, limits)
     assert_unpatched()

@@ -70,7 +70,7 @@ def test_entries_are_held_in_order_with_their_positions(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_figures(kind):
     layer = layer_cache(KINDS[kind]())
-    assert layer.is_compressed == (kind in EVICTING)
+    assert layer.is_compressed == layer.stacks == (kind in EVICTING)
     assert layer.observes == (kind in VOTING or "counts" in kind)
     if kind in STATES:
         assert layer.kv_nbytes == 0
@@ -81,6 +81,15 @@ def test_figures(kind):
     assert layer.file_nbytes == in_file * START * of_one
     share = 0.31 if "8 bits" in kind else 1
     assert (in_file and layer.kv_nbytes == 0) or layer.kv_nbytes >= share * layer.n_entries * of_one
+
+
+@pytest.mark.parametrize("kind", HOLDING)
+def test_what_one_more_token_leaves_is_known_before(kind):
+    cache = HOLDING[kind]()
+    for _ in range(10):
+        expected = layer_cache(cache).n_after_next
+        feed(cache, 1)
+        assert layer_cache(cache).n_entries == expected
 
 
 @pytest.mark.parametrize("kind", [*FULL, *STATES])

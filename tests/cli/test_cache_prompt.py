@@ -37,6 +37,24 @@ def cache(book, save):
     return make
 
 
+@pytest.fixture(scope="module")
+def files():
+    """By the options of cache-prompt, the file that it has written."""
+    return {}
+
+
+@pytest.fixture
+def saved_once(cache, files):
+    """saved_once(*options) -> the file that cache-prompt wrote with them, for those who only read it."""
+
+    def make(*options):
+        if options not in files:
+            files[options], _ = cache(f"saved {len(files)}.safetensors", *options)
+        return files[options]
+
+    return make
+
+
 @pytest.fixture
 def ask(ask_saved, book):
     return lambda file, *options, **how: ask_saved(file, book[1], *options, **how)
@@ -175,8 +193,8 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         ([*SPARSE, "--memory", "recall:file"], ["--memory", "recall:file:4bit"], "give --memory recall:file or recall"),
     ],
 )  # fmt: skip
-def test_what_a_saved_prompt_can_not_be_asked_with(cache, refused, saved, options, message):
-    file, _ = cache("saved.safetensors", *saved)
+def test_what_a_saved_prompt_can_not_be_asked_with(saved_once, refused, saved, options, message):
+    file = saved_once(*saved)
     asked = ["--model", "demo", "--prompt-cache-file", file, "--prompt", "Who?"]
     assert message in refused("generate", *asked, *options)
 

@@ -8,7 +8,6 @@ BEYOND = f"more than the model's trained length of {LENGTH}: answers may be wron
 
 @pytest.mark.parametrize("way", [["--policy", THEN], ["--sparse", "budget=12.5%,read_top_k=128"]])
 def test_entries_are_pulled_together_where_a_chunk_reads_little(call, text_file, tmp_path, way):
-    """Others are told what to do."""
     model = ["--model", str(demo_with(tmp_path / "model", max_position_embeddings=LENGTH))]
     book, (fact, *_) = text_file(tmp_path / "book.txt", 3 * LENGTH, seed=2)
     ways = [*way, "-m", "12"]
@@ -24,6 +23,12 @@ def test_entries_are_pulled_together_where_a_chunk_reads_little(call, text_file,
     assert (
         pulled in call("cache-prompt", *model, *saved, *(w.partition(" then")[0] for w in way))[2]
     )
+
+
+def test_what_is_read_whole_beyond_the_trained_length_is_told_what_helps(call, text_file, tmp_path):
+    model = ["--model", str(demo_with(tmp_path / "model", max_position_embeddings=LENGTH))]
+    book, (fact, *_) = text_file(tmp_path / "book.txt", 3 * LENGTH // 2, seed=2)
+    asked = ["generate", *model, "--prompt-file", str(book), "--prompt", fact.question]
     helps = "; sparse attention keeps distances shorter, and so does a policy such as keydiff:budget=4096"
     left = [*asked, "-m", "1", "--snapkv", "top_k=60"]
     assert f"{BEYOND}{helps}" in call(*left)[2]

@@ -3,26 +3,31 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from command_lines import MODULE
 
 from mlx_snapkv.demo import MODELS
 
+UNSAFE = "somebody/unsafe"  # a repository without safetensors
+
 
 class Hub(BaseHTTPRequestHandler):
-    """The files of the server's `files`, as the real hub sends them, or its `refusal` of every request."""
+    """The files of the server's `files`, as the real hub sends them, or its refusals, by repository."""
 
     def do_GET(self):
         hub, name = self.server, self.path.rpartition("/resolve/main/")[2]
         data, status = hub.files.get(name, b""), 200
+        if UNSAFE in self.path and name.endswith(".safetensors"):
+            data = b""
+        refusal = next((why for repo, why in hub.refusals.items() if repo in self.path), None)
         headers = {"ETag": '"an etag"', "X-Repo-Commit": "a" * 40}
         if self.path.startswith("/api/models/") and "/resolve/" not in self.path:
             data = json.dumps({"id": "somebody/big", "sha": "a" * 40}).encode()
-        if hub.refusal or not data:
-            status, headers["X-Error-Code"] = hub.refusal or (404, "EntryNotFound")
+        if refusal or not data:
+            status, headers["X-Error-Code"] = refusal or (404, "EntryNotFound")
             data = b""
         elif part := self.headers.get("Range"):
             first, _, last = part.removeprefix("bytes=").partition("-")
@@ -41,7 +46,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    """A hub with one repository: the embedded model's configuration and headers, and weights of zeros."""
+    """A hub of the embedded model's configuration and headers, and weights of zeros, under any name."""
     folder = MODELS["demo"]
     weights = (folder / "model.safetensors").read_bytes()
     header = weights[: 8 + int.from_bytes(weights[:8], "little")]
@@ -50,14 +55,30 @@ def hub():
             "config.json": (folder / "config.json").read_bytes(),
             "model.safetensors": header + bytes(len(weights) - len(header)),
         }
-        server.sent, server.refusal = 0, None
+        server.sent, server.refusals = 0, {}
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
 
 
-def run(command, cache, endpoint, name, offline="0"):
-    """The command in a process of its own, which alone reads these variables."""
+# Several command lines in one process: to import the package takes longer than all of them.
+EACH = """
+import contextlib, io, json, sys
+from mlx_snapkv.cli.app import main
+found = []
+for sys.argv in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as done:
+            found.append((done.code, out.getvalue(), err.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def run(commands, cache, endpoint=None, offline="0"):
+    """The commands in a process that alone reads these variables: (exit code, stdout, stderr) of each."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": f"http://127.0.0.1:{endpoint.server_port if endpoint else 9}",
@@ -65,47 +86,59 @@ def run(command, cache, endpoint, name, offline="0"):
         "HF_HUB_OFFLINE": offline,
         "HF_HUB_DISABLE_XET": "1",
     }
-    words = [*MODULE, *command.split(), "--model", name]
-    return subprocess.run(words, capture_output=True, text=True, env=environment)
+    lines = json.dumps([["mlx-snapkv", *command.split()] for command in commands])
+    words = [sys.executable, "-c", EACH, lines]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def refused(cache, endpoint=None, name="nobody/nothing", command="generate -p x", **how):
-    """What is said on stderr."""
-    done = run(command, cache, endpoint, name, **how)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    return done.stderr
+def refused(cache, *names, **how):
+    """What is said on stderr of each model."""
+    found = run([f"generate -p x --model {name}" for name in names], cache, **how)
+    assert [(code, out, err.count("\n")) for code, out, err in found] == [(2, "", 1)] * len(names)
+    return [err for _, _, err in found]
+
+
+def cached(cache, name, config):
+    """A repository in the local cache, of a configuration only."""
+    snapshot = cache / f"models--somebody--{name}" / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(config))
+    (refs := snapshot.parents[1] / "refs").mkdir()
+    (refs / "main").write_text(snapshot.name)
 
 
 def test_without_a_network_the_local_cache_is_all_there_is(tmp_path):
-    reached = "the Hugging Face hub can't be reached, and the local cache does not hold it"
-    assert reached in refused(tmp_path / "none")
-    assert "HF_HUB_OFFLINE" in refused(tmp_path / "none", offline="1")
-    snapshot = tmp_path / "models--somebody--small" / "snapshots" / "0123456789abcdef"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (refs := snapshot.parents[1] / "refs").mkdir()
-    (refs / "main").write_text(snapshot.name)
-    assert "has no weights" in refused(tmp_path, name="somebody/small")  # what is cached is used
     config = {"model_type": "glm", "rope_parameters": {"partial_rotary_factor": 0.5}}
-    (snapshot / "config.json").write_text(json.dumps(config))
-    assert "has no partial_rotary_factor" in refused(tmp_path, name="somebody/small")
+    cached(tmp_path, "small", {})
+    cached(tmp_path, "rotated", config)
+    nothing, small, rotated = refused(
+        tmp_path, "nobody/nothing", "somebody/small", "somebody/rotated"
+    )
+    assert "the Hugging Face hub can't be reached, and the local cache does not hold it" in nothing
+    assert "has no weights" in small  # what is cached is used
+    assert "has no partial_rotary_factor" in rotated
+    assert "HF_HUB_OFFLINE" in refused(tmp_path, "nobody/nothing", offline="1")[0]
 
 
 def test_what_the_hub_refuses(hub, tmp_path):
-    for hub.refusal, words in (
-        ((404, "RepoNotFound"), "the Hugging Face hub has no such repository"),
-        ((403, "GatedRepo"), "the repository is gated: request access"),
-    ):
-        assert words in refused(tmp_path, hub)
+    hub.refusals = {"nobody/nothing": (404, "RepoNotFound"), "nobody/gated": (403, "GatedRepo")}
+    nothing, gated = refused(tmp_path, *hub.refusals, endpoint=hub)
+    assert "the Hugging Face hub has no such repository" in nothing
+    assert "the repository is gated: request access" in gated
 
 
 def test_a_repository_is_planned_without_its_weights(hub, tmp_path):
-    done = run("plan --context 4k --memory 16GB --json", tmp_path, hub, "somebody/big")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    plans = (
+        "plan --context 4k --memory 16GB --json --model somebody/big",
+        f"plan --context 4k --model {UNSAFE}",
+    )
+    (code, out, err), unsafe = run(plans, tmp_path, hub)
+    assert code == 0, err
+    found = json.loads(out)
     size = len(hub.files["model.safetensors"])
     assert found["weights"] == pytest.approx(size, rel=0.02)
     assert hub.sent < size / 4 and not list(tmp_path.rglob("*.safetensors"))
     assert "somebody/big" in found["taken"][0]["command"]
-    del hub.files["model.safetensors"]
-    assert "safetensors" in refused(tmp_path / "other", hub, "somebody/big", "plan --context 4k")
+    assert unsafe[:2] == [2, ""] and unsafe[2].count("\n") == 1 and "safetensors" in unsafe[2]

@@ -23,7 +23,7 @@ POLICIES = [
     H2O(**ROWS),
     KeyDiff(**ROWS | {"budget": "pyramid:40"}),
 ]
-TURN = mx.array(np.random.default_rng(1).integers(1, 64, 150))
+TURN = mx.array(np.random.default_rng(1).integers(1, 64, 90))
 
 
 @pytest.mark.parametrize("before", [0, 5])

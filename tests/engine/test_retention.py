@@ -252,8 +252,8 @@ def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, 
         stays = sum(cache.store.nbytes for cache in caches)
         found.append((report, stays, sum(cache.index_nbytes for cache in caches)))
 
-    start = functools.partial(mlx_generate.generate_step, tokens)
-    list(served(start, wide, 200, 1, config, compressed, {"prompt_cache": caches}))
+    start = functools.partial(mlx_generate.generate_step, tokens, max_tokens=2)
+    list(served(start, wide, 200, 2, config, compressed, {"prompt_cache": caches}))
     ((report, stays, index),) = found
     chooses = report.read_per_token is not None
     assert chooses == config.is_sparse

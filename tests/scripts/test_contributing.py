@@ -213,7 +213,7 @@ def test_a_new_file_is_a_store_of_any_memory(tmp_path):
         assert f"{tmp_path}/mlx_snapkv/__init__.py {memory} {factor}\n" in printed
     refused = "refused: .*recall:small, recall:small:8bit or recall:small:4bit, got 'recall:tiny'"
     assert len(re.findall(refused, printed, re.S)) == 1 and printed.count("'recall:tiny'") == 2
-    assert "\n5 passed" in printed
+    assert "\n6 passed" in printed
 
 
 USES_OPTION = """

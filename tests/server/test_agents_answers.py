@@ -30,7 +30,7 @@ ANSWERS = [
     (calls('{"name": "open", "arguments": null}'), {}, "", [{}], "tool_calls"),
     (calls('{"name": "open", "arguments": {"a": NaN}}'), {}, '{"name": "open", "arguments": {"a": NaN}}', [], "stop"),
     (calls('{"name": "open", "arguments": {"a": "half \\ud83d"}}'), {}, "", [{"a": "half \ufffd"}], "tool_calls"),
-    (calls("[" * 3000), {"max_tokens": 4000}, "[" * 3000, [], "stop"),
+    (calls("[" * 1200), {"max_tokens": 2000}, "[" * 1200, [], "stop"),
     (calls('{"name": "open"}'), {}, "", [{}], "tool_calls"),
     (calls('{"name": "open", "parameters": {"a": 1}}'), {}, "", [{"a": 1}], "tool_calls"),
     (calls(OPEN + "}"), {}, "", [{"door": "green"}], "tool_calls"),

@@ -61,10 +61,12 @@ def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
     assert len(lines) == 1 + 2 + 2 + 2 + 2  # the setting, the full cache once, and three ways
 
 
-@pytest.mark.parametrize("task", ["needle --depths 1", "lines --depths 1", "suite --task single"])
+@pytest.mark.parametrize(
+    "task", ["needle --depths 1", "lines --depths 1", "suite --task single --documents 1"]
+)
 def test_sparse_attention_is_measured(call, task):
     name = "sparse:budget=12.5%,read_top_k=128"
-    how = ["--length", "512", "--sparse", name.partition(":")[2], "--json"]
+    how = ["--length", "512", "--questions", "2", "--sparse", name.partition(":")[2], "--json"]
     code, out, _ = call(*task.split(), *how)
     methods = {s["method"]: s for s in json.loads(out)["summary"]}
     assert code == 0 and [*methods] == ["full cache", name]
