@@ -9,6 +9,7 @@ was known of them, and the calls that the server finds.
 
 import contextlib
 import json
+import logging
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from results_page import ROOT, Result, Row, options
 
@@ -24,6 +26,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from acting_server import SAY, acting
 from agent_templates import FAMILIES
 from server_helpers import Limits, Served
+
+from mlx_snapkv.server.api_error import log
 
 FOLDER = ROOT / "build" / "agents"  # of npm's, and of two virtual environments
 FILES = ROOT / "scripts" / "agents"
@@ -35,6 +39,7 @@ SUMMARY = re.compile("detailed summary|handoff summary|summary of the conversati
 RESULT = re.compile(r"<\|tool\|>|\[RESULT |\[result\]")  # as the templates put a tool's
 DONE = "It is done."
 NAMED = re.compile(r"\b(t) \| tojson(\(.*?\))?")
+OF_A_REQUEST = "of a request "  # what the server's log says that it left out
 TIMEOUT = 400  # seconds of a turn, and of a library's session
 
 
@@ -198,7 +203,8 @@ def session(template: str, n_notes: int = 3) -> Iterator[tuple[Served, Path]]:
 
 def turn_by_turn(agent: Agent, template: str) -> Row:
     """What became of an agent's turns, which outgrow the context under the first family's template."""
-    with session(template, N_NOTES if template == TEMPLATES[0] else 3) as (served, home):
+    n_notes = N_NOTES if template == TEMPLATES[0] else 3
+    with session(template, n_notes) as (served, home), left_out() as warnings:
         for name, ours in agent.files.items():
             file, text = home / name, (FILES / ours).read_text()
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +217,7 @@ def turn_by_turn(agent: Agent, template: str) -> Row:
             n_answered += turn.answered(said, home / "work")
         second = served.prompts[starts[1] : starts[2]] or [(0, 0)]  # if the agent has failed
         lengths = [n for n, _ in served.prompts] or [0]
-        about = _row(agent.package, agent.api, template, n_answered, served)
+        about = _row(agent.package, agent.api, template, n_answered, served, warnings)
         context = {"second_turn": second[0], "longest": max(lengths), "after": lengths[-1]}
         return about | context
 
@@ -219,44 +225,57 @@ def turn_by_turn(agent: Agent, template: str) -> Row:
 def _said(agent: Agent, words: list[str], home: Path, served: Served) -> str:
     """What an agent prints."""
     told = {name: text.replace("SERVER", served.url) for name, text in agent.environment.items()}
-    done = subprocess.run(
+    return _printed(
         [str(FOLDER / agent.program), *(word.replace("SERVER", served.url) for word in words)],
         cwd=home / "work",
         env={"HOME": str(home), "PATH": os.environ["PATH"], "TERM": "dumb", **told},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
     )
-    print(f"{agent.package}: {(done.stdout or done.stderr).strip()[-200:]!r}", flush=True)
-    return done.stdout
 
 
 def at_once(package: str, api: str, template: str) -> Row:
     """What became of a library's turns."""
-    with session(template) as (served, home):
-        command = [
-            FOLDER / "libraries" / "bin" / "python",
-            FILES / "library_session.py",
-            f"{package} {api}",
-        ]
-        done = subprocess.run(
-            [*command, served.url],
+    with session(template) as (served, home), left_out() as warnings:
+        program = FOLDER / "libraries" / "bin" / "python"
+        printed = _printed(
+            [str(program), str(FILES / "library_session.py"), f"{package} {api}", served.url],
             input=json.dumps([asked(turn, CALL) for turn in TURNS]),
             cwd=home / "work",
             env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # instead of a download
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
         )
-        print(done.stderr[-2000:], flush=True)
-        lines = (line for line in done.stdout.splitlines() if line.startswith('"'))
+        lines = (line for line in printed.splitlines() if line.startswith('"'))
         said = [json.loads(line) for line in lines]  # litellm prints advice of its own
         n_answered = sum(t.answered(text, home / "work") for t, text in zip(TURNS, said))
-        return _row(package, api, template, n_answered, served)
+        return _row(package, api, template, n_answered, served, warnings)
 
 
-def _row(client: str, api: str, template: str, n_answered: int, served: Served) -> Row:
+@contextlib.contextmanager
+def left_out() -> Iterator[set[str]]:
+    """What the server says that it leaves out of requests, each once."""
+    found: set[str] = set()
+    handler = logging.Handler()
+    handler.emit = lambda record: found.add(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+
+
+def _printed(words: list[str], **options: Any) -> str:
+    """What a program prints, as far as it comes in time."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, **options)
+    except subprocess.TimeoutExpired as error:
+        print(f"{words[0]}: no end after {TIMEOUT} s", flush=True)
+        return (error.stdout or b"").decode()
+    print(f"{words[0]}: {(done.stderr or done.stdout).strip()[-1000:]}", flush=True)
+    return done.stdout
+
+
+def _row(
+    client: str, api: str, template: str, n_answered: int, served: Served, warnings: set[str]
+) -> Row:
     metrics = served.client.get("/metrics").text.splitlines()
     refused = [x for x in metrics if 'status="4' in x and "_total" in x]
     return {
@@ -266,7 +285,7 @@ def _row(client: str, api: str, template: str, n_answered: int, served: Served) 
         "turns": len(TURNS),
         "answered": n_answered,
         "refused": int(sum(float(line.split()[-1]) for line in refused)),
-        "warnings": sorted(served.engine._logged),
+        "warnings": sorted(x.removeprefix(OF_A_REQUEST) for x in warnings if OF_A_REQUEST in x),
     }
 
 
