@@ -61,14 +61,13 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
 class Top(NamedTuple):
     """The highest of a head's scores, and which others there are."""
 
-    places: mx.array  # uint32 `(..., k)`, unordered
-    others: (
-        mx.array
-    )  # bool `(..., n)`, false where there is no score; `n` is a multiple of `MULTIPLE`
+    places: mx.array  # uint32 `(B, n_kv_heads, k)`, unordered
+    # Bool `(B, n_kv_heads, n)`, false where there is no score; `n` is a multiple of `MULTIPLE`.
+    others: mx.array
 
 
 def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
-    """About the `k` highest of `(..., m)` scores: `n_of_groups(m, k, n)` places, the first of which is `first`.
+    """About the `k` highest of a head's scores: `n_of_groups(m, k, n)` places, the first of which is `first`.
 
     Scores are 0 at most, and those of minus infinity are no candidates. They are compared by 13 significant bits, ties
     go to lower places. Long rows are dealt out, like cards, to groups of at most `GROUP` scores, and each gives its
@@ -76,20 +75,22 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
     step; a score's place in its group is the low bits of what is sorted.
 
     Args:
+        scores: `(B, n_kv_heads, m)` float32.
         n: places there are, if more than `first + m`.
     """
-    lead, stop = scores.shape[:-1], first + scores.shape[-1]
+    B, H, m = scores.shape
+    stop = first + m
     n_groups = _groups(max(n, stop))
     size = math.ceil(max(n, stop) / n_groups / MULTIPLE) * MULTIPLE
-    if k >= stop - first:
+    if k >= m:
         places = mx.broadcast_to(mx.arange(first, stop, dtype=mx.uint32), scores.shape)
-        return Top(places, mx.zeros((*lead, n_groups * size), mx.bool_))
-    padding = [(0, 0)] * len(lead) + [(first, n_groups * size - stop)]
+        return Top(places, mx.zeros((B, H, n_groups * size), mx.bool_))
+    padding = [(0, 0), (0, 0), (first, n_groups * size - stop)]
     padded = mx.pad(scores, padding, constant_values=-mx.inf)
     dealt = mx.unflatten(mx.view(padded, mx.uint32), -1, (size, n_groups))
     costs = _costs(dealt, counted(size)[:, None])
     each = max(1, k // n_groups)
-    best = by_heads(partial(_lowest, each), stop - first, costs)
+    best = by_heads(partial(_lowest, each), m, costs)
     others = _others(costs, best[..., -1:, :]).flatten(-2)
     return Top(_places(best, counted(n_groups), n_groups).flatten(-2), others)
 

@@ -154,18 +154,17 @@ def test_votes_are_exact_among_the_likeliest(low_rank):
 
 def test_the_best_of_groups():
     n = 3 * GROUP + 17
-    scores = -mx.abs(normal(2, n))
+    scores = -mx.abs(normal(1, 2, n))
     top = top_of_groups(scores, 800)
-    found = np.array(top.places)
-    assert found.shape == (2, n_of_groups(n, 800)) == (2, 800)
-    for row, places, others in zip(np.array(scores), found, np.array(top.others)):
+    assert top.places.shape == (1, 2, n_of_groups(n, 800)) == (1, 2, 800)
+    for row, places, others in zip(*(np.array(x[0]) for x in (scores, top.places, top.others))):
         assert len(set(places)) == len(places)
         best = np.argsort(-row)[:800]
         assert len(set(best) & set(places)) > 750
         assert set(np.flatnonzero(others)) == set(range(n)) - set(places)
-    run = mx.full((1, 3 * GROUP), -1.0).at[:, 500:520].add(1)  # neighbours are kept together
-    assert set(range(500, 520)) <= set(np.array(top_of_groups(run, 32).places)[0])
-    assert np.array(top_of_groups(scores, 10**6).places).tolist() == [[*range(n)]] * 2
+    run = mx.full((1, 1, 3 * GROUP), -1.0).at[..., 500:520].add(1)  # neighbours are kept together
+    assert set(range(500, 520)) <= set(np.array(top_of_groups(run, 32).places)[0, 0])
+    assert top_of_groups(scores, 10**6).places.tolist() == [[[*range(n)]] * 2]
 
 
 SCORES = st.floats(-(2.0**20), 0, width=32, allow_subnormal=False)  # whose digits are fewer
@@ -179,8 +178,8 @@ def test_the_best_between_two_places(data):
     m = data.draw(st.integers(1, n - first))
     k = data.draw(st.integers(1, m))
     scores = data.draw(arrays(np.float32, m, elements=SCORES))
-    top = top_of_groups(mx.array(scores)[None], k, first, n)
-    (places,), (others,) = np.array(top.places), np.array(top.others)
+    top = top_of_groups(mx.array(scores)[None, None], k, first, n)
+    places, others = np.array(top.places)[0, 0], np.array(top.others)[0, 0]
     assert len(set(places)) == len(places) == n_of_groups(m, k, n) == k
     assert first <= places.min() and places.max() < first + m
     others = set(np.flatnonzero(others).tolist())
@@ -191,7 +190,7 @@ def test_the_best_between_two_places(data):
 
 
 def test_what_is_no_candidate_is_not_another():
-    scores = mx.where(mx.arange(300) % 3 == 0, -mx.inf, -1.0)[None]
+    scores = mx.where(mx.arange(300) % 3 == 0, -mx.inf, -1.0)[None, None]
     top = top_of_groups(scores, 50)
     assert (np.array(top.places) % 3 != 0).all()
     assert np.array(top.others).sum() == 150
