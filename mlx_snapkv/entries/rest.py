@@ -13,6 +13,7 @@ by clusters, with a = t = 1; SparQ (Ribar et al., 2024, arXiv:2312.04985) by one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -101,12 +102,16 @@ def means(entries: Any, first: int) -> tuple[mx.array, mx.array]:
     """Mean keys and values of all pages from the `first` on; entries are read as in `distances`."""
     starts = range(first * PAGE, len(entries), BLOCK)
     spans = [(start, min(start + BLOCK, len(entries))) for start in starts]
-    read = entries.read_keys, entries.read_values
-    keys, values = (
-        mx.concatenate([page_means(part(*span), PAGE) for span in spans], axis=2) for part in read
-    )
-    mx.eval(keys, values)
-    return keys, values
+    return _block_means(entries.read_keys, spans), _block_means(entries.read_values, spans)
+
+
+def _block_means(read: Callable[[int, int], mx.array], spans: list[tuple[int, int]]) -> mx.array:
+    """One block at a time: what is read from a file would all be in memory otherwise."""
+    found = []
+    for span in spans:
+        found.append(page_means(read(*span), PAGE))
+        mx.eval(found)
+    return mx.concatenate(found, axis=2)
 
 
 PAIRS = list(product(MASSES, TEMPERATURES))  # the first is no rest at all

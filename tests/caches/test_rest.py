@@ -15,7 +15,7 @@ from mlx_snapkv import batch_generate
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.sparse import SparseKVCache
-from mlx_snapkv.caches.stores import MemoryStore
+from mlx_snapkv.caches.stores import FileStore, MemoryStore
 from mlx_snapkv.caches.token_ranking import TokenRanking
 from mlx_snapkv.entries import rest
 from mlx_snapkv.entries.entries import Entries
@@ -141,6 +141,19 @@ def output_of_answer(query, keys, values, read, pair):
             logits.append([logit])
             of.append(values[page].mean(axis=0)[None])
     return softmax(np.concatenate(logits)) @ np.concatenate(of)
+
+
+def test_means_of_a_file_hold_a_block_of_it_at_a_time():
+    store = FileStore()
+    entries = Entries(*mx.random.normal((2, 1, H, 8 * rest.BLOCK + 5, D)))
+    store.append(entries)
+    layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]
+    view, before = FullView([store], layer), mx.get_active_memory()
+    mx.reset_peak_memory()
+    keys, values = rest.means(view, 0)
+    assert mx.get_peak_memory() - before < entries.keys.nbytes / 2
+    wanted = rest.page_means(entries.keys, rest.PAGE), rest.page_means(entries.values, rest.PAGE)
+    assert mx.allclose(keys, wanted[0], atol=1e-5) and mx.allclose(values, wanted[1], atol=1e-5)
 
 
 def test_positions_are_counted_by_page(small_pages):
