@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +10,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..entries.quantization import grown, join, n_rows, rows, write
 from ..entries.rest import Rest
-from ..entries.threads import on_each
+from ..entries.threads import at_once
 
 Pair = tuple[mx.array, mx.array]  # keys and values `(B, n_kv_heads, n, head_dim)`
 
@@ -61,9 +62,13 @@ class Gathered:
         """What a token reads that has chosen these, with the means of the rest, if there are any."""
         n_means = 0 if rest is None else rest.n_pages
         if rest is self._rest and n_means + n_rows(chosen) == self._n_before:
-            _, H, n, _ = chosen[0].shape
-            held = self.keys, self.values
-            on_each(lambda x, new: write(x, n_means, new), H * n, held, chosen)
+            keys, values = chosen
+            _, H, n, _ = keys.shape
+            writes = (
+                partial(write, self.keys, n_means, keys),
+                partial(write, self.values, n_means, values),
+            )
+            at_once(H * n, writes)
         else:
             self._hold(self.always(), chosen, rest)
         return self._rows(0)

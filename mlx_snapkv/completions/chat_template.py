@@ -19,7 +19,7 @@ from .contents import as_json
 from .messages import Message, calls_as_text, for_template, in_turns
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # what Mistral's templates demand
-SEEN = "OK."
+SEEN = "OK."  # what the assistant says to a result, where a template wants it to
 LEFT_OUT = "(what was said before is left out)"
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
 NO_ARRAY = SnapKVError("chat_template_kwargs must leave the prompt a list of tokens")

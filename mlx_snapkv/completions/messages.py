@@ -38,14 +38,8 @@ OTHER_FORMS = (
     "tool_call_id",
     "reasoning",
 )
-ARGUMENTS = (
-    "arguments",
-    "input",
-    "action",
-    "operation",
-    "queries",
-    "code",
-)  # by which a call's arguments go
+# By which a call's arguments go.
+ARGUMENTS = ("arguments", "input", "action", "operation", "queries", "code")
 OWN = ("user", "system")  # whose words have to be read as they are
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 

@@ -64,8 +64,8 @@ class Rest:
         """
         counts = by_page(unread)[:, :, None, None, : self.n_pages]
         logits = page_logits(queries, self.keys)
-        scales = mx.array(scale), self.temperature
-        return _weighed(logits, counts, *scales, self.log_mass).flatten(1, 2)
+        weighed = _weighed(logits, counts, mx.array(scale), self.temperature, self.log_mass)
+        return weighed.flatten(1, 2)
 
 
 @partial(mx.compile, shapeless=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import SnapKVError
-from .threads import by_heads, on_each
+from .threads import at_once, by_heads
 
 GROUP = 2048  # scores that a GPU sorts in one step
 MULTIPLE = 256  # a group's size is one of this
@@ -137,7 +137,7 @@ def take_entries(buffers: Sequence[mx.array], positions: mx.array) -> list[mx.ar
     # 2 to 6 times faster than to take them along an axis; a buffer that is not contiguous would be copied.
     B, H, T, _ = buffers[0].shape
     places = (positions + counted(B * H, T).reshape(B, H, 1)).flatten()
-    return on_each(lambda x: _take(x, places), places.size, buffers)
+    return at_once(places.size, [partial(_take, x, places) for x in buffers])
 
 
 def _take(buffer: mx.array, places: mx.array) -> mx.array:

@@ -1,6 +1,6 @@
 """Work on entries, shared out to the threads of a CPU. On a GPU there is one, and it is done as a whole."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import cycle, pairwise
@@ -37,18 +37,17 @@ def by_heads(function: Callable[..., mx.array], n: int, *arrays: mx.array) -> mx
     return mx.concatenate(found, axis=1)
 
 
-def on_each(function: Callable[..., T], n: int, *arguments: Iterable) -> list[T]:
-    """`function` of the first of all `arguments`, of the second, and so on, as keys and values, on threads in turn.
+def at_once(n: int, calls: Sequence[Callable[[], T]]) -> list[T]:
+    """What the calls return, as one for keys and one for values, made on threads in turn.
 
     Args:
         n: entries of all heads that each call gathers.
     """
-    calls = list(zip(*arguments))
     n_threads = min(device.used.threads, len(calls)) if n >= GATHERED else 1
     found = []
-    for thread, given in zip(cycle(_threads(n_threads)), calls):
+    for thread, call in zip(cycle(_threads(n_threads)), calls):
         with thread:
-            found.append(function(*given))
+            found.append(call())
     return found
 
 

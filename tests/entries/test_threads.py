@@ -1,6 +1,7 @@
 """What a CPU's threads share out is what one of them computes."""
 
 import threading
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -10,7 +11,7 @@ from mlx_snapkv.caches.gathered import Gathered
 from mlx_snapkv.entries.key_index import KeyIndex
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.entries.selection import take_entries, top_of_groups
-from mlx_snapkv.entries.threads import GATHERED, SCANNED, by_heads, on_each
+from mlx_snapkv.entries.threads import GATHERED, SCANNED, at_once, by_heads
 
 H, GROUPS, D = 3, 2, 32
 N = SCANNED // H + 5
@@ -61,7 +62,7 @@ def test_a_thread_of_a_server_may_share_out_what_another_did(monkeypatch):
     given, found = [normal(4), normal(4, seed=1), normal(4, seed=2)], []
 
     def work():
-        found.append(on_each(lambda x: x + 1, GATHERED, given))
+        found.append(at_once(GATHERED, [partial(mx.add, x, 1) for x in given]))
         mx.eval(found[-1])
 
     for _ in range(2):
