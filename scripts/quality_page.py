@@ -64,7 +64,8 @@ def page(result: dict[str, Any]) -> str:
     lines = ["# How far answers move", "", written_by(result), "", HOW]
     for part in result["parts"]:
         show = _fidelity if part["task"] == "fidelity" else _scores
-        lines += [f"## {_title(part)}", "", *_command(part["command"]), "", *show(part), ""]
+        lines += [f"## {_title(part)}", "", *_command(part["command"]), "", *_gpu(part)]
+        lines += [*show(part), ""]
     return "\n".join(lines)
 
 
@@ -93,6 +94,12 @@ def _command(command: str) -> list[str]:
         command = command.replace(f"mlx-snapkv eval {task}", f"python scripts/evaluate.py {task}")
     wrapped = textwrap.wrap(command, 110, break_long_words=False, break_on_hyphens=False)
     return ["```", *(f"{line} \\" for line in wrapped[:-1]), wrapped[-1], "```"]
+
+
+def _gpu(part: dict[str, Any]) -> list[str]:
+    """Which GPU computed a part; most were computed by a CPU."""
+    machine = part["machine"]
+    return [f"Computed by an {machine['processor']}.", ""] if "gpu" in machine["device"] else []
 
 
 def _fidelity(part: dict[str, Any]) -> list[str]:

@@ -6,6 +6,16 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from ..entries.quantization import (
+    GROUP_SIZES,
+    Quantization,
+    Stored,
+    join,
+    n_rows,
+    pack,
+    rows,
+    unpack,
+)
 from ..entries.queries import Captured
 from ..entries.rest import page_means
 from ..policies.sparse import PAGE, Reach
@@ -24,7 +34,8 @@ class PageRanking:
             trained length these stand where they are, and the sink before them.
     """
 
-    means: mx.array | None = None  # of the keys of the first pages, of their dtype
+    means: Stored | None = None  # of the keys of the first pages
+    _held_as: Quantization | None = None
 
     def __init__(
         self,
@@ -84,7 +95,7 @@ class PageRanking:
 
         It is the attention to the pages' mean keys, by sampled queries of all heads of a GQA group.
         """
-        means = self._grown_means(among.stop)[:, :, among.start :].astype(mx.float32)
+        means = self._means(among).astype(mx.float32)
         B, H, _, D = means.shape
         places = mx.arange(among.start * PAGE + PAGE // 2, among.stop * PAGE, PAGE)
         means = self._view.turned(means, mx.broadcast_to(places, (B, H, places.size)), start)
@@ -94,13 +105,21 @@ class PageRanking:
         best = mx.argpartition(-shares, n - 1, axis=-1)[..., :n]
         return best.astype(mx.uint32) + among.start
 
-    def _grown_means(self, stop: int) -> mx.array:
-        """Mean keys of the first `stop` pages."""
-        done = 0 if self.means is None else self.means.shape[2]
-        if stop > done:
-            new = page_means(self._view.read_keys(done * PAGE, stop * PAGE), PAGE)
-            self.means = new if self.means is None else mx.concatenate([self.means, new], axis=2)
-        return self.means  # type: ignore[return-value]
+    def _means(self, among: range) -> mx.array:
+        """Mean keys of these pages; those before them are held, too."""
+        done = 0 if self.means is None else n_rows(self.means)
+        if among.stop > done:
+            new = page_means(self._view.read_keys(done * PAGE, among.stop * PAGE), PAGE)
+            self._held_as = means_held_as(new.shape[3])
+            packed = pack(new, self._held_as)
+            self.means = packed if self.means is None else join(self.means, packed)
+        return unpack(rows(self.means, among.start, among.stop), self._held_as)
+
+
+def means_held_as(head_dim: int) -> Quantization | None:
+    """How mean keys are held: in 8 bits, half of bfloat16's, unless MLX can't quantise keys of this size."""
+    fitting = [size for size in GROUP_SIZES if head_dim % size == 0]
+    return Quantization(8, fitting[-1]) if fitting else None
 
 
 def _largest_shares(queries: mx.array, means: mx.array) -> mx.array:

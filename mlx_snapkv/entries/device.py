@@ -28,7 +28,8 @@ class Device:
             large GPU idle.
         exact_votes: entries whose exact votes for a token cost no more than those by an index. A GPU waits for memory,
             and a float32 copy of half-precision keys is several times what attention itself reads.
-        multiplies_codes: MLX has products with batches of quantised arrays. On CUDA it has them for some lengths only (0.32).
+        multiplies_codes: MLX has products with batches of quantised arrays. On CUDA only for some lengths
+            (0.32).
         threads: that a product's KV heads are shared out to. MLX computes a stream of the CPU on one thread.
         fused: head sizes whose attention MLX computes, for many queries, without storing their scores (MLX 0.32). A CPU
             has no such kernel.

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from ..caches.adapter import has_all_entries
 from ..caches.layers import AttentionLayer, attention_layers, members, token_caches
 from ..caches.memories import in_files, memory_quantization
+from ..caches.page_ranking import means_held_as
 from ..entries import device
 from ..entries.key_index import index_bytes
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
@@ -90,7 +91,8 @@ class EntrySizes:
 
     def of_means(self) -> float:
         """Bytes of a token in the mean keys by which chunks choose pages."""
-        return sum(keys.nbytes for keys, _ in self._entries) / PAGE
+        means = (pack(keys, means_held_as(keys.shape[-1])) for keys, _ in self._entries)
+        return n_bytes(list(means)) / PAGE
 
     def full(self, quantization: Quantization | None) -> int:
         """Bytes of a token's entries in all full caches; mlx-lm quantises those that are not in a `CacheList`."""

@@ -19,6 +19,7 @@ from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.page_ranking import SAMPLED, PageRanking
 from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
 from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.entries.quantization import n_bytes
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning import request_plan
@@ -87,7 +88,11 @@ def chosen_pages(keys, queries, scale):
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:file"])
-@pytest.mark.parametrize("make", [make_llama, lambda: make_model("gpt_oss")])
+@pytest.mark.parametrize(
+    "make",
+    [make_llama, lambda: make_llama(head_dim=64), lambda: make_model("gpt_oss")],
+    ids=["llama", "means in 8 bits", "gpt_oss"],
+)
 def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(make, memory):
     model = make()
     caches, (view, *_) = sparse_caches(model, REACH, memory)
@@ -104,14 +109,24 @@ def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(make, m
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_the_pages_means_take_a_sixteenth_of_the_keys_bytes(dtype):
-    model = make_llama(num_hidden_layers=1)
+def test_pages_means_are_held_in_8_bits(dtype):
+    """A byte a number, and for every 64 of them a scale and a bias of the keys' type."""
+    model = make_llama(num_hidden_layers=1, head_dim=64)
     model.set_dtype(dtype)
     caches, (view,) = sparse_caches(model, REACH)
     read_by(model, caches, START, N)
     *_, means = caches[0].state
-    in_pages = view.read_keys(0, (START - WINDOW) // PAGE * PAGE)
-    assert means.nbytes * PAGE == in_pages.nbytes > 0
+    B, H, n, D = view.read_keys(0, (START - WINDOW) // PAGE * PAGE).shape
+    assert n_bytes(means) == B * H * n // PAGE * (D + 2 * dtype.size)
+
+
+def test_means_that_can_not_be_quantised_are_held_as_they_are():
+    model = make_llama(num_hidden_layers=1, head_dim=40)
+    caches, (view,) = sparse_caches(model, REACH)
+    read_by(model, caches, START, N)
+    *_, means = caches[0].state
+    keys = view.read_keys(0, (START - WINDOW) // PAGE * PAGE)
+    assert means.shape[2] * PAGE == keys.shape[2] and means.shape[3] == 40
 
 
 def test_attention_is_that_of_numpy_over_what_was_chosen():
