@@ -27,6 +27,7 @@ from .attention import latest_votes
 from .quantization import grown, n_bytes, n_rows, rows, with_room, write
 from .queries import Queries
 from .selection import top_of_groups
+from .spans import spans
 from .threads import by_heads
 
 SAMPLE = 4096  # keys that the components should be taken from, at most
@@ -156,8 +157,8 @@ class KeyIndex:
         for begin, end in pairwise(sorted({*(min(edge, n) for edge in observed.edges), n})):
             seen = observed.seen_by(begin)
             asking = near if seen is observed else self._asking(seen)
-            for start in range(begin, end, block):
-                yield asking, start, min(start + block, end)
+            for start, stop in spans(begin, end, block):
+                yield asking, start, stop
 
     def _asking(self, observed: Queries) -> Asking:
         B, H, D, _ = self._of_queries.shape

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..entries.entries import Entries
+from ..entries.spans import spans
 from .base import Policy
 
 LAG = 128  # entries per block
@@ -51,7 +52,7 @@ class LagKV(Policy):
             ranks = mx.argsort(mx.argsort(keys + values, axis=-1), axis=-1)
             return ranks.astype(mx.float32).flatten(2) / LAG
 
-        scores = entries.by_block(compared, range(self.n_sink, end, at_once * LAG))
+        scores = entries.by_block(compared, spans(self.n_sink, end, at_once * LAG))
         newest = mx.broadcast_to(recency[end:] + 1, (B, H, T - end))
         return mx.concatenate([mx.ones((B, H, self.n_sink)), scores, newest], axis=-1)
 
