@@ -122,7 +122,10 @@ class Footprint:
         self.row_bytes = self.sizes.of_token(self.quantization)
 
     def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
-        """A request's, on an empty cache. Raises: SnapKVError: the policy can't serve it."""
+        """A request's on an empty cache: of a prefix that is there when it starts, nobody knows yet.
+
+        Raises: SnapKVError: the policy can't serve it.
+        """
         sizes = self.sizes
         return plan_request(
             sizes.model, self.config, n_prompt, max_tokens=max_tokens, layers=sizes.layers
