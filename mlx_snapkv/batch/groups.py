@@ -1,7 +1,7 @@
 """Requests that decode together, in groups whose caches fit each other."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import GenerationBatch
 
-from ..caches.layers import members
+from ..caches.layers import layer_caches
 from ..errors import SnapKVError, sentence
 from ..models import attention_classes
 from ..models.patch import recording
 from ..several.shard import shard_of
-from .entries import batched, kind_of
+from .entries import batch_caches, batched, kind_of
 from .job import Job
 
 
@@ -71,7 +71,7 @@ class Group(GenerationBatch):
     job: Job | None = None  # of a request that can't be joined yet
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        observed = any(getattr(c, "observes", False) for c in members(self.prompt_cache))
+        observed = any(cache.observes for cache in batch_caches(self.prompt_cache))
         return recording(attention_classes(self.model) if observed else [])
 
     def next(self) -> list[Any]:
@@ -79,7 +79,7 @@ class Group(GenerationBatch):
         try:
             with self.recording():
                 responses = super().next()
-            mx.eval([getattr(c, "recorded", []) for c in members(self.prompt_cache)])
+            mx.eval(self._recorded())
         except request_errors(model) as error:
             self.filter([])
             return [failure(uid, error) for uid in uids]
@@ -93,6 +93,10 @@ class Group(GenerationBatch):
                 if isinstance(function, Guard) and function.error is not None:
                     errors[uid] = function.error
         return self._without_failed(responses, of_all_ranks(model, errors))
+
+    def _recorded(self) -> list[Sequence[mx.array]]:
+        """What caches have recorded of the step's queries."""
+        return [cache.recorded for cache in batch_caches(self.prompt_cache)]
 
     def extracted(self, idx: int) -> list:
         """A request's caches as they are, for others to go on with."""
@@ -147,6 +151,9 @@ class Single(Group):
             except request_errors(job.model) as error:
                 return self._without_failed(responses, {job.uid: error})
         return responses
+
+    def _recorded(self) -> list[Sequence[mx.array]]:
+        return [cache.recorded for cache in layer_caches(self.prompt_cache)]
 
     def filter(self, keep: list[int]) -> None:
         if not keep and self.uids:
