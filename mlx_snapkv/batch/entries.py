@@ -1,4 +1,4 @@
-"""One layer's entries of several requests, in one array."""
+"""One layer's cache of several requests that decode together, and which requests can."""
 
 from __future__ import annotations
 

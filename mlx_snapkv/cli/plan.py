@@ -16,7 +16,7 @@ from .results import print_table
 
 if TYPE_CHECKING:
     from ..planning.machine import Machine
-    from ..planning.plan import MemoryPlan, Planner
+    from ..planning.memory_plan import MemoryPlan, Planner
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 UNTOLD = 1 << 17  # tokens to plan at most for a model whose trained length is not known
@@ -56,7 +56,7 @@ def plan(
     """
     from ..models.rope import trained_length
     from ..planning.machine import mac, this_machine
-    from ..planning.plan import Planner
+    from ..planning.memory_plan import Planner
     from .loading import load_without_weights
 
     chosen = policy.resolve()

@@ -16,13 +16,13 @@ from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
 from ..policies import Policy, SnapKV, Sparse, Stages
-from .any_length import take_any_length
 from .draft_model import DraftedAnswer, require_rewindable
 from .draft_speed import UNTIMED, timed_rounds
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, served
 from .token_ids import token_ids
+from .tokenizer_limit import ignore_length_limit
 
 
 def generate_step(
@@ -206,7 +206,7 @@ def text_tokens(tokenizer, text: str) -> list[int]:
     """A text's token ids, with special tokens where mlx-lm's `stream_generate` adds them; no array is made."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    take_any_length(tokenizer)
+    ignore_length_limit(tokenizer)
     bos = tokenizer.bos_token
     special = bos is None or not text.startswith(bos)
     return tokenizer.encode(text, add_special_tokens=special)

@@ -212,8 +212,11 @@ class KeyIndex:
         return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
 
 
-def _relevance(n: int, *factors: mx.array) -> mx.array:
-    logits = _logits(n, *factors)
+def _relevance(
+    n: int, queries: mx.array, codes: mx.array, powers: mx.array, common: mx.array | None = None
+) -> mx.array:
+    """`KeyIndex.relevance` of the first `n` keys of these codes."""
+    logits = _logits(n, queries, codes, powers, common)
     return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
 
 

@@ -19,7 +19,7 @@ from ..policies import (
 )
 from .config import RETENTION, CompressionConfig
 from .machine import this_machine
-from .plan import MAX_TOKENS, MemoryPlan, Planner
+from .memory_plan import MAX_TOKENS, MemoryPlan, Planner
 from .units import format_bytes
 
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"

@@ -155,7 +155,7 @@ class Footprint:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
         if not self.config.retains:
             return 0
-        index = with_room(n) * self.sizes.of_index() if n > device.used.exact_votes else 0
+        index = with_room(n) * self.sizes.of_index() if device.used.ranks_by_index(n) else 0
         return n * self.sizes.of_memory(self.config.memory) + index
 
     def kept(self, plan: Plan) -> list[int]:
