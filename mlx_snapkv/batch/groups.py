@@ -75,6 +75,7 @@ class Group(GenerationBatch):
         return recording(attention_classes(self.model) if observed else [])
 
     def next(self) -> list[Any]:
+        """The responses of a step. If the model fails, all its requests have; else those whose own part of it has."""
         uids, model = list(self.uids), self.model if self.job is None else self.job.model
         try:
             with self.recording():
@@ -83,6 +84,10 @@ class Group(GenerationBatch):
         except request_errors(model) as error:
             self.filter([])
             return [failure(uid, error) for uid in uids]
+        return self._without_failed(responses, of_all_ranks(model, self._errors(responses)))
+
+    def _errors(self, responses: list[Any]) -> dict[int, Exception]:
+        """By request, what went wrong with its logits, its sampler or its processors in a step."""
         errors: dict[int, Exception] = {
             r.uid: FloatingPointError("the model gave NaN instead of logits")
             for r in responses
@@ -92,7 +97,7 @@ class Group(GenerationBatch):
             for function in (sampler, *processors):
                 if isinstance(function, Guard) and function.error is not None:
                     errors[uid] = function.error
-        return self._without_failed(responses, of_all_ranks(model, errors))
+        return errors
 
     def _recorded(self) -> list[Sequence[mx.array]]:
         """What caches have recorded of the step's queries."""
@@ -138,6 +143,7 @@ class Single(Group):
         return self.job.request.recording()
 
     def next(self) -> list[Any]:
+        """The response of a step, after which the prompt is compressed if it is time."""
         job = self.job
         if job.error is not None:
             self.filter([])
@@ -211,6 +217,7 @@ class Groups:
         self._groups.append(group)
 
     def next(self) -> list[Any]:
+        """The responses of a step of each group."""
         groups = [group for group in self._groups if not (self.waits and group.joins)]
         responses = [response for group in groups for response in group.next()]
         self._settle()

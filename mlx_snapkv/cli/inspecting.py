@@ -128,6 +128,7 @@ def _print(inspection: Inspection) -> None:
 
 
 def _print_map(inspection: Inspection, console: Console) -> None:
+    """A line a layer, from the prompt's start to its end, shaded by how many heads keep the entries there."""
     names = [f"layer {layer}" for layer in inspection.layers]
     margin = max(map(len, names)) + 1
     density = inspection.density(max(8, min(WIDEST, console.width - margin - 7)))

@@ -132,6 +132,7 @@ class Plans:
         return Choice(n, plans, best, recommendation.why if self.policy is None else over)
 
     def to_dict(self, choices: list[Choice]) -> dict[str, Any]:
+        """What --json prints; sizes are in bytes."""
         plans = [plan for choice in choices for plan in choice.plans]
         usable = self.machine.usable
         return {
@@ -150,6 +151,7 @@ class Plans:
         }
 
     def print(self, choices: list[Choice]) -> None:
+        """Print a table of all plans, and what is recommended for the longest prompt that fits."""
         length = "unknown" if self.trained is None else f"{self.trained:,} tokens"
         print(f"The trained length of {self.model} is {length}.")
         print_table(self._table(choices))

@@ -54,17 +54,12 @@ class KeyIndex:
 
     def __init__(self, keys: mx.array, queries: mx.array | None = None):
         B, H, self.n_made_of, D = keys.shape
-        sample = keys.astype(mx.float32)
-        weights = mx.ones((B, H, 1, D))
-        if queries is not None:
-            squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, H, -1, D)
-            weights = mx.sqrt(squares.mean(axis=2) + 1e-12)[:, :, None]
+        sample, size = keys.astype(mx.float32), _size(D)
+        weights = mx.ones((B, H, 1, D)) if queries is None else _channel_sizes(queries, H)
         self._mean = sample.mean(axis=2, keepdims=True)
         centred = (sample - self._mean) * weights
-        covariance = centred.swapaxes(-1, -2) @ centred / sample.shape[2]
-        _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # by ascending variance
-        size = _size(D)
-        vectors = vectors[..., : -size - 1 : -1]
+        vectors = _principal(centred, size)
+        # The components of the sample are scaled to 1 at most, and those of queries so that logits stay as they are.
         largest = mx.maximum(mx.abs(centred @ vectors).max(axis=2, keepdims=True), 1e-6)
         padding = [(0, 0), (0, 0), (0, 0), (0, -size % WIDTH)]
         self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
@@ -210,6 +205,20 @@ class KeyIndex:
         found = latest_votes(keys_at(places), seen, counts)
         votes = mx.zeros((len(counts), B, H, T))
         return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
+
+
+def _channel_sizes(queries: mx.array, n_kv_heads: int) -> mx.array:
+    """Root mean squares of a KV head's queries `(B, n_heads, m, head_dim)`: `(B, n_kv_heads, 1, head_dim)`."""
+    B, _, _, D = queries.shape
+    squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, n_kv_heads, -1, D)
+    return mx.sqrt(squares.mean(axis=2) + 1e-12)[:, :, None]
+
+
+def _principal(centred: mx.array, n: int) -> mx.array:
+    """The `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`, largest first."""
+    covariance = centred.swapaxes(-1, -2) @ centred / centred.shape[2]
+    _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # by ascending variance
+    return vectors[..., : -n - 1 : -1]
 
 
 def _relevance(
