@@ -153,7 +153,6 @@ class BlockKVCache(EvictingCache):
         return [*super().recorded, *self.counting.arrays]
 
     def is_due(self, L: int = 1) -> bool:
-        """Whether entries are to be evicted before the next `L` tokens' come."""
         if self.policy is None or self.offset in self.steady[1:]:
             return False
         L = max(L, len(self.steady)) if self.offset in self.steady else L

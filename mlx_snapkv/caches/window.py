@@ -102,7 +102,6 @@ class SnapKVCache(EvictingCache):
             self.keys, self.values = grown((self.keys, self.values), most - held)
 
     def place(self) -> int:
-        """The row that the next token's entry is written to, which counts as written."""
         if self._n < self.n_keep:
             row = self._n
             self._n += 1
