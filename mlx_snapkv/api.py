@@ -16,8 +16,8 @@ from .inspecting.inspection import Inspection as Inspection
 from .inspecting.inspection import inspect_prompt as inspect_prompt
 from .models.patch import patch_for_snapkv as patch_for_snapkv
 from .models.patch import unpatch_snapkv as unpatch_snapkv
-from .planning.plan import MemoryPlan as MemoryPlan
-from .planning.plan import plan_memory as plan_memory
+from .planning.memory_plan import MemoryPlan as MemoryPlan
+from .planning.memory_plan import plan_memory as plan_memory
 from .policies import H2O as H2O
 from .policies import TOVA as TOVA
 from .policies import ExpectedAttention as ExpectedAttention

@@ -26,7 +26,7 @@ from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 from mlx_snapkv.evals.methods import FULL
 from mlx_snapkv.planning.machine import this_machine
-from mlx_snapkv.planning.plan import Planner
+from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.units import format_bytes
 from mlx_snapkv.reporting.diagnosis import as_table, diagnosis
 from mlx_snapkv.reporting.table import Table, as_markdown

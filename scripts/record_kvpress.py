@@ -44,8 +44,6 @@ CASES = {
     "expected_attention/200": (ExpectedAttentionPress, {}, 200),
     "lagkv/128": (LagKVPress, {"lag_size": 128}, 400),
     "lagkv/32": (LagKVPress, {"lag_size": 32}, 200),
-    "lagkv/128_cross": (LagKVPress, {"lag_size": 128, "cross_scoring": True}, 400),
-    "lagkv/32_cross": (LagKVPress, {"lag_size": 32, "cross_scoring": True}, 96),
 }
 for kept in (24, 96):
     CASES |= {

@@ -10,6 +10,7 @@ from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
+from mlx_snapkv.policies import lagkv
 
 # An example that takes long on a slow machine is no failure.
 settings.register_profile("tests", deadline=None)
@@ -22,6 +23,12 @@ def no_settings(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """LagKV compares blocks of 8 entries, so that small prompts have several."""
+    monkeypatch.setattr(lagkv, "LAG", 8)
 
 
 def _load(name: str):

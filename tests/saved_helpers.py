@@ -11,7 +11,6 @@ from mlx_snapkv.policies import POLICIES
 
 OPTIONS = {
     "snapkv": "n_sink=2,n_window=16,obs_window=8,lookahead=2",
-    "lagkv": "n_sink=2,lag_size=8",
     "scissorhands": "obs_window=8",
 }
 KEYDIFF = "keydiff:budget=40,block=16"

@@ -1,9 +1,10 @@
-"""One layer's entries of several requests, in one array."""
+"""One layer's cache of several requests that decode together, and which requests can."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,44 @@ from ..entries.quantization import (
 from ..entries.queries import Captured, OnQueries
 
 
-class Batched(OnQueries, _BaseCache):
+class BatchCache(OnQueries, ABC):
+    """What groups of requests ask of one layer's cache, ours or one of mlx-lm's behind `batch_caches`."""
+
+    observes: bool  # it records queries to come: the attention class must be patched
+    chooses: bool  # each request's own queries choose what a step reads
+
+    @property
+    def recorded(self) -> Sequence[mx.array]:
+        """What the requests have recorded of their queries, to be computed between two tokens."""
+        return ()
+
+    @property
+    @abstractmethod
+    def kind(self) -> tuple:
+        """What requests must have in common to decode together."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Entries held, or read by a step, the most of any request."""
+
+
+class MlxLmBatch(BatchCache):
+    """mlx-lm's own."""
+
+    observes = chooses = False
+
+    def __init__(self, cache: Any):
+        self._cache = cache
+
+    @property
+    def kind(self) -> tuple:
+        return type(self._cache).__name__, self.size().bit_length()
+
+    def size(self) -> int:
+        return self._cache.size()
+
+
+class Batched(BatchCache, _BaseCache):
     """Compressed caches of one layer, one a request, that decode together, a token at a time, as mlx-lm's batches."""
 
     keys: Any  # some that a step reads; mlx-lm lets them wait for what a pipeline sends
@@ -63,7 +101,6 @@ class Batched(OnQueries, _BaseCache):
         self.members = [self.members[i] for i in keep]
 
     def size(self) -> int:
-        """Entries held, the most of any request."""
         return max(member.n_entries for member in self.members)
 
     def empty(self) -> bool:
@@ -131,6 +168,7 @@ class BatchedEntries(Batched, Quantised):
     next entry goes to and when to evict, and takes its slot back for that. So a request keeps what it would keep alone.
     """
 
+    chooses = False
     values: Any
 
     def __init__(self, members: Sequence[EvictingCache]):
@@ -177,17 +215,16 @@ class BatchedEntries(Batched, Quantised):
         return any(member.waits_for_readers for member in self.members)
 
     @property
-    def observes(self) -> bool:
+    def observes(self) -> bool:  # type: ignore[override]
         return any(member.observes for member in self.members)
 
     @property
-    def recorded(self) -> list[mx.array]:
-        """What the requests have recorded of their queries, to be computed between two tokens."""
+    def recorded(self) -> Sequence[mx.array]:
         return [array for member in self.members if member.observes for array in member.recorded]
 
     @property
     def kind(self) -> tuple:
-        """What requests must have in common to share the arrays and mlx-lm's one mask for all layers."""
+        """Of requests that share the arrays, and mlx-lm's one mask for all layers."""
         member, how = self.members[0], self.quantization
         n, fixed = member.n_after_next, member.n_after_next == member.n_entries
         if member.uniform:
@@ -256,17 +293,18 @@ def _stacked(slots: list[Stored]) -> Stored:
     return each(lambda *parts: mx.concatenate(list(parts)), *whole)
 
 
+def batch_caches(prompt_cache: list) -> list[BatchCache]:
+    """The batched caches of all layers, each as groups ask it."""
+    caches = members(prompt_cache)
+    return [cache if isinstance(cache, BatchCache) else MlxLmBatch(cache) for cache in caches]
+
+
 def kind_of(prompt_cache: list) -> tuple:
     """What requests must have in common, cache by cache, to decode together."""
-    caches = members(prompt_cache)
-    counts = {cache.size() for cache in caches if getattr(cache, "chooses", False)}
-    return (
-        id(caches[0]) if len(counts) > 1 else None,  # a mask for each layer would be needed
-        *(
-            getattr(cache, "kind", None) or (type(cache).__name__, cache.size().bit_length())
-            for cache in caches
-        ),
-    )
+    caches = batch_caches(prompt_cache)
+    counts = {cache.size() for cache in caches if cache.chooses}
+    # Layers that read unequally many entries would each need a mask.
+    return id(prompt_cache[0]) if len(counts) > 1 else None, *(cache.kind for cache in caches)
 
 
 def batched(cache: Any) -> Any:

@@ -193,6 +193,7 @@ class AnswersFile:
         self.n_errors += 1
 
     def _add(self, line: Line, **outcome: Any) -> None:
+        """Write a request's outcome to the disk, as a whole or not at all. Raises: OSError."""
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
         data = json.dumps(record).encode() + b"\n"
         try:

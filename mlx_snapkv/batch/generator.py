@@ -96,7 +96,6 @@ class CompressedBatchGenerator(BatchGenerator):
         self._prompt_batch = Reading.empty(model, self.sampler)
         self._generation_batch = Groups()
         self._reads_first, self._on_pause = reads_first, on_pause
-        self.in_full: set[int] = set()  # waiting requests to answer from all entries
 
     def insert_segments(
         self,
@@ -107,15 +106,19 @@ class CompressedBatchGenerator(BatchGenerator):
         samplers: Any = None,
         logits_processors: list[list[Callable]] | None = None,
         stop_sequences: list[Any] | None = None,
+        *,
+        in_full: bool = False,
     ) -> list[int]:
+        """mlx-lm's; with `in_full`, the requests are answered from all entries, whatever the policy."""
         plans: list[Plan] = []
         if self._settings is not None:
+            config = CompressionConfig(turns=self._config.turns) if in_full else self._config
             given = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in given]
             max_tokens = max_tokens or [self.max_tokens] * len(segments)
             lengths = [sum(map(len, parts)) for parts in segments]
             plans = [
-                plan_request(self.model, self._config, n, cache, max_tokens=most)
+                plan_request(self.model, config, n, cache, max_tokens=most)
                 for n, cache, most in zip(lengths, caches, max_tokens)
                 if n  # mlx-lm refuses the empty
             ]
@@ -163,12 +166,7 @@ class CompressedBatchGenerator(BatchGenerator):
             return super()._make_batch(n)
         uid, segments, most, cache, *more = self._unprocessed_sequences[0]
         self._unprocessed_sequences[0] = (uid, segments, most, [], *more)  # not to be merged
-        plan = self._plans.pop(uid)
-        if uid in self.in_full:
-            self.in_full.remove(uid)
-            config = CompressionConfig(turns=self._config.turns)
-            plan = plan_request(self.model, config, plan.n_new, cache)
-        job = Job(self._settings, uid, plan, cache)
+        job = Job(self._settings, uid, self._plans.pop(uid), cache)
         errors = {} if job.error is None else {uid: job.error}
         job.error = of_all_ranks(job.model, errors).get(uid)
         self.prefill_step_size = job.request.step_size(self._limit)

@@ -1,7 +1,7 @@
 """Requests that decode together, in groups whose caches fit each other."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import GenerationBatch
 
-from ..caches.layers import members
+from ..caches.layers import layer_caches
 from ..errors import SnapKVError, sentence
 from ..models import attention_classes
 from ..models.patch import recording
 from ..several.shard import shard_of
-from .entries import batched, kind_of
+from .entries import batch_caches, batched, kind_of
 from .job import Job
 
 
@@ -71,18 +71,23 @@ class Group(GenerationBatch):
     job: Job | None = None  # of a request that can't be joined yet
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        observed = any(getattr(c, "observes", False) for c in members(self.prompt_cache))
+        observed = any(cache.observes for cache in batch_caches(self.prompt_cache))
         return recording(attention_classes(self.model) if observed else [])
 
     def next(self) -> list[Any]:
+        """The responses of a step. If the model fails, all its requests have; else those whose own part of it has."""
         uids, model = list(self.uids), self.model if self.job is None else self.job.model
         try:
             with self.recording():
                 responses = super().next()
-            mx.eval([getattr(c, "recorded", []) for c in members(self.prompt_cache)])
+            mx.eval(self._recorded())
         except request_errors(model) as error:
             self.filter([])
             return [failure(uid, error) for uid in uids]
+        return self._without_failed(responses, of_all_ranks(model, self._errors(responses)))
+
+    def _errors(self, responses: list[Any]) -> dict[int, Exception]:
+        """By request, what went wrong with its logits, its sampler or its processors in a step."""
         errors: dict[int, Exception] = {
             r.uid: FloatingPointError("the model gave NaN instead of logits")
             for r in responses
@@ -92,7 +97,11 @@ class Group(GenerationBatch):
             for function in (sampler, *processors):
                 if isinstance(function, Guard) and function.error is not None:
                     errors[uid] = function.error
-        return self._without_failed(responses, of_all_ranks(model, errors))
+        return errors
+
+    def _recorded(self) -> list[Sequence[mx.array]]:
+        """What caches have recorded of the step's queries."""
+        return [cache.recorded for cache in batch_caches(self.prompt_cache)]
 
     def extracted(self, idx: int) -> list:
         """A request's caches as they are, for others to go on with."""
@@ -134,6 +143,7 @@ class Single(Group):
         return self.job.request.recording()
 
     def next(self) -> list[Any]:
+        """The response of a step, after which the prompt is compressed if it is time."""
         job = self.job
         if job.error is not None:
             self.filter([])
@@ -147,6 +157,9 @@ class Single(Group):
             except request_errors(job.model) as error:
                 return self._without_failed(responses, {job.uid: error})
         return responses
+
+    def _recorded(self) -> list[Sequence[mx.array]]:
+        return [cache.recorded for cache in layer_caches(self.prompt_cache)]
 
     def filter(self, keep: list[int]) -> None:
         if not keep and self.uids:
@@ -204,6 +217,7 @@ class Groups:
         self._groups.append(group)
 
     def next(self) -> list[Any]:
+        """The responses of a step of each group."""
         groups = [group for group in self._groups if not (self.waits and group.joins)]
         responses = [response for group in groups for response in group.next()]
         self._settle()

@@ -17,6 +17,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
 
 
 def speed(rows: list[Row]) -> Table:
+    """What `bench.speed` has measured, a line a contender and context length."""
     table = Table(
         "Decoding and prefill by context length",
         "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "

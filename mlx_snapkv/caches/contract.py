@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,11 @@ class LayerCache(ABC):
     size: Callable[[], int]
     file_nbytes: int = 0  # bytes of keys and values in files
     _mark: Mark | None = None
+
+    @property
+    def recorded(self) -> Sequence[mx.array]:
+        """What it has recorded of queries, to be computed between two tokens of the answer."""
+        return ()
 
     @property
     def n_entries(self) -> int:

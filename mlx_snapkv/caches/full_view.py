@@ -14,10 +14,10 @@ from ..entries.attention import latest_votes
 from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
 from ..entries.queries import Queries
+from ..entries.spans import spans
 from .compaction import Compaction
 from .stores import Beginning, EntryView, JoinedView
 
-READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED = 16  # places all over the text, whose keys' spread it is made for
 ANY = 1 << 62  # positions that queries and keys may be apart
 
@@ -35,7 +35,7 @@ class FullView(Entries):
         super().__init__(None, None, layer=layer)
         self._compaction = compaction or Compaction(ANY)
         self._entries = JoinedView(views)
-        self.index = index if len(self) > device.used.exact_votes else None
+        self.index = index if device.used.ranks_by_index(len(self)) else None
 
     def __len__(self) -> int:
         return self._entries.n_entries
@@ -85,7 +85,7 @@ class FullView(Entries):
         """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`, their readers in turn; None if the
         keys are few."""
         n = len(self)
-        if n <= device.used.exact_votes:
+        if not device.used.ranks_by_index(n):
             return None
         length = SAMPLE // SAMPLED
         starts = range(0, n, math.ceil(n / SAMPLED))
@@ -93,18 +93,20 @@ class FullView(Entries):
         keys = mx.concatenate(sample, axis=2)
         asked = None if queries is None else self.layer.grouped(queries, keys.shape[1])
         index = KeyIndex(keys, asked)
-        for start in range(0, n, READ_TOKENS):
-            index.append(self.read_keys(start, min(start + READ_TOKENS, n)))
         index.n_made_of = n
-        return index
+        return self._completed(index)
 
     def grown_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
         """An index of the first keys with the others added, or what `make_index` makes if it is outgrown or none."""
         n = len(self)
-        if index is None or n <= device.used.exact_votes or index.outgrown_by(n):
+        if index is None or not device.used.ranks_by_index(n) or index.outgrown_by(n):
             return self.make_index(queries)
-        for start in range(len(index), n, READ_TOKENS):
-            index.append(self.read_keys(start, min(start + READ_TOKENS, n)))
+        return self._completed(index)
+
+    def _completed(self, index: KeyIndex) -> KeyIndex:
+        """The index with the keys added that it lacks."""
+        for span in spans(len(index), len(self)):
+            index.append(self.read_keys(*span))
         return index
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:

@@ -71,15 +71,13 @@ def problem_of(cache: Any, like: Any) -> str | None:
 
 def _difference(found: Any, wanted: Any, exact: bool = False) -> str | None:
     """The first array that differs in dtype or shape; unless `exact`, the number of rows may."""
-    have, want = (
-        {
-            name: f"{x.dtype} {x.shape if exact else x.shape[:-2] + x.shape[-1:]}".removeprefix(
-                "mlx.core."
-            )
-            for name, x in dict(tree_flatten(tree)).items()
-            if isinstance(x, mx.array)
-        }
-        for tree in (found, wanted)
-    )
+    have, want = _forms(found, exact), _forms(wanted, exact)
     differ = (n for n in sorted(have.keys() | want.keys()) if have.get(n) != want.get(n))
     return next((f"holds {have.get(n)} where the model has {want.get(n)}" for n in differ), None)
+
+
+def _forms(tree: Any, exact: bool) -> dict[str, str]:
+    """By array of a tree, its dtype and shape, without the number of rows unless `exact`."""
+    arrays = {n: x for n, x in dict(tree_flatten(tree)).items() if isinstance(x, mx.array)}
+    shapes = {n: x.shape if exact else x.shape[:-2] + x.shape[-1:] for n, x in arrays.items()}
+    return {n: f"{x.dtype} {shapes[n]}".removeprefix("mlx.core.") for n, x in arrays.items()}

@@ -25,7 +25,7 @@ _NO_FILES = (
 )
 
 
-class RecordingKVCache(LayerCache, Recorder, _BaseCache):
+class RecordingKVCache(Recorder, LayerCache, _BaseCache):
     """A KV cache of all tokens, which also records the post-RoPE queries of the positions `[first, last)`.
 
     Where the store is plain memory, all entries are there. Any other store takes those of earlier turns, and every

@@ -7,7 +7,7 @@ from itertools import chain, compress, count, pairwise
 from operator import ne
 from typing import Any
 
-from ..engine.any_length import take_any_length
+from ..engine.tokenizer_limit import ignore_length_limit
 from ..errors import SnapKVError
 
 MARKER = "<query>"
@@ -38,7 +38,7 @@ class Rendering:
     """
 
     def __init__(self, tokenizer):
-        take_any_length(tokenizer)
+        ignore_length_limit(tokenizer)
         self._tokenizer = tokenizer
         self._tokens_by_piece: dict[str, list[int]] = {}  # tokens of the last text's pieces
 

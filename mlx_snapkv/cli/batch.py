@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from typer import Argument, Exit
 
@@ -68,12 +68,7 @@ def batch(
     keywords |= cache_options.keywords_of(
         compression.recommend(model.model, None, "batch", reading.say, vars(cache))
     )
-    chosen = keywords["policy"]
-    if cache.kv_bits is not None and chosen is None:
-        raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
-    about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
-    if keywords["memory"] != "drop":
-        about |= {name: keywords[name] for name in ("memory", "verify")}
+    about = _about(keywords, cache.kv_bits)
     with files.opened() as stream:
         lines = RequestsFile(stream)
         path = path_of(files.output, "--output")
@@ -95,10 +90,23 @@ def batch(
         _answer(run, lines, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
-    for warning, n in run.progress.warnings.items():
-        reading.say(f"warning: {warning} ({n} of {answers.n_answered} answers)")
+    reading.say_all(
+        f"warning: {warning} ({n} of {answers.n_answered} answers)"
+        for warning, n in run.progress.warnings.items()
+    )
     if answers.n_errors and not files.allow_errors:
         raise Exit(1)
+
+
+def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
+    """What every answer says of its entries. Raises: SnapKVError: full caches would be quantised."""
+    policy = keywords["policy"]
+    if policy is None and kv_bits is not None:
+        raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
+    about = {"policy": None if policy is None else str(policy), "kv_bits": kv_bits}
+    if keywords["memory"] != "drop":
+        about |= {name: keywords[name] for name in ("memory", "verify")}
+    return about
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:

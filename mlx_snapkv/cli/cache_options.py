@@ -271,7 +271,7 @@ class CompressionOptions(RetentionOptions, AutoPolicyOptions):
             generation: mlx-lm's options.
         """
         from ..planning.auto import resolve
-        from ..planning.plan import MAX_TOKENS
+        from ..planning.memory_plan import MAX_TOKENS
         from .loading import load_without_weights, require_alone
 
         if not self.is_auto:

@@ -1,12 +1,18 @@
 """`mlx-snapkv chat`: a conversation in the terminal, its cache kept small."""
 
+from __future__ import annotations
+
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 
 from ..errors import SnapKVError
 from . import cache_options, options
 from .command import in_flags
+
+if TYPE_CHECKING:
+    from .chat_session import Session
 
 
 def chat(
@@ -28,7 +34,7 @@ def chat(
       mlx-snapkv chat --model MODEL --policy auto < questions.txt
     """
     from ..chat.conversation import Conversation
-    from .chat_commands import CommandCompleter, run_command
+    from .chat_commands import CommandCompleter
     from .chat_session import Lines, Session
     from .reading import Reading
 
@@ -51,23 +57,34 @@ def chat(
             f"note: --memory {keywords['memory']} does nothing until /policy chooses what is read"
         )
     session = Session(model.model, conversation, sampling, lines, reading, context)
-    interactive = lines.interactive
-    if interactive:
+    if lines.interactive:
         how = "You can paste several lines, or end a line with a backslash. /help lists commands."
         reading.say(f"{session.model}, {session.settings}\n{how}")
     for line in map(str.strip, lines):
         try:
-            if line.startswith("/"):
-                run_command(session, line)
-            elif line:
-                session.answer(line)
-        except SnapKVError as error:
-            if not interactive:  # a mistake ends a chat whose lines come from a file
-                raise
-            session.say(in_flags(error))
-        except KeyboardInterrupt:
-            if not interactive or session.ranks.size > 1:
-                raise
-            session.say(f"stopped; the conversation continues{session.waiting}")
+            _take(session, line)
         except StopIteration:
             return
+
+
+def _take(session: Session, line: str) -> None:
+    """Answer a message, or run a command; a mistake or Ctrl-C ends only a chat whose lines come from a file.
+
+    Raises: StopIteration: the command ends the chat.
+    """
+    from .chat_commands import run_command
+
+    interactive = session.lines.interactive
+    try:
+        if line.startswith("/"):
+            run_command(session, line)
+        elif line:
+            session.answer(line)
+    except SnapKVError as error:
+        if not interactive:
+            raise
+        session.say(in_flags(error))
+    except KeyboardInterrupt:
+        if not interactive or session.ranks.size > 1:
+            raise
+        session.say(f"stopped; the conversation continues{session.waiting}")

@@ -139,6 +139,7 @@ class Session:
         return n_tokens
 
     def answer(self, text: str) -> None:
+        """Send a message, and print the answer as it comes."""
         last, now = None, self.conversation
         with self.reading.bar(self._cost) as update:
             responses: Any = self.reading.wait_for(partial(now.send, text, update))

@@ -56,6 +56,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options_of(group: Any) -> Iterator[inspect.Parameter]:
+    """A keyword of the command for each field of a group, with typer's option if it is an `option`."""
     types = get_type_hints(group, include_extras=True)
     for each in fields(group):
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -143,6 +144,7 @@ class Command(TyperCommand):
                 del ctx.meta["settings"][option.name]
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command; a mistake's sentence also says which settings that it names come from elsewhere."""
         try:
             self._require_use(ctx)
             return super().invoke(ctx)

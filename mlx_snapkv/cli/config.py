@@ -26,6 +26,8 @@ Table = dict[str, Any]  # of config.toml, all its names with underscores
 
 
 class Setting(NamedTuple):
+    """An option's value that the command line does not give, and where it is from: a variable or a file."""
+
     value: Any
     origin: str
 

@@ -141,26 +141,19 @@ def generate(
     cache.require(loaded, draft.draft_model)
     if file is None:
         tokens = reading.wait_for(partial(prompt.encode, tokenizer, text))
-        taken = compression.recommend(
-            loaded, len(tokens), "question", reading.say, keywords, max_tokens=sampling.max_tokens
-        )
+        most = sampling.max_tokens
+        taken = compression.recommend(loaded, len(tokens), "question", reading.say, keywords, most)
         keywords |= cache_options.keywords_of(taken)
         full_is_best = compression.is_auto and keywords["policy"] is None
-        reading.warn(
-            loaded, len(tokens), was_chosen=full_is_best, max_tokens=sampling.max_tokens, **keywords
-        )
+        reading.warn(loaded, len(tokens), was_chosen=full_is_best, max_tokens=most, **keywords)
     else:
         start = SavedStart(file, model.model, loaded, compression, cache.quantization)
         keywords |= start.options
-        if compression.is_auto:
-            reading.say(f"note: --policy auto has no effect on {file}, which continues as saved")
-        if start.has(text):
-            reading.say(f"note: {file} already holds this text: give only the question")
+        reading.say_all(start.notes(text))
         raw = prompt.ignore_chat_template
         tokens = reading.wait_for(partial(start.encode, tokenizer, text, raw))
-    n_before = 0 if start is None else start.n_tokens
-    for line in cache.notes(keywords["policy"], n_before + len(tokens) + sampling.max_tokens):
-        reading.say(line)
+    n_read = len(tokens) + (0 if start is None else start.n_tokens)
+    reading.say_all(cache.notes(keywords["policy"], n_read + sampling.max_tokens))
     options.seed_sampling(seed)
     keywords |= sampling.generation(tokenizer)
     if schema is not None:

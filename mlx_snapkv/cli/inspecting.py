@@ -84,13 +84,12 @@ def inspect(
         for i, inspection in enumerate(inspections):
             print("\n\n" * (i > 0), end="")
             _print(inspection)
-    if path is None:
-        return
-    if path.suffix == ".png":
-        write_picture(inspections, model.model, path)
-    else:
-        put_result(path, page(inspections, model.model, special_tokens(tokenizer)))
-    reading.say(f"wrote {path}")
+    if path is not None:
+        if path.suffix == ".png":
+            write_picture(inspections, model.model, path)
+        else:
+            put_result(path, page(inspections, model.model, special_tokens(tokenizer)))
+        reading.say(f"wrote {path}")
 
 
 def _to_dict(model: str, inspections: list[Inspection]) -> dict[str, Any]:
@@ -129,6 +128,7 @@ def _print(inspection: Inspection) -> None:
 
 
 def _print_map(inspection: Inspection, console: Console) -> None:
+    """A line a layer, from the prompt's start to its end, shaded by how many heads keep the entries there."""
     names = [f"layer {layer}" for layer in inspection.layers]
     margin = max(map(len, names)) + 1
     density = inspection.density(max(8, min(WIDEST, console.width - margin - 7)))

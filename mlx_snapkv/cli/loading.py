@@ -67,9 +67,7 @@ def load_model(
     n_ranks = _joined(pipeline)
     require_alone(adapter_path=adapter_path, quantize_activations=quantize_activations)
     folder = _place(name, option)
-    adapter = None if adapter_path is None else path_of(adapter_path, "--adapter-path")
-    if adapter is not None and not (adapter / "adapter_config.json").is_file():
-        raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
+    adapter = _adapter_folder(adapter_path)
     # It says that prompts beyond the model's length fail; with our policies they don't.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     listen()
@@ -79,16 +77,10 @@ def load_model(
     try:
         changes = _rope_changes(where, f"{option} {name}")
         if n_ranks > 1:
-            if changes:
-                raise SnapKVError(
-                    "on several Macs mlx-lm does not read rope_parameters: add rope_theta to config.json, or "
-                    f"{ALONE_ONLY}"
-                )
-            model, tokenizer = _load_shard(where, n_ranks, bool(pipeline), **options)
+            model, tokenizer = _load_shard(where, n_ranks, bool(pipeline), changes, **options)
         else:
             options["model_config"] = {"quantize_activations": quantize_activations, **changes}
-            options["adapter_path"] = None if adapter is None else str(adapter)
-            model, tokenizer, *_ = load(where, **options)
+            model, tokenizer, *_ = load(where, adapter_path=adapter, **options)
     except SnapKVError as error:
         raise SnapKVError("{} {}: {}", option, name, error) from error
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
@@ -99,6 +91,16 @@ def load_model(
     mx.eval(model.parameters())
     hold_memory(model)
     return model, tokenizer
+
+
+def _adapter_folder(path: str | None) -> str | None:
+    """Raises: SnapKVError: it holds no adapters."""
+    if path is None:
+        return None
+    folder = path_of(path, "--adapter-path")
+    if not (folder / "adapter_config.json").is_file():
+        raise SnapKVError(f"--adapter-path {path}: no adapter_config.json there")
+    return str(folder)
 
 
 def _rope_changes(where: str, named: str) -> dict[str, Any]:
@@ -147,11 +149,18 @@ def require_alone(**options: Any) -> None:
             raise SnapKVError(f"{alone}: drop it, or {ALONE_ONLY}")
 
 
-def _load_shard(folder: str, n_ranks: int, pipeline: bool, **options: Any) -> tuple[Any, Any]:
-    """This rank's shard of a model, and the tokenizer; SnapKVError if mlx-lm can't split it so."""
+def _load_shard(
+    folder: str, n_ranks: int, pipeline: bool, rope_changes: dict[str, Any], **options: Any
+) -> tuple[Any, Any]:
+    """This rank's shard of a model, and the tokenizer; SnapKVError if mlx-lm can't split it so, or change its RoPE."""
     import mlx.core as mx
     from mlx_lm.utils import sharded_load
 
+    if rope_changes:
+        raise SnapKVError(
+            "on several Macs mlx-lm does not read rope_parameters: add rope_theta to config.json, or "
+            f"{ALONE_ONLY}"
+        )
     group: Any = {"pipeline_group" if pipeline else "tensor_group": mx.distributed.init()}
     try:
         model, tokenizer = sharded_load(folder, **group, **options)

@@ -112,6 +112,7 @@ class ModelOptions:
     trust_remote_code: bool = option("Let the tokenizer run its own code.", False)
 
     def load(self) -> tuple[Any, Any]:
+        """The model and its tokenizer. Raises: SnapKVError: see `load_model`."""
         from .loading import load_model
 
         return load_model(
@@ -161,6 +162,7 @@ class DraftOptions:
     num_draft_tokens: int = option("Tokens that the draft model drafts at a time.", 3, min=1)
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
+        """The draft model as keywords of `stream_generate`; SnapKVError if its tokenizer is another."""
         from .loading import load_model
 
         name = self.draft_model

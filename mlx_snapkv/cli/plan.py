@@ -16,7 +16,7 @@ from .results import print_table
 
 if TYPE_CHECKING:
     from ..planning.machine import Machine
-    from ..planning.plan import MemoryPlan, Planner
+    from ..planning.memory_plan import MemoryPlan, Planner
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 UNTOLD = 1 << 17  # tokens to plan at most for a model whose trained length is not known
@@ -56,7 +56,7 @@ def plan(
     """
     from ..models.rope import trained_length
     from ..planning.machine import mac, this_machine
-    from ..planning.plan import Planner
+    from ..planning.memory_plan import Planner
     from .loading import load_without_weights
 
     chosen = policy.resolve()
@@ -132,6 +132,7 @@ class Plans:
         return Choice(n, plans, best, recommendation.why if self.policy is None else over)
 
     def to_dict(self, choices: list[Choice]) -> dict[str, Any]:
+        """What --json prints; sizes are in bytes."""
         plans = [plan for choice in choices for plan in choice.plans]
         usable = self.machine.usable
         return {
@@ -150,6 +151,7 @@ class Plans:
         }
 
     def print(self, choices: list[Choice]) -> None:
+        """Print a table of all plans, and what is recommended for the longest prompt that fits."""
         length = "unknown" if self.trained is None else f"{self.trained:,} tokens"
         print(f"The trained length of {self.model} is {length}.")
         print_table(self._table(choices))

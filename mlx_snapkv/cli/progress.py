@@ -55,6 +55,7 @@ class CallbackBar:
             self._bar.stop()
 
     def update(self, done: int, total: int) -> None:
+        """The bar is shown from the first call on that leaves something to do, to the one that leaves nothing."""
         self.done = done
         if done < total and not self._bar.live.is_started:
             self._bar.start()

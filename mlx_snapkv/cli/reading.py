@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,9 +38,12 @@ class Reading:
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
+    def say_all(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.say(line)
+
     def say_warnings(self, report: CompressionReport) -> None:
-        for warning in report.warnings:
-            self.say(f"warning: {warning}")
+        self.say_all(f"warning: {warning}" for warning in report.warnings)
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
         """What `work`, which tokenises, returns or raises. It runs in a thread, so that Ctrl-C is noticed."""
@@ -75,8 +78,7 @@ class Reading:
 
         prompts = LongPrompts(model, **options)
         foretold = None if was_chosen else prompts.foretold(n_prompt, n_before)
-        for line in filter(None, (foretold, *prompts.warnings(n_prompt, n_before))):
-            self.say(line)
+        self.say_all(filter(None, (foretold, *prompts.warnings(n_prompt, n_before))))
 
     @contextmanager
     def bar(

@@ -1,5 +1,6 @@
 """An answer that starts from a saved prompt."""
 
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class SavedStart:
     ):
         policy, memory, flag = compression.resolve(), compression.memory, compression.flag
         self._file, self._saved, self._flag = file, saved.load(file, model), flag
+        self._is_auto = compression.is_auto
         self._caches = caches = self._saved.prompt_cache
         if self._saved.tokens is None:  # by mlx-lm, which notes a name alone
             theirs, here = str(self._saved.notes.get("model", name)), MODELS.get(name, Path(name))
@@ -92,10 +94,13 @@ class SavedStart:
                 f"{own}, which evicts nothing: give --memory recall:8bit or recall:4bit instead of --kv-bits"
             )
 
-    def has(self, text: str) -> bool:
-        """Whether a text to be read begins with the saved one."""
+    def notes(self, text: str) -> Iterator[str]:
+        """What does nothing of what was given, the text to be read among it."""
+        if self._is_auto:
+            yield f"note: --policy auto has no effect on {self._file}, which continues as saved"
         saved_text = (self._saved.notes.get("text") or "").strip()
-        return bool(saved_text) and text.lstrip().startswith(saved_text)
+        if saved_text and text.lstrip().startswith(saved_text):
+            yield f"note: {self._file} already holds this text: give only the question"
 
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
         """Token ids of what follows the saved prompt; SnapKVError if the whole would not begin as that did."""

@@ -177,6 +177,7 @@ class _Loader:
     room: PrefixRoom | None = None  # what the prefix cache may take, once the model is loaded
 
     def load(self) -> Loaded:
+        """Load the model. Raises: SnapKVError: it can't be served with these options."""
         from ..planning.machine import this_machine
         from ..planning.prefixes import prefix_room
         from ..server.requests import Loaded

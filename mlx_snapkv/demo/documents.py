@@ -92,6 +92,7 @@ def fact_sentence(fact: Fact, rng: random.Random) -> str:
 
 
 def filler_sentence(rng: random.Random) -> str:
+    """A sentence that holds no fact."""
     pick = rng.choice
     template = pick(_SENTENCES)
     twice = {f"{name}{n}": pick(known) for name, known in _TWICE.items() for n in ("", "2")}

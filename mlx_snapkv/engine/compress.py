@@ -78,7 +78,7 @@ def compress_prompt_cache(
     with measured(plan, layers, prompt_cache, prompt_cache, report):
         choices = choose_entries(layers, prompt_cache, plan, queries)
         note_choices(choices, layers, prompt_cache, report)
-        replace(layers, prompt_cache, prompt_cache, plan, choices)
+        put_chosen(layers, prompt_cache, prompt_cache, plan, choices)
     return report
 
 
@@ -174,7 +174,7 @@ def _voting(
     )
 
 
-def replace(
+def put_chosen(
     layers: list[AttentionLayer],
     full: list,
     small: list,

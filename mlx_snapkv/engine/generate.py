@@ -14,15 +14,15 @@ from ..errors import SnapKVError
 from ..planning.auto import QUESTION, explaining, resolve
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
-from ..planning.request_plan import plan_request
+from ..planning.request_plan import Plan, plan_request
 from ..policies import Policy, SnapKV, Sparse, Stages
-from .any_length import take_any_length
 from .draft_model import DraftedAnswer, require_rewindable
 from .draft_speed import UNTIMED, timed_rounds
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, served
 from .token_ids import token_ids
+from .tokenizer_limit import ignore_length_limit
 
 
 def generate_step(
@@ -113,25 +113,33 @@ def stream_generate(
         start = functools.partial(mlx_generate.stream_generate, tokenizer=tokenizer, **given)
         return served(start, model, n, max_tokens, config, on_report, options)
 
-    if draft_model is not None:
-        cache = options.get("prompt_cache")
-        require_rewindable(model, cache)
-        embedded = options.get("input_embeddings") is not None
-        layers = attention_layers(model, make_prompt_cache(model))  # `cache` has the draft's, too
-        plan = plan_request(
-            model,
-            config,
-            n,
-            cache,
-            max_tokens=max_tokens,
-            is_embedded=embedded,
-            layers=layers,
-        )
-        if plan.reason is None:
-            answer = DraftedAnswer(model, draft_model, tokenizer, tokens, max_tokens, plan, options)
-            return answer.responses(serve, on_report)
-        return timed_rounds(serve(tokenizer, {"draft_model": draft_model, **options}, on_report))
-    return serve(tokenizer, options, on_report)
+    if draft_model is None:
+        return serve(tokenizer, options, on_report)
+    plan = _plan_beside_draft(model, n, max_tokens, config, options)
+    if plan.reason is None:
+        answer = DraftedAnswer(model, draft_model, tokenizer, tokens, max_tokens, plan, options)
+        return answer.responses(serve, on_report)
+    return timed_rounds(serve(tokenizer, {"draft_model": draft_model, **options}, on_report))
+
+
+def _plan_beside_draft(
+    model, n: int, max_tokens: int, config: CompressionConfig, options: dict[str, Any]
+) -> Plan:
+    """The plan of a prompt of `n` tokens whose prompt cache, if one is given, has a draft model's caches, too.
+
+    Raises: SnapKVError: the model's caches can't be rolled back.
+    """
+    cache = options.get("prompt_cache")
+    require_rewindable(model, cache)
+    return plan_request(
+        model,
+        config,
+        n,
+        cache,
+        max_tokens=max_tokens,
+        is_embedded=options.get("input_embeddings") is not None,
+        layers=attention_layers(model, make_prompt_cache(model)),
+    )
 
 
 def generate(
@@ -206,7 +214,7 @@ def text_tokens(tokenizer, text: str) -> list[int]:
     """A text's token ids, with special tokens where mlx-lm's `stream_generate` adds them; no array is made."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    take_any_length(tokenizer)
+    ignore_length_limit(tokenizer)
     bos = tokenizer.bos_token
     special = bos is None or not text.startswith(bos)
     return tokenizer.encode(text, add_special_tokens=special)

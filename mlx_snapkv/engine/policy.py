@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..caches.layers import AttentionLayer, copies_but_entries
 from ..planning.prompt_plan import ProgressCallback, fits_reason
 from ..planning.request_plan import Plan
-from .compress import KeptCallback, choose_entries, note_choices, replace
+from .compress import KeptCallback, choose_entries, note_choices, put_chosen
 from .decode import offload
 from .pieces import Pieces
 from .read import require_unchanged
@@ -58,7 +58,7 @@ class PolicyMode:
         choices = choose_entries(layers, caches, plan)
         note_choices(choices, layers, caches, report)
         small = copies_but_entries(caches, layers) if retains else caches
-        replace(layers, caches, small, plan, choices, self._on_kept)
+        put_chosen(layers, caches, small, plan, choices, self._on_kept)
         if retains:
             caches[:] = small
             offload(layers, self._prompt_cache)

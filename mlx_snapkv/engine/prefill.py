@@ -82,21 +82,21 @@ def prefill(
     with request.recording():
         if isinstance(request, Uncompressed):
             read(request.model, tokens, cache, options | quantised)  # by mlx-lm, on the way
-            if prompt_cache is None:
-                cache = saved_forms(model, cache)
+            left = saved_forms(model, cache) if prompt_cache is None else cache
         elif config.retains:
             read(request.model, tokens, request.caches, options)
             _leave_entries(request)
-            cache = lasting_forms(model, request.prompt_cache, config.memory)
-            if prompt_cache is not None:
-                prompt_cache[:] = cache
-                cache = prompt_cache
+            left = lasting_forms(model, request.prompt_cache, config.memory)
         else:
             following = read(request.model, tokens, request.caches, options)
             request.prompt_is_read()
             _look_ahead(model, request.caches, following, request.plan.last - tokens.size)
             request.compress()
-    return cache, request.report
+            left = cache
+    if prompt_cache is None:
+        return left, request.report
+    prompt_cache[:] = left
+    return prompt_cache, request.report
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:

@@ -108,6 +108,7 @@ class CompressionReport:
 
     @property
     def warnings(self) -> list[str]:
+        """What a user loses by the compression, a sentence each: speed or memory."""
         found = []
         if self.full_token_seconds and self.token_seconds and self.verified is None:
             times = self.full_token_seconds / self.token_seconds

@@ -16,6 +16,7 @@ class Rewind:
         self._committed: list[Mark] = []
 
     def restore(self) -> None:
+        """Put the caches back into the list, as they were."""
         self._list[:] = self._caches
         for (cache, _), mark in zip(self._marked, self._committed):
             cache.reopen(mark)

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from . import device
 from .queries import Queries
+from .spans import spans
 
 READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
 READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for any longer prompt
@@ -257,8 +258,7 @@ def _spans(observed: Queries, T: int, block: int) -> Iterator[tuple[int, int]]:
     """Blocks `[start, stop)` of T; none holds both entries that all queries see and others, nor parts of two pages."""
     seen_by_all = max(0, min(T, observed.places.start + 1))
     for begin, end in pairwise([*observed.edges, seen_by_all, T]):
-        for start in range(begin, end, block):
-            yield start, min(start + block, end)
+        yield from spans(begin, end, block)
 
 
 def _logits(

@@ -45,6 +45,10 @@ class Device:
     threads: int
     fused: tuple[int, ...]
 
+    def ranks_by_index(self, n: int) -> bool:
+        """Whether a token ranks `n` entries by an index of their keys, or by its exact votes."""
+        return n > self.exact_votes
+
 
 CPU = Device(
     block_bytes=3 << 19,

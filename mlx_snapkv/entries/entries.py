@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from . import device
 from .attention import KeyBlocks, above_average, attention_weights, latest_votes
 from .quantization import KEYS, VALUES, Quantization, Stored, each, n_rows, pack, rows, unpack
 from .queries import Queries
+from .spans import spans
 
 ByBlock = Callable[[int, int, list[mx.array]], mx.array]
 
@@ -110,14 +111,13 @@ class Entries:
         stored = each(lambda x: mx.depends(x, list(after)), stored) if after else stored
         return unpack(stored, self.quantization)
 
-    def by_block(self, function: ByBlock, blocks: range) -> mx.array:
+    def by_block(self, function: ByBlock, blocks: Iterable[tuple[int, int]]) -> mx.array:
         """`function(start, stop, after)` of each block, the results joined along axis 2.
 
-        Blocks begin at the numbers of a range. Each is computed after the one before, with the memory of one.
+        Each is computed after the one before, with the memory of one.
         """
         parts: list[mx.array] = []
-        for start in blocks:
-            stop = min(start + blocks.step, blocks.stop)
+        for start, stop in blocks:
             parts.append(function(start, stop, parts[-1:]))
             if self.waits:
                 mx.eval(parts[-1])
@@ -135,7 +135,7 @@ class Entries:
         size = max(64, device.used.block_bytes // (4 * B * H * max(D, width)))
         return self.by_block(
             lambda *block: function(self.read_keys(*block).astype(mx.float32)),
-            range(0, len(self), size),
+            spans(0, len(self), size),
         )
 
     @cached_property

@@ -27,6 +27,7 @@ from .attention import latest_votes
 from .quantization import grown, n_bytes, n_rows, rows, with_room, write
 from .queries import Queries
 from .selection import top_of_groups
+from .spans import spans
 from .threads import by_heads
 
 SAMPLE = 4096  # keys that the components should be taken from, at most
@@ -53,17 +54,12 @@ class KeyIndex:
 
     def __init__(self, keys: mx.array, queries: mx.array | None = None):
         B, H, self.n_made_of, D = keys.shape
-        sample = keys.astype(mx.float32)
-        weights = mx.ones((B, H, 1, D))
-        if queries is not None:
-            squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, H, -1, D)
-            weights = mx.sqrt(squares.mean(axis=2) + 1e-12)[:, :, None]
+        sample, size = keys.astype(mx.float32), _size(D)
+        weights = mx.ones((B, H, 1, D)) if queries is None else _channel_sizes(queries, H)
         self._mean = sample.mean(axis=2, keepdims=True)
         centred = (sample - self._mean) * weights
-        covariance = centred.swapaxes(-1, -2) @ centred / sample.shape[2]
-        _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # by ascending variance
-        size = _size(D)
-        vectors = vectors[..., : -size - 1 : -1]
+        vectors = _principal(centred, size)
+        # The components of the sample are scaled to 1 at most, and those of queries so that logits stay as they are.
         largest = mx.maximum(mx.abs(centred @ vectors).max(axis=2, keepdims=True), 1e-6)
         padding = [(0, 0), (0, 0), (0, 0), (0, -size % WIDTH)]
         self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
@@ -156,8 +152,8 @@ class KeyIndex:
         for begin, end in pairwise(sorted({*(min(edge, n) for edge in observed.edges), n})):
             seen = observed.seen_by(begin)
             asking = near if seen is observed else self._asking(seen)
-            for start in range(begin, end, block):
-                yield asking, start, min(start + block, end)
+            for start, stop in spans(begin, end, block):
+                yield asking, start, stop
 
     def _asking(self, observed: Queries) -> Asking:
         B, H, D, _ = self._of_queries.shape
@@ -211,8 +207,25 @@ class KeyIndex:
         return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
 
 
-def _relevance(n: int, *factors: mx.array) -> mx.array:
-    logits = _logits(n, *factors)
+def _channel_sizes(queries: mx.array, n_kv_heads: int) -> mx.array:
+    """Root mean squares of a KV head's queries `(B, n_heads, m, head_dim)`: `(B, n_kv_heads, 1, head_dim)`."""
+    B, _, _, D = queries.shape
+    squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, n_kv_heads, -1, D)
+    return mx.sqrt(squares.mean(axis=2) + 1e-12)[:, :, None]
+
+
+def _principal(centred: mx.array, n: int) -> mx.array:
+    """The `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`, largest first."""
+    covariance = centred.swapaxes(-1, -2) @ centred / centred.shape[2]
+    _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # by ascending variance
+    return vectors[..., : -n - 1 : -1]
+
+
+def _relevance(
+    n: int, queries: mx.array, codes: mx.array, powers: mx.array, common: mx.array | None = None
+) -> mx.array:
+    """`KeyIndex.relevance` of the first `n` keys of these codes."""
+    logits = _logits(n, queries, codes, powers, common)
     return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
 
 

@@ -22,12 +22,12 @@ from typing import Any
 import mlx.core as mx
 
 from .attention import HIDDEN
+from .spans import spans
 
 PAGE = 256  # neighbours that share a mean
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)
 FITTED = 16  # of the prompt's last queries, for which mass and temperature are found
-BLOCK = 8192  # entries that are looked at together, whole pages
 NOTHING = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
 
 
@@ -100,15 +100,14 @@ def page_means(entries: mx.array, size: int) -> mx.array:
 
 def means(entries: Any, first: int) -> tuple[mx.array, mx.array]:
     """Mean keys and values of all pages from the `first` on; entries are read as in `distances`."""
-    starts = range(first * PAGE, len(entries), BLOCK)
-    spans = [(start, min(start + BLOCK, len(entries))) for start in starts]
-    return _block_means(entries.read_keys, spans), _block_means(entries.read_values, spans)
+    start, stop = first * PAGE, len(entries)
+    return _means_of(entries.read_keys, start, stop), _means_of(entries.read_values, start, stop)
 
 
-def _block_means(read: Callable[[int, int], mx.array], spans: list[tuple[int, int]]) -> mx.array:
+def _means_of(read: Callable[[int, int], mx.array], start: int, stop: int) -> mx.array:
     """One block at a time: what is read from a file would all be in memory otherwise."""
     found = []
-    for span in spans:
+    for span in spans(start, stop):
         found.append(page_means(read(*span), PAGE))
         mx.eval(found)
     return mx.concatenate(found, axis=2)
@@ -151,8 +150,7 @@ def distances(entries: Any, pages: tuple[mx.array, mx.array], example: Example) 
     Returns: `(len(PAIRS), B, n_kv_heads, group)` float32.
     """
     n, top = len(entries), mx.array(HIDDEN)
-    spans = [(start, min(start + BLOCK, n)) for start in range(0, n, BLOCK)]
-    for start, stop in spans:
+    for start, stop in spans(0, n):
         logits, _ = example.logits(entries.read_keys(start, stop), start)
         top = mx.maximum(top, logits.max(axis=-1, keepdims=True))
         mx.eval(top)
@@ -164,7 +162,7 @@ def distances(entries: Any, pages: tuple[mx.array, mx.array], example: Example) 
     # Of all that is seen, and of what is read: the softmax's denominator and the sum of values.
     every = read = of_sinks, mx.array(0.0)
     unread: list[mx.array] = []
-    for start, stop in spans:
+    for start, stop in spans(0, n):
         logits, seen = example.logits(entries.read_keys(start, stop), start)
         values = entries.read_values(start, stop).astype(mx.float32)[:, :, None]
         is_read = example.read[..., start:stop]

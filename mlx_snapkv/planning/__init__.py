@@ -1,1 +1,1 @@
-"""How much memory a prompt will take, counted from a model's shapes before its weights are loaded."""
+"""What is decided about a request before it runs, and the memory that it will take; arithmetic only."""

@@ -19,7 +19,7 @@ from ..policies import (
 )
 from .config import RETENTION, CompressionConfig
 from .machine import this_machine
-from .plan import MAX_TOKENS, MemoryPlan, Planner
+from .memory_plan import MAX_TOKENS, MemoryPlan, Planner
 from .units import format_bytes
 
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
@@ -163,61 +163,75 @@ def explaining(
     return receive
 
 
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A setting that a request could have, and what it would take."""
+
+    setting: Setting
+    config: CompressionConfig
+    plan: MemoryPlan
+    kv_bytes: int
+
+    def recommended(self, why: str, fits: bool = True) -> Recommendation:
+        return Recommendation(self.setting, self.config, self.plan, why, fits)
+
+
 def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
     """The best setting that fits in `usable` bytes: the full cache for few tokens, else the best for the task.
 
     Raises: SnapKVError: no setting can be combined with the request's options.
     """
     n = request.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
+    candidates = _candidates(planner, request, n)
+    first = candidates[0]
+    if not planner.can_compress:
+        return first.recommended("this model's entries can't be compressed")
+    kv_most = usable if request.kv_memory is None else request.kv_memory
+    fit = [x for x in candidates if x.plan.peak <= usable and x.kv_bytes <= kv_most]
+    if not fit:
+        room = format_bytes(min(usable, kv_most))
+        least = min(candidates, key=lambda x: max(x.plan.peak / usable, x.kv_bytes / kv_most))
+        return least.recommended(f"no setting fits {room}, and it takes the least memory", False)
+    best = next((x for x in fit if x.plan.beyond is None), fit[0])
+    if best is first:
+        return best.recommended(_why_first(first.setting, request, n))
+    if first in fit:
+        return best.recommended(NEARER)
+    of_kv, of_all = (first.kv_bytes, kv_most), (first.plan.peak, usable)
+    need, limit = map(format_bytes, of_kv if first.kv_bytes > kv_most else of_all)
+    return best.recommended(f"{first.setting} would take {need}, and {limit} is available")
+
+
+def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candidate]:
+    """The settings that would do something to a prompt of `n` tokens, and for few tokens the full cache; best first.
+
+    Raises: SnapKVError: none can be combined with the request's options.
+    """
     is_far = n > (planner.trained_length or n)
-    few = n < FEW or not planner.can_compress
     settings = request.settings() if planner.can_compress else ()
-    candidates = (FULL, *settings) if few else settings
-    found: dict[Setting, tuple[MemoryPlan, int]] = {}
-    possible: dict[Setting, CompressionConfig] = {}
+    found: list[_Candidate] = []
     refusal = None
-    for setting in candidates:
+    for setting in settings if settings and n >= FEW else (FULL, *settings):
         try:
             config = request.config(setting, is_far)
             config.require(planner.model)
-            planned = planner.planned(n, config, request.kv_bits)
-            if setting.method is None or planned[0].reason is None:  # else it would change nothing
-                found[setting], possible[setting] = planned, config
+            plan, kv_bytes = planner.planned(n, config, request.kv_bits)
         except SnapKVError as error:
             refusal = error
+            continue
+        if setting.method is None or plan.reason is None:
+            found.append(_Candidate(setting, config, plan, kv_bytes))
     if refusal is not None and not found:
         raise refusal
-    kv_most = usable if request.kv_memory is None else request.kv_memory
-    fit = [s for s, (plan, kv) in found.items() if plan.peak <= usable and kv <= kv_most]
-
-    def recommend(setting: Setting, why: str, fits: bool = True) -> Recommendation:
-        return Recommendation(setting, possible[setting], found[setting][0], why, fits)
-
-    if not planner.can_compress:
-        return recommend(FULL, "this model's entries can't be compressed")
-    first = next(iter(found))
-    if not fit:
-        room = format_bytes(min(usable, kv_most))
-        least = min(found, key=lambda s: max(found[s][0].peak / usable, found[s][1] / kv_most))
-        return recommend(least, f"no setting fits {room}, and it takes the least memory", False)
-    best = next((s for s in fit if found[s][0].beyond is None), fit[0])
-    if best is not first and first in fit:
-        return recommend(best, NEARER)
-    if best is not first:
-        plan, kv = found[first]
-        need, limit = (kv, kv_most) if kv > kv_most else (plan.peak, usable)
-        why = f"{first} would take {format_bytes(need)}, and {format_bytes(limit)} is available"
-    elif first is FULL:
-        why = f"at {n:,} tokens reading all entries costs little"
-        if request.retention.get("verify"):
-            why += ", and its own answer needs no verifying"
-    else:
-        why = _why(first)
-    return recommend(best, why)
+    return found
 
 
-def _why(setting: Setting) -> str:
-    """Why the best setting of a long prompt is the best."""
+def _why_first(setting: Setting, request: AutoRequest, n: int) -> str:
+    """Why the first of the candidates for a prompt of `n` tokens is the best."""
+    if setting is FULL:
+        verified = ", and its own answer needs no verifying"
+        more = verified if request.retention.get("verify") else ""
+        return f"at {n:,} tokens reading all entries costs little{more}"
     if not setting.is_sparse:
         return "the question chooses the entries that the answer needs from a long prompt"
     bits = re.search(r"(\d+)bit", setting.memory)

@@ -66,7 +66,8 @@ class CompressionConfig:
                 values = " or ".join(filter(None, allowed))
                 raise OptionError(name, values, got)
         require_compatible(self, When.GIVEN)
-        if self.is_sparse and self.verify is not None:  # by what the full cache would hold
+        if self.is_sparse and self.verify is not None:
+            # What verifies is to be the full cache, whose prompt is read densely.
             object.__setattr__(self, "policy", replace(self.policy, read="dense"))  # type: ignore[type-var]
 
     @classmethod

@@ -124,7 +124,10 @@ class Footprint:
         self.row_bytes = self.sizes.of_token(self.quantization)
 
     def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
-        """A request's, on an empty cache. Raises: SnapKVError: the policy can't serve it."""
+        """A request's on an empty cache: of a prefix that is there when it starts, nobody knows yet.
+
+        Raises: SnapKVError: the policy can't serve it.
+        """
         sizes = self.sizes
         return plan_request(
             sizes.model, self.config, n_prompt, max_tokens=max_tokens, layers=sizes.layers
@@ -154,7 +157,7 @@ class Footprint:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
         if not self.config.retains:
             return 0
-        index = with_room(n) * self.sizes.of_index() if n > device.used.exact_votes else 0
+        index = with_room(n) * self.sizes.of_index() if device.used.ranks_by_index(n) else 0
         return n * self.sizes.of_memory(self.config.memory) + index
 
     def kept(self, plan: Plan) -> list[int]:

@@ -9,7 +9,7 @@ from .auto import AutoRequest, recommended, worth_comparing
 from .config import RETENTION, CompressionConfig
 from .footprint import EntrySizes, Footprint, total_bytes
 from .machine import this_machine
-from .plan import Planner
+from .memory_plan import Planner
 from .request_plan import Plan, plan_request
 from .units import format_bytes
 

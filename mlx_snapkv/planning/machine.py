@@ -17,6 +17,8 @@ _LEAST_BUFFERS = 256 << 20  # bytes: what a chunk's activations are made in, aga
 
 
 class Machine(NamedTuple):
+    """A machine's memory in bytes, and how much of it a model may use."""
+
     memory: int
     usable: int
 

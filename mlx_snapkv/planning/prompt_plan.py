@@ -111,6 +111,7 @@ def chunk_size(policy: Method | Stages, limit: int | None, plan: PromptPlan, n_n
     n_before = plan.first - (plan.n_prompt - n_new)
     if n_new - 1 <= size or not 0 < n_before < n_new or not prefill_policy.observes:
         return size
+    # Chunks of a size, near the one asked for, that ends where the voters begin, or little before.
     if size % MULTIPLE == 0 and size >= 8 * MULTIPLE:
         return min(range(size, size // 2 - 1, -MULTIPLE), key=lambda n: n_before % n)
     return n_before // -(-n_before // size)

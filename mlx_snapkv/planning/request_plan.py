@@ -14,10 +14,10 @@ from ..caches.layers import (
     attention_layers,
     held_tokens,
     is_compressed,
-    members,
     quotas_of,
     require_quantizable,
 )
+from ..caches.matching import n_tokens
 from ..caches.memories import in_files
 from ..errors import UnsupportedModelError
 from ..models import type_of
@@ -161,8 +161,7 @@ def plan_request(
     options.require(model)
     reason = _reason(model, options, n_new, prompt_cache, max_tokens, is_embedded)
     if reason is not None:
-        held = (getattr(c, "offset", 0) for c in members(prompt_cache or []))
-        n_prompt = n_new + (max(held, default=0) if options.turns else 0)
+        n_prompt = n_new + (n_tokens(prompt_cache or []) if options.turns else 0)
         return Plan(
             n_prompt=n_prompt,
             first=n_prompt,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..entries.entries import Entries
+from ..entries.spans import spans
 from .base import Policy
 
 FUTURE = 512  # positions whose mean rotation stands for that of the queries to come
@@ -52,7 +53,7 @@ class ExpectedAttention(Policy):
             return mx.concatenate([logits, sizes], axis=-1)
 
         size = max(64, BLOCK_BYTES // (4 * B * H * width))
-        found = entries.by_block(logits_and_sizes, range(self.n_sink, len(entries), size))
+        found = entries.by_block(logits_and_sizes, spans(self.n_sink, len(entries), size))
         logits, sizes = found[..., :-1], found[..., -1]
         each = logits - mx.logsumexp(logits, axis=2, keepdims=True)
         weights = mx.logsumexp(each, axis=-1) - math.log(each.shape[-1])

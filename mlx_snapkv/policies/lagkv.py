@@ -5,26 +5,24 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..entries.entries import Entries
+from ..entries.spans import spans
 from .base import Policy
-from .method import count, flag
 
+LAG = 128  # entries per block
 BLOCK_BYTES = 8 << 20  # of float32 keys or values that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Policy):
-    """Compare the entries after the sink with the next block of `lag_size` entries.
+    """Compare the entries after the sink with the next block of 128 entries.
 
-    Keys and values are scaled to the minimum and maximum of the next block, coordinate by coordinate. An entry's score
-    is the standard deviation of its scaled coordinates, after a softmax over its own block. The last full block has no
-    successor: it and the entries after it stay as far as the budget goes, the newest first. The same applies to all
-    entries if there are fewer than `n_sink + 2 * lag_size`.
+    Keys and values are scaled to the minimum and maximum of the next block, coordinate by coordinate. The standard
+    deviation of an entry's scaled coordinates, after a softmax over its own block, gives it a rank in that block, which
+    is its score: all blocks keep equally many. The last full block has no successor: it and the entries after it stay
+    as far as the budget goes, the newest first. The same applies to all entries if they are fewer than two blocks.
 
     Attributes:
         n_sink: number of first entries, which are always kept and are not part of the blocks.
-        lag_size: entries per block.
-        cross_scoring: compare the scores of all blocks. Otherwise an entry's rank in its own block decides, and all
-            blocks keep equally many.
 
     It differs from the paper: every eviction divides the entries held into blocks again.
     """
@@ -34,40 +32,37 @@ class LagKV(Policy):
     paper = "Liang et al. 2025, arXiv:2504.04704"
 
     n_sink: int = 4
-    lag_size: int = count(128, least=2)
-    cross_scoring: bool = flag(False)
 
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32: below 1 for compared entries, from 1 on for the others."""
-        T, lag = len(entries), self.lag_size
-        n_blocks = (T - self.n_sink) // lag
+        T = len(entries)
+        n_blocks = (T - self.n_sink) // LAG
         recency = mx.arange(T) / T
         B, H, _, D = entries.read_keys(0, 1).shape
         if n_blocks < 2:
             return mx.broadcast_to(recency, (B, H, T))
-        at_once = max(1, BLOCK_BYTES // (4 * B * H * lag * D))
-        end = self.n_sink + (n_blocks - 1) * lag
+        at_once = max(1, BLOCK_BYTES // (4 * B * H * LAG * D))
+        end = self.n_sink + (n_blocks - 1) * LAG
 
         def compared(start: int, stop: int, after: list[mx.array]) -> mx.array:
             keys, values = (
-                self._information(read(start, stop + lag, after))
+                _information(read(start, stop + LAG, after))
                 for read in (entries.read_keys, entries.read_values)
             )
-            scores = (keys + values) / 2
-            if not self.cross_scoring:
-                scores = mx.argsort(mx.argsort(scores, axis=-1), axis=-1).astype(mx.float32) / lag
-            return scores.flatten(2)
+            ranks = mx.argsort(mx.argsort(keys + values, axis=-1), axis=-1)
+            return ranks.astype(mx.float32).flatten(2) / LAG
 
-        scores = entries.by_block(compared, range(self.n_sink, end, at_once * lag))
+        scores = entries.by_block(compared, spans(self.n_sink, end, at_once * LAG))
         newest = mx.broadcast_to(recency[end:] + 1, (B, H, T - end))
         return mx.concatenate([mx.ones((B, H, self.n_sink)), scores, newest], axis=-1)
 
-    def _information(self, states: mx.array) -> mx.array:
-        """Of all blocks of `(B, n_kv_heads, n, head_dim)` but the last, `(B, n_kv_heads, blocks, lag_size)`."""
-        blocks = mx.unflatten(states.astype(mx.float32), 2, (-1, self.lag_size))
-        after = blocks[:, :, 1:]
-        least = after.min(axis=3, keepdims=True)
-        span = after.max(axis=3, keepdims=True) - least
-        # A coordinate that does not change carries no information.
-        scaled = mx.where(span > 0, (blocks[:, :, :-1] - least) / span, 0)
-        return mx.softmax(mx.std(scaled, axis=-1, ddof=1), axis=-1)
+
+def _information(states: mx.array) -> mx.array:
+    """Of all blocks of `(B, n_kv_heads, n, head_dim)` but the last: `(B, n_kv_heads, blocks, LAG)`."""
+    blocks = mx.unflatten(states.astype(mx.float32), 2, (-1, LAG))
+    after = blocks[:, :, 1:]
+    least = after.min(axis=3, keepdims=True)
+    span = after.max(axis=3, keepdims=True) - least
+    # A coordinate that does not change carries no information.
+    scaled = mx.where(span > 0, (blocks[:, :, :-1] - least) / span, 0)
+    return mx.softmax(mx.std(scaled, axis=-1, ddof=1), axis=-1)

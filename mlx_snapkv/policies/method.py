@@ -28,6 +28,8 @@ def option(default: Any, allowed: Callable[[Any], bool], said: str) -> Any:
 
 
 def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
+    """A field for a whole number of `least` to `most`."""
+
     def allowed(value: Any) -> bool:
         return is_whole(value) and least <= value and (most is None or value <= most)
 
@@ -36,16 +38,14 @@ def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
 
 
 def entry_count(default: int | str, least: int = 0) -> Any:
+    """A field for a number of entries of at least `least`, or a share."""
     said = f'a whole number of entries of at least {least} or a share such as "25%"'
     return option(default, lambda value: is_amount(value, least), said)
 
 
 def choice(*values: str) -> Any:
+    """A field for one of these words; the first is the default."""
     return option(values[0], values.__contains__, f"{', '.join(values[:-1])} or {values[-1]}")
-
-
-def flag(default: bool) -> Any:
-    return option(default, lambda value: isinstance(value, bool), "true or false")
 
 
 def parsed(text: str) -> Any:
@@ -164,6 +164,7 @@ class Method:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
+        """Raises: UnknownOptionError: there is no such option; SnapKVError: a value is not allowed."""
         known = cls.options()
         unknown = next((str(name) for name in options if name not in known), None)
         if unknown is not None:
@@ -174,6 +175,7 @@ class Method:
 
     @classmethod
     def from_string(cls, text: str) -> Self:
+        """The method of a string such as `"budget=25%,n_sink=4"`. Raises: SnapKVError: it can't be read."""
         options: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, sign, value = (x.strip() for x in part.partition("="))

@@ -12,6 +12,7 @@ from .._version import __version__
 
 
 def setting() -> dict[str, Any]:
+    """Versions, commit and machine, as results note them."""
     import mlx.core as mx
 
     return {

@@ -21,6 +21,7 @@ from ..caches.memories import books
 from ..caches.recording import RecordingKVCache
 from ..caches.stores.file import FileStore, Layout, SavedFile
 from ..entries.quantization import Quantization, pack
+from ..entries.spans import spans
 from ..errors import SnapKVError
 from . import sealed
 
@@ -116,8 +117,8 @@ def _write(folder: Path, caches: list[RecordingKVCache], progress: Progress | No
         for which, (path, layout, piece) in enumerate(files):
             step, size = piece * _AT_A_TIME, piece * layout.token
             with path.open("xb") as file:
-                for start in range(0, n, step):
-                    data = layout.to_bytes(cache.store.stored(which, start, min(start + step, n)))
+                for span in spans(0, n, step):
+                    data = layout.to_bytes(cache.store.stored(which, *span))
                     file.write(data)
                     checksums += [zlib.crc32(data[i : i + size]) for i in range(0, len(data), size)]
                     done += len(data)

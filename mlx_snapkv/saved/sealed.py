@@ -44,6 +44,7 @@ class SealedWriter(io.BufferedWriter):
     crc = 0
 
     def write(self, data: Any) -> int:
+        """Write bytes, and count them into the checksum."""
         data = memoryview(data)
         for start in range(0, len(data), _PIECE):
             piece = data[start : start + _PIECE]

@@ -92,6 +92,8 @@ class Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
+    """uvicorn's server, which ends the engine before the process."""
+
     def __init__(self, config: uvicorn.Config, engine: Engine, on_start: Callable[[], None]):
         super().__init__(config)
         self._engine, self._on_start = engine, on_start

@@ -69,6 +69,7 @@ class TokenLogprob(NamedTuple):
 
     @classmethod
     def of(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
+        """Of mlx-lm's response, with the `n_top` likeliest tokens, best first."""
         token, logprobs = response.token, response.logprobs
         best: list[int] = []
         if n_top:

@@ -55,8 +55,9 @@ class ServedBatch:
         """Take a request in, which gets what goes wrong with it."""
         completion_request = request.completion_request
         prompt, sampler = completion_request.prompt, completion_request.sampler
-        caches, n_cached = self._shared_prefix(prompt, bool(request.body.full_cache))
-        if request.body.full_cache and is_compressed(caches or []):
+        in_full = bool(request.body.full_cache)
+        caches, n_cached = self._shared_prefix(prompt, in_full)
+        if in_full and is_compressed(caches or []):
             caches, n_cached = None, 0
         places = [n_cached, *(n for n in request.checkpoints if n > n_cached), len(prompt)]
         try:
@@ -67,12 +68,11 @@ class ServedBatch:
                 all_tokens=[prompt[:n_cached]],
                 samplers=None if sampler is None else [sampler],
                 logits_processors=[completion_request.processors],
+                in_full=in_full,
             )
         except request_errors(self._loaded.model) as error:
             request.put(as_api_error(error))
             return
-        if request.body.full_cache:
-            self.generator.in_full.add(uid)
         request.answer = Completion(completion_request, self._loaded.tokenizer)
         self.running[uid] = request
         self._metrics.prompt_tokens.inc(len(prompt))

@@ -66,6 +66,7 @@ class Heartbeat:
         threading.Thread(target=work, args=args, daemon=True).start()
 
     def _listen(self, other: int, link: socket.socket) -> None:
+        """Take what another rank says until its link ends; if it has not said before that it leaves, it has failed."""
         link.settimeout(SILENCE)
         why = "ended unexpectedly"
         try:

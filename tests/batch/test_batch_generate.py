@@ -83,7 +83,7 @@ def test_the_hooks_of_mlx_lm_that_batches_stand_on():
         list(inspect.signature(cls.insert_segments).parameters)
         for cls in (CompressedBatchGenerator, mlx_generate.BatchGenerator)
     )
-    assert mine == its
+    assert mine == [*its, "in_full"]
     step = inspect.getsource(mlx_generate.BatchGenerator._next)
     for used in ("self._prompt_batch.extend(self._make_batch(n))", "self._generation_batch.next()",
                  "self._prompt_batch.split(split).generate(last_inputs)", "self._prompt_batch.prompt(prompts)",

@@ -46,6 +46,16 @@ def test_a_prompt_that_is_being_read_can_be_extracted_and_removed(tiny_model):
     assert run.finish() == {uids[1]: run.alone(prompts[1], 10)}
 
 
+def test_a_request_is_answered_from_all_entries_beside_one_that_is_compressed(tiny_model):
+    (prompt,) = prompts_of(190)
+    run = Run(tiny_model, SMALL)
+    (uid,) = run.insert([prompt], 12)
+    (full,) = run.generator.insert_segments([[prompt]], [12], in_full=True)
+    wanted = [int(t) for t, _ in plain(tiny_model, mx.array(prompt), 12)]
+    assert run.finish() == {uid: run.alone(prompt, 12), full: wanted}
+    assert run.reports[uid].compressed and not run.reports[full].compressed
+
+
 def test_a_chunk_that_takes_long_is_paused_at(monkeypatch):
     """So that Ctrl-C is noticed within a second."""
     monkeypatch.setattr(loop_model, "FAST", 0)

@@ -21,6 +21,7 @@ from mlx_snapkv.entries import rest
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
+from mlx_snapkv.entries.spans import BLOCK
 from mlx_snapkv.policies.budgets import Quota
 
 H, GROUP, D, N, M = 2, 3, 32, 150, 5
@@ -145,7 +146,7 @@ def output_of_answer(query, keys, values, read, pair):
 
 def test_means_of_a_file_hold_a_block_of_it_at_a_time():
     store = FileStore()
-    entries = Entries(*mx.random.normal((2, 1, H, 8 * rest.BLOCK + 5, D)))
+    entries = Entries(*mx.random.normal((2, 1, H, 8 * BLOCK + 5, D)))
     store.append(entries)
     layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]
     view, before = FullView([store], layer), mx.get_active_memory()

@@ -16,7 +16,7 @@ SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=4,lookahead=4"
 POLICIES = [
     f"keydiff:{BLOCK}",
     f"h2o:{BLOCK}",
-    f"lagkv:{BLOCK},lag_size=8",
+    f"lagkv:{BLOCK}",
     f"expected_attention:{BLOCK}",
     f"scissorhands:{BLOCK}",
     f"{SNAPKV},schedule=block,block=16",

@@ -34,7 +34,7 @@ from mlx_snapkv.planning.auto import (
     worth_comparing,
 )
 from mlx_snapkv.planning.machine import Machine
-from mlx_snapkv.planning.plan import Planner
+from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.policies import AUTO, method_named, resolve_policy
 
 GB = 10**9

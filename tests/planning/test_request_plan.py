@@ -10,7 +10,7 @@ from model_configs import make_model
 from mlx_snapkv import SnapKVError, generate_step, plan_memory
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.long_prompts import LongPrompts
-from mlx_snapkv.planning.plan import Planner
+from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.request_plan import NO_POLICY_REASON, plan_request
 from mlx_snapkv.policies import method_named
 from mlx_snapkv.policies.budgets import Quota

@@ -12,7 +12,7 @@ from model_configs import make_model
 from mlx_snapkv.entries import device
 from mlx_snapkv.planning import scores
 from mlx_snapkv.planning.machine import Machine
-from mlx_snapkv.planning.plan import Planner
+from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.scores import LEAST, scores_limit, tokens_at_once
 from mlx_snapkv.planning.shapes import LayerShape, score_bytes
 from mlx_snapkv.policies.budgets import UNLIMITED

@@ -30,9 +30,7 @@ def test_keydiff(anchor, similarity, dtype, monkeypatch):
         assert np.allclose(scores[head], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "policy", [KeyDiff(), KeyDiff(similarity="euclidean"), LagKV(lag_size=8, cross_scoring=True)]
-)
+@pytest.mark.parametrize("policy", [KeyDiff(), KeyDiff(similarity="euclidean"), LagKV()])
 def test_keys_of_zeros_and_coordinates_that_do_not_change_are_no_nan(policy):
     keys = mx.concatenate([mx.zeros((1, 1, 1, 8)), mx.ones((1, 1, 39, 8))], axis=2)
     assert not mx.any(mx.isnan(policy.score(Entries(keys, keys)))).item()
@@ -62,25 +60,24 @@ def test_key_norm_prefers_small_keys():
 
 
 @pytest.mark.parametrize("lag, n_sink, n_bytes", [(8, 3, 1), (23, 1, 8 << 20), (2, 4, 1)])
-@pytest.mark.parametrize("crosses", [False, True])
-def test_lagkv(lag, n_sink, crosses, n_bytes, monkeypatch):
+def test_lagkv(lag, n_sink, n_bytes, monkeypatch):
+    monkeypatch.setattr(lagkv, "LAG", lag)
     monkeypatch.setattr(lagkv, "BLOCK_BYTES", n_bytes)  # 1: one block at a time
     entries = make_entries(B=2)
-    policy = LagKV(lag_size=lag, n_sink=n_sink, cross_scoring=crosses)
-    scores = np.asarray(policy.score(entries))
+    scores = np.asarray(LagKV(n_sink=n_sink).score(entries))
     for head in HEADS:
         expected = reference.lagkv(entries.keys[head], entries.values[head], n_sink, lag)
         end = n_sink + expected.size
-        if not crosses:
-            expected = np.argsort(np.argsort(expected)) / lag
-        assert np.allclose(scores[head][n_sink:end], expected.ravel(), atol=1e-6)
+        ranks = np.argsort(np.argsort(expected)) / lag
+        assert np.allclose(scores[head][n_sink:end], ranks.ravel(), atol=1e-6)
         assert (np.diff(scores[head][end:]) > 0).all() and scores[head][end] >= 1
 
 
 @pytest.mark.parametrize(
     "policy", [LagKV(budget=20, n_sink=3, n_window=0), StreamingLLM(budget=20, n_sink=3)]
 )
-def test_the_newest_of_a_few_and_the_sink_stay(policy):
+def test_the_newest_of_a_few_and_the_sink_stay(policy, monkeypatch):
+    monkeypatch.setattr(lagkv, "LAG", 128)
     kept = policy.quotas(70, 1)[0].select(policy.score(make_entries()))
     assert kept[0, 0].tolist() == [*range(3), *range(53, 70)]
 

@@ -1,4 +1,4 @@
-"""What a model's prompts will take, by length and policy."""
+"""The memory that a model's prompts will take, by length and policy, its weights loaded or not."""
 
 import functools
 from dataclasses import asdict, dataclass, replace

@@ -24,7 +24,7 @@ from mlx_snapkv.planning.auto import EVICTING, QUESTION, SETTINGS, SMALL, AutoRe
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.long_prompts import LongPrompts
 from mlx_snapkv.planning.machine import Machine, mac, this_machine
-from mlx_snapkv.planning.plan import Planner
+from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.shapes import without_weights
 
 KEYDIFF, SNAPKV = POLICIES

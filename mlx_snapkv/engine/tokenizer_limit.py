@@ -1,7 +1,7 @@
-"""Texts longer than a tokenizer was made for; it imports nothing slow."""
+"""The length that a tokenizer was made for, which is no limit here; this file imports nothing slow."""
 
 
-def take_any_length(tokenizer) -> None:
+def ignore_length_limit(tokenizer) -> None:
     """Silence transformers' warning about texts longer than the tokenizer's limit: here they don't fail."""
     noted = getattr(tokenizer, "deprecation_warnings", None)  # what it says once, and has said
     if isinstance(noted, dict):

@@ -1,0 +1,11 @@
+"""A layer's entries in blocks, for what reads them one block after the other."""
+
+from collections.abc import Iterator
+
+BLOCK = 8192  # entries read at a time, wherever they are; whole pages of the rest's means
+
+
+def spans(start: int, stop: int, block: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Of the entries `[start, stop)`, where every block of them starts and stops; the last has what is left."""
+    for first in range(start, stop, block):
+        yield first, min(first + block, stop)
