@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
 from mlx_lm.tool_parsers import json_tools
 
 from .calls import calls_in, is_unfinished
@@ -41,14 +42,17 @@ class Completion:
         self.stopped_by: str | None = None
         self._constraint = request.constraint
         self._is_call = bool(request.constraint and request.constraint.form.kind == "call")
-        self._is_open = request.constraint is not None  # whether it has yet to say what has a form
+        is_begun = bool(request.constraint and request.constraint.form.begun)
+        # Whether it has yet to say what has a form.
+        self._is_open = request.constraint is not None and not is_begun
         self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
         self._call_end = tokenizer.tool_call_end
-        self._detokenizer = tokenizer.detokenizer
+        self._detokenizer = _detokenizer(tokenizer, not request.chat or bool(request.prefill))
         self._stops = TextStateMachine({"normal": [(text, None) for text in request.stop]})
         self._until_stop = self._stops.make_state()
-        # What continues a text has no place for thoughts and calls: it stays as it is.
-        self._machine = make_text_state_machine(tokenizer) if request.chat else TextStateMachine()
+        # What continues a text, or JSON, has no place for thoughts and calls: it stays as it is.
+        is_text = is_begun or not request.chat
+        self._machine = TextStateMachine() if is_text else make_text_state_machine(tokenizer)
         self._parts = self._machine.make_state(request.state)
         self._state = request.state
         self._call = ""  # as the model writes it
@@ -166,6 +170,15 @@ class Completion:
         self._call, self._parts = "", self._machine.make_state()
         yield Reply(first or end)
         yield from self._parsed(rest, True)
+
+
+def _detokenizer(tokenizer, continues: bool) -> StreamingDetokenizer:
+    """mlx-lm's drops the space before an answer's first word, which an answer that `continues` a text needs."""
+    detokenizer = tokenizer.detokenizer
+    if continues:
+        detokenizer.add_token(tokenizer.encode("a", add_special_tokens=False)[-1])
+        _ = detokenizer.last_segment
+    return detokenizer
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:

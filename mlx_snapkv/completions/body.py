@@ -206,6 +206,7 @@ class ChatBody(CommonBody):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, NoneIfEmpty] = None
     functions: list[dict[str, Any]] | None = None  # tools, before they were called so
+    continue_final_message: bool | None = None  # vLLM's: whether an assistant's at the end is
     audio: Unsupported = None
     modalities: list[Literal["text"]] | None = None
     logprobs: bool | None = None

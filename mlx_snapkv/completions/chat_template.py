@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import SnapKVError, brief
 from .contents import as_json
 from .messages import Message, calls_as_text, for_template, in_turns
+from .prefill import continued_text, prefill_of, thinks_at_end, without_empty
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # what Mistral's templates demand
 SEEN = "OK."  # what the assistant says to a result, where a template wants it to
@@ -27,12 +28,13 @@ NO_ARRAY = SnapKVError("chat_template_kwargs must leave the prompt a list of tok
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat's tokens; `options` and `messages` are what the template was given."""
+    """A chat's tokens; `options` and `messages` are what the template was given, `prefill` is what it ends with."""
 
     tokens: list[int]
     messages: list[dict[str, Any]]
     options: dict[str, Any]
     notes: tuple[str, ...] = ()
+    prefill: str = ""
 
 
 def render(
@@ -40,8 +42,11 @@ def render(
     messages: Iterable[Message],
     tools: list[dict[str, Any]] | None,
     options: dict[str, Any],
+    continues: bool = False,
 ) -> Rendered:
     """What the template makes of messages. What it refuses is put differently, as little as will do.
+
+    The answer goes on with an assistant's text at the end if it `continues`.
 
     Raises: SnapKVError: it refuses all the same, or there is none.
     """
@@ -53,8 +58,10 @@ def render(
         raise NO_ARRAY
     refusal: Exception | None = None
     given_tools = {"tools": tools} if tools else {}
-    options = {name: value for name, value in options.items() if name != "tools"} | given_tools
-    turns = in_turns(messages)
+    ours = ("tools", "continue_final_message")
+    options = {name: value for name, value in options.items() if name not in ours} | given_tools
+    turns, left_out = without_empty(in_turns(messages))
+    prefill = prefill_of(turns) if continues else ""
     for changes in WAYS:
         if _drops_calls(tokenizer, turns) and _alternating not in changes:
             continue
@@ -63,7 +70,11 @@ def render(
             changed, how = change(changed, how)
         for_model = [for_template(message) for message in changed]
         try:
-            tokens = tokenizer.apply_chat_template(for_model, **how)
+            if prefill:
+                text = continued_text(tokenizer, for_model, how)
+                tokens = tokenizer.encode(text, add_special_tokens=False)
+            else:
+                tokens = tokenizer.apply_chat_template(for_model, **how)
         except Exception as error:  # templates are code of the model's authors
             refusal = refusal or error
             if isinstance(error, (UnicodeError, RecursionError)):
@@ -72,7 +83,7 @@ def render(
         if not isinstance(tokens, list):
             raise NO_ARRAY
         notes = tuple(note for change, note in NOTES.items() if change in changes)
-        return Rendered(tokens, for_model, how, notes)
+        return Rendered(tokens, for_model, how, (*left_out, *notes), prefill)
     assert refusal is not None
     raise SnapKVError(f"the chat template or tokenizer failed: {brief(refusal)}") from refusal
 
@@ -205,6 +216,9 @@ NOTES = {
 
 def initial_state(tokenizer, rendered: Rendered) -> str:
     """Of mlx-lm's `TextStateMachine`: the template may have begun the model's thoughts, whatever the chat says."""
+    if rendered.prefill:
+        thinks = tokenizer.has_thinking and thinks_at_end(rendered.prefill, tokenizer)
+        return "reasoning" if thinks else "normal"
     if tokenizer.response_initial_state:
         return tokenizer.response_initial_state
     tokens = rendered.tokens
@@ -212,12 +226,7 @@ def initial_state(tokenizer, rendered: Rendered) -> str:
         tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens)
     ):
         return "normal"
-    end = _end(tokenizer, rendered)
-    return (
-        "reasoning"
-        if end.rfind(tokenizer.think_start) > end.rfind(tokenizer.think_end)
-        else "normal"
-    )
+    return "reasoning" if thinks_at_end(_end(tokenizer, rendered), tokenizer) else "normal"
 
 
 def _end(tokenizer, rendered: Rendered) -> str:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -35,10 +35,12 @@ class Form:
     Attributes:
         grammar: llguidance's Lark.
         kind: "json", a "marked call" as the model's tool parser reads it, or the JSON of a "call", name and arguments.
+        begun: what stands before the answer of the JSON that it goes on with.
     """
 
     grammar: str
     kind: Literal["json", "call", "marked call"] = "json"
+    begun: str = ""
 
 
 def json_form(
@@ -54,6 +56,17 @@ def json_form(
     if may_call and tokenizer.tool_call_start:
         answer = f"({answer} | {_words(tokenizer.tool_call_start, tokenizer)} <[*]>*)"
     return Form(_grammar(answer, tokenizer, state, {what: schema}))
+
+
+def begun(form: Form, prefill: str, tokenizer) -> Form:
+    """The form of an answer that goes on with a prefill, which may have begun with the JSON."""
+    start = re.search(r"[\[{]", prefill)
+    json_text = prefill[start.start() :] if start else prefill.lstrip()
+    for text in dict.fromkeys((json_text, json_text.rstrip())):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if tokens and make_matcher(tokenizer, form.grammar).consume_tokens(tokens):
+            return replace(form, begun=text)
+    return form
 
 
 def call_form(tools: list[dict[str, Any]], tokenizer, state: str) -> Form:

@@ -18,24 +18,23 @@ class Prompt:
     """What a body is in the model's tokens, which any thread can find: no arrays are made of it.
 
     Attributes:
-        state, tools, warnings: as of `CompletionRequest`.
+        state, tools, warnings, prefill: as of `CompletionRequest`.
     """
 
     tokens: list[int]
     state: str = "normal"
     tools: list[dict[str, Any]] | None = None
     warnings: tuple[str, ...] = ()
+    prefill: str = ""
 
 
 def tokenised(body: Body, tokenizer) -> Prompt:
     """A body's prompt. Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's."""
     if isinstance(body, ChatBody):
         tools, warnings = _tools(body)
-        rendered, notes = _rendered(
-            body, tokenizer, body.messages, tools, add_generation_prompt=True
-        )
-        state = initial_state(tokenizer, rendered)
-        prompt = Prompt(rendered.tokens, state, tools, (*warnings, *notes))
+        rendered, notes = _rendered(body, tokenizer, body.messages, tools)
+        state, told = initial_state(tokenizer, rendered), (*warnings, *notes)
+        prompt = Prompt(rendered.tokens, state, tools, told, rendered.prefill)
     else:
         prompt = Prompt(_text_tokens(body.prompt, tokenizer))
     if not prompt.tokens:
@@ -80,23 +79,23 @@ def _rendered(
     tokenizer,
     messages: Iterable[Message],
     tools: list[dict[str, Any]] | None,
-    **options: Any,
+    answers: bool = True,
 ) -> tuple[Rendered, list[str]]:
-    """The messages in the chat template, and what is left out of them."""
+    """The messages in the chat template, to be answered or not, and what is left out of them."""
     messages = list(messages)
     how, notes = thinking_options(body, tokenizer)
-    rendered = render(tokenizer, messages, tools, how | options)
+    continues = answers and body.continue_final_message is not False
+    options = how | {"add_generation_prompt": answers}
+    rendered = render(tokenizer, messages, tools, options, continues)
     return rendered, [*(note for each in messages for note in each.notes), *notes, *rendered.notes]
 
 
-def chat_tokens(body: ChatBody, tokenizer, context: Iterable[Message] | None = None) -> list[int]:
-    """The body's messages in the chat template, or some that are only a context.
+def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> list[int]:
+    """Messages that are only a context in the chat template, with the body's tools.
 
     Raises: SnapKVError: the template refuses, or there is none.
     """
-    messages = body.messages if context is None else context
-    tools, options = _tools(body)[0], {"add_generation_prompt": context is None}
-    return _rendered(body, tokenizer, messages, tools, **options)[0].tokens
+    return _rendered(body, tokenizer, context, _tools(body)[0], answers=False)[0].tokens
 
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:

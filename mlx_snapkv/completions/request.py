@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from ..errors import OptionError, SnapKVError
 from .body import NO_LIMIT, Body, ChatBody
 from .constraint import Constraint
-from .grammar import Form, call_form, json_form, name_of
+from .grammar import Form, begun, call_form, json_form, name_of
 from .prompt import Prompt, is_service, require_in_vocabulary, tokenised
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
@@ -22,7 +22,7 @@ HARMLESS = set(
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
     prompt_cache_retention prompt_cache_options cache_prompt cache_control parallel_tool_calls include
     betas stream truncation inference_geo keep_alive extra_headers prediction usage include_reasoning
-    max_tool_calls speed function_call
+    max_tool_calls speed function_call add_generation_prompt
     """.split()
 )
 EMPTY: tuple[Any, ...] = ({}, [], "", False)
@@ -63,6 +63,7 @@ class CompletionRequest:
         ignored: the body's fields that are not known here.
         warnings: sentences on what of the body is left out, without those fields.
         by_functions: whether a call is to be said as before there were tools.
+        prefill: the assistant's text that the answer goes on with, and does not repeat.
     """
 
     prompt: list[int]
@@ -78,6 +79,7 @@ class CompletionRequest:
     warnings: list[str]
     constraint: Constraint | None = None
     by_functions: bool = False
+    prefill: str = ""
 
 
 def completion_request(
@@ -101,7 +103,7 @@ def completion_request(
         if _asks_for_service(body, tools):
             warnings.append("tool_choice is left out: only functions are known here")
             body = body.model_copy(update={"tool_choice": None})
-        form = _form(body, tools, tokenizer, state)
+        form = _form(body, prompt, tokenizer)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
         n_logprobs = body.logprobs
@@ -130,6 +132,7 @@ def completion_request(
         list(dict.fromkeys(warnings)),
         constraint,
         body.by_functions,
+        prompt.prefill,
     )
 
 
@@ -169,9 +172,9 @@ def _asks_for_service(body: ChatBody, tools: list[dict[str, Any]] | None) -> boo
     return any(tool.get("name") == choice.function.name for tool in services)
 
 
-def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: str) -> Form | None:
+def _form(body: ChatBody, prompt: Prompt, tokenizer) -> Form | None:
     """What the answer must be: a call that `tool_choice` forces, or else what `response_format` says."""
-    choice = body.tool_choice
+    choice, tools, state = body.tool_choice, prompt.tools, prompt.state
     if choice is not None and choice.type in ("required", "function"):
         if choice.function is not None:
             name = choice.function.name
@@ -184,7 +187,9 @@ def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: 
     schema = None if body.response_format is None else body.response_format.schema_wanted
     if schema is None:
         return None
-    return json_form(schema, tokenizer, state, "response_format's schema", may_call=bool(tools))
+    what = "response_format's schema"
+    form = json_form(schema, tokenizer, state, what, may_call=bool(tools))
+    return form if state == "reasoning" else begun(form, prompt.prefill, tokenizer)
 
 
 def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Callable | None:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..completions.body import ChatBody
-from ..completions.prompt import chat_tokens, tokenised
+from ..completions.prompt import tokenised
 from ..completions.request import Defaults, completion_request
 from ..errors import SnapKVError, sentence
 from ..several.ranks import ALONE, Ranks
@@ -123,7 +123,7 @@ class Engine:
     def count(self, body: ChatBody) -> int:
         """The tokens of a prompt."""
         self.require_alive()
-        return len(chat_tokens(body, self.loaded.tokenizer))
+        return len(tokenised(body, self.loaded.tokenizer).tokens)
 
     def stop(self, seconds: float | None = None) -> None:
         """End all requests after the step under way, and wait for that so long."""

@@ -157,14 +157,6 @@ def test_an_image_that_another_model_has_answered(agent):
     assert agent.post(CHAT, {"messages": [*seen, *seen[:1]]}).status_code == 400
 
 
-def test_a_message_that_ends_in_the_assistants_words_can_be_counted(agent):
-    said = [LOOK, {"role": "assistant", "content": "Fine."}]
-    found = agent.post(f"{MESSAGES}/count_tokens", {"messages": said})
-    assert found.status_code == 200 and found.json()["input_tokens"] > 5
-    refused = agent.post(MESSAGES, {"messages": said, "max_tokens": 5})
-    assert refused.status_code == 400 and "Message(" not in refused.text
-
-
 def test_paths_of_proxies_and_base_urls_with_a_slash(agent):
     agent.answers["next"] = "Fine."
     assert agent.post(f"/{CHAT}", CHAT_ASKED).status_code == 200

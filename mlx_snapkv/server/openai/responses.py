@@ -69,6 +69,7 @@ class ResponsesBody(Part):
             instructions + self.input,
             in_chat(self.tools),
             max_tokens=self.max_output_tokens,
+            continue_final_message=False,  # an item follows, not the rest of one
             response_format=self.text and self.text.format and self.text.format.response_format,
             **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )
