@@ -13,7 +13,7 @@ from ..errors import OptionError, SnapKVError
 from .body import NO_LIMIT, Body, ChatBody
 from .constraint import Constraint
 from .grammar import Form, begun, call_form, json_form, name_of
-from .prompt import Prompt, is_service, require_in_vocabulary, tokenised
+from .prompt import Prompt, require_in_vocabulary, tokenised
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 # Fields that change nothing of an answer here, or are about other requests.
@@ -100,9 +100,6 @@ def completion_request(
     prompt = prompt or tokenised(body, tokenizer)
     tools, state, warnings = prompt.tools, prompt.state, list(prompt.warnings)
     if isinstance(body, ChatBody):
-        if _asks_for_service(body, tools):
-            warnings.append("tool_choice is left out: only functions are known here")
-            body = body.model_copy(update={"tool_choice": None})
         form = _form(body, prompt, tokenizer)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
@@ -162,19 +159,9 @@ def _at_most(body: Body, defaults: Defaults, longest: int) -> int:
     return longest if most == NO_LIMIT else min(most, longest)
 
 
-def _asks_for_service(body: ChatBody, tools: list[dict[str, Any]] | None) -> bool:
-    """Whether `tool_choice` forces a call of a tool that is left out."""
-    choice, services = body.tool_choice, [tool for tool in body.tools or [] if is_service(tool)]
-    if choice is None or choice.type not in ("required", "function"):
-        return False
-    if choice.function is None:
-        return bool(services) and not tools
-    return any(tool.get("name") == choice.function.name for tool in services)
-
-
 def _form(body: ChatBody, prompt: Prompt, tokenizer) -> Form | None:
     """What the answer must be: a call that `tool_choice` forces, or else what `response_format` says."""
-    choice, tools, state = body.tool_choice, prompt.tools, prompt.state
+    choice, tools, state = prompt.choice, prompt.tools, prompt.state
     if choice is not None and choice.type in ("required", "function"):
         if choice.function is not None:
             name = choice.function.name
