@@ -148,26 +148,31 @@ def _without_system(turns: list[Message], options: dict[str, Any]) -> Given:
     return in_turns(changed), options
 
 
+def _without_thoughts(turns: list[Message], options: dict[str, Any]) -> Given:
+    """Calls without what was thought before them, which some templates take only where nothing was said."""
+    return [replace(turn, reasoning="") if turn.calls else turn for turn in turns], options
+
+
 def _one_call_each(turns: list[Message], options: dict[str, Any]) -> Given:
     """Calls that were made at once as if they had been made one after the other, each with its result."""
-    changed: list[Message] = []
+    changed: list[list[Message]] = []  # a call with its result, and all others alone
+    waiting: dict[int, str] = {}  # calls without a result, by their place there
     for turn in turns:
+        if turn.role == "tool":  # of the first call of its id, or else of any id
+            of_id = (place for place, name in waiting.items() if name == turn.call_id)
+            place = next(of_id, next(iter(waiting), len(changed)))
+            if place == len(changed):
+                changed.append([])
+            changed[place].append(turn)
+            waiting.pop(place, None)
+            continue
         first, *rest = turn.calls or (None,)
-        if turn.role == "tool":
-            changed.insert(_place_of_result(changed, turn.call_id), turn)
-        else:
-            changed.append(turn if first is None else replace(turn, calls=(first,)))
-            changed += [Message(turn.role, calls=(call,)) for call in rest]
-    return changed, options
-
-
-def _place_of_result(turns: list[Message], call_id: str) -> int:
-    """Behind the first call of that id without a result, or else of any id, or else at the end."""
-    roles = [*(turn.role for turn in turns[1:]), ""]
-    pairs = enumerate(zip(turns, roles), 1)
-    waiting = [(place, turn) for place, (turn, next_) in pairs if turn.calls and next_ != "tool"]
-    of_id = (place for place, turn in waiting if turn.calls[0]["id"] == call_id)
-    return next(of_id, waiting[0][0] if waiting else len(turns))
+        alone = [turn if first is None else replace(turn, calls=(first,))]
+        for each in [*alone, *(Message(turn.role, calls=(call,)) for call in rest)]:
+            if each.calls:
+                waiting[len(changed)] = each.calls[0]["id"]
+            changed.append([each])
+    return [message for messages in changed for message in messages], options
 
 
 def _with_answers(turns: list[Message], options: dict[str, Any]) -> Given:
@@ -198,6 +203,7 @@ WAYS: list[tuple[Callable[..., Given], ...]] = [
     ALIKE,
     (*ALIKE, _as_objects),
     (*ALIKE, _as_texts),
+    (*ALIKE, _without_thoughts),
     (*ALIKE, _without_system),
     (*ALIKE, _without_system, _as_objects),
     (*ALIKE, _without_system, _as_texts),
@@ -209,6 +215,7 @@ WAYS: list[tuple[Callable[..., Given], ...]] = [
     (*ALIKE, _without_system, _alternating),
 ]
 NOTES = {
+    _without_thoughts: "the chat template refuses thoughts beside a call: they are left out",
     _without_system: "the chat template refuses this system message: the user says it instead",
     _alternating: "the chat template takes no such calls or order of roles: calls and results are put as text",
 }

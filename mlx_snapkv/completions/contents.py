@@ -114,6 +114,8 @@ def _text_within(part: dict[str, Any]) -> str | None:
         return _decoded(data, str(named_type), named(part))
     if isinstance(part.get("file_data"), str):
         return _decoded(part["file_data"], "", named(part))
+    if named(part) == "compaction" and isinstance(part.get("content"), str):  # what was said before
+        return part["content"]
     if named(part) == "search_result" and isinstance(part.get("content"), list):
         text = BREAK.join(each.text for each in shown(part["content"]))
         return f"{source}\n{text}" if isinstance(source, str) else text

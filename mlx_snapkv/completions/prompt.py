@@ -117,7 +117,7 @@ def _text_tokens(prompt: Any, tokenizer) -> list[int]:
         require_in_vocabulary("prompt", prompt, tokenizer)
         return prompt
     try:
-        return text_tokens(tokenizer, prompt)
+        return text_tokens(tokenizer, whole(prompt))
     except Exception as error:
         raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
 

@@ -25,6 +25,7 @@ HARMLESS = set(
     max_tool_calls speed function_call add_generation_prompt
     """.split()
 )
+COLDEST = 1e-6  # temperature, or top_p: below it only the likeliest token is left, and in float32 not even that
 EMPTY: tuple[Any, ...] = ({}, [], "", False)
 PENALTIES = {
     f"{name}_{field}"
@@ -112,6 +113,7 @@ def completion_request(
     if form is not None:
         constraint = Constraint(tokenizer, form, max_tokens)
         processors.append(constraint)
+        warnings += [form.note] if form.note else []
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     may_call = tools is not None and (form is None or form.kind == "json")
     warnings += _left_out(unknown, may_call)
@@ -186,7 +188,8 @@ def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Cal
         how["temp"] = body.temperature
     if how["top_k"] >= len(tokenizer):
         raise OptionError("top_k", f"less than the vocabulary's {len(tokenizer)}", how["top_k"])
-    if how["temp"] == 0:
+    is_greedy = body.top_p is not None and body.top_p < COLDEST
+    if how["temp"] < COLDEST or is_greedy:
         return None
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     fixed_seed = body.seed if body.seed is not None else seed
