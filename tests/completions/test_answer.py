@@ -81,6 +81,12 @@ def test_a_text_that_is_continued_stays_as_it_is(thinking):
     assert said(thinking, text, "length", COMPLETIONS)[0]["text"] == text
 
 
+def test_a_text_that_is_continued_begins_with_its_space(thinking, demo_llama):
+    for tokenizer in (thinking, demo_llama[1]):  # with two of mlx-lm's detokenizers
+        for text in (" It is.", "It is.", "  It is.", "\nIt is.", ""):
+            assert said(tokenizer, text, url=COMPLETIONS)[0]["text"] == text
+
+
 def test_tools_are_called(thinking):
     call = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
     choice, _ = said(thinking, f"Yes.{call}{call}", tools=[TOOL])

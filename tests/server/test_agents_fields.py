@@ -173,6 +173,14 @@ def test_a_format_with_no_schema_is_an_object(served):
     assert isinstance(json.loads(found), dict)
 
 
+def test_fields_of_chats_in_other_apis(agent, served):
+    form = {"type": "json_schema", "json_schema": {"schema": GREEN}}
+    found = served.post(RESPONSES, RESPONSE_ASKED | {"response_format": form, "max_tokens": 50})
+    assert json.loads(found.json()["output"][0]["content"][0]["text"]) == {"door": "green"}
+    _, found = agent.ask(MESSAGES, answer="Fine. Stop.", stop=["Stop"], **CHAT_ASKED)
+    assert found["content"][0]["text"] == "Fine. " and found["stop_reason"] == "stop_sequence"
+
+
 def test_anthropics_choice_of_a_tool_in_a_chat(agent):
     for choice in ({"type": "any"}, {"type": "tool", "name": "open"}):
         asked = {"tools": [NESTED, SHUT], "tool_choice": choice, **CHAT_ASKED}
