@@ -57,7 +57,8 @@ def named(part: dict[str, Any]) -> str:
 
 def _part(part: dict[str, Any], whose: str) -> Shown:
     kind = named(part)
-    if kind in TEXTS or ("type" not in part and isinstance(part.get("text"), str)):
+    is_untyped = not isinstance(part.get("type"), str)
+    if kind in TEXTS or (is_untyped and isinstance(part.get("text"), str)):
         text = part.get("text") or ""
         require(isinstance(text, str), ".content should have texts", text)
         return Shown(text)

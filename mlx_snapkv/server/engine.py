@@ -111,11 +111,14 @@ class Engine:
     def submit(self, request: EngineRequest) -> None:
         """Tokenise a request's body, which may take seconds, in this thread, and leave the rest to the engine's.
 
-        Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+        Raises:
+            SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+            ApiError: the prompt is too long.
         """
         tokenizer = self.loaded.tokenizer
         with self._tokenizing:
             request.prompt = prompt = tokenised(request.body, tokenizer)
+        self._admission.require_short(len(prompt.tokens))  # before a grammar is made, for one
         request.checkpoints = self._checkpoints.places(request.body, prompt.tokens)
         self._new.put(request)
         self._wake.set()

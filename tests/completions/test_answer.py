@@ -35,7 +35,7 @@ def thinking():
 def said(tokenizer, text, ends="stop", url=CHAT, **body):
     """The choice that comes of an answer, and how many of its tokens were needed for it."""
     asked = {"messages": [{"role": "user", "content": "open the door"}]}
-    body = parse(url, body | (asked if url == CHAT else {"prompt": "Look: "}))
+    body = parse(url, (asked if url == CHAT else {"prompt": "Look: "}) | body)
     answer = Completion(completion_request(body, tokenizer, Defaults()), tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     tokens += [tokenizer.eos_token_id] if ends == "stop" else []
@@ -81,10 +81,12 @@ def test_a_text_that_is_continued_stays_as_it_is(thinking):
     assert said(thinking, text, "length", COMPLETIONS)[0]["text"] == text
 
 
-def test_a_text_that_is_continued_begins_with_its_space(thinking, demo_llama):
+def test_what_follows_a_prefill_begins_with_its_space(thinking, demo_llama):
+    messages = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "So"}]
     for tokenizer in (thinking, demo_llama[1]):  # with two of mlx-lm's detokenizers
-        for text in (" It is.", "It is.", "  It is.", "\nIt is.", ""):
-            assert said(tokenizer, text, url=COMPLETIONS)[0]["text"] == text
+        for text in (" it is.", "it is.", "  it is.", "\nit is.", ""):
+            choice, _ = said(tokenizer, text, messages=messages)
+            assert choice["message"]["content"] == text
 
 
 def test_tools_are_called(thinking):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from acting_server import CHAT, MESSAGES, RESPONSES, TEXT
+from acting_server import CHAT, MESSAGES, RESPONSES
 from agent_messages import ASKED, OPEN, calls, user
 from agent_templates import FAMILIES
 
@@ -147,8 +147,3 @@ def test_a_beginning_counts_and_is_known_again(scripted):
     with scripted.family("chatml"):
         counted = scripted.post(f"{MESSAGES}/count_tokens", {"messages": messages}).json()
     assert counted["input_tokens"] == n_read
-
-
-def test_a_text_goes_on_with_the_space_before_its_next_word(scripted):
-    _, found = scripted.ask(TEXT, answer=" door is green.", prompt="The")
-    assert found["choices"][0]["text"] == " door is green."
