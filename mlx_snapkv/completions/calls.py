@@ -64,7 +64,8 @@ def _mended_json(text: str) -> str:
     """A text in a code fence without it, with the brackets that it lacks, and Python's values as JSON's."""
     text = re.sub(r"\A\s*```\w*\s*|\s*```\s*\Z", "", text).strip()
     quoted, closers = _open_at_end(text)
-    text = text if quoted else text + closers
+    if text.endswith(("}", "]")) and not quoted:  # else what was to come is lost
+        text += closers
     with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         return json.dumps(ast.literal_eval(text))
     return text

@@ -46,6 +46,7 @@ ANSWERS = [
     ("<tool_call>" + OPEN[:-3], {}, OPEN[:-3], [], "stop"),
     ("<tool_call>" + OPEN[:-1], {}, OPEN[:-1], [], "stop"),
     (calls(OPEN[:-1]), {}, "", [{"door": "green"}], "tool_calls"),
+    (calls(OPEN[:-2]), {}, OPEN[:-2], [], "stop"),
     (calls("{'name': 'open', 'arguments': {'door': None}}"), {}, "", [{"door": None}], "tool_calls"),
     (calls('{"name": "open", "arguments": {"door": "green",}}'), {}, "", [{"door": "green"}], "tool_calls"),
     (calls(f"```json\n{OPEN}\n```"), {}, "", [{"door": "green"}], "tool_calls"),
