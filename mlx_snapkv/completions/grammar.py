@@ -69,7 +69,8 @@ def begun(form: Form, prefill: str, tokenizer) -> Form:
     """The form of an answer that goes on with a prefill, which may have begun with the JSON."""
     start = re.search(r"[\[{]", prefill)
     json_text = prefill[start.start() :] if start else prefill.lstrip()
-    for text in dict.fromkeys((json_text, json_text.rstrip())):
+    on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # no string of JSON has a line break
+    for text in dict.fromkeys((json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())):
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if tokens and make_matcher(tokenizer, form.grammar).consume_tokens(tokens):
             return replace(form, begun=text)

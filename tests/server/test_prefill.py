@@ -114,7 +114,18 @@ def test_calls_and_thoughts_behind_a_beginning(scripted):
     assert found["content"][0]["text"] == " here: "
 
 
-@pytest.mark.parametrize("begun", ["{", '```json\n{"door"', "Here it is:\n", '{"door": "gre', "{ "])
+BEGINNINGS = [
+    "{",
+    '```json\n{"door"',
+    "Here it is:\n",
+    '{"door": "gre',
+    "{ ",
+    '{\n  "door": ',
+    "{\n\n",
+]
+
+
+@pytest.mark.parametrize("begun", BEGINNINGS)
 def test_json_that_is_begun_is_ended(served, begun):
     body = {"messages": [*ASKED, assistant(begun)], "response_format": FORMAT, "temperature": 0}
     for path in (CHAT, MESSAGES):
