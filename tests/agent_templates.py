@@ -35,6 +35,11 @@ FAMILIES = {
 {%- for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
 <|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+    # gpt-oss: a call has thoughts before it or a text, not both.
+    "harmony": """{%- for m in messages %}{% if m.tool_calls and m.content and m.reasoning_content %}
+{{- raise_exception('Cannot pass both content and thinking in an assistant message with tool calls!') }}{% endif %}
+<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>
+{%- endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
     # No tools, and nothing that is refused.
     "plain": """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>""",
     # A model that thinks, as much as it is told.

@@ -66,12 +66,16 @@ BAD = [
     chat("tool_choice asks for a call, but there are no tools", tool_choice="required"),
     chat("leave the prompt a list of tokens", chat_template_kwargs={"tokenize": False}),
     chat("audio is not supported: drop the field", audio={"voice": "x"}),
+    chat("temperature should be a valid number, got 'hot'", temperature="hot"),
+    chat("presence_penalty should be less than or equal to 100", presence_penalty=1e300),
+    chat("repetition_penalty should be 0, or from 0.01", repetition_penalty=1e-300),
+    response("instructions.content has an image", instructions=[IMAGE]),
     (CHAT, [], "body must be an object, got []"),
     (CHAT, None, ""),
     anthropic("0.content has an image", messages=[{"role": "user", "content": [IMAGE]}]),
     anthropic("system.content has an image", system=[IMAGE]),
     anthropic("tools.0.input_schema is missing", tools=[{"name": "open"}]),
-    anthropic("none can be continued", messages=[{"role": "assistant", "content": "a"}]),
+    anthropic("messages.0.role should be one of", messages=[{"role": 5, "content": "a"}]),
     anthropic("tool_choice.type should be 'auto', 'none', 'any'", tool_choice={"type": "x"}),
     anthropic("tool_choice.name is missing", tool_choice={"type": "tool"}),
     anthropic("tool_choice asks for a call, but there are", tool_choice={"type": "any"}),
@@ -93,6 +97,7 @@ RAW = [
     DEEP.encode(),
     f'{{"messages": {DEEP}}}'.encode(),
     ('{"a":' * 1000 + "1" + "}" * 1000).encode(),
+    b'{"seed": %s}' % (b"9" * 5000),
 ]
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
 from mlx_lm.tool_parsers import json_tools
 
 from .calls import calls_in, is_unfinished
@@ -41,17 +42,21 @@ class Completion:
         self.stopped_by: str | None = None
         self._constraint = request.constraint
         self._is_call = bool(request.constraint and request.constraint.form.kind == "call")
-        self._is_open = request.constraint is not None  # whether it has yet to say what has a form
+        is_begun = bool(request.constraint and request.constraint.form.begun)
+        # Whether it has yet to say what has a form.
+        self._is_open = request.constraint is not None and not is_begun
         self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
-        self._call_end = tokenizer.tool_call_end
-        self._detokenizer = tokenizer.detokenizer
+        self._call_start, self._call_end = tokenizer.tool_call_start, tokenizer.tool_call_end
+        self._detokenizer = _detokenizer(tokenizer, bool(request.prefill))
         self._stops = TextStateMachine({"normal": [(text, None) for text in request.stop]})
         self._until_stop = self._stops.make_state()
-        # What continues a text has no place for thoughts and calls: it stays as it is.
-        self._machine = make_text_state_machine(tokenizer) if request.chat else TextStateMachine()
+        # What continues a text, or JSON, has no place for thoughts and calls: it stays as it is.
+        is_text = is_begun or not request.chat
+        self._machine = TextStateMachine() if is_text else make_text_state_machine(tokenizer)
         self._parts = self._machine.make_state(request.state)
         self._state = request.state
         self._call = ""  # as the model writes it
+        self._is_thought = False  # whether that is within its thoughts
 
     def add(self, token: int, finish_reason: str | None) -> list[Reply]:
         """Take a token in, the last one with mlx-lm's `finish_reason`; what has become certain by it."""
@@ -129,11 +134,15 @@ class Completion:
         for letter in text:
             was, call = self._parts[0], self._call
             self._parts, segments = TextStateMachine.split(self._parts, letter)
+            if was != "tool" and self._parts[0] == "tool":
+                self._is_thought = was == "reasoning"
             if was == "tool" and self._parts[0] != "tool":
                 call += segments[0][1]
                 if is_unfinished(call):
                     segments = [("tool", segments[0][1] + self._call_end)]
                     self._parts = self._machine.make_state("tool")
+                elif self._is_thought:
+                    self._parts = self._machine.make_state("reasoning")
             if self._begins(segments):
                 held, self._parts = self._parts[3], TextStateMachine().make_state()
                 self._parts, more = TextStateMachine.split(self._parts, held)
@@ -150,22 +159,40 @@ class Completion:
         """Whether these have the first letter of JSON that was asked for, from which on nothing is a marker."""
         return self._is_open and any(state == "normal" and part.strip() for state, part in segments)
 
-    def _called(self) -> Iterator[Reply]:
+    def _called(self, is_ended: bool = True) -> Iterator[Reply]:
         """The calls that have become whole, if any; one that can't be parsed is text again."""
-        text, self._call = self._call, ""
+        text = self._call
         if text:
-            calls = calls_in(text, self._parser, self.request.tools)
-            yield Reply(calls=calls) if calls else Reply(text)
+            calls = self._calls(is_ended)
+            self._call = ""
+            is_thought = is_ended and self._is_thought and not calls
+            yield Reply(reasoning=text) if is_thought else Reply("" if calls else text, calls=calls)
+
+    def _calls(self, is_ended: bool) -> list[dict[str, Any]]:
+        """The calls that have been written, behind a marker or, as small models begin, behind two."""
+        text, start = self._call, self._call_start
+        if start and text.lstrip().startswith(start):
+            text = text.lstrip().removeprefix(start)
+        return calls_in(text, self._parser, self.request.tools, is_ended)
 
     def _ended_in_call(self) -> Iterator[Reply]:
         """What is left when the answer ends within a call: text, and the calls behind a marker that did end it."""
         first, end, rest = self._call.partition(self._call_end or "\0")
-        if self._is_call or not end or calls_in(self._call, self._parser, self.request.tools):
-            yield from self._called()
+        if self._is_call or not end or self._calls(is_ended=False):
+            yield from self._called(is_ended=False)
             return
         self._call, self._parts = "", self._machine.make_state()
         yield Reply(first or end)
         yield from self._parsed(rest, True)
+
+
+def _detokenizer(tokenizer, continues: bool) -> StreamingDetokenizer:
+    """mlx-lm's drops the space before an answer's first word, which an answer that `continues` a prefill needs."""
+    detokenizer = tokenizer.detokenizer
+    if continues:
+        detokenizer.add_token(tokenizer.encode("a", add_special_tokens=False)[-1])
+        _ = detokenizer.last_segment
+    return detokenizer
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,17 @@ from .messages import Message, is_answer, messages_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-Probability = Annotated[float, Field(ge=0, le=1)]
+
+def _number(value: Any) -> Any:
+    """A number, which some apps write as they store it: as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Probability = Annotated[Number, Field(ge=0, le=1)]
 Whole = BeforeValidator(
     lambda v: (
         int(v) if isinstance(v, float) and v.is_integer() else v
@@ -33,13 +43,20 @@ Whole = BeforeValidator(
 NO_LIMIT = -1  # as other servers have it
 Integer = Annotated[int, Whole]
 Positive = Annotated[int, Field(ge=1), Whole]
+LARGEST = 10_000  # of what is added to logits: more is infinite in half precision, and no likelier
+ContextSize = Annotated[Positive, AfterValidator(lambda value: min(value, 2**31 - 1))]
+Bias = Annotated[float, AfterValidator(lambda value: max(-LARGEST, min(value, LARGEST)))]
 Count = Annotated[int, Field(ge=0), Whole]
 AtMost = Annotated[
     int, must(lambda v: v == NO_LIMIT or v >= 1, "should be greater than or equal to 1"), Whole
 ]
 TopK = Annotated[int, Field(ge=0), BeforeValidator(lambda v: 0 if v == NO_LIMIT else v), Whole]
 Name = Annotated[str, Field(min_length=1)]  # of a tool
-Temperature = Annotated[float, Field(ge=0, le=100)]
+Temperature = Annotated[Number, Field(ge=0, le=100)]
+Penalty = Annotated[Number, Field(ge=-100, le=100)]
+Factor = Annotated[
+    Number, must(lambda v: v == 0 or 0.01 <= v <= 100, "should be 0, or from 0.01 to 100")
+]
 NLogprobs = Annotated[int, Field(ge=0, le=20), Whole]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
 NoneIfEmpty = BeforeValidator(lambda v: None if v == [] else v)  # PHP writes {} so
@@ -94,23 +111,33 @@ def needed_by(kind: str) -> AfterValidator:
     return AfterValidator(validate)
 
 
+Schema = dict[str, Any] | bool
+OBJECT = {"type": "object"}
+
+
 class JsonSchema(Part):
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: Schema = Field(OBJECT, alias="schema")
 
 
 class ResponseFormat(Part):
-    """What an answer must be: anything, an object, or JSON that obeys a schema."""
+    """What an answer must be: anything, an object, or JSON that obeys a schema, which other servers take here too."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Annotated[JsonSchema | None, needed_by("json_schema")] = Field(
-        None, validate_default=True
-    )
+    schema_: Schema | None = Field(None, alias="schema")
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
+            raise ValueError(".json_schema is missing")
+        return self
 
     @property
-    def schema_wanted(self) -> dict[str, Any] | bool | None:
-        if self.json_schema is not None and self.type == "json_schema":
-            return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
+    def schema_wanted(self) -> Schema | None:
+        if self.type == "text":
+            return None
+        nested = self.json_schema if self.type == "json_schema" else None
+        return nested.schema_ if nested else OBJECT if self.schema_ is None else self.schema_
 
 
 SERVICES = {  # what OpenAI's tool_choice may force besides functions
@@ -145,7 +172,9 @@ def _as_choice(value: Any) -> Any:
         names = [_named(tool)["name"] for tool in as_list(inner.get("tools"))]
         allowed = [name for name in names if name is not None]  # a service's may have none
         return {"type": inner.get("mode", "auto"), "allowed": allowed}
-    if kind in ("function", "custom") and ("name" in value or kind in value):
+    if kind == "any":  # Anthropic's, as `tool`
+        return {"type": "required"}
+    if kind in ("function", "custom", "tool") and ("name" in value or kind in value):
         return {"type": "function", "function": _named(value)}
     return {"type": "auto", "service": kind} if kind in SERVICES else value
 
@@ -184,16 +213,16 @@ class CommonBody(Part):
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
     seed: Integer | None = None
     stop: Stops | None = None
-    logit_bias: Annotated[dict[TokenId, float] | None, NoneIfEmpty] = None
-    frequency_penalty: float | None = None
-    frequency_context_size: Positive | None = None
-    presence_penalty: float | None = None
-    presence_context_size: Positive | None = None
-    repetition_penalty: Annotated[float, Field(ge=0)] | None = None
-    repetition_context_size: Positive | None = None
+    logit_bias: Annotated[dict[TokenId, Bias] | None, NoneIfEmpty] = None
+    frequency_penalty: Penalty | None = None
+    frequency_context_size: ContextSize | None = None
+    presence_penalty: Penalty | None = None
+    presence_context_size: ContextSize | None = None
+    repetition_penalty: Factor | None = None
+    repetition_context_size: ContextSize | None = None
     n: Annotated[int, Field(ge=1, le=8), Whole] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, NoneIfEmpty] = None
     full_cache: bool | None = None  # answer from all entries, whatever the policy
 
 
@@ -206,6 +235,7 @@ class ChatBody(CommonBody):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, NoneIfEmpty] = None
     functions: list[dict[str, Any]] | None = None  # tools, before they were called so
+    continue_final_message: bool | None = None  # vLLM's: whether an assistant's at the end is
     audio: Unsupported = None
     modalities: list[Literal["text"]] | None = None
     logprobs: bool | None = None

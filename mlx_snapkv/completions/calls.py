@@ -1,6 +1,9 @@
 """Calls of tools in what a model wrote, in OpenAI's form."""
 
+import ast
+import contextlib
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,14 +11,24 @@ from typing import Any
 from .messages import arguments_of, mended
 
 JSON = json.JSONDecoder(strict=False)  # models put line breaks into texts
+DEEPEST = 100  # brackets within each other in a call's arguments, which clients send again with every later request
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+NOT_ARGUMENTS = ("name", "function", "id", "type", "index")
 
 
-def calls_in(text: str, parser: Callable, tools: Any) -> list[dict[str, Any]]:
-    """The calls that a text between two markers consists of; none if it is not only calls."""
+def calls_in(
+    text: str, parser: Callable, tools: Any, is_ended: bool = True
+) -> list[dict[str, Any]]:
+    """The calls that a text consists of; none if it is not only calls.
+
+    What small models get wrong is mended if a marker has ended it: a call that was cut is none.
+    """
     try:
         value = parser(text, tools)
     except Exception:  # parsers of what a model wrote
         value = _json_values(text)
+        if value == [None] and is_ended:
+            value = _json_values(_mended_json(text))
     calls = value if isinstance(value, list) else [value]
     made = [call for each in calls if (call := _call(each)) is not None]
     return made if len(made) == len(calls) else []
@@ -26,7 +39,13 @@ def is_unfinished(text: str) -> bool:
     text = text.strip()
     if not text.startswith(("{", "[")):
         return text.startswith("<function=") and "</function>" not in text
-    quoted, opened, escaped = False, 0, False
+    quoted, opened = _open_at_end(text)
+    return quoted and bool(opened)
+
+
+def _open_at_end(text: str) -> tuple[bool, str]:
+    """Whether JSON ends within a text, and the brackets that would close it."""
+    quoted, escaped, closers = False, False, list[str]()
     for letter in text:
         if escaped:
             escaped = False
@@ -34,9 +53,22 @@ def is_unfinished(text: str) -> bool:
             escaped, quoted = letter == "\\", letter != '"'
         elif letter == '"':
             quoted = True
-        else:
-            opened += (letter in "{[") - (letter in "}]")
-    return quoted and opened > 0
+        elif letter in "{[":
+            closers.append("}" if letter == "{" else "]")
+        elif letter in "}]" and closers:
+            closers.pop()
+    return quoted, "".join(reversed(closers))
+
+
+def _mended_json(text: str) -> str:
+    """A text in a code fence without it, with the brackets that it lacks, and Python's values as JSON's."""
+    text = re.sub(r"\A\s*```\w*\s*|\s*```\s*\Z", "", text).strip()
+    quoted, closers = _open_at_end(text)
+    if text.endswith(("}", "]")) and not quoted:  # else what was to come is lost
+        text += closers
+    with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+        return json.dumps(ast.literal_eval(text))
+    return text
 
 
 def _json_values(text: str) -> list[Any]:
@@ -60,15 +92,22 @@ def _flat(values: list[Any]) -> Iterator[Any]:
             yield value
 
 
+def _is_deep(value: Any, left: int = DEEPEST) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left == 0 or any(_is_deep(part, left - 1) for part in parts)
+
+
 def _call(value: Any) -> dict[str, Any] | None:
     """A call from a parser's value, if it has a name and arguments by name."""
     if not isinstance(value, dict):
         return None
     inner = value["function"] if isinstance(value.get("function"), dict) else value
-    name = inner.get("name")
-    names = ("arguments", "parameters", "args")
-    arguments = arguments_of(next((inner[name] for name in names if name in inner), None))
+    name = inner.get("name", inner.get("function"))
+    rest = {name: value for name, value in inner.items() if name not in NOT_ARGUMENTS}
+    arguments = arguments_of(next((inner[name] for name in ARGUMENTS if name in inner), rest))
     if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
+        return None
+    if _is_deep(arguments):
         return None
     try:
         written = mended(json.dumps(arguments, ensure_ascii=False, allow_nan=False))

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import SnapKVError, brief
 from .contents import as_json
 from .messages import Message, calls_as_text, for_template, in_turns
+from .prefill import continued_text, prefill_of, thinks_at_end, without_empty
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # what Mistral's templates demand
 SEEN = "OK."  # what the assistant says to a result, where a template wants it to
@@ -27,12 +28,13 @@ NO_ARRAY = SnapKVError("chat_template_kwargs must leave the prompt a list of tok
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat's tokens; `options` and `messages` are what the template was given."""
+    """A chat's tokens; `options` and `messages` are what the template was given, `prefill` is what it ends with."""
 
     tokens: list[int]
     messages: list[dict[str, Any]]
     options: dict[str, Any]
     notes: tuple[str, ...] = ()
+    prefill: str = ""
 
 
 def render(
@@ -40,8 +42,11 @@ def render(
     messages: Iterable[Message],
     tools: list[dict[str, Any]] | None,
     options: dict[str, Any],
+    continues: bool = False,
 ) -> Rendered:
     """What the template makes of messages. What it refuses is put differently, as little as will do.
+
+    The answer goes on with an assistant's text at the end if it `continues`.
 
     Raises: SnapKVError: it refuses all the same, or there is none.
     """
@@ -53,8 +58,10 @@ def render(
         raise NO_ARRAY
     refusal: Exception | None = None
     given_tools = {"tools": tools} if tools else {}
-    options = {name: value for name, value in options.items() if name != "tools"} | given_tools
-    turns = in_turns(messages)
+    ours = ("tools", "continue_final_message")
+    options = {name: value for name, value in options.items() if name not in ours} | given_tools
+    turns, left_out = without_empty(in_turns(messages))
+    prefill = prefill_of(turns) if continues else ""
     for changes in WAYS:
         if _drops_calls(tokenizer, turns) and _alternating not in changes:
             continue
@@ -63,7 +70,11 @@ def render(
             changed, how = change(changed, how)
         for_model = [for_template(message) for message in changed]
         try:
-            tokens = tokenizer.apply_chat_template(for_model, **how)
+            if prefill:
+                text = continued_text(tokenizer, for_model, how)
+                tokens = tokenizer.encode(text, add_special_tokens=False)
+            else:
+                tokens = tokenizer.apply_chat_template(for_model, **how)
         except Exception as error:  # templates are code of the model's authors
             refusal = refusal or error
             if isinstance(error, (UnicodeError, RecursionError)):
@@ -72,7 +83,7 @@ def render(
         if not isinstance(tokens, list):
             raise NO_ARRAY
         notes = tuple(note for change, note in NOTES.items() if change in changes)
-        return Rendered(tokens, for_model, how, notes)
+        return Rendered(tokens, for_model, how, (*left_out, *notes), prefill)
     assert refusal is not None
     raise SnapKVError(f"the chat template or tokenizer failed: {brief(refusal)}") from refusal
 
@@ -137,26 +148,31 @@ def _without_system(turns: list[Message], options: dict[str, Any]) -> Given:
     return in_turns(changed), options
 
 
+def _without_thoughts(turns: list[Message], options: dict[str, Any]) -> Given:
+    """Calls without what was thought before them, which some templates take only where nothing was said."""
+    return [replace(turn, reasoning="") if turn.calls else turn for turn in turns], options
+
+
 def _one_call_each(turns: list[Message], options: dict[str, Any]) -> Given:
     """Calls that were made at once as if they had been made one after the other, each with its result."""
-    changed: list[Message] = []
+    changed: list[list[Message]] = []  # a call with its result, and all others alone
+    waiting: dict[int, str] = {}  # calls without a result, by their place there
     for turn in turns:
+        if turn.role == "tool":  # of the first call of its id, or else of any id
+            of_id = (place for place, name in waiting.items() if name == turn.call_id)
+            place = next(of_id, next(iter(waiting), len(changed)))
+            if place == len(changed):
+                changed.append([])
+            changed[place].append(turn)
+            waiting.pop(place, None)
+            continue
         first, *rest = turn.calls or (None,)
-        if turn.role == "tool":
-            changed.insert(_place_of_result(changed, turn.call_id), turn)
-        else:
-            changed.append(turn if first is None else replace(turn, calls=(first,)))
-            changed += [Message(turn.role, calls=(call,)) for call in rest]
-    return changed, options
-
-
-def _place_of_result(turns: list[Message], call_id: str) -> int:
-    """Behind the first call of that id without a result, or else of any id, or else at the end."""
-    roles = [*(turn.role for turn in turns[1:]), ""]
-    pairs = enumerate(zip(turns, roles), 1)
-    waiting = [(place, turn) for place, (turn, next_) in pairs if turn.calls and next_ != "tool"]
-    of_id = (place for place, turn in waiting if turn.calls[0]["id"] == call_id)
-    return next(of_id, waiting[0][0] if waiting else len(turns))
+        alone = [turn if first is None else replace(turn, calls=(first,))]
+        for each in [*alone, *(Message(turn.role, calls=(call,)) for call in rest)]:
+            if each.calls:
+                waiting[len(changed)] = each.calls[0]["id"]
+            changed.append([each])
+    return [message for messages in changed for message in messages], options
 
 
 def _with_answers(turns: list[Message], options: dict[str, Any]) -> Given:
@@ -187,6 +203,7 @@ WAYS: list[tuple[Callable[..., Given], ...]] = [
     ALIKE,
     (*ALIKE, _as_objects),
     (*ALIKE, _as_texts),
+    (*ALIKE, _without_thoughts),
     (*ALIKE, _without_system),
     (*ALIKE, _without_system, _as_objects),
     (*ALIKE, _without_system, _as_texts),
@@ -198,6 +215,7 @@ WAYS: list[tuple[Callable[..., Given], ...]] = [
     (*ALIKE, _without_system, _alternating),
 ]
 NOTES = {
+    _without_thoughts: "the chat template refuses thoughts beside a call: they are left out",
     _without_system: "the chat template refuses this system message: the user says it instead",
     _alternating: "the chat template takes no such calls or order of roles: calls and results are put as text",
 }
@@ -205,6 +223,9 @@ NOTES = {
 
 def initial_state(tokenizer, rendered: Rendered) -> str:
     """Of mlx-lm's `TextStateMachine`: the template may have begun the model's thoughts, whatever the chat says."""
+    if rendered.prefill:
+        thinks = tokenizer.has_thinking and thinks_at_end(rendered.prefill, tokenizer)
+        return "reasoning" if thinks else "normal"
     if tokenizer.response_initial_state:
         return tokenizer.response_initial_state
     tokens = rendered.tokens
@@ -212,12 +233,7 @@ def initial_state(tokenizer, rendered: Rendered) -> str:
         tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens)
     ):
         return "normal"
-    end = _end(tokenizer, rendered)
-    return (
-        "reasoning"
-        if end.rfind(tokenizer.think_start) > end.rfind(tokenizer.think_end)
-        else "normal"
-    )
+    return "reasoning" if thinks_at_end(_end(tokenizer, rendered), tokenizer) else "normal"
 
 
 def _end(tokenizer, rendered: Rendered) -> str:

@@ -34,6 +34,7 @@ class Constraint:
         self.form, self.is_cut = form, False
         self._vocabulary = vocabulary(tokenizer)
         self._matcher = make_matcher(tokenizer, form.grammar)
+        self._matcher.consume_tokens(tokenizer.encode(form.begun, add_special_tokens=False))
         self._n_prompt: int | None = None
         self._answer: list[int] = []
         self._n_matched = 0  # of these; the matcher takes no token after its end

@@ -57,7 +57,8 @@ def named(part: dict[str, Any]) -> str:
 
 def _part(part: dict[str, Any], whose: str) -> Shown:
     kind = named(part)
-    if kind in TEXTS or ("type" not in part and isinstance(part.get("text"), str)):
+    is_untyped = not isinstance(part.get("type"), str)
+    if kind in TEXTS or (is_untyped and isinstance(part.get("text"), str)):
         text = part.get("text") or ""
         require(isinstance(text, str), ".content should have texts", text)
         return Shown(text)
@@ -114,6 +115,8 @@ def _text_within(part: dict[str, Any]) -> str | None:
         return _decoded(data, str(named_type), named(part))
     if isinstance(part.get("file_data"), str):
         return _decoded(part["file_data"], "", named(part))
+    if named(part) == "compaction" and isinstance(part.get("content"), str):  # what was said before
+        return part["content"]
     if named(part) == "search_result" and isinstance(part.get("content"), list):
         text = BREAK.join(each.text for each in shown(part["content"]))
         return f"{source}\n{text}" if isinstance(source, str) else text

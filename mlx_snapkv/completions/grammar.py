@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ Schema = dict[str, Any] | bool
 
 # JSON on one line: a small model would fill its answer with white space wherever it may.
 LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+TOO_LARGE = "the tools' parameters are left out: together they are too large to be enforced"
 # The formats that llguidance enforces; others only annotate, as JSON Schema has it.
 FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -28,6 +29,10 @@ IDLE: dict[str, tuple] = {
 }
 
 
+class TooLargeTogether(SnapKVError):
+    """Schemas of which each alone could be enforced."""
+
+
 @dataclass(frozen=True)
 class Form:
     """What an answer must be.
@@ -35,10 +40,14 @@ class Form:
     Attributes:
         grammar: llguidance's Lark.
         kind: "json", a "marked call" as the model's tool parser reads it, or the JSON of a "call", name and arguments.
+        begun: what stands before the answer of the JSON that it goes on with.
+        note: a sentence on what of the demand is left out.
     """
 
     grammar: str
     kind: Literal["json", "call", "marked call"] = "json"
+    begun: str = ""
+    note: str = ""
 
 
 def json_form(
@@ -56,12 +65,32 @@ def json_form(
     return Form(_grammar(answer, tokenizer, state, {what: schema}))
 
 
+def begun(form: Form, prefill: str, tokenizer) -> Form:
+    """The form of an answer that goes on with a prefill, which may have begun with the JSON."""
+    start = re.search(r"[\[{]", prefill)
+    json_text = prefill[start.start() :] if start else prefill.lstrip()
+    on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # no string of JSON has a line break
+    for text in dict.fromkeys((json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if tokens and make_matcher(tokenizer, form.grammar).consume_tokens(tokens):
+            return replace(form, begun=text)
+    return form
+
+
 def call_form(tools: list[dict[str, Any]], tokenizer, state: str) -> Form:
     """One call of one of these tools, in the format that the model's tool parser reads, or else as JSON.
 
     Raises: SnapKVError: a tool has no name, or the schema of its parameters can't be enforced.
     """
     schemas = {name_of(tool): _arguments(tool["function"].get("parameters")) for tool in tools}
+    try:
+        return _call_form(schemas, tokenizer, state)
+    except TooLargeTogether:
+        loose = _call_form({name: {"type": "object"} for name in schemas}, tokenizer, state)
+        return replace(loose, note=TOO_LARGE)
+
+
+def _call_form(schemas: dict[str, Schema], tokenizer, state: str) -> Form:
     parser, words = tokenizer.tool_parser, partial(_words, tokenizer=tokenizer)
     start, end = words(tokenizer.tool_call_start or ""), words(tokenizer.tool_call_end or "")
     kind: Any = "marked call"
@@ -91,7 +120,7 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
     """Calls as JSON objects; their arguments are grammars of their own, which their references stay in."""
     calls = []
     for name, schema in schemas.items():
-        start = f'{{"name": {json.dumps(name)}, "arguments": '
+        start = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
         calls.append(f'{_text(start)} %json {_enforceable(schema)} "}}"')
     return " | ".join(calls)
 
@@ -102,9 +131,12 @@ def _arguments(parameters: Any) -> Schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         return {"type": "object"}
-    closed = {} if "properties" not in parameters else {"additionalProperties": False}
-    if parameters.keys() & {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}:
-        closed = {}
+    named, required = parameters.get("properties"), parameters.get("required") or []
+    names_all = (
+        isinstance(named, dict) and isinstance(required, list) and named.keys() >= {*required}
+    )
+    is_open = parameters.keys() & {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+    closed = {"additionalProperties": False} if names_all and not is_open else {}
     return {"type": "object", **closed, **parameters}
 
 
@@ -128,7 +160,7 @@ def _simplified(schema: Any) -> Any:
     for name, part in schema.items():
         if name in SCHEMAS_BY_NAME and isinstance(part, dict):
             simpler[name] = {key: _simplified(value) for key, value in part.items()}
-        elif name in ("const", "enum"):
+        elif name == "const" or (name == "enum" and part is not None):
             simpler[name] = part
         elif not _is_idle(name, part):
             simpler[name] = _simplified(part)
@@ -137,6 +169,8 @@ def _simplified(schema: Any) -> Any:
 
 def _is_idle(name: str, part: Any) -> bool:
     """Whether a keyword with this value demands nothing, though llguidance refuses it."""
+    if part is None:  # as some languages write an empty list
+        return name != "default"
     if name == "format":
         return isinstance(part, str) and part not in FORMATS
     return any(type(part) is type(idle) and part == idle for idle in IDLE.get(name, ()))
@@ -171,6 +205,8 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
     except SnapKVError:
         for what, schema in schemas.items():
             make_matcher(tokenizer, f"start: %json {_enforceable(schema)}", what)
+        if len(schemas) > 1:
+            raise TooLargeTogether("the schemas are too large together") from None
         raise
     return grammar
 

@@ -47,6 +47,8 @@ def make_matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatche
 def reason_of(matcher: LLMatcher) -> str:
     """What the library says, without the lines of the grammar that it quotes, and its state."""
     reason = re.sub(r"(\n +\d+ \||\n<state>).*", "", matcher.get_error(), flags=re.DOTALL)
+    if reason.startswith("panic: "):  # one of the library's own limits
+        return "it is too large"
     reason = re.sub(
         r"^at \d+\(\d+\): (failed to compile JSON schema: )?|^Parser Error: |; consider .*",
         "",

@@ -90,7 +90,7 @@ def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
     assert role is not None
     if role == "tool":
         call_id = item.get("tool_call_id") or item.get("name") or ""
-        return [replace(result(call_id, item.get("content")), extra=_extra(item))]
+        return [replace(result(item, call_id, item.get("content")), extra=_extra(item))]
     return _spoken(item, role, may_have_media)
 
 
@@ -130,7 +130,7 @@ def _content(content: list[Any], role: str, is_own: bool = False) -> Iterator[Me
             elif kind == "call":
                 yield Message("assistant", calls=(call_of(part),))
             else:
-                yield result(part.get("tool_use_id"), part.get("content"))
+                yield result(part, part.get("tool_use_id"), part.get("content"))
 
 
 def _kind(part: Any) -> str:
@@ -155,12 +155,27 @@ def _message(role: str, parts: Iterable[Shown], between: str) -> Message:
     return Message(role, text, notes=tuple(dict.fromkeys(notes)))
 
 
-def result(call_id: Any, content: Any) -> Message:
-    """What a tool has answered."""
+def result(item: dict[str, Any], call_id: Any, content: Any) -> Message:
+    """What a tool has answered, in an item that may say that it has failed."""
     parts = (
         part._replace(text=part.text.strip("\n")) if part.note else part for part in shown(content)
     )
-    return replace(_message("tool", parts, BREAK), call_id=str(call_id or ""))
+    message = _message("tool", parts, BREAK)
+    failure = _failure(item)
+    if failure.lower() not in message.text.lower():
+        message = replace(message, text=f"{failure}\n{message.text}".rstrip())
+    return replace(message, call_id=str(call_id or ""))
+
+
+def _failure(item: dict[str, Any]) -> str:
+    """What an item says of a call that has failed, in any API's field; nothing of another call."""
+    error = item.get("error")
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        error = error["message"]
+    if error:
+        return f"error: {error if isinstance(error, str) else as_json(error)}"
+    has_failed = item.get("is_error") is True or item.get("status") in ("failed", "error")
+    return "error" if has_failed else ""
 
 
 def call_of(call: dict[str, Any]) -> dict[str, Any]:
@@ -209,12 +224,12 @@ def _item(item: dict[str, Any], kind: str) -> list[Message]:
         text = "".join(part.text for part in shown(item.get("content")))
         return [Message("assistant", reasoning=text)] if text else []  # others hide theirs
     if kind.endswith("_output"):
-        return [result(item.get("call_id"), item.get("output", item.get("tools")))]
+        return [result(item, item.get("call_id"), item.get("output", item.get("tools")))]
     if kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
         return [Message("assistant", calls=(call_of(item),))]
     found = item.get("output", item.get("outputs", item.get("results")))
     if kind.endswith("_call") and ("output" in item or found):  # a service's, with its result
-        return [Message("assistant", calls=(call_of(item),)), result(item.get("id"), found)]
+        return [Message("assistant", calls=(call_of(item),)), result(item, item.get("id"), found)]
     if kind in ("tool_use", "tool_result", *THOUGHTS):
         return list(_content([item], "assistant"))
     note = f"an item of the type {kind[:40]} is left out"

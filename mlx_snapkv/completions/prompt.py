@@ -6,11 +6,13 @@ from typing import Any
 
 from ..engine.generate import text_tokens
 from ..errors import SnapKVError, brief
-from .body import Body, ChatBody
+from .body import Body, ChatBody, ToolChoice
 from .chat_template import Rendered, initial_state, render
 from .grammar import name_of
 from .messages import Message, whole
 from .thinking import thinking_options
+
+ONLY_FUNCTIONS = "only functions are known here"
 
 
 @dataclass(frozen=True)
@@ -18,24 +20,25 @@ class Prompt:
     """What a body is in the model's tokens, which any thread can find: no arrays are made of it.
 
     Attributes:
-        state, tools, warnings: as of `CompletionRequest`.
+        state, tools, warnings, prefill: as of `CompletionRequest`.
+        choice: the body's `tool_choice`, unless it is left out.
     """
 
     tokens: list[int]
     state: str = "normal"
     tools: list[dict[str, Any]] | None = None
     warnings: tuple[str, ...] = ()
+    prefill: str = ""
+    choice: ToolChoice | None = None
 
 
 def tokenised(body: Body, tokenizer) -> Prompt:
     """A body's prompt. Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's."""
     if isinstance(body, ChatBody):
-        tools, warnings = _tools(body)
-        rendered, notes = _rendered(
-            body, tokenizer, body.messages, tools, add_generation_prompt=True
-        )
-        state = initial_state(tokenizer, rendered)
-        prompt = Prompt(rendered.tokens, state, tools, (*warnings, *notes))
+        tools, choice, warnings = _tools(body)
+        rendered, notes = _rendered(body, tokenizer, body.messages, tools)
+        state, told = initial_state(tokenizer, rendered), (*warnings, *notes)
+        prompt = Prompt(rendered.tokens, state, tools, told, rendered.prefill, choice)
     else:
         prompt = Prompt(_text_tokens(body.prompt, tokenizer))
     if not prompt.tokens:
@@ -43,24 +46,33 @@ def tokenised(body: Body, tokenizer) -> Prompt:
     return prompt
 
 
-def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """The tools as chat templates take them, and what is left out."""
-    tools, notes, choice = [], [], body.tool_choice
-    is_none = choice is not None and choice.type == "none"
-    if choice is not None and choice.service:
-        notes.append(f"tool_choice is left out: only functions are known here, no {choice.service}")
-    for tool in [] if is_none else whole(body.tools or []):
-        if is_service(tool):
-            kind = str(tool["type"])[:40]
-            notes.append(f"tools of the type {kind} are left out: only functions are known here")
-        else:
-            tools.append(_function(tool))
+def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, ToolChoice | None, list[str]]:
+    """The tools as chat templates take them, the choice among them, and what is left out."""
+    choice = body.tool_choice
+    given = [] if choice is not None and choice.type == "none" else whole(body.tools or [])
+    services = [tool for tool in given if _is_service(tool)]
+    tools = [_function(tool) for tool in given if not _is_service(tool)]
+    kinds = dict.fromkeys(str(tool["type"])[:40] for tool in services)
+    notes = [f"tools of the type {kind} are left out: {ONLY_FUNCTIONS}" for kind in kinds]
     if choice is not None and choice.allowed is not None:
         tools = [tool for tool in tools if name_of(tool) in choice.allowed]
-    return tools or None, notes
+    if choice is not None and _is_of_service(choice, tools, services):
+        no = f", no {choice.service}" if choice.service else ""
+        notes.append(f"tool_choice is left out: {ONLY_FUNCTIONS}{no}")
+        choice = None
+    return tools or None, choice, notes
 
 
-def is_service(tool: dict[str, Any]) -> bool:
+def _is_of_service(choice: ToolChoice, tools: list[Any], services: list[dict[str, Any]]) -> bool:
+    """Whether a choice forces a call of a tool that is left out."""
+    if choice.service or choice.type not in ("required", "function"):
+        return bool(choice.service)
+    if choice.function is None:
+        return bool(services) and not tools
+    return any(tool.get("name") == choice.function.name for tool in services)
+
+
+def _is_service(tool: dict[str, Any]) -> bool:
     """Whether this is a tool that only a service runs, in no form of a function's."""
     has_schema = "name" in tool and ("parameters" in tool or "input_schema" in tool)
     return not ("function" in tool or tool.get("type", "function") == "function" or has_schema)
@@ -80,23 +92,24 @@ def _rendered(
     tokenizer,
     messages: Iterable[Message],
     tools: list[dict[str, Any]] | None,
-    **options: Any,
+    answers: bool = True,
 ) -> tuple[Rendered, list[str]]:
-    """The messages in the chat template, and what is left out of them."""
+    """The messages in the chat template, to be answered or not, and what is left out of them."""
     messages = list(messages)
     how, notes = thinking_options(body, tokenizer)
-    rendered = render(tokenizer, messages, tools, how | options)
+    continues = answers and body.continue_final_message is not False
+    options = how | {"add_generation_prompt": answers}
+    rendered = render(tokenizer, messages, tools, options, continues)
     return rendered, [*(note for each in messages for note in each.notes), *notes, *rendered.notes]
 
 
-def chat_tokens(body: ChatBody, tokenizer, context: Iterable[Message] | None = None) -> list[int]:
-    """The body's messages in the chat template, or some that are only a context.
+def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> list[int]:
+    """Messages that are only a context in the chat template, with the body's tools.
 
     Raises: SnapKVError: the template refuses, or there is none.
     """
-    messages = body.messages if context is None else context
-    tools, options = _tools(body)[0], {"add_generation_prompt": context is None}
-    return _rendered(body, tokenizer, messages, tools, **options)[0].tokens
+    tools, _, _ = _tools(body)
+    return _rendered(body, tokenizer, context, tools, answers=False)[0].tokens
 
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:
@@ -104,7 +117,7 @@ def _text_tokens(prompt: Any, tokenizer) -> list[int]:
         require_in_vocabulary("prompt", prompt, tokenizer)
         return prompt
     try:
-        return text_tokens(tokenizer, prompt)
+        return text_tokens(tokenizer, whole(prompt))
     except Exception as error:
         raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
 

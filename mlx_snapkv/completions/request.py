@@ -12,8 +12,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from ..errors import OptionError, SnapKVError
 from .body import NO_LIMIT, Body, ChatBody
 from .constraint import Constraint
-from .grammar import Form, call_form, json_form, name_of
-from .prompt import Prompt, is_service, require_in_vocabulary, tokenised
+from .grammar import Form, begun, call_form, json_form, name_of
+from .prompt import Prompt, require_in_vocabulary, tokenised
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 # Fields that change nothing of an answer here, or are about other requests.
@@ -22,9 +22,10 @@ HARMLESS = set(
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
     prompt_cache_retention prompt_cache_options cache_prompt cache_control parallel_tool_calls include
     betas stream truncation inference_geo keep_alive extra_headers prediction usage include_reasoning
-    max_tool_calls speed function_call
+    max_tool_calls speed function_call add_generation_prompt
     """.split()
 )
+COLDEST = 1e-6  # temperature, or top_p: below it only the likeliest token is left, and in float32 not even that
 EMPTY: tuple[Any, ...] = ({}, [], "", False)
 PENALTIES = {
     f"{name}_{field}"
@@ -63,6 +64,7 @@ class CompletionRequest:
         ignored: the body's fields that are not known here.
         warnings: sentences on what of the body is left out, without those fields.
         by_functions: whether a call is to be said as before there were tools.
+        prefill: the assistant's text that the answer goes on with, and does not repeat.
     """
 
     prompt: list[int]
@@ -78,6 +80,7 @@ class CompletionRequest:
     warnings: list[str]
     constraint: Constraint | None = None
     by_functions: bool = False
+    prefill: str = ""
 
 
 def completion_request(
@@ -98,10 +101,7 @@ def completion_request(
     prompt = prompt or tokenised(body, tokenizer)
     tools, state, warnings = prompt.tools, prompt.state, list(prompt.warnings)
     if isinstance(body, ChatBody):
-        if _asks_for_service(body, tools):
-            warnings.append("tool_choice is left out: only functions are known here")
-            body = body.model_copy(update={"tool_choice": None})
-        form = _form(body, tools, tokenizer, state)
+        form = _form(body, prompt, tokenizer)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
         n_logprobs = body.logprobs
@@ -113,6 +113,7 @@ def completion_request(
     if form is not None:
         constraint = Constraint(tokenizer, form, max_tokens)
         processors.append(constraint)
+        warnings += [form.note] if form.note else []
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     may_call = tools is not None and (form is None or form.kind == "json")
     warnings += _left_out(unknown, may_call)
@@ -130,6 +131,7 @@ def completion_request(
         list(dict.fromkeys(warnings)),
         constraint,
         body.by_functions,
+        prompt.prefill,
     )
 
 
@@ -159,19 +161,9 @@ def _at_most(body: Body, defaults: Defaults, longest: int) -> int:
     return longest if most == NO_LIMIT else min(most, longest)
 
 
-def _asks_for_service(body: ChatBody, tools: list[dict[str, Any]] | None) -> bool:
-    """Whether `tool_choice` forces a call of a tool that is left out."""
-    choice, services = body.tool_choice, [tool for tool in body.tools or [] if is_service(tool)]
-    if choice is None or choice.type not in ("required", "function"):
-        return False
-    if choice.function is None:
-        return bool(services) and not tools
-    return any(tool.get("name") == choice.function.name for tool in services)
-
-
-def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: str) -> Form | None:
+def _form(body: ChatBody, prompt: Prompt, tokenizer) -> Form | None:
     """What the answer must be: a call that `tool_choice` forces, or else what `response_format` says."""
-    choice = body.tool_choice
+    choice, tools, state = prompt.choice, prompt.tools, prompt.state
     if choice is not None and choice.type in ("required", "function"):
         if choice.function is not None:
             name = choice.function.name
@@ -184,7 +176,9 @@ def _form(body: ChatBody, tools: list[dict[str, Any]] | None, tokenizer, state: 
     schema = None if body.response_format is None else body.response_format.schema_wanted
     if schema is None:
         return None
-    return json_form(schema, tokenizer, state, "response_format's schema", may_call=bool(tools))
+    what = "response_format's schema"
+    form = json_form(schema, tokenizer, state, what, may_call=bool(tools))
+    return form if state == "reasoning" else begun(form, prompt.prefill, tokenizer)
 
 
 def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Callable | None:
@@ -194,7 +188,8 @@ def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Cal
         how["temp"] = body.temperature
     if how["top_k"] >= len(tokenizer):
         raise OptionError("top_k", f"less than the vocabulary's {len(tokenizer)}", how["top_k"])
-    if how["temp"] == 0:
+    is_greedy = body.top_p is not None and body.top_p < COLDEST
+    if how["temp"] < COLDEST or is_greedy:
         return None
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     fixed_seed = body.seed if body.seed is not None else seed

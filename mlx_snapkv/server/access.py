@@ -131,7 +131,8 @@ def _usual(scope: Scope) -> Scope:
     """A request as if the client's base URL had had `/v1` once and no slash at its end; a HEAD as the GET whose body
     nobody gets.
     """
-    path = re.sub("/{2,}", "/", scope["path"])
+    path = re.sub("^https?://[^/]*", "", scope["path"])  # as a proxy is asked
+    path = re.sub("/{2,}", "/", path)
     path = re.sub("^(/v1)+(?=/v1/)", "", path.rstrip("/") or "/")
     if path.removeprefix("/").partition("/")[0] in UNDER_V1:
         path = f"/v1{path}"

@@ -70,12 +70,16 @@ class Admission:
         finally:
             self._places.release()
 
-    def need(self, body: Body, request: CompletionRequest) -> Need | None:
-        """The memory that a request will take; None without a limit. Raises: ApiError, NeverFits: it is too long."""
-        n, most = len(request.prompt), self._limits.context
+    def require_short(self, n: int) -> None:
+        """Raises: ApiError: a prompt of `n` tokens is longer than any may be."""
+        most = self._limits.context
         if most is not None and n > most:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n} tokens > {most} maximum; {advice}")
+
+    def need(self, body: Body, request: CompletionRequest) -> Need | None:
+        """The memory that a request will take; None without a limit. Raises: NeverFits: it is too long."""
+        n = len(request.prompt)
         for warning in self._long.warnings(n):
             self._logged_once.warn(warning)
         if self._memory is None:

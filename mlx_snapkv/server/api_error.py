@@ -41,8 +41,10 @@ def as_api_error(error: BaseException) -> ApiError:
         first, *_ = error.errors()
         return ApiError(400, problem(first | {"loc": first["loc"][1:]}, error.body))
     if isinstance(error, HTTPException):
-        if error.__cause__ is not None:  # FastAPI could not read the body
-            return as_api_error(error.__cause__)
+        if (cause := error.__cause__) is not None:  # FastAPI could not read the body
+            if type(cause) is ValueError:  # Python's own limit
+                return ApiError(400, "the body has a number of too many digits")
+            return as_api_error(cause)
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, ClientDisconnect):
         return ApiError(499, "the client has disconnected")

@@ -66,9 +66,10 @@ def function_tool(tool: Any, parameters: dict[str, Any] | None) -> dict[str, Any
 
 
 def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: Any) -> ChatBody:
-    """A chat completion's body that asks for the same, with the fields that only a local server knows.
+    """A chat completion's body that asks for the same, with the fields that only a local server, or a chat, knows.
 
     Raises: SnapKVError: it can't be answered.
     """
     more = {name: value for name, value in (body.model_extra or {}).items() if name != "n"}
-    return as_body(ChatBody, {**more, "messages": messages, "tools": tools or None, **fields})
+    given = {name: value for name, value in fields.items() if value is not None}
+    return as_body(ChatBody, {**more, "messages": messages, "tools": tools or None, **given})

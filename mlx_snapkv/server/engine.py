@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..completions.body import ChatBody
-from ..completions.prompt import chat_tokens, tokenised
+from ..completions.prompt import tokenised
 from ..completions.request import Defaults, completion_request
 from ..errors import SnapKVError, sentence
 from ..several.ranks import ALONE, Ranks
@@ -111,11 +111,14 @@ class Engine:
     def submit(self, request: EngineRequest) -> None:
         """Tokenise a request's body, which may take seconds, in this thread, and leave the rest to the engine's.
 
-        Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+        Raises:
+            SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+            ApiError: the prompt is too long.
         """
         tokenizer = self.loaded.tokenizer
         with self._tokenizing:
             request.prompt = prompt = tokenised(request.body, tokenizer)
+        self._admission.require_short(len(prompt.tokens))  # before a grammar is made, for one
         request.checkpoints = self._checkpoints.places(request.body, prompt.tokens)
         self._new.put(request)
         self._wake.set()
@@ -123,7 +126,7 @@ class Engine:
     def count(self, body: ChatBody) -> int:
         """The tokens of a prompt."""
         self.require_alive()
-        return len(chat_tokens(body, self.loaded.tokenizer))
+        return len(tokenised(body, self.loaded.tokenizer).tokens)
 
     def stop(self, seconds: float | None = None) -> None:
         """End all requests after the step under way, and wait for that so long."""

@@ -16,7 +16,7 @@ from ..caches.open_files import many_are_open
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.messages import Message
-from ..completions.prompt import chat_tokens
+from ..completions.prompt import context_tokens
 from ..planning.units import format_bytes
 from .api_error import log
 from .prefix_files import Prefix, PrefixFiles, as_ids, longest
@@ -204,7 +204,7 @@ class Checkpoints:
         if not system:
             return 0
         other = [*system, Message("user")]
-        return common_prefix([chat_tokens(body, self._tokenizer, other), prompt])
+        return common_prefix([context_tokens(body, self._tokenizer, other), prompt])
 
     def _reasoning_start(self, prompt: list[int]) -> int:
         start, n = -1, len(prompt)

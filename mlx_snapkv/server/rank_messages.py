@@ -11,7 +11,7 @@ from .requests import EngineRequest
 BODY = set(CommonBody.model_fields) - {"model", "n", "stream", "stream_options"}
 REQUEST = ("seed", "number", "checkpoints")
 # What of an answer is text, in which stop texts end it; the others don't see the messages that it follows from.
-ANSWER = ("state", "tools", "chat", "by_functions")
+ANSWER = ("state", "tools", "chat", "by_functions", "prefill")
 
 
 def sent(request: EngineRequest) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def thinking():
 def said(tokenizer, text, ends="stop", url=CHAT, **body):
     """The choice that comes of an answer, and how many of its tokens were needed for it."""
     asked = {"messages": [{"role": "user", "content": "open the door"}]}
-    body = parse(url, body | (asked if url == CHAT else {"prompt": "Look: "}))
+    body = parse(url, (asked if url == CHAT else {"prompt": "Look: "}) | body)
     answer = Completion(completion_request(body, tokenizer, Defaults()), tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     tokens += [tokenizer.eos_token_id] if ends == "stop" else []
@@ -79,6 +79,14 @@ def test_thoughts_are_apart(thinking):
 def test_a_text_that_is_continued_stays_as_it_is(thinking):
     text = "<think>Is it green?</think>It is.<tool_call>open</tool_call>"
     assert said(thinking, text, "length", COMPLETIONS)[0]["text"] == text
+
+
+def test_what_follows_a_prefill_begins_with_its_space(thinking, demo_llama):
+    messages = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "So"}]
+    for tokenizer in (thinking, demo_llama[1]):  # with two of mlx-lm's detokenizers
+        for text in (" it is.", "it is.", "  it is.", "\nit is.", ""):
+            choice, _ = said(tokenizer, text, messages=messages)
+            assert choice["message"]["content"] == text
 
 
 def test_tools_are_called(thinking):

@@ -155,6 +155,22 @@ def tool(name, parameters=None):
     return {"type": "function", "function": {"name": name, **about}}
 
 
+ODD_PARAMETERS = [
+    {"type": "object", "properties": None, "required": None, "description": None},
+    {"properties": {"door": {"type": "boolean", "enum": None}}, "required": ["door", "at"]},
+]
+
+
+@pytest.mark.parametrize("parameters", ODD_PARAMETERS)
+def test_parameters_as_other_languages_write_them(demo_llama, parameters):
+    tokenizer = calling(json_tools)
+    tools = [tool("\u6253\u5f00", parameters)]
+    (found,) = answers(
+        (demo_llama[0], tokenizer), tools=tools, tool_choice="required", max_tokens=30
+    )
+    assert '{"name": "\u6253\u5f00"' in found.reply.text  # cut
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_forced_call_is_one_that_is_parsed(demo_llama, name):
     parser, template, start = CALLS[name]
@@ -299,3 +315,13 @@ def test_how_many_optional_properties_are_enforced(demo_llama):
     together = {"anyOf": [obj(900), obj(900, "q")]}
     with pytest.raises(SnapKVError, match=r"^the answer's schema is too complex .* max is 5000$"):
         answer(demo_llama, together, 12)
+
+
+def test_tools_too_large_to_be_enforced_together_are_called_by_their_names(demo_llama):
+    loaded = demo_llama[0], calling(json_tools)
+    tools = [tool(f"open_{n}", obj(90)) for n in range(200)]
+    (found,) = answers(loaded, tools=tools, tool_choice="required", max_tokens=20)
+    assert found.request.warnings == [
+        "the tools' parameters are left out: together they are too large to be enforced"
+    ]
+    assert found.reply.text.lstrip().startswith('{"name": "open_')  # cut

@@ -20,6 +20,7 @@ def test_thoughts_begin_where_the_template_has_them(scripted, family, question):
 
 ODD = '{"name": "write", "arguments": {"text": "ends with </tool_call> and <tool_call>"}}'
 TORN = '{"name": "open", "arguments": {"a": "no quote}}'
+DEEP = f'{{"name": "open", "arguments": {{"a": {"[" * 450}1{"]" * 450}}}}}'
 ANSWERS = [
     # What the model writes, further fields, and the text, the calls and the reason that come of it.
     (f"A{calls(ODD)}B", {}, "AB", [{"text": "ends with </tool_call> and <tool_call>"}], "tool_calls"),
@@ -43,6 +44,17 @@ ANSWERS = [
     ("Stop it here or there.", {"stop": ["here", None]}, "Stop it ", [], "stop"),
     (f"A{calls(OPEN)}", {"stop": ["green"]}, "A", [{"door": "green"}], "tool_calls"),
     ("<tool_call>" + OPEN[:-3], {}, OPEN[:-3], [], "stop"),
+    ("<tool_call>" + OPEN[:-1], {}, OPEN[:-1], [], "stop"),
+    (calls(OPEN[:-1]), {}, "", [{"door": "green"}], "tool_calls"),
+    (calls(OPEN[:-2]), {}, OPEN[:-2], [], "stop"),
+    (calls("{'name': 'open', 'arguments': {'door': None}}"), {}, "", [{"door": None}], "tool_calls"),
+    (calls('{"name": "open", "arguments": {"door": "green",}}'), {}, "", [{"door": "green"}], "tool_calls"),
+    (calls(f"```json\n{OPEN}\n```"), {}, "", [{"door": "green"}], "tool_calls"),
+    (calls("<tool_call>" + OPEN), {}, "", [{"door": "green"}], "tool_calls"),
+    (calls('{"name": "open", "input": {"a": 1}}'), {}, "", [{"a": 1}], "tool_calls"),
+    (calls('{"name": "open", "a": 1}'), {}, "", [{"a": 1}], "tool_calls"),
+    (calls('{"function": "open", "arguments": {"a": 1}}'), {}, "", [{"a": 1}], "tool_calls"),
+    (calls(DEEP), {"max_tokens": 2000}, DEEP, [], "stop"),
 ]  # fmt: skip
 
 
@@ -53,6 +65,15 @@ def test_nothing_of_an_answer_is_lost(scripted, written, fields, text, wanted, r
     message = choice["message"]
     found = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     assert (message["content"] or "", found, choice["finish_reason"]) == (text, wanted, reason)
+
+
+def test_a_call_within_thoughts_does_not_end_them(scripted):
+    for call, made in ((OPEN, 1), ("open it", 0)):
+        written = f"<think>I {calls(call)} it.</think>Done."
+        _, found = scripted.ask(CHAT, answer=written, messages=ASKED)
+        message = found["choices"][0]["message"]
+        assert message["content"] == "Done." and len(message.get("tool_calls", [])) == made
+        assert message["reasoning"] == ("I  it." if made else "I open it it.")
 
 
 def test_a_call_that_max_tokens_cuts_is_text(scripted):

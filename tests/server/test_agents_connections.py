@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 import zlib
 
 from acting_server import CHAT, TEXT
@@ -35,6 +36,15 @@ def test_base_urls_without_v1_or_with_two(served):
         head = served.client.head(path)
         assert head.status_code == 200 and not head.content
     assert served.client.head(CHAT).status_code == 405
+
+
+def test_a_path_as_a_proxy_is_asked(served):
+    port = int(served.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(
+            b"GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        )
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_host_that_is_not_allowed_names_the_flag_that_allows_it(served):

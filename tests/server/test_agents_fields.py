@@ -4,7 +4,7 @@ import json
 import socket
 
 import pytest
-from acting_server import CHAT, MESSAGES, RESPONSES, answering
+from acting_server import CHAT, MESSAGES, RESPONSES, TEXT, answering
 
 CALL = '<tool_call>{{"name": "{}", "arguments": {{"door": "green"}}}}</tool_call>'
 HALF = "half \ud83d"
@@ -128,7 +128,68 @@ def test_a_choice_among_allowed_tools_and_services(agent):
     assert agent.post(CHAT, CHAT_ASKED | {"tools": tools, "tool_choice": bad}).status_code == 400
 
 
+def test_numbers_at_the_end_of_all_numbers(served):
+    def said(**fields):
+        found = served.post(CHAT, CHAT_ASKED | {"max_tokens": 8} | fields)
+        assert found.status_code == 200, found.text
+        return found.json()["choices"][0]["message"]["content"]
+
+    likeliest = said(temperature=0)
+    assert said(temperature=1e-300) == likeliest
+    assert said(temperature=1, top_p=0) == said(temperature=1, top_p=1e-300) == likeliest
+    assert said(repetition_penalty=1, repetition_context_size=10**12) == likeliest
+    size = len(served.engine.loaded.tokenizer)
+    bias = {str(token): -1e300 for token in range(size)} | {"5": 1e300}
+    assert said(logit_bias=bias) == served.engine.loaded.tokenizer.decode([5] * 8).strip()
+    assert said(logit_bias=bias, response_format={"type": "json_object"}).startswith("{")
+
+
+def test_half_a_character_in_a_text(served):
+    found = served.post(TEXT, content=json.dumps({"prompt": f"{HALF} ", "max_tokens": 2}))
+    assert found.status_code == 200
+
+
+GREEN = {"type": "object", "properties": {"door": {"enum": ["green"]}}, "required": ["door"]}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": GREEN},
+        {"type": "json_schema", "schema": GREEN, "name": "x", "strict": True},
+        {"type": "json_schema", "json_schema": {"schema": GREEN}, "schema": {"const": 5}},
+    ],
+)
+def test_a_schema_where_other_servers_take_it(served, form):
+    body = CHAT_ASKED | {"response_format": form, "max_tokens": 50}
+    found = served.post(CHAT, body).json()["choices"][0]["message"]["content"]
+    assert json.loads(found) == {"door": "green"}
+
+
+def test_a_format_with_no_schema_is_an_object(served):
+    form = {"type": "json_schema", "json_schema": {"name": "x"}}
+    body = CHAT_ASKED | {"response_format": form, "max_tokens": 50}
+    found = served.post(CHAT, body).json()["choices"][0]["message"]["content"]
+    assert isinstance(json.loads(found), dict)
+
+
+def test_fields_of_chats_in_other_apis(agent, served):
+    form = {"type": "json_schema", "json_schema": {"schema": GREEN}}
+    found = served.post(RESPONSES, RESPONSE_ASKED | {"response_format": form, "max_tokens": 50})
+    assert json.loads(found.json()["output"][0]["content"][0]["text"]) == {"door": "green"}
+    _, found = agent.ask(MESSAGES, answer="Fine. Stop.", stop=["Stop"], **CHAT_ASKED)
+    assert found["content"][0]["text"] == "Fine. " and found["stop_reason"] == "stop_sequence"
+
+
+def test_anthropics_choice_of_a_tool_in_a_chat(agent):
+    for choice in ({"type": "any"}, {"type": "tool", "name": "open"}):
+        asked = {"tools": [NESTED, SHUT], "tool_choice": choice, **CHAT_ASKED}
+        _, found = agent.ask(CHAT, answer=CALL.format("open"), **asked)
+        assert found["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "open"
+
+
 QUIET = [
+    (CHAT, {"temperature": "0.7", "top_p": "1", "presence_penalty": "0", "stream_options": []}),
     (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
     (MESSAGES, {"temperature": 1.5, "tools": [{"name": "n" * 140, "input_schema": OBJECT}], "speed": "fast"}),
     (RESPONSES, {"metadata": {"n": 1}, "max_tool_calls": 3}),
@@ -155,14 +216,6 @@ def test_an_image_that_another_model_has_answered(agent):
     prompt, found = agent.ask(CHAT, messages=[*seen, LOOK])
     assert "[image, 2 bytes, not shown to this model]" in prompt and len(found["warnings"]) == 1
     assert agent.post(CHAT, {"messages": [*seen, *seen[:1]]}).status_code == 400
-
-
-def test_a_message_that_ends_in_the_assistants_words_can_be_counted(agent):
-    said = [LOOK, {"role": "assistant", "content": "Fine."}]
-    found = agent.post(f"{MESSAGES}/count_tokens", {"messages": said})
-    assert found.status_code == 200 and found.json()["input_tokens"] > 5
-    refused = agent.post(MESSAGES, {"messages": said, "max_tokens": 5})
-    assert refused.status_code == 400 and "Message(" not in refused.text
 
 
 def test_paths_of_proxies_and_base_urls_with_a_slash(agent):

@@ -104,6 +104,7 @@ def test_a_conversation_of_any_form_is_read(scripted, case):
 TWO_CALLS = {"role": "assistant", "tool_calls": chat_call()["tool_calls"] * 2}
 RESULT = {"role": "tool", "tool_call_id": ID, "content": "Done."}
 SYSTEM = {"role": "system", "content": "Be brief."}
+THOUGHT = chat_call("{}", ID) | {"content": "I open it.", "reasoning_content": "Hm."}
 STRICT = [
     ("mistral", [user(), chat_call("{}", ID), RESULT], ["[TOOL_CALLS]open(", "[RESULT ", "Done."]),
     ("mistral", [user("a"), user("b")], ["<|user|>a\n\nb"]),
@@ -118,6 +119,7 @@ STRICT = [
     ("plain", [user(), chat_call('{"a": 1}'), RESULT], ['<|assistant|>[open {"a": 1}]', "Done."]),
     ("llama3", [user(), TWO_CALLS, RESULT, RESULT], ['"open"', "<|tool|>Done.", '"open"', "<|tool|>Done."]),
     ("llama3", [user(), chat_call(""), RESULT], ['"parameters": {}', "<|tool|>Done."]),
+    ("harmony", [user(), THOUGHT, RESULT], ["I open it.<tool_call>", "<|tool|>Done."]),
 ]  # fmt: skip
 
 

@@ -138,6 +138,9 @@ def test_too_many_and_too_long():
             told = response.json()["error"]
             assert told["message"].startswith("prompt is too long: ")  # clients look for this
             assert told.get("code", "context_length_exceeded") == "context_length_exceeded"
+        # before a schema is looked at, which may take seconds
+        bad = {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}
+        assert_refused(served.post(CHAT, long | {"response_format": bad}), [400], " maximum;")
         slow = {"prompt": "The key of", "max_tokens": 100}
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             found = list(pool.map(lambda _: served.post(TEXT, slow), range(6)))

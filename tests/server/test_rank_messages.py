@@ -38,3 +38,25 @@ def test_a_stop_text_in_a_thought_ends_it_on_no_rank():
         ends.append((answer.n_tokens, answer.stopped_by, answer.reply))
         assert answer.n_tokens < len(tokens) and answer.reply.text == "The road was "
     assert ends[0] == ends[1]
+
+
+def test_a_prefill_is_the_same_on_every_rank(demo_llama):
+    tokenizer = demo_llama[1]
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": '{"a":'}]
+    body = parse(CHAT, {"messages": messages, "response_format": {"type": "json_object"}})
+
+    def prepare(request):
+        request.completion_request = completion_request(
+            request.body, tokenizer, Defaults(), form=request.form
+        )
+
+    request = EngineRequest(body)
+    prepare(request)
+    other = received(json.loads(json.dumps(sent(request))), prepare).completion_request
+    assert other.prompt == request.completion_request.prompt
+    for each in (request.completion_request, other):
+        assert each.prefill == each.constraint.form.begun == '{"a":'
+        answer = Completion(each, tokenizer)
+        for token in tokenizer.encode(" 5}", add_special_tokens=False):
+            answer.add(token, None)
+        assert answer.reply.text == " 5}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, Tag
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, Tag
 
 from ...completions.body import (
     AtMost,
@@ -21,7 +21,6 @@ from ...completions.body import (
     TopK,
     needed_by,
 )
-from ...completions.checks import require
 from ...completions.contents import shown
 from ...completions.messages import Message
 from ..api_error import ApiError
@@ -148,16 +147,9 @@ class CountedMessages(Part):
         )
 
 
-def _answerable(messages: list[Message]) -> list[Message]:
-    last, rule = messages[-1], "must not end with the assistant's: none can be continued"
-    require(last.role != "assistant", rule, last.text)
-    return messages
-
-
 class MessagesBody(CountedMessages):
     """The body of `/v1/messages`."""
 
-    messages: Annotated[Messages, AfterValidator(_answerable)]
     max_tokens: AtMost
     temperature: Temperature | None = None
     top_p: Probability | None = None

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 
 from ...completions.body import AtMost, ChatBody, Messages, Part, Probability, Temperature
 from ...completions.checks import must, require
-from ...completions.messages import Message, whole
+from ...completions.contents import as_list
+from ...completions.messages import Message, messages_of, whole
 from ..api_error import ApiError
 from ..chat_messages import ForeignTool, MayBeNone, OutputConfig, chat_body
 from ..exchange import respond
@@ -35,6 +36,20 @@ def _items(value: Any) -> Any:
     return value
 
 
+def _system(instructions: Any) -> list[Message]:
+    """The system's messages, from a text, its parts, or messages."""
+    messages = []
+    for each in as_list(instructions):
+        is_message = isinstance(each, dict) and "role" in each
+        messages += messages_of(each if is_message else {"role": "system", "content": each})
+    return messages
+
+
+def _readable(instructions: Any) -> Any:
+    _system(instructions)
+    return instructions
+
+
 STATELESS = "can't be honoured: nothing is stored here, so send the whole conversation as input"
 Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 
@@ -46,7 +61,7 @@ class ResponsesBody(Part):
 
     model: str | None = None
     input: Annotated[Messages, BeforeValidator(_items)]
-    instructions: str | None = None
+    instructions: Annotated[JsonValue, AfterValidator(_readable)] = None  # which responses repeat
     tools: Annotated[list[AnyTool], MayBeNone] = Field([])
     tool_choice: Any = None
     max_output_tokens: AtMost | None = None
@@ -63,12 +78,12 @@ class ResponsesBody(Part):
 
     def chat(self) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
-        instructions = [Message("system", self.instructions)] if self.instructions else []
         return chat_body(
             self,
-            instructions + self.input,
+            _system(self.instructions) + self.input,
             in_chat(self.tools),
             max_tokens=self.max_output_tokens,
+            continue_final_message=False,  # an item follows, not the rest of one
             response_format=self.text and self.text.format and self.text.format.response_format,
             **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )

@@ -1,0 +1,160 @@
+"""An assistant's message at the end, which the answer goes on with and does not repeat."""
+
+import json
+
+import pytest
+from acting_server import CHAT, MESSAGES, RESPONSES
+from agent_messages import ASKED, OPEN, calls, user
+from agent_templates import FAMILIES
+
+BEGUN = "The answer is"
+SCHEMA = {"type": "object", "properties": {"door": {"enum": ["green"]}}, "required": ["door"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+def assistant(content, **fields):
+    return {"role": "assistant", "content": content, **fields}
+
+
+def text_of(path, found):
+    if path == MESSAGES:
+        return "".join(block.get("text", "") for block in found["content"])
+    return found["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_an_answer_goes_on_with_the_assistants_last_words(scripted, path, family):
+    for words in (BEGUN, f"{BEGUN}:\n\n", f" {BEGUN} "):
+        prompt, found = scripted.ask(
+            path, family, answer=" green.", messages=[*ASKED, assistant(words)]
+        )
+        assert prompt.endswith(words.lstrip()) and "Look." in prompt, prompt
+        assert text_of(path, found) == " green." and "warnings" not in found
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_streams_and_stop_texts_of_an_answer_that_goes_on(scripted, path):
+    for stream in (False, True):
+        scripted.answers["next"] = " green. Stop."
+        body = {"messages": [*ASKED, assistant(BEGUN)], "max_tokens": 300, "stream": stream}
+        body |= {"stop": ["Stop"], "stop_sequences": ["Stop"]}
+        lines = scripted.post(path, body).text.splitlines()
+        found = [json.loads(x.removeprefix("data: ")) for x in lines if "{" in x]
+        if not stream:
+            text = text_of(path, found[0])
+        elif path == MESSAGES:
+            text = "".join(e["delta"].get("text", "") for e in found if "delta" in e)
+        else:
+            text = "".join(e["choices"][0]["delta"].get("content", "") for e in found)
+        assert text == " green. "
+
+
+NOTHING = [
+    ([*ASKED, assistant("")], "<|assistant|>"),
+    ([*ASKED, assistant(" \n")], "<|assistant|>"),
+    ([*ASKED, assistant([])], "<|assistant|>"),
+    ([*ASKED, assistant([{"type": "thinking", "thinking": "Hm."}])], "<|assistant|>"),
+]
+
+
+@pytest.mark.parametrize(("messages", "end"), NOTHING)
+def test_an_assistant_that_has_said_nothing_yet_begins(scripted, messages, end):
+    for path in (CHAT, MESSAGES):
+        prompt, found = scripted.ask(path, messages=messages)
+        assert prompt == scripted.ask(path, messages=ASKED)[0] and prompt.endswith(end)
+        assert ("warnings" in found) == ("Hm." in str(messages)) and text_of(path, found) == "Fine."
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_assistant_that_has_called_a_tool_begins_anew(scripted, family):
+    call = {"type": "tool_use", "id": "c1", "name": "open", "input": {"door": "green"}}
+    messages = [*ASKED, assistant([{"type": "text", "text": "I open it."}, call])]
+    answer = "</think>Done." if family == "thinking" else "Done."
+    prompt, found = scripted.ask(MESSAGES, family, answer, messages=messages)
+    assert "open" in prompt and not prompt.endswith("open it.")
+    assert text_of(MESSAGES, found) == "Done."
+
+
+def test_a_template_that_leaves_the_last_words_out_gets_them_behind_it(scripted):
+    hf = scripted.tokenizer._tokenizer
+    opens = "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    for template in (
+        "{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}{% endfor %}" + opens,
+        "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+        "<|user|>{{ messages[-1].content }}" + opens,
+    ):
+        scripted.answers["next"], usual = " green.", hf.chat_template
+        hf.chat_template = template
+        try:
+            found = scripted.post(CHAT, {"messages": [*ASKED, assistant(BEGUN)]})
+        finally:
+            hf.chat_template = usual
+        assert text_of(CHAT, found.json()) == " green."
+        assert scripted.answers["prompt"].endswith(
+            f"<|user|>Look.<|assistant|><think></think>\n\n{BEGUN}"
+        )
+
+
+def test_thoughts_that_are_begun_go_on(scripted):
+    for family in ("chatml", "thinking"):
+        messages = [*ASKED, assistant("<think>It may")]
+        prompt, found = scripted.ask(CHAT, family, " be.</think>Green.", messages=messages)
+        message = found["choices"][0]["message"]
+        assert prompt.endswith("<think>It may")
+        assert (message["reasoning"], message["content"]) == (" be.", "Green.")
+    prompt, _ = scripted.ask(CHAT, "thinking", messages=[*ASKED, assistant(BEGUN)])
+    assert prompt.endswith(f"<|assistant|>{BEGUN}")
+
+
+def test_calls_and_thoughts_behind_a_beginning(scripted):
+    written = f" here: <think>Hm.</think>{calls(OPEN)}"
+    _, found = scripted.ask(MESSAGES, answer=written, messages=[*ASKED, assistant(BEGUN)])
+    assert [block["type"] for block in found["content"]] == ["text", "thinking", "tool_use"]
+    assert found["content"][0]["text"] == " here: "
+
+
+BEGINNINGS = [
+    "{",
+    '```json\n{"door"',
+    "Here it is:\n",
+    '{"door": "gre',
+    "{ ",
+    '{\n  "door": ',
+    "{\n\n",
+]
+
+
+@pytest.mark.parametrize("begun", BEGINNINGS)
+def test_json_that_is_begun_is_ended(served, begun):
+    body = {"messages": [*ASKED, assistant(begun)], "response_format": FORMAT, "temperature": 0}
+    for path in (CHAT, MESSAGES):
+        own = {"output_format": {"type": "json_schema", "schema": SCHEMA}, "max_tokens": 60}
+        found = served.post(path, body | own).json()
+        start = begun[begun.index("{") :] if "{" in begun else ""
+        assert json.loads(start + text_of(path, found)) == {"door": "green"}, found
+
+
+def test_what_vllm_and_others_call_it(scripted):
+    messages = [*ASKED, assistant(BEGUN, prefix=True, partial=True)]
+    both = {"continue_final_message": True, "add_generation_prompt": False}
+    for fields in ({}, both, {"chat_template_kwargs": both}):
+        prompt, found = scripted.ask(CHAT, messages=messages, **fields)
+        assert prompt.endswith(BEGUN) and "warnings" not in found
+    prompt, _ = scripted.ask(CHAT, messages=messages, continue_final_message=False)
+    assert prompt.endswith(f"{BEGUN}<|end|><|assistant|>")
+    prompt, _ = scripted.ask(RESPONSES, input=messages)
+    assert prompt.endswith(f"{BEGUN}<|end|><|assistant|>")
+
+
+def test_a_beginning_counts_and_is_known_again(scripted):
+    messages = [user("Look. " * 300), assistant(BEGUN)]
+    for known in (False, True):
+        _, found = scripted.ask(MESSAGES, answer=" green.", messages=messages)
+        assert (found["usage"]["cache_read_input_tokens"] > 200) == known
+    counted = scripted.post(f"{MESSAGES}/count_tokens", {"messages": messages}).json()
+    usage = found["usage"]
+    n_read = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    with scripted.family("chatml"):
+        counted = scripted.post(f"{MESSAGES}/count_tokens", {"messages": messages}).json()
+    assert counted["input_tokens"] == n_read
