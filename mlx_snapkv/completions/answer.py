@@ -47,7 +47,7 @@ class Completion:
         self._is_open = request.constraint is not None and not is_begun
         self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
         self._call_start, self._call_end = tokenizer.tool_call_start, tokenizer.tool_call_end
-        self._detokenizer = _detokenizer(tokenizer, bool(request.prefill))
+        self._detokenizer = _detokenizer(tokenizer, not request.chat or bool(request.prefill))
         self._stops = TextStateMachine({"normal": [(text, None) for text in request.stop]})
         self._until_stop = self._stops.make_state()
         # What continues a text, or JSON, has no place for thoughts and calls: it stays as it is.
@@ -187,9 +187,9 @@ class Completion:
 
 
 def _detokenizer(tokenizer, continues: bool) -> StreamingDetokenizer:
-    """mlx-lm's drops the space before an answer's first word, which an answer that `continues` a prefill needs."""
+    """mlx-lm's drops the space before an answer's first word, which one that `continues` a text needs."""
     detokenizer = tokenizer.detokenizer
-    if continues:
+    if continues:  # it has a word already
         detokenizer.add_token(tokenizer.encode("a", add_special_tokens=False)[-1])
         _ = detokenizer.last_segment
     return detokenizer
