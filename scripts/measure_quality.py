@@ -120,11 +120,14 @@ ANSWERED = (
     *("snapkv:budget=12.5%,lookahead=32", "streaming_llm:budget=12.5%,schedule=once"),
 )
 SETTINGS = _each("--setting", ("text", "later"))
+READ_FEW = _each("--sparse", SPARSE)
 SUITE = f"{EVALUATE} suite --model demo-tasks --setting both".split()
 # By name: a command, and how many documents it gets: one in so many of those asked for. Those of some take longer.
 PARTS: dict[str, tuple[list[str], int]] = {
     "code-qwen": (_fidelity(QWEN, ONE_EIGHTH, texts="code"), 10),
     "fidelity-qwen": (_fidelity(QWEN, ONE_EIGHTH), 12),
+    "code-qwen-sparse": (_fidelity(QWEN, (), *READ_FEW, texts="code"), 10),
+    "fidelity-qwen-sparse": (_fidelity(QWEN, (), *READ_FEW), 12),
     "ruler-qwen-2048": (_ruler(QWEN, 2048, ONE_EIGHTH, TASKS_QWEN), 50),
     "ruler-qwen-4096": (_ruler(QWEN, 4096, ONE_EIGHTH, TASKS_QWEN), 50),
     "ruler-qwen-2048-sparse": (_sparse(QWEN, 2048, TASKS_QWEN), 100),
@@ -136,6 +139,8 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "entries-smollm2": (_fidelity(SMOLLM2, ENTRIES, *SETTINGS), 5),
     "code-smollm2": (_fidelity(SMOLLM2, CODE, texts="code"), 1),
     "code-gemma": (_fidelity(GEMMA, CODE, texts="code"), 1),
+    "fidelity-smollm2-sparse": (_fidelity(SMOLLM2, (), *READ_FEW), 2),
+    "code-smollm2-sparse": (_fidelity(SMOLLM2, (), *READ_FEW, texts="code"), 2),
     "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
     "on-full-gemma": (_fidelity(GEMMA, ON_FULL, "--continuation", "200"), 10),
     "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
