@@ -73,6 +73,7 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	for model in smollm2-135m-instruct gemma-3-270m $(LARGER); do \
 		$(RUN) scripts/make_ruler.py real-models/$$model real-models/ruler/$$model --length 2048 --length 4096 || exit; \
 	done
+	$(RUN) scripts/make_ruler.py real-models/$(LARGER) real-models/ruler/$(LARGER) --length 16384
 	$(RUN) scripts/measure_quality.py
 	$(RUN) scripts/measure_facts.py
 	$(RUN) scripts/measure_answers.py

@@ -132,6 +132,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "ruler-qwen-4096": (_ruler(QWEN, 4096, ONE_EIGHTH, TASKS_QWEN), 50),
     "ruler-qwen-2048-sparse": (_sparse(QWEN, 2048, TASKS_QWEN), 100),
     "ruler-qwen-4096-sparse": (_sparse(QWEN, 4096, TASKS_QWEN), 100),
+    "ruler-qwen-16384-sparse": (_sparse(QWEN, 16384, TASKS_QWEN), 50),
     "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
     "known-smollm2": (_fidelity(SMOLLM2, ANSWERED, "--setting", "known"), 4),
