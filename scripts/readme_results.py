@@ -27,7 +27,7 @@ def results() -> list[str]:
         "",
         "**Facts**: RULER's score. SnapKV keeps 1/8 of the entries; with sparse attention a token reads 1/16 of all.",
         "",
-        *table(("model, prompt", "full cache", "SnapKV", "sparse (full cache)"), _scores()),
+        *table(("model, prompt", "full cache", "SnapKV", "sparse"), _scores()),
         "",
         "**Speed and memory**: a random LLaMA, in which attention dominates. The chat is with `demo`.",
         "",
@@ -82,7 +82,7 @@ def _scores() -> list[tuple[str, ...]]:
 
 def _sparse(part: dict[str, Any]) -> str:
     full, chosen = part["summary"]
-    return f"{_score(chosen)} ({_score(full)} of {full['asked']} questions)"
+    return f"{_score(chosen)} (full cache {_score(full)}, {full['asked']} questions)"
 
 
 def _score(own: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ def no_settings(tmp_path_factory):
         yield
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short_blocks(monkeypatch):
     """LagKV compares blocks of 8 entries, so that small prompts have several."""
     monkeypatch.setattr(lagkv, "LAG", 8)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..entries.quantization import (
-    GROUP_SIZES,
     Quantization,
     Stored,
+    groups_dividing,
     join,
     n_rows,
     pack,
@@ -106,19 +106,23 @@ class PageRanking:
         return best.astype(mx.uint32) + among.start
 
     def _means(self, among: range) -> mx.array:
-        """Mean keys of these pages; those before them are held, too."""
+        """Mean keys of these pages."""
+        self._extend_means(among.stop)
+        return unpack(rows(self.means, among.start, among.stop), self._held_as)
+
+    def _extend_means(self, stop: int) -> None:
+        """Hold the mean keys of the first `stop` pages."""
         done = 0 if self.means is None else n_rows(self.means)
-        if among.stop > done:
-            new = page_means(self._view.read_keys(done * PAGE, among.stop * PAGE), PAGE)
+        if stop > done:
+            new = page_means(self._view.read_keys(done * PAGE, stop * PAGE), PAGE)
             self._held_as = means_held_as(new.shape[3])
             packed = pack(new, self._held_as)
             self.means = packed if self.means is None else join(self.means, packed)
-        return unpack(rows(self.means, among.start, among.stop), self._held_as)
 
 
 def means_held_as(head_dim: int) -> Quantization | None:
     """How mean keys are held: in 8 bits, half of bfloat16's, unless MLX can't quantise keys of this size."""
-    fitting = [size for size in GROUP_SIZES if head_dim % size == 0]
+    fitting = groups_dividing([head_dim])
     return Quantization(8, fitting[-1]) if fitting else None
 
 

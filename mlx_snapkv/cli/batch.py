@@ -68,6 +68,7 @@ def batch(
     keywords |= cache_options.keywords_of(
         compression.recommend(model.model, None, "batch", reading.say, vars(cache))
     )
+    _require_policy(keywords, cache.kv_bits)
     about = _about(keywords, cache.kv_bits)
     with files.opened() as stream:
         lines = RequestsFile(stream)
@@ -98,11 +99,15 @@ def batch(
         raise Exit(1)
 
 
-def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
-    """What every answer says of its entries. Raises: SnapKVError: full caches would be quantised."""
-    policy = keywords["policy"]
-    if policy is None and kv_bits is not None:
+def _require_policy(keywords: dict[str, Any], kv_bits: int | None) -> None:
+    """Raises: SnapKVError: full caches would be quantised."""
+    if keywords["policy"] is None and kv_bits is not None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
+
+
+def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
+    """What every answer says of its entries."""
+    policy = keywords["policy"]
     about = {"policy": None if policy is None else str(policy), "kv_bits": kv_bits}
     if keywords["memory"] != "drop":
         about |= {name: keywords[name] for name in ("memory", "verify")}

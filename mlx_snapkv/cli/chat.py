@@ -62,12 +62,12 @@ def chat(
         reading.say(f"{session.model}, {session.settings}\n{how}")
     for line in map(str.strip, lines):
         try:
-            _take(session, line)
+            _handle_line(session, line)
         except StopIteration:
             return
 
 
-def _take(session: Session, line: str) -> None:
+def _handle_line(session: Session, line: str) -> None:
     """Answer a message, or run a command; a mistake or Ctrl-C ends only a chat whose lines come from a file.
 
     Raises: StopIteration: the command ends the chat.

@@ -28,7 +28,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 def _number(value: Any) -> Any:
     """A number, which some apps write as they store it: as text."""
     try:
-        return float(value) if isinstance(value, str) else value
+        return float(value) if isinstance(value, str) and "_" not in value else value
     except ValueError:
         return value
 
@@ -45,7 +45,7 @@ Integer = Annotated[int, Whole]
 Positive = Annotated[int, Field(ge=1), Whole]
 LARGEST = 10_000  # of what is added to logits: more is infinite in half precision, and no likelier
 ContextSize = Annotated[Positive, AfterValidator(lambda value: min(value, 2**31 - 1))]
-Bias = Annotated[float, AfterValidator(lambda value: max(-LARGEST, min(value, LARGEST)))]
+Bias = Annotated[Number, AfterValidator(lambda value: max(-LARGEST, min(value, LARGEST)))]
 Count = Annotated[int, Field(ge=0), Whole]
 AtMost = Annotated[
     int, must(lambda v: v == NO_LIMIT or v >= 1, "should be greater than or equal to 1"), Whole
@@ -210,7 +210,7 @@ class CommonBody(Part):
     top_k: TopK | None = None
     min_p: Probability | None = None
     xtc_probability: Probability | None = None
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    xtc_threshold: Annotated[Number, Field(ge=0, le=0.5)] | None = None
     seed: Integer | None = None
     stop: Stops | None = None
     logit_bias: Annotated[dict[TokenId, Bias] | None, NoneIfEmpty] = None
@@ -235,7 +235,7 @@ class ChatBody(CommonBody):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, NoneIfEmpty] = None
     functions: list[dict[str, Any]] | None = None  # tools, before they were called so
-    continue_final_message: bool | None = None  # vLLM's: whether an assistant's at the end is
+    continue_final_message: bool | None = None  # vLLM's: False begins a new turn behind it
     audio: Unsupported = None
     modalities: list[Literal["text"]] | None = None
     logprobs: bool | None = None

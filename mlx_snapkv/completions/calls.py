@@ -13,7 +13,8 @@ from .messages import arguments_of, mended
 JSON = json.JSONDecoder(strict=False)  # models put line breaks into texts
 DEEPEST = 100  # brackets within each other in a call's arguments, which clients send again with every later request
 ARGUMENTS = ("arguments", "parameters", "args", "input")
-NOT_ARGUMENTS = ("name", "function", "id", "type", "index")
+NOT_ARGUMENTS = ("name", "function")
+OURS = ("id", "type", "index")  # of a call, or of its arguments where these stand beside the name
 
 
 def calls_in(
@@ -66,6 +67,8 @@ def _mended_json(text: str) -> str:
     quoted, closers = _open_at_end(text)
     if text.endswith(("}", "]")) and not quoted:  # else what was to come is lost
         text += closers
+    if _json_values(text) != [None]:
+        return text
     with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         return json.dumps(ast.literal_eval(text))
     return text
@@ -103,8 +106,11 @@ def _call(value: Any) -> dict[str, Any] | None:
         return None
     inner = value["function"] if isinstance(value.get("function"), dict) else value
     name = inner.get("name", inner.get("function"))
-    rest = {name: value for name, value in inner.items() if name not in NOT_ARGUMENTS}
-    arguments = arguments_of(next((inner[name] for name in ARGUMENTS if name in inner), rest))
+    beside = {key: each for key, each in inner.items() if key not in NOT_ARGUMENTS}
+    named = [inner[key] for key in ARGUMENTS if key in inner]
+    if not named and beside.keys() & {*OURS}:  # whose these are can't be told
+        return None
+    arguments = arguments_of(named[0] if named else beside)
     if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
         return None
     if _is_deep(arguments):

@@ -10,12 +10,12 @@ from typing import Any, Literal
 from mlx_lm.tool_parsers import json_tools, mistral
 
 from ..errors import SnapKVError
+from .body import OBJECT, Schema
 from .matcher import MOST_OPTIONAL, make_matcher, vocabulary
-
-Schema = dict[str, Any] | bool
 
 # JSON on one line: a small model would fill its answer with white space wherever it may.
 LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+MOST_STARTS = 16  # brackets of a prefill that may begin its JSON
 TOO_LARGE = "the tools' parameters are left out: together they are too large to be enforced"
 # The formats that llguidance enforces; others only annotate, as JSON Schema has it.
 FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
@@ -65,15 +65,17 @@ def json_form(
     return Form(_grammar(answer, tokenizer, state, {what: schema}))
 
 
-def begun(form: Form, prefill: str, tokenizer) -> Form:
+def continued(form: Form, prefill: str, tokenizer) -> Form:
     """The form of an answer that goes on with a prefill, which may have begun with the JSON."""
-    start = re.search(r"[\[{]", prefill)
-    json_text = prefill[start.start() :] if start else prefill.lstrip()
-    on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # no string of JSON has a line break
-    for text in dict.fromkeys((json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())):
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if tokens and make_matcher(tokenizer, form.grammar).consume_tokens(tokens):
-            return replace(form, begun=text)
+    brackets = [match.start() for match in re.finditer(r"[\[{]", prefill)]
+    starts = [prefill[start:] for start in brackets[:MOST_STARTS]] or [prefill.lstrip()]
+    for json_text in starts:
+        on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # no string of JSON has a line break
+        ways = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
+        for text in dict.fromkeys(ways):
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            if tokens and make_matcher(tokenizer, form.grammar).consume_tokens(tokens):
+                return replace(form, begun=text)
     return form
 
 
@@ -86,7 +88,7 @@ def call_form(tools: list[dict[str, Any]], tokenizer, state: str) -> Form:
     try:
         return _call_form(schemas, tokenizer, state)
     except TooLargeTogether:
-        loose = _call_form({name: {"type": "object"} for name in schemas}, tokenizer, state)
+        loose = _call_form(dict.fromkeys(schemas, OBJECT), tokenizer, state)
         return replace(loose, note=TOO_LARGE)
 
 
@@ -130,10 +132,12 @@ def _arguments(parameters: Any) -> Schema:
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
-        return {"type": "object"}
+        return OBJECT
     named, required = parameters.get("properties"), parameters.get("required") or []
     names_all = (
-        isinstance(named, dict) and isinstance(required, list) and named.keys() >= {*required}
+        isinstance(named, dict)
+        and isinstance(required, list)
+        and all(isinstance(name, str) and name in named for name in required)
     )
     is_open = parameters.keys() & {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     closed = {"additionalProperties": False} if names_all and not is_open else {}

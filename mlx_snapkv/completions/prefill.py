@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .messages import Message
+from .messages import Message, whole
 
 MARK = "THE-ANSWER-GOES-ON-HERE"
 LEFT_OUT = "the assistant's thoughts at the end are left out: only its text is continued"
@@ -19,7 +19,8 @@ def without_empty(turns: list[Message]) -> tuple[list[Message], list[str]]:
 def prefill_of(turns: list[Message]) -> str:
     """The text that an answer goes on with; none behind calls, after which the assistant begins anew."""
     last = turns[-1] if turns else Message("user")
-    return last.text if last.role == "assistant" and last.text.strip() and not last.calls else ""
+    continues = last.role == "assistant" and last.text.strip() and not last.calls
+    return whole(last.text) if continues else ""
 
 
 def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> Any:

@@ -65,8 +65,10 @@ def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, ToolChoice | No
 
 def _is_of_service(choice: ToolChoice, tools: list[Any], services: list[dict[str, Any]]) -> bool:
     """Whether a choice forces a call of a tool that is left out."""
-    if choice.service or choice.type not in ("required", "function"):
-        return bool(choice.service)
+    if choice.service:
+        return True
+    if choice.type not in ("required", "function"):
+        return False
     if choice.function is None:
         return bool(services) and not tools
     return any(tool.get("name") == choice.function.name for tool in services)

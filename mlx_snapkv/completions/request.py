@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from ..errors import OptionError, SnapKVError
 from .body import NO_LIMIT, Body, ChatBody
 from .constraint import Constraint
-from .grammar import Form, begun, call_form, json_form, name_of
+from .grammar import Form, call_form, continued, json_form, name_of
 from .prompt import Prompt, require_in_vocabulary, tokenised
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
@@ -25,7 +25,7 @@ HARMLESS = set(
     max_tool_calls speed function_call add_generation_prompt
     """.split()
 )
-COLDEST = 1e-6  # temperature, or top_p: below it only the likeliest token is left, and in float32 not even that
+NEARLY_ZERO = 1e-6  # temperature, or top_p: below it only the likeliest token is left, and in float32 not even that
 EMPTY: tuple[Any, ...] = ({}, [], "", False)
 PENALTIES = {
     f"{name}_{field}"
@@ -178,7 +178,7 @@ def _form(body: ChatBody, prompt: Prompt, tokenizer) -> Form | None:
         return None
     what = "response_format's schema"
     form = json_form(schema, tokenizer, state, what, may_call=bool(tools))
-    return form if state == "reasoning" else begun(form, prompt.prefill, tokenizer)
+    return form if state == "reasoning" else continued(form, prompt.prefill, tokenizer)
 
 
 def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Callable | None:
@@ -188,8 +188,8 @@ def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Cal
         how["temp"] = body.temperature
     if how["top_k"] >= len(tokenizer):
         raise OptionError("top_k", f"less than the vocabulary's {len(tokenizer)}", how["top_k"])
-    is_greedy = body.top_p is not None and body.top_p < COLDEST
-    if how["temp"] < COLDEST or is_greedy:
+    is_greedy = body.top_p is not None and body.top_p < NEARLY_ZERO
+    if how["temp"] < NEARLY_ZERO or is_greedy:
         return None
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     fixed_seed = body.seed if body.seed is not None else seed

@@ -82,20 +82,20 @@ def prefill(
     with request.recording():
         if isinstance(request, Uncompressed):
             read(request.model, tokens, cache, options | quantised)  # by mlx-lm, on the way
-            left = saved_forms(model, cache) if prompt_cache is None else cache
+            caches_after = saved_forms(model, cache) if prompt_cache is None else cache
         elif config.retains:
             read(request.model, tokens, request.caches, options)
             _leave_entries(request)
-            left = lasting_forms(model, request.prompt_cache, config.memory)
+            caches_after = lasting_forms(model, request.prompt_cache, config.memory)
         else:
             following = read(request.model, tokens, request.caches, options)
             request.prompt_is_read()
             _look_ahead(model, request.caches, following, request.plan.last - tokens.size)
             request.compress()
-            left = cache
+            caches_after = cache
     if prompt_cache is None:
-        return left, request.report
-    prompt_cache[:] = left
+        return caches_after, request.report
+    prompt_cache[:] = caches_after
     return prompt_cache, request.report
 
 

@@ -115,10 +115,16 @@ def with_room(n: int) -> int:
     return n + min(MOST, max(LEAST, n // 8))
 
 
+def groups_dividing(head_sizes: Iterable[int]) -> list[int]:
+    """The group sizes that divide all head sizes."""
+    sizes = set(head_sizes)
+    return [group for group in GROUP_SIZES if all(size % group == 0 for size in sizes)]
+
+
 def fitting_groups(head_sizes: Iterable[int], option: Option) -> list[int]:
     """The group sizes that divide all head sizes; SnapKVError, naming the user's `option`, if there are none."""
     sizes = sorted(set(head_sizes))
-    fitting = [g for g in GROUP_SIZES if all(size % g == 0 for size in sizes)]
+    fitting = groups_dividing(sizes)
     if not fitting:
         raise SnapKVError(
             "{} needs head sizes that are multiples of 32, but this model's are {}: drop it",

@@ -211,7 +211,8 @@ def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candida
     settings = request.settings() if planner.can_compress else ()
     found: list[_Candidate] = []
     refusal = None
-    for setting in settings if settings and n >= FEW else (FULL, *settings):
+    tried = settings if settings and n >= FEW else (FULL, *settings)
+    for setting in tried:
         try:
             config = request.config(setting, is_far)
             config.require(planner.model)
@@ -219,7 +220,7 @@ def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candida
         except SnapKVError as error:
             refusal = error
             continue
-        if setting.method is None or plan.reason is None:
+        if setting.method is None or plan.reason is None:  # else it would change nothing
             found.append(_Candidate(setting, config, plan, kv_bytes))
     if refusal is not None and not found:
         raise refusal

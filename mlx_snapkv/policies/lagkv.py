@@ -19,7 +19,8 @@ class LagKV(Policy):
     Keys and values are scaled to the minimum and maximum of the next block, coordinate by coordinate. The standard
     deviation of an entry's scaled coordinates, after a softmax over its own block, gives it a rank in that block, which
     is its score: all blocks keep equally many. The last full block has no successor: it and the entries after it stay
-    as far as the budget goes, the newest first. The same applies to all entries if they are fewer than two blocks.
+    as far as the budget goes, the newest first. The same applies to all entries if fewer than 256 follow the
+    sink.
 
     Attributes:
         n_sink: number of first entries, which are always kept and are not part of the blocks.

@@ -288,6 +288,9 @@ def test_a_schema_that_cant_be_enforced_is_one_sentence(demo_llama, schema, word
 
 def test_forced_calls_that_nobody_can_make(demo_llama):
     loaded = demo_llama[0], calling(json_tools)
+    odd = [tool("open", {"properties": {"x": {}}, "required": [{"x": 1}]})]
+    with pytest.raises(SnapKVError, match=r"^the parameters of the tool 'open' can't be enforced"):
+        list(answers(loaded, tools=odd, tool_choice="required"))
     with pytest.raises(SnapKVError, match="there are no tools"):
         list(answers(loaded, tool_choice="required"))
     with pytest.raises(SnapKVError, match="asks for 'shut', which is none of the tools"):

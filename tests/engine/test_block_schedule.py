@@ -12,6 +12,8 @@ from tiny_models import make_llama
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
 from mlx_snapkv.policies import POLICIES
 
+pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+
 BLOCK = [name for name, cls in POLICIES.items() if "block" in cls.schedules]
 
 

@@ -11,6 +11,8 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
+pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+
 BLOCK = "budget=40,n_sink=2,schedule=block,block=16"
 SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=4,lookahead=4"
 POLICIES = [

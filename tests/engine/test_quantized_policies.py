@@ -13,6 +13,8 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import BlockKVCache
 from mlx_snapkv.entries.quantization import Quantised, pack, unpack
 
+pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+
 HYBRID = functools.partial(
     make_qwen, num_experts=0
 )  # MLX computes experts in float32 only on a CPU

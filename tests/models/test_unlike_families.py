@@ -15,6 +15,8 @@ from mlx_snapkv.models import attention_classes, capture
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import POLICIES
 
+pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+
 LATENT = ["deepseek_v3", "mistral4", "kimi_linear", "longcat_flash"]
 LENDING = ["gemma3n", "gemma4_text", "iquestloopcoder"]
 OWN_CALLS = ["gemma2", "plamo2"]

@@ -12,6 +12,8 @@ from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.policies import lagkv
 
+pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+
 HEADS = list(np.ndindex(2, 2))
 
 

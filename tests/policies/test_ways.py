@@ -10,6 +10,8 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
+pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+
 LAST = "snapkv:top_k=8,n_sink=4,n_window=16,obs_window=8,lookahead=0"
 
 

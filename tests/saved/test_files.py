@@ -14,6 +14,8 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKVError, saved
 from mlx_snapkv.saved import files
 
+pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+
 # One of each state that a cache has: queries that wait to be counted or to vote, a ring that has turned, and so on.
 KINDS = [
     f"{SNAPKV},on_full=slide",

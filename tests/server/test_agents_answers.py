@@ -54,6 +54,8 @@ ANSWERS = [
     (calls('{"name": "open", "input": {"a": 1}}'), {}, "", [{"a": 1}], "tool_calls"),
     (calls('{"name": "open", "a": 1}'), {}, "", [{"a": 1}], "tool_calls"),
     (calls('{"function": "open", "arguments": {"a": 1}}'), {}, "", [{"a": 1}], "tool_calls"),
+    (calls('{"name": "open", "arguments": {"path": "a\\/b"}'), {}, "", [{"path": "a/b"}], "tool_calls"),
+    (calls('{"name": "open", "id": 5}'), {}, '{"name": "open", "id": 5}', [], "stop"),
     (calls(DEEP), {"max_tokens": 2000}, DEEP, [], "stop"),
 ]  # fmt: skip
 

@@ -38,7 +38,7 @@ def test_base_urls_without_v1_or_with_two(served):
     assert served.client.head(CHAT).status_code == 405
 
 
-def test_a_path_as_a_proxy_is_asked(served):
+def test_an_absolute_url_as_request_target(served):
     port = int(served.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
         client.sendall(

@@ -128,7 +128,7 @@ def test_a_choice_among_allowed_tools_and_services(agent):
     assert agent.post(CHAT, CHAT_ASKED | {"tools": tools, "tool_choice": bad}).status_code == 400
 
 
-def test_numbers_at_the_end_of_all_numbers(served):
+def test_extreme_sampling_numbers(served):
     def said(**fields):
         found = served.post(CHAT, CHAT_ASKED | {"max_tokens": 8} | fields)
         assert found.status_code == 200, found.text
@@ -138,6 +138,7 @@ def test_numbers_at_the_end_of_all_numbers(served):
     assert said(temperature=1e-300) == likeliest
     assert said(temperature=1, top_p=0) == said(temperature=1, top_p=1e-300) == likeliest
     assert said(repetition_penalty=1, repetition_context_size=10**12) == likeliest
+    assert said(temperature="0", xtc_threshold="0.1") == likeliest
     size = len(served.engine.loaded.tokenizer)
     bias = {str(token): -1e300 for token in range(size)} | {"5": 1e300}
     assert said(logit_bias=bias) == served.engine.loaded.tokenizer.decode([5] * 8).strip()

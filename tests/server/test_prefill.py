@@ -122,6 +122,7 @@ BEGINNINGS = [
     "{ ",
     '{\n  "door": ',
     "{\n\n",
+    'See [1] and {x}:\n{"door": "',
 ]
 
 
@@ -131,11 +132,16 @@ def test_json_that_is_begun_is_ended(served, begun):
     for path in (CHAT, MESSAGES):
         own = {"output_format": {"type": "json_schema", "schema": SCHEMA}, "max_tokens": 60}
         found = served.post(path, body | own).json()
-        start = begun[begun.index("{") :] if "{" in begun else ""
+        start = begun[begun.rindex("{") :] if "{" in begun else ""
         assert json.loads(start + text_of(path, found)) == {"door": "green"}, found
 
 
-def test_what_vllm_and_others_call_it(scripted):
+def test_half_a_character_and_a_form(served):
+    body = {"messages": [*ASKED, assistant('{"a": "\ud83d')], "response_format": FORMAT}
+    assert served.post(CHAT, content=json.dumps(body)).status_code == 200
+
+
+def test_vllms_fields_for_a_prefill(scripted):
     messages = [*ASKED, assistant(BEGUN, prefix=True, partial=True)]
     both = {"continue_final_message": True, "add_generation_prompt": False}
     for fields in ({}, both, {"chat_template_kwargs": both}):
@@ -147,12 +153,11 @@ def test_what_vllm_and_others_call_it(scripted):
     assert prompt.endswith(f"{BEGUN}<|end|><|assistant|>")
 
 
-def test_a_beginning_counts_and_is_known_again(scripted):
+def test_a_prefill_is_counted_and_found_in_the_prefix_cache(scripted):
     messages = [user("Look. " * 300), assistant(BEGUN)]
     for known in (False, True):
         _, found = scripted.ask(MESSAGES, answer=" green.", messages=messages)
         assert (found["usage"]["cache_read_input_tokens"] > 200) == known
-    counted = scripted.post(f"{MESSAGES}/count_tokens", {"messages": messages}).json()
     usage = found["usage"]
     n_read = usage["input_tokens"] + usage["cache_read_input_tokens"]
     with scripted.family("chatml"):
