@@ -33,6 +33,7 @@ from .threads import by_heads
 SAMPLE = 4096  # keys that the components should be taken from, at most
 MODE: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 WIDTH = 32  # components that share a power of two
+QUANTISED = 1024  # keys at a time: on a CPU MLX takes some 50 bytes for each of their numbers
 LOGIT_BYTES = 64 << 20  # of float32 logits, below which all are made at once
 ASKING = 32  # of the latest queries, which find those that all of them vote for
 CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
@@ -78,12 +79,13 @@ class KeyIndex:
 
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
-        components = (keys.astype(mx.float32) - self._mean) @ self._of_keys
         n, self._n = self._n, self._n + keys.shape[2]
         if self._n > n_rows(self._codes):
             self._codes = grown(rows(self._codes, 0, n), with_room(self._n) - n)
-        write(self._codes, n, mx.quantize(components, **MODE))
-        mx.eval(self._codes)
+        for start, stop in spans(0, keys.shape[2], QUANTISED):
+            own = keys[:, :, start:stop].astype(mx.float32) - self._mean
+            write(self._codes, n + start, mx.quantize(own @ self._of_keys, **MODE))
+            mx.eval(self._codes)
 
     def outgrown_by(self, n: int) -> bool:
         """Whether `n` keys are too many for an index of these components: twice as many as they were taken of.

@@ -18,8 +18,11 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.page_ranking import SAMPLED, PageRanking
 from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
+from mlx_snapkv.caches.stores import FileStore
 from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import n_bytes
+from mlx_snapkv.entries.spans import BLOCK
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning import request_plan
@@ -118,6 +121,19 @@ def test_pages_means_are_held_in_8_bits(dtype):
     *_, means = caches[0].state
     B, H, n, D = view.read_keys(0, (START - WINDOW) // PAGE * PAGE).shape
     assert n_bytes(means) == B * H * n // PAGE * (D + 2 * dtype.size)
+
+
+def test_a_question_to_a_file_holds_a_block_of_its_keys_at_a_time():
+    model = make_llama(num_hidden_layers=1, head_dim=64)
+    store = FileStore()
+    keys = mx.random.normal((1, 2, 8 * BLOCK + PAGE, 64))
+    store.append(Entries(keys, keys))
+    view = FullView([store], attention_layers(model, make_prompt_cache(model))[0])
+    ranking = PageRanking(view, REACH, REACH, 0)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(ranking._means(range(8 * BLOCK // PAGE)))
+    assert mx.get_peak_memory() - before < keys.nbytes / 2
 
 
 def test_means_that_can_not_be_quantised_are_held_as_they_are():
