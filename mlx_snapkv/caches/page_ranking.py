@@ -17,8 +17,7 @@ from ..entries.quantization import (
     unpack,
 )
 from ..entries.queries import Captured
-from ..entries.rest import page_means
-from ..entries.spans import spans
+from ..entries.rest import means_by_block
 from ..policies.sparse import PAGE, Reach
 from .full_view import FullView
 
@@ -115,13 +114,11 @@ class PageRanking:
         """Hold the mean keys of the first `stop` pages."""
         done = 0 if self.means is None else n_rows(self.means)
         if stop > done:
-            new = self._view.by_block(self._means_of, spans(done * PAGE, stop * PAGE))
+            view = self._view
+            new = means_by_block(view, view.read_keys, done * PAGE, stop * PAGE, PAGE)
             self._held_as = means_held_as(new.shape[3])
             packed = pack(new, self._held_as)
             self.means = packed if self.means is None else join(self.means, packed)
-
-    def _means_of(self, start: int, stop: int, after: list[mx.array]) -> mx.array:
-        return page_means(self._view.read_keys(start, stop, after), PAGE)
 
 
 def means_held_as(head_dim: int) -> Quantization | None:

@@ -98,19 +98,25 @@ def page_means(entries: mx.array, size: int) -> mx.array:
     return means.astype(entries.dtype)
 
 
+def means_by_block(
+    entries: Any, read: Callable[..., mx.array], start: int, stop: int, size: int
+) -> mx.array:
+    """`page_means` of what `read` gives of the entries `[start, stop)`, with the memory of one block of them."""
+
+    def of_block(first: int, end: int, after: list[mx.array]) -> mx.array:
+        return page_means(read(first, end, after), size)
+
+    return entries.by_block(of_block, spans(start, stop))
+
+
 def means(entries: Any, first: int) -> tuple[mx.array, mx.array]:
     """Mean keys and values of all pages from the `first` on; entries are read as in `distances`."""
     start, stop = first * PAGE, len(entries)
-    return _means_of(entries.read_keys, start, stop), _means_of(entries.read_values, start, stop)
-
-
-def _means_of(read: Callable[[int, int], mx.array], start: int, stop: int) -> mx.array:
-    """One block at a time: what is read from a file would all be in memory otherwise."""
-    found = []
-    for span in spans(start, stop):
-        found.append(page_means(read(*span), PAGE))
-        mx.eval(found)
-    return mx.concatenate(found, axis=2)
+    keys = means_by_block(entries, entries.read_keys, start, stop, PAGE)
+    mx.eval(keys)
+    values = means_by_block(entries, entries.read_values, start, stop, PAGE)
+    mx.eval(values)
+    return keys, values
 
 
 PAIRS = list(product(MASSES, TEMPERATURES))  # the first is no rest at all
