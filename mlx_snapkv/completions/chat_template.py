@@ -16,8 +16,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import SnapKVError, brief
 from .contents import as_json
-from .messages import Message, calls_as_text, for_template, in_turns
+from .messages import Message
 from .prefill import continued_text, prefill_of, thinks_at_end, without_empty
+from .turns import calls_as_text, for_template, in_turns
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # what Mistral's templates demand
 SEEN = "OK."  # what the assistant says to a result, where a template wants it to

@@ -10,8 +10,9 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from ..errors import OptionError, SnapKVError
-from .body import NO_LIMIT, Body, ChatBody
+from .body import Body, ChatBody
 from .constraint import Constraint
+from .fields import NO_LIMIT
 from .grammar import Form, call_form, continued, json_form, name_of
 from .prompt import Prompt, require_in_vocabulary, tokenised
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..batch.memory import Memory
-from ..completions.body import NO_LIMIT, Body
+from ..completions.body import Body
+from ..completions.fields import NO_LIMIT
 from ..completions.request import CompletionRequest
 from ..models.rope import trained_length
 from ..planning.footprint import Need

@@ -6,7 +6,7 @@ import anthropic
 import pytest
 from server_helpers import connected, serving
 
-from mlx_snapkv.completions.messages import in_turns
+from mlx_snapkv.completions.turns import in_turns
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.server.anthropic.messages import MessagesBody
 

@@ -9,19 +9,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, Tag
 
-from ...completions.body import (
-    AtMost,
-    ChatBody,
-    Messages,
-    Name,
-    Part,
-    Probability,
-    Stops,
-    Temperature,
-    TopK,
-    needed_by,
-)
+from ...completions.body import ChatBody, Messages, Part, needed_by
 from ...completions.contents import shown
+from ...completions.fields import AtMost, Name, Probability, Stops, Temperature, TopK
 from ...completions.messages import Message
 from ..api_error import ApiError
 from ..chat_messages import (

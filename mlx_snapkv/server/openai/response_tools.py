@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, JsonValue, Tag
 
-from ...completions.body import Name, Part
+from ...completions.body import Part
+from ...completions.fields import Name
 from ...completions.messages import full_name
 from ..chat_messages import ForeignTool, MayBeNone, by_type, function_tool, unwrapped
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 
-from ...completions.body import AtMost, ChatBody, Messages, Part, Probability, Temperature
+from ...completions.body import ChatBody, Messages, Part
 from ...completions.checks import must, require
 from ...completions.contents import as_list
+from ...completions.fields import AtMost, Probability, Temperature
 from ...completions.messages import Message, messages_of, whole
 from ..api_error import ApiError
 from ..chat_messages import ForeignTool, MayBeNone, OutputConfig, chat_body
