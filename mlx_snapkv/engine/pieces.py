@@ -5,9 +5,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.layers import AttentionLayer
+from ..models.counts import query_heads
 from ..planning.footprint import EntrySizes
 from ..planning.scores import LEAST, scores_limit, tokens_at_once
-from ..planning.shapes import layer_shapes, query_heads
+from ..planning.shapes import layer_shapes
 from ..policies.budgets import UNLIMITED
 
 PAIR_BYTES = 3 * 4  # of a query, an entry and a head, at most

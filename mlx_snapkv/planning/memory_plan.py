@@ -11,6 +11,7 @@ from ..caches.layers import require_quantizable
 from ..entries import device
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
+from ..models.counts import query_heads, tables
 from ..models.rope import trained_length
 from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_method
 from ..policies.budgets import UNLIMITED
@@ -19,7 +20,7 @@ from .footprint import EntrySizes, Footprint, Need, total_bytes, weight_bytes
 from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, SparseReading, plan_request
 from .scores import scores_limit
-from .shapes import layer_shapes, query_heads, tables
+from .shapes import layer_shapes
 
 MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
 

@@ -22,9 +22,11 @@ from ..caches.memories import in_files
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..policies.budgets import UNLIMITED, Quota
-from ..policies.sparse import LAST, Reach
+from ..policies.sparse import CHEAP, LAST, Reach, Sparse
+from ..several.shard import PIPELINE
 from .config import CompressionConfig
 from .exclusions import When, require_compatible
+from .products import entries_for
 from .prompt_plan import PREFILL_STEP_SIZE, PromptPlan, chunk_size, fits_reason, gate, plan_prompt
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
@@ -253,7 +255,10 @@ def _planned(
     quotas = (
         Quota(min(q.entries, most), q.n_sink, q.n_window).shrunk() for q in plan.decode_quotas
     )
-    return replace(plan, decode_quotas=tuple(quotas), sparse_reading=_sparse_reading(plan, most))
+    reading = None
+    if policy.reads_little:
+        reading = _sparse_reading(plan, most, _cheap_entries(model, policy, layers))
+    return replace(plan, decode_quotas=tuple(quotas), sparse_reading=reading)
 
 
 def _most_at_once(plan: Plan) -> int:
@@ -261,11 +266,16 @@ def _most_at_once(plan: Plan) -> int:
     return UNLIMITED if plan.compacted_to is None else plan.compacted_to // 2
 
 
-def _sparse_reading(plan: Plan, most: int) -> SparseReading | None:
-    if not plan.policy.reads_little:
-        return None
+def _cheap_entries(model: Any, policy: Sparse, layers: list[AttentionLayer]) -> int:
+    """Entries whose attention costs little; 0 where they are not asked for, or ranks would not agree on a number."""
+    if policy.read_top_k is not None or layers[0].shard.kind == PIPELINE:
+        return 0
+    return entries_for(CHEAP, model, layers)
+
+
+def _sparse_reading(plan: Plan, most: int, n_cheap: int) -> SparseReading:
     n, length = plan.n_prompt, plan.compacted_to
-    reach = plan.policy.reach(n).within(most)
+    reach = plan.policy.reach(n, n_cheap).within(most)
     last = reach.of_last(in_files(plan.options.memory) or length is not None).within(most)
     near = None if length is None else 3 * length // 4
     return SparseReading(reach, last, n - LAST, near, reach.before_choice(n, plan.n_held))

@@ -16,6 +16,7 @@ from ..caches.layers import members
 from ..entries import device
 from ..errors import UnsupportedModelError
 from ..models import attentions
+from ..models.counts import experts_per_token, hidden_size, query_heads
 from ..models.family import AttentionFamily
 from ..models.rope_parameters import taken_over
 from ..policies.budgets import UNLIMITED
@@ -24,10 +25,6 @@ from .scores import LEAST, tokens_at_once
 
 METAL = mx.metal.is_available()
 _PRECISE = 0 if METAL else 4  # bytes of a number in norms and RoPE, at least
-
-# What mlx-lm's modules call their query heads, and the experts that a token goes to.
-_HEADS = "n_heads num_heads num_attention_heads n_head q_num_heads".split()
-_EXPERTS = "num_experts_per_tok num_experts_per_token top_k moe_top_k moe_topk k".split()
 
 _SSD_STEP = 256  # tokens that mlx-lm's Mamba 2 reads at a time
 
@@ -77,7 +74,7 @@ def layer_shapes(model: Any, sizes: EntrySizes) -> set[LayerShape]:
         caches = [max(caches, key=lambda cache: cache.window)] * len(layers)
     item = min((c.keys.dtype.size for c in _holding(sizes.caches)), default=4)
     families = _families(model)
-    hidden = min(getattr(x, "dims", x.weight.shape[-1]) for x in tables(model))
+    hidden = hidden_size(model)
     shapes, before, busy = {LayerShape(0, 0)}, 0, 0
     for layer, cache in zip(layers[:-1], caches):
         modules = layer.modules()
@@ -93,10 +90,6 @@ def layer_shapes(model: Any, sizes: EntrySizes) -> set[LayerShape]:
         shapes.add(shape)
         before, busy = cache.window, states
     return shapes
-
-
-def tables(model: Any) -> list[nn.Module]:
-    return [x for x in model.modules() if isinstance(x, (nn.Embedding, nn.QuantizedEmbedding))]
 
 
 def _holding(caches: Any) -> list[Any]:
@@ -157,7 +150,7 @@ def _without_attention(
     made = normed = experts = switched = pairs = latents = loops = 0
     for module in modules:
         name, weight, decay = type(module).__name__, module.get("weight"), module.get("A_log")
-        experts = experts or _first(module, _EXPERTS)
+        experts = experts or experts_per_token(module)
         latents += "embed_q" in module  # of attentions, which LongCat has two of in a layer
         if decay is not None and decay.ndim == 2:  # Mamba's states of all tokens
             made += 12 * decay.size
@@ -182,15 +175,6 @@ def _without_attention(
     if loops:
         per_token = max(per_token, per_token // 4 + int(4.4 * cache.state))
     return LayerShape(per_token, pairs), per_token if loops and not switched else 0
-
-
-def query_heads(attention: Any) -> int:
-    return _first(attention, _HEADS)
-
-
-def _first(module: Any, names: list[str]) -> int:
-    found = (getattr(module, name, None) for name in names)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), 0)
 
 
 def without_weights(folder: str | Path) -> nn.Module:

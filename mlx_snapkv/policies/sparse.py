@@ -17,8 +17,9 @@ LAST_CHOSEN = 16384  # entries, which is everything in shorter prompts
 LAST_WIDER = 4  # times as many as others, where entries are in files or beyond the trained length
 PAGE = 16  # neighbours that a chunk chooses together
 SHARE, LEAST = 16, 1024  # a token of the answer reads one entry in so many, and at least so many
-READ_TOP_K = 1024  # entries that a chunk chooses by default
+READ_TOP_K = 1024  # entries that a chunk chooses by default, at least
 READ_SHARE = 32  # of a longer prompt at least one entry in so many
+CHEAP = 1 / 4  # and as many as take at most so much of what else the model multiplies
 
 
 class Reach(NamedTuple):
@@ -65,8 +66,8 @@ class Sparse(Method):
             weighed by two factors a head that are found at the prompt's end (`entries/rest.py`); "none": not at all.
         read: how the prompt is read. "sparse": a chunk reads the sink, the 256 tokens before it, itself, and pages of
             16 neighbours that its own queries choose. "dense": everything before it, as mlx-lm does.
-        read_top_k: entries that a chunk chooses per KV head, or a share of the prompt. None is 1,024, or 1/32 of a
-            prompt of more than 32,768 tokens.
+        read_top_k: entries that a chunk chooses per KV head, or a share of the prompt. None is the most of 1,024, of
+            1/32 of the prompt, and of the entries whose attention costs a quarter of the model's other products.
 
     A prompt of no more tokens than the budget is left to mlx-lm.
     """
@@ -129,10 +130,14 @@ class Sparse(Method):
     def prefill_chunk(self) -> int | None:  # type: ignore[override]
         return CHUNK if self.reads_little else None
 
-    def reach(self, n_prompt: int) -> Reach:
-        """What a chunk of a prompt of `n_prompt` tokens reads, unless that is everything."""
+    def reach(self, n_prompt: int, n_cheap: int = 0) -> Reach:
+        """What a chunk of a prompt of `n_prompt` tokens reads, unless that is everything.
+
+        Args:
+            n_cheap: entries whose attention takes no more than `CHEAP` of what else the model multiplies.
+        """
         if self.read_top_k is None:
-            chosen = max(READ_TOP_K, n_prompt // READ_SHARE)
+            chosen = max(READ_TOP_K, n_prompt // READ_SHARE, n_cheap)
         else:
             chosen = max(PAGE, amount(self.read_top_k, n_prompt))
         return Reach(-(-self.n_sink // PAGE) * PAGE, chosen // PAGE * PAGE, WINDOW)
