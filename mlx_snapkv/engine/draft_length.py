@@ -13,6 +13,7 @@ where α and the seconds are measured as the answer goes on.
 from collections import deque
 
 MOST_DRAFTS = 16
+AT_FIRST = 8  # tokens of the full cache: an answer of no more is not worth the probes
 # Drafts of the first rounds. The very first draft also computes what later ones find ready. To verify several takes
 # less than several times one alone; that is not tried where a draft by itself takes `TOO_MUCH` of a token's time.
 PROBES = (1, 1, 4)
@@ -34,7 +35,7 @@ class DraftLength:
         self._further: deque[float] = deque(maxlen=RECENT)
         self._checked, self._accepted = float(PRIOR), PRIOR - 1.0
         self._probes, self._last_probe = list(PROBES), True
-        self._n_since_plain = self._n_unpaid = 0
+        self._n_since_plain = self._n_unpaid = self._n_plain = 0
 
     @property
     def stopped(self) -> bool:
@@ -48,7 +49,7 @@ class DraftLength:
 
     def next(self) -> int:
         """Drafts of the next round; 0 is a token of the full cache."""
-        if self.stopped or len(self._plain) < 2:
+        if self.stopped or self._n_plain < AT_FIRST:
             return 0
         if len(self._probes) == 1 and min(self._draft) > TOO_MUCH * self.plain:
             self._probes.clear()
@@ -68,6 +69,7 @@ class DraftLength:
         """Count the seconds of a round, its drafts and its pass over all entries."""
         if n_drafts == 0:
             self._plain.append(pass_seconds)
+            self._n_plain += 1
             self._n_since_plain = 0
             return
         self._n_since_plain += 1 + n_drafts

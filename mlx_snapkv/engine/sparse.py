@@ -100,6 +100,7 @@ class SparseMode:
             layer.put(caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
+        report.no_means = self._why_no_means()
         report.read_per_token = max(filter(None, report.entries_kept))
         with recording(attention_classes(self._model)):
             for start in range(0, latest.shape[1], TOGETHER):
@@ -125,10 +126,20 @@ class SparseMode:
         view, cache = self.full_view(layer), layer.cache_in(self._prompt_cache)
         if n_latest:
             view = view.beginning(len(view) - n_latest)
-        # All layers or none: mlx-lm makes one mask for them.
-        weighs = self.plan.weighs_rest and all(map(SparseKVCache.can_weigh, self.layers))
+        weighs = self.plan.policy.rest is not None and self._why_no_means() is None
         voters = self._voters(layer, view) if weighs and cache.n_queries else None
         return SparseKVCache(view, quota, layer, shared, observed=voters)
+
+    def _why_no_means(self) -> str | None:
+        """Why tokens see nothing of what they don't read, though they were to; all layers do, or none, since mlx-lm
+        makes one mask for them."""
+        if self.plan.policy.rest is None:
+            return None
+        if self.plan.compacted_to is not None:
+            return "beyond the trained length"
+        if not all(map(SparseKVCache.can_weigh, self.layers)):
+            return "with latent, capped or borrowed attention"
+        return None
 
     def _most_attended(self) -> mx.array | None:
         """Positions of the pages that get the largest share of any head's attention by the prompt's last queries.

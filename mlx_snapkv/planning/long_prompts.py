@@ -4,7 +4,7 @@ from typing import Any
 
 from ..errors import SnapKVError
 from ..policies import Method, Stages
-from ..policies.sparse import LAST
+from ..policies.sparse import LAST, SHARE
 from .auto import AutoRequest, recommended, worth_comparing
 from .config import RETENTION, CompressionConfig
 from .footprint import EntrySizes, Footprint, total_bytes
@@ -67,8 +67,8 @@ class LongPrompts:
             self._model, self._config, n, max_tokens=max_tokens, layers=sizes.layers
         )
         if plan.reason is not None:
-            example = worth_comparing(n)[0]
-            return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
+            return _foretold_in_full(plan)
+        self._config.require_rollback(sizes.caches, len(sizes.layers))
         return _foretold(Footprint(sizes, self._config), plan, before)
 
     def _too_large(self, n_prompt: int) -> str | None:
@@ -91,24 +91,36 @@ class LongPrompts:
         return f"{said}; {found.setting.flags or 'the full cache'} would take {format_bytes(found.plan.peak)}"
 
 
+def _foretold_in_full(plan: Plan) -> str:
+    """Why a prompt is left to mlx-lm, and what would change that."""
+    n, policy = plan.n_prompt, plan.policy
+    if plan.options.is_sparse and not policy.fits(n):
+        return f"all {n:,} entries will be read: {plan.reason}"
+    if plan.options.is_sparse:
+        fits = f"they fit the budget of {policy.entries(n):,}"
+        return f"all {n:,} entries will be read: {fits}; --sparse budget={max(2, n // SHARE)} reads fewer"
+    example = worth_comparing(n)[0]
+    return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
+
+
 def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
     """What will be kept of a prompt, or read, whose entries take so many bytes `before`."""
     n, kept, last, sizes = plan.n_prompt, footprint.kept(plan), plan.decode_policy, footprint.sizes
     least, most = min(kept), max(kept)
     count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
     if plan.options.is_sparse:
-        answer = f"a token of the answer {count} of {n:,}; all {format_bytes(before)} of them stay"
+        stay = f"all {format_bytes(before)} of them stay"
         if plan.sparse_reading is None or (most := plan.sparse_reading.reach.most) >= n:
-            return answer
+            return f"the prompt will be read in full, a token of the answer will read {count} of {n:,} entries; {stay}"
         chunk = f"a chunk will read at most {most:,} of {n:,} entries"
-        return f"{chunk}, and {answer}; the prompt's last {LAST} tokens read more"
+        return f"{chunk}, and a token of the answer {count}; {stay}; the prompt's last {LAST} tokens read more"
+    first = plan.n_ahead + 2  # token of the answer that is decoded from what was kept
+    at_once = plan.options.reads_in_blocks or plan.options.is_text  # of which no answer comes
+    since = "" if at_once else f" from the answer's token {first} on"
     if plan.options.retains:
-        return f"the answer will read {count} of {n:,} entries, all of which stay"
+        return f"the answer will read {count} of {n:,} entries{since}; all of them stay"
     beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
     after = total_bytes(footprint.row_bytes, [k + beside for k in kept]) + n * sum(sizes.plain)
     saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"
     room = f", room for a block of {beside:,} included" if beside else ""
-    first = plan.n_ahead + 2  # token of the answer that is decoded from what was kept
-    at_once = plan.options.reads_in_blocks or plan.options.is_text  # of which no answer comes
-    since = "" if at_once else f" from the answer's token {first} on"
     return f"{count} of {n:,} entries will be kept{since}: {saved}{room}"

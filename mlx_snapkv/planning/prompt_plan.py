@@ -89,7 +89,8 @@ def fits_reason(n: int, policy: Method | Stages) -> str:
     prefill_policy, _ = policy.stages
     parts = " (n_sink + top_k + n_window)" if prefill_policy.name == "snapkv" else ""
     budget = prefill_policy.budget or prefill_policy.quotas(n, 1)[0].entries
-    return f"the prompt's {n} entries fit the budget of {budget}{parts}; lower it to compress"
+    purpose = "compress" if prefill_policy.evicts else "read fewer"
+    return f"the prompt's {n} entries fit the budget of {budget}{parts}; lower it to {purpose}"
 
 
 def chunk_size(policy: Method | Stages, limit: int | None, plan: PromptPlan, n_new: int) -> int:

@@ -115,11 +115,6 @@ class Plan(PromptPlan):
         return min((n for n in wanted if n is not None), default=None)
 
     @property
-    def weighs_rest(self) -> bool:
-        """Whether the answer is to see means of what it does not read; beyond the trained length it can't."""
-        return self.policy.rest is not None and self.compacted_to is None
-
-    @property
     def capacity(self) -> int:
         """Entries to allocate at once where all stay, those held among them.
 

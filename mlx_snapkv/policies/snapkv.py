@@ -38,8 +38,7 @@ class SnapKV(Policy):
         heads: "per_head" ranks the entries of every KV head separately, as in the paper; "shared" keeps one set for
             all heads, by the highest logit over heads and queries.
         lookahead: number of answer tokens that are decoded on all entries before the compression and whose queries
-            also vote; ignored with memory=recall, if every answer token chooses what it reads or the first policy reads
-            in blocks.
+            also vote.
         min_ctx: shorter prompts are not compressed.
         prefill_chunk: maximum number of tokens per prefill chunk; None follows `prefill_step_size`.
         on_full: what happens when the recent window is full. "grow", as in the paper, keeps all of the answer's

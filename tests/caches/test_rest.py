@@ -11,7 +11,7 @@ from model_configs import make_model
 from request_helpers import steps
 from tiny_models import make_llama
 
-from mlx_snapkv import batch_generate
+from mlx_snapkv import batch_generate, generate_step
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.sparse import SparseKVCache
@@ -207,3 +207,9 @@ def test_where_attention_can_not_be_told_nothing_is_weighed():
         layers = attention_layers(model, make_prompt_cache(model))
         special = [layer for layer in layers if layer.borrowers or name != "gemma3n"]
         assert special and not any(map(SparseKVCache.can_weigh, special))
+        reports = []
+        how = {"sparse": "budget=24,n_sink=2,n_window=6", "on_report": reports.append}
+        list(generate_step(mx.arange(80) % 60, model, max_tokens=3, **how))
+        assert reports[0].means == 0 and "no means of the rest with latent, capped" in str(
+            reports[0]
+        )

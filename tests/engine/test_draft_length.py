@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mlx_snapkv.engine.draft_length import MEASURE_EVERY, MOST_DRAFTS, DraftLength
+from mlx_snapkv.engine.draft_length import AT_FIRST, MEASURE_EVERY, MOST_DRAFTS, DraftLength
 
 
 def answered(n_tokens, accepted, draft, further, seed=0, noise=0.0):
@@ -43,19 +43,19 @@ def test_it_is_near_the_best_length_that_does_not_change(accepted):
         speeds = [
             sum(accepted**i for i in range(n + 1)) / (1 + n * step) for n in range(MOST_DRAFTS + 1)
         ]
-        found = [answered(400, accepted, draft, further, i)[1] for i in range(20)]
+        found = [answered(1000, accepted, draft, further, i)[1] for i in range(20)]
         assert sum(found) / len(found) > 0.9 * max(speeds)
 
 
 def test_longer_while_all_are_accepted_and_shorter_behind_mistakes():
     length = DraftLength()
     lengths = []
-    for accepts_all in [True] * 40 + [False] * 4:
+    for accepts_all in [True] * 50 + [False] * 4:
         drafts = length.next()
         length.took(drafts, 0.5 * drafts, 1 + 0.1 * drafts)
         length.yielded(drafts, drafts if accepts_all else 0)
         lengths.append(drafts)
-    grown = [n for n in lengths[5:40] if n]  # behind the probes
+    grown = [n for n in lengths[AT_FIRST + 3 : 50] if n]  # behind the probes
     assert grown == sorted(grown) and grown[-1] == MOST_DRAFTS
     assert 0 < length.next() < MOST_DRAFTS
 
@@ -63,9 +63,16 @@ def test_longer_while_all_are_accepted_and_shorter_behind_mistakes():
 def test_it_stops_soon_where_drafts_can_not_pay_and_for_good():
     """Where a draft and its part of the pass take longer than a token of the full cache, and where none is right."""
     length, _, rounds = answered(60, 1.0, 0.95, 0.3)
-    assert length.stopped and rounds[:4] == [0, 0, 1, 1] and not any(rounds[4:])
+    assert length.stopped and rounds[AT_FIRST : AT_FIRST + 2] == [1, 1]
+    assert not any(rounds[:AT_FIRST] + rounds[AT_FIRST + 2 :])
     length, _, rounds = answered(60, 0.0, 0.4, 0.1)
     assert length.stopped and not any(rounds[-20:])
+
+
+def test_a_short_answer_is_the_full_caches_own():
+    """Whatever drafts would gain, they can't make up for the probes."""
+    _, speed, rounds = answered(AT_FIRST, 1.0, 0.1, 0.05)
+    assert speed == 1 and not any(rounds)
 
 
 def test_a_slow_moment_does_not_stop_it():

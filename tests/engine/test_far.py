@@ -110,6 +110,7 @@ def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory, fe
     assert all(right)
     assert conversation.report.pulled_to == LENGTH and conversation.report.read_per_token == 96
     assert f"to the trained length of {LENGTH} tokens" in str(conversation.report)
+    assert "no means of the rest beyond the trained length" in str(conversation.report)
     far = [each for each in turned if each[3] > 2 * LENGTH]
     assert len(far) > 20
     for view, places, entries, start, end in far[::7]:
