@@ -24,11 +24,13 @@ def has_all_entries(cache: Any) -> bool:
     return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
-def full_cache(entries: Entries) -> Any:
+def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
     """mlx-lm's cache of these entries, as they are stored."""
     cache = MemoryStore(entries.quantization).cache
     cache.keys, cache.values = entries.stored_keys, entries.stored_values
     cache.offset = len(entries)
+    if sparse_from is not None:
+        layer_cache(cache).sparse_from = sparse_from
     return cache
 
 
@@ -38,6 +40,15 @@ class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
     @property
     def offset(self) -> int:  # type: ignore[override]
         return self.cache.offset
+
+    @property
+    def sparse_from(self) -> int | None:  # type: ignore[override]
+        first = getattr(self.cache, "sparse_from", None)
+        return first if first is not None and first < self.cache.offset else None
+
+    @sparse_from.setter
+    def sparse_from(self, position: int | None) -> None:
+        self.cache.sparse_from = position
 
     @property
     def sample(self) -> tuple[Stored, Stored]:

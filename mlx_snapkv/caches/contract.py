@@ -38,6 +38,8 @@ class LayerCache(ABC):
     chooses: bool = False  # tokens that come together choose together what they read
     stacks: bool = False  # a batch holds its entries in one array with others', a slot each, and asks where each goes
     needs_layer: bool = False  # its `layer` must be set, which no file has; see `matching.adopt`
+    # Position of the first entry that was computed from few of those before it, if not all were computed from all.
+    sparse_from: int | None = None
     block: int = 1  # tokens that fit in after an eviction
     room: float = math.inf  # tokens that fit in before the next eviction
     nbytes: int

@@ -150,6 +150,12 @@ def token_caches(model) -> list:
     return caches
 
 
+def first_sparse(prompt_cache: list) -> int | None:
+    """The first position whose entries were computed from few of those before; None if no entries were."""
+    found = (cache.sparse_from for cache in layer_caches(prompt_cache))
+    return min((n for n in found if n is not None), default=None)
+
+
 def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
     caches = token_caches(model)
     return {x.shape[3] for layer in layers for x in layer.cache_in(caches).keys_and_values()}

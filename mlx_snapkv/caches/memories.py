@@ -116,7 +116,9 @@ def plain_forms(model, caches: list) -> list:
         found = layer.entries_in(caches)
         if found.is_compressed or (found.store is None and found.quantization is None):
             continue
-        plain = full_cache(found.stored_entries().packed(None)) if found.offset else KVCache()
+        plain: Any = KVCache()
+        if found.offset:
+            plain = full_cache(found.stored_entries().packed(None), found.sparse_from)
         layer.put(forms, plain)
     return forms
 
@@ -143,8 +145,9 @@ def moved_into(empty: Any, found: Any) -> Any:
     if loaded.offset == 0:
         return empty
     if wanted.store is None:
-        return full_cache(loaded.stored_entries().packed(None))
+        return full_cache(loaded.stored_entries().packed(None), loaded.sparse_from)
     empty.fill(loaded.stored_entries())  # as they are stored, which is not quantised twice
+    empty.sparse_from = loaded.sparse_from
     return empty
 
 

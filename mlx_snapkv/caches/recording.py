@@ -128,7 +128,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
 
     def saved_form(self) -> Any:
         self.offload()
-        return self if self.in_files else full_cache(self.store.held())
+        return self if self.in_files else full_cache(self.store.held(), self.sparse_from)
 
     def offload(self) -> None:
         """Move the entries to the store. Raises: SnapKVError: there is no space for them; they stay in memory then."""
@@ -190,6 +190,8 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
             self.store.truncate(self._n_stored - left)
         if self.index is not None:
             self.index.truncate(self.offset)
+        if self.sparse_from is not None and self.offset <= self.sparse_from:
+            self.sparse_from = None
         return n
 
     @property

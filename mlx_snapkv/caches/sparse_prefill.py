@@ -74,6 +74,8 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
         start = self.offset - self._n_new
         self.n_read = max(self.n_read or 0, self._ranking.n_read(start))
+        if self.everything.sparse_from is None:
+            self.everything.sparse_from = start
         return join(*self._ranking.read(captured, start), self._own)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):

@@ -109,7 +109,9 @@ class Conversation:
 
     def verify_answers(self, verify: str | None) -> None:
         """Let later answers be verified so, or not at all. Raises: SnapKVError: the memory or policy forbids it."""
-        replace(self._config, verify=verify).require(self.model)
+        config = replace(self._config, verify=verify)
+        config.require(self.model)
+        config.require_dense(self.prompt_cache)
         self.verify = verify
 
     def reset(self) -> None:

@@ -144,14 +144,13 @@ def _compare(session: Session, _: str) -> None:
         raise SnapKVError("the full cache gave the last answer: there is nothing to compare")
     if now.memory == "drop":
         raise SnapKVError("the evicted entries are gone: chat with --sparse, or --memory recall")
-    before = now.policy, now.verify
+    before = now.policy
     try:
         # A chat that reads little has read its earlier turns so: this one is read and answered from all it has read.
-        now.policy = Sparse(read="dense")
-        now.verify_answers("all")
+        now.policy = Sparse(budget="100%", read="dense")
         is_same = _answers_the_same_again(session)
     finally:
-        now.policy, now.verify = before
+        now.policy = before
     result = "the same answer" if is_same else "a different answer, which replaces the first"
     session.say(f"from all entries: {result}")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError
 from ..paths import path_of
+from ..planning.config import CompressionConfig
 from ..server import BILLING
 from . import cache_options, options
 from .command import option
@@ -205,9 +206,10 @@ def _require_packages() -> None:
 
 def _entries_setting(keywords: dict[str, Any], cache: cache_options.CacheOptions) -> dict[str, str]:
     """What is set about entries, by which a folder of prefixes tells its own from others'."""
+    config, _ = CompressionConfig.taken_from(keywords)
     bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else None
-    setting = keywords | {"kv_bits": bits}
-    return {name: str(setting[name]) for name in ("policy", "memory", "far", "kv_bits")}
+    setting = {"policy": config.policy, "memory": config.memory, "far": config.far, "kv_bits": bits}
+    return {name: str(value) for name, value in setting.items()}
 
 
 def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.compaction import Compaction
-from ..caches.layers import attention_layers, head_sizes, members
+from ..caches.layers import attention_layers, first_sparse, head_sizes, members
 from ..caches.memories import keeps_all, require_memory
 from ..entries.quantization import Quantization, taken_from
 from ..errors import (
@@ -159,6 +159,16 @@ class CompressionConfig:
                 Option("verify", "all"),
                 n_caches - n_full,
                 n_caches,
+                Option("verify"),
+            )
+
+    def require_dense(self, prompt_cache: list) -> None:
+        """Raises: SnapKVError: answers can't be verified, since what was read before was read sparsely."""
+        if self.verify == "all" and first_sparse(prompt_cache) is not None:
+            raise SnapKVError(
+                "{} gives the full cache's own answer, which a text that was read sparsely can't have: drop {}, "
+                "or read the text anew with it",
+                Option("verify", "all"),
                 Option("verify"),
             )
 

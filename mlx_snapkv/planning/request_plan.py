@@ -183,6 +183,7 @@ def plan_request(
         )
     if cache is not None:
         options.require_rollback(cache, len(layers))
+        options.require_dense(cache)
     return plan
 
 

@@ -21,18 +21,20 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from .._version import __version__
+from ..caches.layers import first_sparse, layer_caches
 from ..caches.matching import adopt, require_match, require_tokens
 from ..caches.memories import books
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..paths import path_of, reason, require_place
-from ..policies import Method, Stages
+from ..policies import Method, Sparse, Stages, method_named
 from ..several.shard import require_whole
 from . import book, sealed
 
 FORMAT = 6
 SAMPLES = 64  # values of each parameter in the fingerprint
 _MARK = "mlx_snapkv_format"
+_SPARSE_FROM = "sparse_from"  # the first entry that was computed from few, or None
 _PACKED = ("notes", "tokens")  # as base64 of what zlib makes of their bytes
 
 
@@ -81,6 +83,7 @@ def save(
         "mlx_lm": mlx_lm.__version__,
         "fingerprint": fingerprint(model),
         "policy": str(policy),
+        _SPARSE_FROM: str(first_sparse(prompt_cache)),
         sealed.KEY: sealed.UNKNOWN,
     }
     target = Path(os.path.realpath(path))
@@ -128,7 +131,19 @@ def load(path: str | Path, model) -> SavedPrompt:
         again = "" if ours else "; save the prompt with mlx-snapkv cache-prompt"
         raise SnapKVError(f"{path} can't be used: {error}{again}") from error
     adopt(prompt_cache, model)
-    return SavedPrompt(prompt_cache, tokens, found["policy"] if ours else NO_POLICY, notes)
+    policy = found["policy"] if ours else NO_POLICY
+    for cache in layer_caches(prompt_cache):
+        cache.sparse_from = _sparse_from(found, policy)
+    return SavedPrompt(prompt_cache, tokens, policy, notes)
+
+
+def _sparse_from(found: dict[str, str], policy: str) -> int | None:
+    """The first entry of a saved prompt that was computed from few; earlier versions did not note it."""
+    noted = found.get(_SPARSE_FROM)
+    if noted is not None:
+        return None if noted == "None" else int(noted)
+    method = None if policy == NO_POLICY else method_named(policy)
+    return 0 if isinstance(method, Sparse) and method.reads_little else None
 
 
 def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from ..caches.layers import file_bytes, memory_bytes
+from ..caches.layers import file_bytes, first_sparse, memory_bytes
 from ..caches.memories import books
 from ..caches.open_files import many_are_open
 from ..chat.prompts import common_prefix
@@ -51,8 +51,11 @@ class PrefixCache:
         """Change the limit, once a model tells how large its prompts are."""
         self._most_bytes = n_bytes
 
-    def fetch(self, tokens: list[int], n_last: int) -> tuple[list | None, int]:
-        """A copy of the caches that have read the most of a prompt without its last tokens, and how many those are."""
+    def fetch(self, tokens: list[int], n_last: int, exact: bool = False) -> tuple[list | None, int]:
+        """A copy of the caches that have read the most of a prompt without its last tokens, and how many those are.
+
+        Those that are `exact` have read nothing sparsely.
+        """
         ids, files = as_ids(tokens[:-n_last]), self.files
         n, prefix = longest([*self._kept, *(files.kept if files else [])], ids)
         if prefix is None:
@@ -61,9 +64,14 @@ class PrefixCache:
         if files is not None and not caches:
             read = files.read(prefix)
             if read is None:  # it is not used again
-                return self.fetch(tokens, n_last)
+                return self.fetch(tokens, n_last, exact)
             self._insert(prefix.ids, caches := read)
         caches = copy.deepcopy(caches)
+        first = first_sparse(caches) if exact else None
+        if first is not None and first < n:
+            if not (prefix.whole and first):
+                return None, 0
+            n = first
         trim_prompt_cache(caches, len(prefix.ids) - n)
         return caches, n
 
@@ -124,7 +132,7 @@ class Checkpoints:
 
     def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
         self._prefixes, self._tokenizer = prefixes, loaded.tokenizer
-        policy = options.get("policy")
+        self._policy = policy = options.get("policy")
         in_blocks = policy is not None and policy.reads_in_blocks
         recalls = options.get("memory", "drop") != "drop"
         # Then a request that is answered from all entries shares nothing with the others.
@@ -147,7 +155,8 @@ class Checkpoints:
         """Caches that have read a prefix of the prompt, if there are any, and the prefix's length."""
         if self._keeps_nothing or (full_cache and self._reads_sparsely):
             return None, 0
-        return self._prefixes.fetch(prompt, self._n_last)
+        exact = self._policy is not None and self._policy.fits(len(prompt))  # it is left to mlx-lm
+        return self._prefixes.fetch(prompt, self._n_last, exact)
 
     def drop(self, path: Path) -> None:
         """Stop using caches whose entries are in this damaged file."""

@@ -66,6 +66,23 @@ def test_answers_are_verified(demo_llama):
     assert held(conversation) == {len(conversation.read)}
 
 
+def test_answers_about_what_was_read_sparsely_can_not_be_verified(demo_llama, path):
+    """A conversation goes on as it was; one without such chunks is verified from then on."""
+    conversation, (fact, other) = about_a_text(*demo_llama, 2048, 2)
+    assert is_answered(conversation, fact)
+    with pytest.raises(SnapKVError, match="read sparsely"):
+        conversation.verify_answers("all")
+    assert conversation.verify is None and is_answered(conversation, other)
+    conversation.save(path)
+    loaded = Conversation.load(path, *demo_llama, verify="all", max_tokens=12)
+    with pytest.raises(SnapKVError, match="read sparsely"):
+        ask(loaded, fact.question)
+    short, (fact, other) = about_a_text(*demo_llama, 300, 2)
+    assert is_answered(short, fact)
+    short.verify_answers("all")
+    assert is_answered(short, other) and short.report.verified.tokens > 0
+
+
 def test_a_policy_drafts_nothing(demo_llama):
     for options in ({"policy": "snapkv", "memory": "recall"}, {"policy": None}):
         conversation = Conversation(*demo_llama, **options)

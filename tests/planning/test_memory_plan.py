@@ -194,7 +194,7 @@ def test_machines():
         (4096, {"policy": SnapKV(budget="pyramid:512")}, "132 to 892, by layer, of 4,096 entries"),
         (300, {"policy": SnapKV(budget=512)}, "nothing will be evicted: the prompt's 300 entries fit the budget"),
         (300, {"policy": SnapKV(budget=512)}, "for example --policy snapkv:top_k=32"),
-        (4096, {"policy": SnapKV(budget=512), "memory": "recall"}, "entries from the answer's token 3 on; all of them stay"),
+        (4096, {"policy": SnapKV(budget=512), "memory": "recall"}, "from the answer's token 3 on; all of them stay"),
         (4096, {"policy": SnapKV(budget=512, lookahead=32), "memory": "recall"}, "from the answer's token 34 on"),
         (4096, {"policy": Sparse(budget=512)}, "at most 1,311 of 4,096 entries, and a token of the answer 512; all"),
         (800, {"policy": Sparse()}, "they fit the budget of 1,024; --sparse budget=50 reads fewer"),
