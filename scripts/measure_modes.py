@@ -33,7 +33,7 @@ MODES = {
 }
 LOOKAHEADS = {f"SnapKV, 1/8, lookahead={n}": n for n in (16, 32)}  # of answers, beside those
 # Of the places in an answer; its first two tokens are the full cache's.
-EDGES = (2, 8, 32, 64, 128, 256, 512)
+EDGES = (2, 8, 32, 96, 256, 512)
 ASKED = (2, 34, 66)  # of the full cache's own answers: before and behind the longest lookahead
 
 
@@ -100,10 +100,12 @@ def figure(rows: list[Row]) -> Any:
     axes = drawn.subplots()
     for (mode,), mine in grouped(rows, "mode").items():
         axes.plot([r["stop"] for r in mine], [r["kl"] for r in mine], label=mode, marker="o")
-    axes.set(xlabel="token of the answer", ylabel="KL to the full cache (nats a token)")
+    axes.set(xlabel="tokens of the answer", ylabel="KL to the full cache (nats a token)")
     axes.set(xscale="log", yscale="log")
-    edges = sorted({row["stop"] for row in rows})
-    axes.set_xticks(edges, [str(edge) for edge in edges])
+    spans = sorted({(row["start"], row["stop"]) for row in rows})
+    axes.set_xticks(
+        [stop for _, stop in spans], [f"{start + 1} to {stop}" for start, stop in spans]
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     return drawn

@@ -14,7 +14,8 @@ TEXTS = {"fidelity": "essays", "code": "Python code"}  # by a part's first word
 NAMES = {
     "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder 1.5B",
     "smollm2-135m-instruct": "SmolLM2 135M",
-}  # the others are on their page
+    "gemma-3-270m": "Gemma 3 270M",
+}
 
 
 def results() -> list[str]:

@@ -33,7 +33,8 @@ from .serve import serve
 INTERRUPTED = 130  # exit code
 
 app = typer.Typer(
-    help="KV-cache compression for mlx-lm: long prompts, small caches, answers close to the full cache's.",
+    help="Long prompts with mlx-lm, faster or in less memory. --snapkv evicts entries: it saves memory, and time per "
+    "token of the answer. --sparse keeps all entries and reads few: it saves time to the first token, and per token.",
     context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     rich_markup_mode=None,

@@ -47,7 +47,7 @@ def batch(
     cache: cache_options.CacheOptions,
     compression: cache_options.CompressionOptions,
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format, several at once, on compressed KV caches.
+    """Answer a file of requests in OpenAI's batch format, several at once, on compressed KV caches or with --sparse.
 
     Each answer is written to disk as soon as it is complete, so the same command resumes where it stopped. The options
     here apply where a request does not set its own sampling or length. A request that fails gets a line that says why,

@@ -53,7 +53,7 @@ class BenchOptions:
 
 
 def bench(*, options: BenchOptions) -> None:
-    """Measure prefill and decoding by context length: the full cache, mlx-lm's own options, and policies, in turn."""
+    """Measure prefill and decoding by context length: the full cache, mlx-lm's options, policies, sparse attention."""
     from ..bench.contenders import RANDOM, make_random_model
     from ..bench.speed import Plan, measure_speed
     from ..bench.tables import figure, markdown, speed

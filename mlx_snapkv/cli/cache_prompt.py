@@ -23,10 +23,10 @@ def cache_prompt(
     retention: cache_options.MemoryOptions,
     quiet: options.Quiet = False,
 ) -> None:
-    """Read a long text once and save its KV cache, compressed if a policy is given.
+    """Read a long text once and save its KV cache: all entries, or what a policy keeps.
 
     generate --prompt-cache-file then starts each answer from the saved cache. With --sparse all entries are saved, for
-    answers to choose from; with --memory recall:file a text of any length is read in the same memory, and its entries
+    answers to choose from; with --memory recall:file a text of any length is read in little memory, and its entries
     are saved in a folder beside the file.
 
     \b

@@ -26,7 +26,7 @@ def chat(
     compression: cache_options.CompressionOptions,
     quiet: options.Quiet = False,
 ) -> None:
-    """Chat with a model. Commands start with a slash; /help lists them.
+    """Chat with a model, on a compressed KV cache, or with --sparse. Commands start with a slash; /help lists them.
 
     \b
       mlx-snapkv chat --model demo

@@ -109,7 +109,7 @@ def generate(
     compression: cache_options.CompressionOptions,
     output: OutputOptions,
 ) -> None:
-    """Answer a prompt, with a compressed KV cache if a policy is given.
+    """Answer a prompt. --snapkv and --policy compress its KV cache; --sparse keeps every entry and reads few.
 
     The answer goes to stdout; progress and figures go to stderr.
 

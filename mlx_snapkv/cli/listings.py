@@ -36,7 +36,7 @@ SnapKV: the question's tokens vote for the entries that the answer needs, and al
 quality.md
 
 a chat, several questions about one text
-All entries stay in memory, which takes a fifth more than the full cache. Every answer token chooses which it reads.
+All entries stay in memory, which takes a tenth more than the full cache. Every answer token chooses which it reads.
 mlx-snapkv chat --model MODEL --sparse budget=6.25%
 sparse.md#what-conversations-find
 

@@ -44,7 +44,7 @@ class PlanOptions:
 def plan(
     *, model: Model, options: PlanOptions, policy: AutoPolicyOptions, cache: CacheOptions
 ) -> None:
-    """Show how much memory prompts will take, what fits, and which policy to use, before any weight is loaded.
+    """Show how much memory prompts will take, what fits, and which setting to use, before any weight is loaded.
 
     It reads the model's configuration and the headers of its weights; from a Hugging Face repository it downloads only
     these. docs/benchmarks.md explains the arithmetic and compares it with measurements.

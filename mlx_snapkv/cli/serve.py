@@ -121,7 +121,7 @@ def serve(
     cache: cache_options.CacheOptions,
     compression: cache_options.CompressionOptions,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, with compressed KV caches.
+    """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, with compressed KV caches or with --sparse.
 
     \b
       mlx-snapkv serve --model demo --sparse top_k=1024

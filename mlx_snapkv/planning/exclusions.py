@@ -101,7 +101,7 @@ EXCLUSIONS = (
         lambda o: o.evicts and o.retains and o.reads_in_blocks,
         lambda o: SnapKVError(
             "{} keeps all entries, but {} evicts while it reads: give {} instead, which reads a prompt of any length "
-            "in the same memory, or {}",
+            "in little memory, or {}",
             Option("memory", o.memory),
             o.policy,
             Option("sparse"),

@@ -29,7 +29,7 @@ POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,lookah
 SPARSE = {"policy": None, "sparse": "budget=40,n_sink=4,n_window=16,read=dense"}
 RECALLING = ["recall", "recall:8bit", "recall:file"]
 STAGES = f"keydiff:budget=64,block=32 then {POLICY}"
-READS_ANY = "evicts while it reads: give sparse instead, which reads a prompt of any length in the same memory, or"
+READS_ANY = "evicts while it reads: give sparse instead, which reads a prompt of any length in little memory, or"
 WRONG = [
     ({"verify": "all"}, "but snapkv:.* evicts the entries that it needs: give sparse instead, or drop verify$"),
     ({"verify": "all", "policy": None}, "without a policy the full cache gives that answer anyway: give sparse"),
