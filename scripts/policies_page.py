@@ -39,9 +39,8 @@ OPTION = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.M)
 def page() -> str:
     shared = meanings(Policy)
     rows = [(f"`{name}`", shared[name]) for name in Policy.options() if name in shared]
-    head = PAGE.format(
-        summary="\n".join(summary_table("")), shared="\n".join(table(("option", "meaning"), rows))
-    )
+    options = options_table(("option", "meaning"), rows)
+    head = PAGE.format(summary="\n".join(summary_table("")), shared="\n".join(options))
     return head + "".join(map(_section, POLICIES.values()))
 
 
@@ -52,6 +51,16 @@ def summary_table(page_of_the_options: str) -> list[str]:
         for name, cls in POLICIES.items()
     ]
     return table(("policy", "how it chooses", "paper"), rows)
+
+
+def options_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Options, what each means in a sentence, and below the table what else is to be said of them."""
+    short, more = [], []
+    for name, *values, meaning in rows:
+        first, dot, rest = meaning.partition(". ")
+        short.append((name, *values, first + dot.strip()))
+        more += [f"- {name}: {rest}"] if rest else []
+    return [*table(header, short), *([""] if more else []), *more]
 
 
 def meanings(cls: type[Policy]) -> dict[str, str]:
@@ -73,7 +82,9 @@ def _section(cls: type[Policy]) -> str:
     return POLICY.format(
         name=cls.name,
         about="\n\n".join(filter(None, [summary, *paragraphs, file])),
-        own="\n".join(table(("option", "default", "meaning"), rows)) + "\n\n" if rows else "",
+        own="\n".join(options_table(("option", "default", "meaning"), rows)) + "\n\n"
+        if rows
+        else "",
         others=", ".join(others) or "none, all of them are in the table",
     )
 

@@ -280,15 +280,17 @@ TEMPLATES = {
 def agents() -> list[str]:
     """Turns answered by client, a column a family of templates."""
     result = load("agents")
+    warned = sorted({warning for row in result["rows"] for warning in row["warnings"]})
     rows = []
     for (client, api), own in grouped(result["rows"], "client", "api").items():
         turns = {row["template"]: f"{row['answered']}/{row['turns']}" for row in own}
-        warnings = sorted({warning for row in own for warning in row["warnings"]})
+        warnings = sorted({warned.index(x) + 1 for row in own for x in row["warnings"]})
         cells = [turns.get(template, "") for template in TEMPLATES]
         name = f"{client} {result['clients'][client]}"
-        rows.append((name, f"`{api}`", *cells, "; ".join(warnings)))
+        rows.append((name, f"`{api}`", *cells, ", ".join(map(str, warnings))))
     header = ("client", "API", *TEMPLATES.values(), "warnings")
-    return [*_measured(result), *table(header, rows)]
+    numbered = [f"{i}. {warning}" for i, warning in enumerate(warned, start=1)]
+    return [*_measured(result), *table(header, rows), "", *numbered]
 
 
 def agents_context() -> list[str]:
