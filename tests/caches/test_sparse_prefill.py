@@ -8,14 +8,14 @@ import pytest
 import reference
 import request_helpers
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from model_configs import make_model
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import SnapKVError, generate_step, prefill, saved
+from mlx_snapkv import SnapKVError, generate_step, prefill
 from mlx_snapkv.caches.full_view import FullView
-from mlx_snapkv.caches.layers import attention_layers, first_sparse
-from mlx_snapkv.caches.memories import make_caches, recalling_caches
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.page_ranking import SAMPLED, PageRanking
 from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
 from mlx_snapkv.caches.stores import FileStore
@@ -344,50 +344,6 @@ def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
         REACH.most - PAGE < report.read_per_chunk <= REACH.most
         and report.entries_kept == [LONG.size] * 2
     )
-
-
-@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file"])
-def test_where_the_first_entry_is_that_was_computed_from_few_is_known(memory, tmp_path):
-    """In every form of the caches and in files; those before it are the full cache's."""
-    model = make_llama(head_dim=64)
-    caches, _ = prefill(model, LONG, sparse=OPTIONS, memory=memory)
-    first = first_sparse(caches)
-    assert first == CHUNK  # the second chunk chooses
-    saved.save(tmp_path / "text.safetensors", model, caches, LONG, f"sparse:{OPTIONS}")
-    loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
-    moved = recalling_caches(model, loaded, memory)
-    assert first_sparse(loaded) == first_sparse(moved) == first
-    more = {"prompt_cache": moved, "sparse": "budget=64,read=dense", "memory": memory}
-    list(generate_step(FOLLOW_UP, model, max_tokens=1, **more))
-    assert first_sparse(moved) == first
-    trim_prompt_cache(moved, moved[0].offset - first)
-    assert moved[0].offset == first and first_sparse(moved) is None
-    full = make_prompt_cache(model)
-    model(LONG[None, :first], cache=full)
-    if memory == "recall":
-        keys = moved[1].keys_and_values()[0]
-        assert mx.allclose(keys, full[1].keys_and_values()[0], atol=1e-5)
-    dense, _ = prefill(model, LONG, sparse=f"{OPTIONS},read=dense", memory=memory)
-    assert first_sparse(dense) is None
-
-
-def test_a_file_that_does_not_say_what_was_read_sparsely_is_taken_to_be_so(tmp_path, monkeypatch):
-    model = make_llama()
-    for policy, wanted in ((f"sparse:{OPTIONS}", 0), ("none", None)):
-        with monkeypatch.context() as patch:
-            patch.setattr(saved.files, "first_sparse", lambda caches: None)
-            patch.setattr(saved.files, "_SPARSE_FROM", "something else")
-            caches, _ = prefill(model, LONG, sparse=OPTIONS)
-            saved.save(tmp_path / "text.safetensors", model, caches, LONG, policy)
-        loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
-        assert first_sparse(loaded) == wanted
-
-
-def test_what_was_read_sparsely_can_not_be_verified():
-    model = make_llama()
-    cache, _ = prefill(model, LONG, sparse=OPTIONS)
-    with pytest.raises(SnapKVError, match="a text that was read sparsely can't have: drop verify"):
-        generate_step(FOLLOW_UP, model, prompt_cache=cache, sparse=OPTIONS, verify="all")
 
 
 def test_what_can_not_be_read_sparsely_is_one_sentence():

@@ -1,0 +1,60 @@
+"""What was read sparsely is marked, wherever it goes, so that nobody takes it for the full cache's."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from tiny_models import make_llama
+
+from mlx_snapkv import SnapKVError, generate_step, prefill, saved
+from mlx_snapkv.caches.layers import first_sparse
+from mlx_snapkv.caches.memories import recalling_caches
+from mlx_snapkv.policies.sparse import CHUNK, PAGE
+
+OPTIONS = f"budget=50%,read_top_k={4 * PAGE}"
+TEXT = mx.array(np.random.default_rng(1).integers(1, 64, 3 * CHUNK))
+QUESTION = mx.arange(1, 6)
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file"])
+def test_where_the_first_entry_is_that_was_computed_from_few_is_known(memory, tmp_path):
+    """In every form of the caches and in files; those before it are the full cache's."""
+    model = make_llama(head_dim=64)
+    caches, _ = prefill(model, TEXT, sparse=OPTIONS, memory=memory)
+    first = first_sparse(caches)
+    assert first == CHUNK  # the second chunk chooses
+    saved.save(tmp_path / "text.safetensors", model, caches, TEXT, f"sparse:{OPTIONS}")
+    loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
+    moved = recalling_caches(model, loaded, memory)
+    assert first_sparse(loaded) == first_sparse(moved) == first
+    more = {"prompt_cache": moved, "sparse": "budget=64,read=dense", "memory": memory}
+    list(generate_step(QUESTION, model, max_tokens=1, **more))
+    assert first_sparse(moved) == first
+    trim_prompt_cache(moved, moved[0].offset - first)
+    assert moved[0].offset == first and first_sparse(moved) is None
+    full = make_prompt_cache(model)
+    model(TEXT[None, :first], cache=full)
+    if memory == "recall":
+        keys = moved[1].keys_and_values()[0]
+        assert mx.allclose(keys, full[1].keys_and_values()[0], atol=1e-5)
+    dense, _ = prefill(model, TEXT, sparse=f"{OPTIONS},read=dense", memory=memory)
+    assert first_sparse(dense) is None
+
+
+def test_a_file_that_does_not_say_what_was_read_sparsely_is_taken_to_be_so(tmp_path, monkeypatch):
+    model = make_llama()
+    for policy, wanted in ((f"sparse:{OPTIONS}", 0), ("none", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(saved.files, "first_sparse", lambda caches: None)
+            patch.setattr(saved.files, "_SPARSE_FROM", "something else")
+            caches, _ = prefill(model, TEXT, sparse=OPTIONS)
+            saved.save(tmp_path / "text.safetensors", model, caches, TEXT, policy)
+        loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
+        assert first_sparse(loaded) == wanted
+
+
+def test_what_was_read_sparsely_can_not_be_verified():
+    model = make_llama()
+    cache, _ = prefill(model, TEXT, sparse=OPTIONS)
+    with pytest.raises(SnapKVError, match="a text that was read sparsely can't have: drop verify"):
+        generate_step(QUESTION, model, prompt_cache=cache, sparse=OPTIONS, verify="all")
