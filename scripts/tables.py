@@ -319,6 +319,19 @@ def modes(name: str) -> list[str]:
     return [*_measured(result), *table(("model", "cache", *heads), rows)]
 
 
+def reading() -> list[str]:
+    """What reading sparsely costs, a column for each number of entries that a chunk chooses."""
+    result = load("reading")
+    top_ks = sorted({row["top_k"] for row in result["rows"]})
+    rows = []
+    for (model, length, kind), own in grouped(result["rows"], "model", "length", "kind").items():
+        kls = {row["top_k"]: f"{row['kl']:.4f}" for row in own}
+        cells = [kls.get(top_k, "") for top_k in top_ks]
+        rows.append((f"`{model}`", f"{length:,}", f"{kind} ({own[0]['n']})", *cells))
+    header = ("model", "tokens", "what follows", *(f"{top_k:,} a chunk" for top_k in top_ks))
+    return [*_measured(result), *table(header, rows)]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "results": readme_results.results,
     "policies": lambda: policies_page.summary_table("docs/policies.md"),
@@ -334,6 +347,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bits": bits,
     "resident": resident,
     "answers": answers,
+    "reading": reading,
     "modes": lambda: modes("modes"),
     "modes-asked": lambda: modes("modes-asked"),
     "lookahead": lookahead,
