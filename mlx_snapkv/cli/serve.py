@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError
 from ..paths import path_of
-from ..planning.config import CompressionConfig
 from ..server import BILLING
 from . import cache_options, options
 from .command import option
@@ -206,6 +205,8 @@ def _require_packages() -> None:
 
 def _entries_setting(keywords: dict[str, Any], cache: cache_options.CacheOptions) -> dict[str, str]:
     """What is set about entries, by which a folder of prefixes tells its own from others'."""
+    from ..planning.config import CompressionConfig
+
     config, _ = CompressionConfig.taken_from(keywords)
     bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else None
     setting = {"policy": config.policy, "memory": config.memory, "far": config.far, "kv_bits": bits}
