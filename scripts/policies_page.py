@@ -60,7 +60,8 @@ def options_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[
         first, dot, rest = meaning.partition(". ")
         short.append((name, *values, first + dot.strip()))
         more += [f"- {name}: {rest}"] if rest else []
-    return [*table(header, short), *([""] if more else []), *more]
+    lines = table(header, short)
+    return [*lines, "", *more] if more else lines
 
 
 def meanings(cls: type[Policy]) -> dict[str, str]:

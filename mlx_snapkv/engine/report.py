@@ -124,12 +124,14 @@ class CompressionReport:
     def entries_text(self) -> str:
         """The entries kept, or those that every token reads."""
         if self.read_per_token is not None:
-            means = f" and {self.means} mean{'s' if self.means > 1 else ''} of the rest"
+            means = ""
+            if self.means:
+                means = f" and {self.means} mean{'s' if self.means > 1 else ''} of the rest"
             chunk = (
                 "" if self.read_per_chunk is None else f", at most {self.read_per_chunk} by a chunk"
             )
             none = "" if self.no_means is None else f", no means of the rest {self.no_means}"
-            return f"{self.read_per_token} entries{means * bool(self.means)} read by every token{chunk}{none}"
+            return f"{self.read_per_token} entries{means} read by every token{chunk}{none}"
         kept = [n for n in self.entries_kept if n is not None] or [0]
         least, most = min(kept), max(kept)
         return (

@@ -1,6 +1,7 @@
 """Sparse attention: all entries stay, and the prompt's chunks and the answer's tokens read few of them."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, final
 
 import mlx.core as mx
@@ -100,7 +101,7 @@ class SparseMode:
             layer.put(caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
-        report.no_means = self._why_no_means()
+        report.no_means = self.no_means
         report.read_per_token = max(filter(None, report.entries_kept))
         with recording(attention_classes(self._model)):
             for start in range(0, latest.shape[1], TOGETHER):
@@ -126,11 +127,12 @@ class SparseMode:
         view, cache = self.full_view(layer), layer.cache_in(self._prompt_cache)
         if n_latest:
             view = view.beginning(len(view) - n_latest)
-        weighs = self.plan.policy.rest is not None and self._why_no_means() is None
+        weighs = self.plan.policy.rest is not None and self.no_means is None
         voters = self._voters(layer, view) if weighs and cache.n_queries else None
         return SparseKVCache(view, quota, layer, shared, observed=voters)
 
-    def _why_no_means(self) -> str | None:
+    @cached_property
+    def no_means(self) -> str | None:
         """Why tokens see nothing of what they don't read, though they were to; all layers do, or none, since mlx-lm
         makes one mask for them."""
         if self.plan.policy.rest is None:

@@ -132,8 +132,9 @@ def load(path: str | Path, model) -> SavedPrompt:
         raise SnapKVError(f"{path} can't be used: {error}{again}") from error
     adopt(prompt_cache, model)
     policy = found["policy"] if ours else NO_POLICY
+    sparse_from = _sparse_from(found, policy)
     for cache in layer_caches(prompt_cache):
-        cache.sparse_from = _sparse_from(found, policy)
+        cache.sparse_from = sparse_from
     return SavedPrompt(prompt_cache, tokens, policy, notes)
 
 

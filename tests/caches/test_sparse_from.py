@@ -27,8 +27,11 @@ def test_where_the_first_entry_is_that_was_computed_from_few_is_known(memory, tm
     loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
     moved = recalling_caches(model, loaded, memory)
     assert first_sparse(loaded) == first_sparse(moved) == first
-    more = {"prompt_cache": moved, "sparse": "budget=64,read=dense", "memory": memory}
-    list(generate_step(QUESTION, model, max_tokens=1, **more))
+    dense = "budget=64,read=dense"
+    answer = generate_step(
+        QUESTION, model, max_tokens=1, prompt_cache=moved, sparse=dense, memory=memory
+    )
+    list(answer)
     assert first_sparse(moved) == first
     trim_prompt_cache(moved, moved[0].offset - first)
     assert moved[0].offset == first and first_sparse(moved) is None
@@ -37,15 +40,14 @@ def test_where_the_first_entry_is_that_was_computed_from_few_is_known(memory, tm
     if memory == "recall":
         keys = moved[1].keys_and_values()[0]
         assert mx.allclose(keys, full[1].keys_and_values()[0], atol=1e-5)
-    dense, _ = prefill(model, TEXT, sparse=f"{OPTIONS},read=dense", memory=memory)
-    assert first_sparse(dense) is None
+    in_full, _ = prefill(model, TEXT, sparse=f"{OPTIONS},read=dense", memory=memory)
+    assert first_sparse(in_full) is None
 
 
 def test_a_file_that_does_not_say_what_was_read_sparsely_is_taken_to_be_so(tmp_path, monkeypatch):
     model = make_llama()
     for policy, wanted in ((f"sparse:{OPTIONS}", 0), ("none", None)):
         with monkeypatch.context() as patch:
-            patch.setattr(saved.files, "first_sparse", lambda caches: None)
             patch.setattr(saved.files, "_SPARSE_FROM", "something else")
             caches, _ = prefill(model, TEXT, sparse=OPTIONS)
             saved.save(tmp_path / "text.safetensors", model, caches, TEXT, policy)

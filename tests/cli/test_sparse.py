@@ -69,10 +69,8 @@ def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, 
     assert result["prompt_cache"]["policy"] == result["compression"]["policy"] == NAME
     if not memory:  # files can't be verified at all
         code, out, err = ask_saved(path, fact.question, "--verify", "all")
-        assert (code, out) == (
-            2,
-            "",
-        ) and "which a text that was read sparsely can't have: drop --verify" in err
+        assert (code, out) == (2, "")
+        assert "which a text that was read sparsely can't have: drop --verify" in err
 
 
 def test_a_saved_full_cache_is_asked_with_it(ask_saved, save, story, path):
