@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..entries import device
 from ..entries.attention import latest_votes
 from ..entries.entries import Entries
+from ..entries.held_rows import Aside
 from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
 from ..entries.queries import Queries
 from ..entries.spans import spans
@@ -92,7 +93,7 @@ class FullView(Entries):
         sample = [self.read_keys(start, min(start + length, n)) for start in starts]
         keys = mx.concatenate(sample, axis=2)
         asked = None if queries is None else self.layer.grouped(queries, keys.shape[1])
-        index = KeyIndex(keys, asked)
+        index = KeyIndex(keys, asked, self.aside)
         index.n_made_of = n
         return self._completed(index)
 
@@ -116,6 +117,11 @@ class FullView(Entries):
     @property
     def waits(self) -> bool:  # type: ignore[override]
         return self._entries.waits
+
+    @property
+    def aside(self) -> Callable[[], Aside] | None:
+        """Makes the place for rows that are as many as the entries, if those are in files."""
+        return self._entries.aside
 
     def _votes_of_last(self, *counts: int) -> mx.array:
         index, asked, budget = self.index, self.voters, self.budget or len(self)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import mlx.core as mx
 
-from ..entries.quantization import (
-    Quantization,
-    Stored,
-    groups_dividing,
-    join,
-    n_rows,
-    pack,
-    rows,
-    unpack,
-)
 from ..entries.queries import Captured
-from ..entries.rest import means_by_block
+from ..entries.rest import page_logits
 from ..policies.sparse import PAGE, Reach
 from .full_view import FullView
+from .page_means import PageMeans
 
 SAMPLED = 64  # queries of a chunk that rank the pages, or all of fewer
 
@@ -34,18 +26,16 @@ class PageRanking:
             trained length these stand where they are, and the sink before them.
     """
 
-    means: Stored | None = None  # of the keys of the first pages
-    _held_as: Quantization | None = None
-
     def __init__(
         self,
         view: FullView,
+        means: PageMeans,
         reach: Reach,
         last: Reach,
         last_from: float,
         near: int | None = None,
     ):
-        self._view = view
+        self._view, self.means = view, means
         self._reach, self._last, self._last_from, self._near = reach, last, last_from, near
         self._first = reach.n_sink // PAGE  # first page that may be chosen
 
@@ -78,7 +68,7 @@ class PageRanking:
 
     def forget(self) -> None:
         """Entries have been rolled back."""
-        self.means = None
+        self.means.truncate(len(self._view) // PAGE)
 
     def _pages(self, start: int) -> tuple[int, int, int]:
         """`(first, stop, n)`: a chunk from `start` on chooses `n` of the pages `[first, stop)`, 0 if it reads all."""
@@ -95,44 +85,51 @@ class PageRanking:
 
         It is the attention to the pages' mean keys, by sampled queries of all heads of a GQA group.
         """
-        means = self._means(among).astype(mx.float32)
-        B, H, _, D = means.shape
-        places = mx.arange(among.start * PAGE + PAGE // 2, among.stop * PAGE, PAGE)
-        means = self._view.turned(means, mx.broadcast_to(places, (B, H, places.size)), start)
-        step = max(1, captured.heads.shape[2] // SAMPLED)
-        queries = captured.heads[:, :, ::-step].astype(mx.float32)
-        shares = _largest_shares(queries.reshape(B, H, -1, D) * captured.scale, means)
+        heads = captured.heads
+        step = max(1, heads.shape[2] // SAMPLED)
+        queries = heads[:, :, ::-step].astype(mx.float32) * captured.scale
+        parts = [
+            partial(self._seen, start, pages, means)
+            for pages, means in self.means.of(self._view, among)
+        ]
+        shares = _largest_shares(queries, parts)
         best = mx.argpartition(-shares, n - 1, axis=-1)[..., :n]
         return best.astype(mx.uint32) + among.start
 
-    def _means(self, among: range) -> mx.array:
-        """Mean keys of these pages."""
-        self._extend_means(among.stop)
-        return unpack(rows(self.means, among.start, among.stop), self._held_as)
-
-    def _extend_means(self, stop: int) -> None:
-        """Hold the mean keys of the first `stop` pages."""
-        done = 0 if self.means is None else n_rows(self.means)
-        if stop > done:
-            view = self._view
-            new = means_by_block(view, view.read_keys, done * PAGE, stop * PAGE, PAGE)
-            self._held_as = means_held_as(new.shape[3])
-            packed = pack(new, self._held_as)
-            self.means = packed if self.means is None else join(self.means, packed)
+    def _seen(self, start: int, pages: range, means: Callable[[], mx.array]) -> mx.array:
+        """Mean keys of pages, as queries from `start` on see them."""
+        keys = means()
+        places = mx.arange(pages.start * PAGE + PAGE // 2, pages.stop * PAGE, PAGE)
+        return self._view.turned(keys, mx.broadcast_to(places, keys.shape[:3]), start)
 
 
-def means_held_as(head_dim: int) -> Quantization | None:
-    """How mean keys are held: in 8 bits, half of bfloat16's, unless MLX can't quantise keys of this size."""
-    fitting = groups_dividing([head_dim])
-    return Quantization(8, fitting[-1]) if fitting else None
-
-
-def _largest_shares(queries: mx.array, means: mx.array) -> mx.array:
+def _largest_shares(queries: mx.array, parts: Sequence[Callable[[], mx.array]]) -> mx.array:
     """Logarithms of the largest share of any query's attention that a page's mean key gets: `(B, n_kv_heads, pages)`.
 
-    Queries `(B, n_kv_heads, n, head_dim)`, float32 and scaled, come a few at a time: the logits of all would take
-    several times the memory of the means.
+    Args:
+        queries: `(B, n_heads, n, head_dim)`, float32 and scaled.
+        parts: give the mean keys `(B, n_kv_heads, ..., head_dim)` float32, a part of the pages each.
     """
+    if len(parts) == 1:
+        return _shares_in_one(queries, parts[0]())
+    # The logits of all pages would not be flat in memory, so they are made twice.
+    total = mx.array(-mx.inf)
+    for part in parts:
+        logits = page_logits(queries, part())
+        total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1, keepdims=True))
+        mx.eval(total)
+    shares: list[mx.array] = []
+    for part in parts:
+        shares.append((page_logits(queries, part()) - total).max(axis=(2, 3)))
+        mx.eval(shares)
+    return mx.concatenate(shares, axis=-1)
+
+
+def _shares_in_one(queries: mx.array, means: mx.array) -> mx.array:
+    """`_largest_shares` of all pages. Queries come a few at a time: the logits of all would take several times the
+    memory of the means."""
+    B, H, _, D = means.shape
+    queries = queries.reshape(B, H, -1, D)
     few = max(1, queries.shape[3] // 2)
     largest: list[mx.array] = []
     for start in range(0, queries.shape[2], few):

@@ -10,14 +10,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
+from ..entries import rest
 from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
-from ..entries.quantization import join, n_bytes
+from ..entries.quantization import join, n_bytes, rows
 from ..entries.queries import Recorder
 from ..errors import Missing, TrimError
+from ..policies.sparse import PAGE
 from .adapter import full_cache
 from .contract import LayerCache, Mark, keys_of
-from .stores import MemoryStore, Store
+from .page_means import PageMeans
+from .stores import FileStore, MemoryStore, Store
 
 _NO_FILES = (
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
@@ -41,6 +44,9 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
     """
 
     store: Store
+    # Of the first entries, if they are in files: mean keys of pages, and means of the rest's whole pages.
+    page_means: PageMeans
+    rest_means: rest.Pair | None = None
     # Of the keys of the first entries, as many as there were when it last grew, if there is one.
     index: KeyIndex | None = None
     growing: KVCache  # of the entries since the last `offload`, or of all
@@ -54,6 +60,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         super().__init__(first, last)
         self.layer = layer
         self.store = store or MemoryStore()
+        self.page_means = PageMeans()
         self.growing = self.store.cache if type(self.store.cache) is KVCache else KVCache()
         self.growing.step = capacity
 
@@ -75,7 +82,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
 
     def share(self, cache: Any, n: int) -> None:
         """Hold the first `n` entries of another cache, whose arrays are shared until they are written."""
-        self.index = None
+        self.index, self.page_means, self.rest_means = None, PageMeans(), None
         step, self.growing = self.growing.step, full_cache(Entries(cache.keys, cache.values))
         self.growing.offset, self.growing.step = n, step
         self.store = MemoryStore(cache=self.growing)
@@ -190,6 +197,9 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
             self.store.truncate(self._n_stored - left)
         if self.index is not None:
             self.index.truncate(self.offset)
+        self.page_means.truncate(self.offset // PAGE)
+        if self.rest_means is not None:
+            self.rest_means = rows(self.rest_means, 0, self.offset // rest.PAGE)
         if self.sparse_from is not None and self.offset <= self.sparse_from:
             self.sparse_from = None
         return n
@@ -208,7 +218,11 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def kv_nbytes(self) -> int:
-        return self.nbytes + self.index_nbytes
+        return self.nbytes + self.index_nbytes + self._means_nbytes
+
+    @property
+    def _means_nbytes(self) -> int:
+        return self.page_means.nbytes + n_bytes(self.rest_means or ())
 
     @property
     def index_nbytes(self) -> int:
@@ -235,4 +249,4 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         keys, values, index = v
         store: Any = Missing(_NO_FILES, cache=None, in_files=True, first_entry=(keys, values))
         self.__init__(0, 0, KVCache.step, None, store)  # type: ignore[misc]
-        self.index = None if index is None else KeyIndex.restored(index, keys)
+        self.index = None if index is None else KeyIndex.restored(index, keys, FileStore.aside)

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import create_attention_mask
 from ..entries.entries import Entries
 from ..entries.quantization import n_bytes, rows
 from ..entries.queries import Captured, Queries
+from ..entries.rest import Pair
 from ..errors import TrimError
 from ..policies.budgets import Quota
 from .bias import biased
@@ -45,6 +46,7 @@ class SparseKVCache(Choosing, LayerCache):
         shared: mx.array | None = None,
         # The prompt's last queries, as they vote over all entries; for them the rest is weighed.
         observed: Queries | None = None,
+        means: Pair | None = None,  # of the first pages of the rest, if they are known
     ):
         self.layer = layer
         self.ranking = TokenRanking(everything, quota, shared)
@@ -56,7 +58,7 @@ class SparseKVCache(Choosing, LayerCache):
             self.append(entries)
         self.offset = n
         if observed is not None and self.can_weigh(layer):
-            self.ranking.weigh_rest(observed, quota.n_window)
+            self.ranking.weigh_rest(observed, quota.n_window, means)
         self.n_seen = self.size()  # entries that the last token saw
 
     @staticmethod

@@ -83,7 +83,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
 
     @property
     def state(self) -> tuple:
-        return *self.everything.state, self._ranking.means
+        return *self.everything.state, self._ranking.means.in_memory
 
     def held(self, n_queries: int = 0) -> Entries:
         return self.everything.held(n_queries)

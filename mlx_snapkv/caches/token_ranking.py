@@ -68,6 +68,13 @@ class TokenRanking:
         """Means of the rest, which it reads besides."""
         return 0 if self.rest is None else self.rest.n_pages
 
+    @property
+    def whole_means(self) -> pages.Pair | None:
+        """Means of the rest's whole pages, which later turns need not make again."""
+        if self.rest is None:
+            return None
+        return rows((self.rest.keys, self.rest.values), 0, len(self.view) // pages.PAGE)
+
     def choose(
         self, captured: Captured, start: int
     ) -> tuple[tuple[mx.array, mx.array], mx.array | None]:
@@ -117,14 +124,14 @@ class TokenRanking:
         if self.rest is not None:
             self.rest = self.rest.extended(self.view, n)
 
-    def weigh_rest(self, observed: Queries, n_window: int) -> None:
+    def weigh_rest(self, observed: Queries, n_window: int, held: pages.Pair | None = None) -> None:
         """Weigh the means of what a token does not read for a prompt's last queries, as they vote over all entries.
 
-        Nothing is weighed where a token reads everything.
+        Nothing is weighed where a token reads everything. The first pages' means may be `held`.
         """
         if self.n_read in (0, self._stop - self._first):
             return
-        means, asked = pages.means(self.view, 0), observed.latest(pages.FITTED)
+        means, asked = pages.means(self.view, held), observed.latest(pages.FITTED)
         read = []
         for i in range(len(asked.places)):
             read.append(self._would_read(asked.between(i, i + 1), n_window))

@@ -5,6 +5,7 @@ from ..caches.contract import LayerCache
 from ..caches.counting import AttentionCount
 from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, copies_but_entries
+from ..caches.page_means import PageMeans
 from ..caches.page_ranking import PageRanking
 from ..caches.recording import RecordingKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
@@ -29,8 +30,10 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
         everything.layer = layer
         if (reading := plan.sparse_reading) is not None:
             view = FullView([everything.store], layer, plan.compaction)
+            # Of entries in files they stay for later turns, which would read all keys for them again.
+            means = everything.page_means if everything.in_files else PageMeans()
             ranking = PageRanking(
-                view, reading.reach, reading.last, reading.last_from, reading.near
+                view, means, reading.reach, reading.last, reading.last_from, reading.near
             )
             layer.put(caches, SparsePrefillKVCache(everything, ranking))
     return caches

@@ -129,7 +129,10 @@ class SparseMode:
             view = view.beginning(len(view) - n_latest)
         weighs = self.plan.policy.rest is not None and self.no_means is None
         voters = self._voters(layer, view) if weighs and cache.n_queries else None
-        return SparseKVCache(view, quota, layer, shared, observed=voters)
+        chosen_from = SparseKVCache(view, quota, layer, shared, voters, cache.rest_means)
+        if cache.in_files:
+            cache.rest_means = chosen_from.ranking.whole_means
+        return chosen_from
 
     @cached_property
     def no_means(self) -> str | None:

@@ -14,7 +14,7 @@ float32 expansions of all codes a token.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -24,7 +24,8 @@ import mlx.core as mx
 
 from . import device
 from .attention import latest_votes
-from .quantization import grown, n_bytes, n_rows, rows, with_room, write
+from .held_rows import Aside, HeldRows
+from .quantization import Stored, n_rows
 from .queries import Queries
 from .selection import top_of_groups
 from .spans import spans
@@ -48,12 +49,18 @@ class KeyIndex:
     Args:
         keys: `(B, n_kv_heads, n, head_dim)`, of which the components are taken; they are not appended.
         queries: `(B, n_heads, m, head_dim)`, each KV head's readers together; None: all channels count alike.
+        aside: see `HeldRows`.
 
     Attributes:
         n_made_of: how many keys there were, of which those were a sample.
     """
 
-    def __init__(self, keys: mx.array, queries: mx.array | None = None):
+    def __init__(
+        self,
+        keys: mx.array,
+        queries: mx.array | None = None,
+        aside: Callable[[], Aside] | None = None,
+    ):
         B, H, self.n_made_of, D = keys.shape
         sample, size = keys.astype(mx.float32), _size(D)
         weights = mx.ones((B, H, 1, D)) if queries is None else _channel_sizes(queries, H)
@@ -66,26 +73,22 @@ class KeyIndex:
         self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
         self._of_queries = mx.pad(vectors * largest / weights.swapaxes(-1, -2), padding)
         mx.eval(self._mean, self._of_keys, self._of_queries)
-        # Codes and powers of two `(B, n_kv_heads, room, ...)`, of `_n` keys and of some to come.
-        self._codes = tuple(mx.zeros((B, H, 0, width), dtype) for width, dtype in _packed(D))
-        self._n = 0
+        self._codes = HeldRows(no_codes(keys), aside=aside)
 
     def __len__(self) -> int:
-        return self._n
+        return len(self._codes)
 
     @property
     def nbytes(self) -> int:
-        return n_bytes(self._codes)
+        """Bytes in memory."""
+        return self._codes.nbytes
 
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
-        n, self._n = self._n, self._n + keys.shape[2]
-        if self._n > n_rows(self._codes):
-            self._codes = grown(rows(self._codes, 0, n), with_room(self._n) - n)
         for start, stop in spans(0, keys.shape[2], QUANTISED):
             own = keys[:, :, start:stop].astype(mx.float32) - self._mean
-            write(self._codes, n + start, mx.quantize(own @ self._of_keys, **MODE))
-            mx.eval(self._codes)
+            self._codes.append(mx.quantize(own @ self._of_keys, **MODE))
+            mx.eval(self._codes.in_memory)
 
     def outgrown_by(self, n: int) -> bool:
         """Whether `n` keys are too many for an index of these components: twice as many as they were taken of.
@@ -95,30 +98,46 @@ class KeyIndex:
         return n >= 2 * self.n_made_of
 
     def truncate(self, n: int) -> None:
-        self._n = min(n, self._n)
+        self._codes.truncate(n)
 
     @property
-    def state(self) -> list:
-        return [self._mean, self._of_keys, self._of_queries, *rows(self._codes, 0, self._n)]
+    def codes(self) -> HeldRows:
+        return self._codes
+
+    @property
+    def state(self) -> list[mx.array]:
+        """All but the codes, for a file."""
+        return [self._mean, self._of_keys, self._of_queries]
 
     @classmethod
-    def restored(cls, state: Any, keys: mx.array) -> KeyIndex | None:
-        """The index of a file, for keys of this shape; None if it does not fit them."""
+    def restored(cls, state: Any, keys: mx.array, aside: Callable[[], Aside]) -> KeyIndex | None:
+        """The index of a file, for keys of this shape; None if it does not fit them.
+
+        It is without codes, which `fill` is to be given. Earlier versions' files have them in `state`.
+        """
         index = cls.__new__(cls)
         B, H, _, D = keys.shape
         try:
             index._mean, index._of_keys, index._of_queries, *codes = state
-            index._n = index.n_made_of = n_rows(codes)
-            wanted = [((B, H, index._n, width), dtype) for width, dtype in _packed(D)]
+            given = tuple(codes) or no_codes(keys)
             fits = (
                 index._mean.shape == (B, H, 1, D)
                 and index._of_keys.shape == index._of_queries.shape == (B, H, D, _padded(D))
-                and [(x.shape, x.dtype) for x in codes] == wanted
+                and _forms(given) == _forms(no_codes(keys))
             )
         except (AttributeError, IndexError, TypeError, ValueError):
             return None
-        index._codes = tuple(codes)
-        return index if fits else None
+        if not fits:
+            return None
+        index._codes = HeldRows(no_codes(keys), aside=aside)
+        index.fill([given])
+        return index
+
+    def fill(self, codes: Iterable[Stored]) -> None:
+        """Add codes that an index with the same state had."""
+        for some in codes:
+            self._codes.append(some)
+        self.n_made_of = len(self)
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
         other = copy.copy(self)
@@ -133,29 +152,36 @@ class KeyIndex:
 
         Returns: `(B, n_kv_heads, n)` float32, 0 at most.
         """
-        spans = list(self._spans(observed, n))
-        if len(spans) == 1:
-            return by_heads(partial(_relevance, n), n, *self._factors(*spans[0]))
+        parts = list(self._parts(observed, n))
+        if len(parts) == 1:
+            return by_heads(partial(_relevance, n), n, *self._factors(*parts[0]))
+        B, H, _, _ = self._of_queries.shape
+        if 4 * B * H * parts[0][0][0].shape[2] * n <= LOGIT_BYTES:
+            made: list[mx.array] = []
+            for part in parts:
+                made.append(self._logits(*part, made[-1:]))
+            return _below(mx.concatenate(made, axis=3))
         # Made twice, since they are too many to be kept.
         tops: list[mx.array] = []
-        for span in spans:
-            tops.append(self._logits(*span, tops[-1:]).max(axis=3, keepdims=True))
+        for part in parts:
+            tops.append(self._logits(*part, tops[-1:]).max(axis=3, keepdims=True))
         most = mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
         below: list[mx.array] = []
-        for span in spans:
-            below.append((self._logits(*span, below[-1:] or [most]) - most).max(axis=2))
+        for part in parts:
+            below.append((self._logits(*part, below[-1:] or [most]) - most).max(axis=2))
         return mx.concatenate(below, axis=-1)
 
-    def _spans(self, observed: Queries, n: int) -> Iterator[tuple[Asking, int, int]]:
-        """What multiplies the codes of keys from one to before another, which are all `n` or as many as may be."""
+    def _parts(self, observed: Queries, n: int) -> Iterator[tuple[Asking, int, int]]:
+        """What multiplies the codes of keys from one to before another, which lie together and are not too many."""
         B, H, _, _ = self._of_queries.shape
         near = self._asking(observed)
         block = max(WIDTH, LOGIT_BYTES // (4 * B * H * near[0].shape[2]))
         for begin, end in pairwise(sorted({*(min(edge, n) for edge in observed.edges), n})):
             seen = observed.seen_by(begin)
             asking = near if seen is observed else self._asking(seen)
-            for start, stop in spans(begin, end, block):
-                yield asking, start, stop
+            for first, last in self._codes.spans(begin, end):
+                for start, stop in spans(first, last, block):
+                    yield asking, start, stop
 
     def _asking(self, observed: Queries) -> Asking:
         B, H, D, _ = self._of_queries.shape
@@ -170,15 +196,16 @@ class KeyIndex:
         """Of the keys `[start, stop)`, computed after what is given: `(B, n_kv_heads, group * m, n)` float32."""
         queries, *others = self._factors(asking, start, stop)
         queries = mx.depends(queries, list(after)) if after else queries
-        return _logits(stop - start, queries, *others)
+        n = stop - start
+        logits = by_heads(partial(_logits, n), n, queries, *others)
+        if self._codes.waits:
+            mx.eval(logits)
+        return logits
 
     def _factors(self, asking: Asking, start: int, stop: int) -> list[mx.array]:
         """What the logits of the keys `[start, stop)` are made of, in `_logits`."""
         queries, common = asking
-        # MLX may copy a part of the codes: nearly all of them are multiplied as a whole.
-        whole = start == 0 and 8 * stop >= 7 * n_rows(self._codes)
-        codes = self._codes if whole else rows(self._codes, start, stop)
-        return [queries, *codes] + ([] if common is None else [common])
+        return [queries, *self._codes.reach(start, stop)] + ([] if common is None else [common])
 
     def latest_votes(
         self,
@@ -227,7 +254,11 @@ def _relevance(
     n: int, queries: mx.array, codes: mx.array, powers: mx.array, common: mx.array | None = None
 ) -> mx.array:
     """`KeyIndex.relevance` of the first `n` keys of these codes."""
-    logits = _logits(n, queries, codes, powers, common)
+    return _below(_logits(n, queries, codes, powers, common))
+
+
+def _below(logits: mx.array) -> mx.array:
+    """How near any query's logit of a key comes to its largest, of `(B, n_kv_heads, group * m, n)`."""
     return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
 
 
@@ -241,6 +272,18 @@ def _logits(
         logits = queries @ mx.dequantize(codes, powers, **MODE).astype(mx.float32).mT
     logits = logits[..., :n]
     return logits if common is None else logits + common
+
+
+def no_codes(keys: mx.array) -> tuple[mx.array, ...]:
+    """Codes and powers of two of none of the keys, to show their forms."""
+    B, H, _, D = keys.shape
+    return tuple(mx.zeros((B, H, 0, width), dtype) for width, dtype in _packed(D))
+
+
+def _forms(codes: Sequence[mx.array]) -> list[tuple]:
+    """Their shapes but for the number of keys, which is that of the first, and their dtypes."""
+    n = n_rows(codes)
+    return [(x.shape[:2], x.shape[2] - n, x.shape[3:], x.dtype) for x in codes]
 
 
 def index_bytes(keys: mx.array) -> int:

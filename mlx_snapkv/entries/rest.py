@@ -22,12 +22,15 @@ from typing import Any
 import mlx.core as mx
 
 from .attention import HIDDEN
+from .quantization import join, n_rows, rows
 from .spans import spans
 
 PAGE = 256  # neighbours that share a mean
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)
 FITTED = 16  # of the prompt's last queries, for which mass and temperature are found
+Pair = tuple[mx.array, mx.array]  # keys and values
+
 NOTHING = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
 
 
@@ -48,11 +51,9 @@ class Rest:
         return self.keys.shape[2]
 
     def extended(self, entries: Any, n: int) -> Rest:
-        """The same with the means of entries that came behind the first `n`; see `means`."""
-        done = n // PAGE  # the page behind these may have grown
-        new = means(entries, done)
-        both = ((self.keys, new[0]), (self.values, new[1]))
-        keys, values = (mx.concatenate([old[:, :, :done], x], axis=2) for old, x in both)
+        """The same with the means of entries that came behind the first `n`."""
+        held = rows((self.keys, self.values), 0, n // PAGE)  # the page behind these may have grown
+        keys, values = means(entries, held)
         return replace(self, keys=keys, values=values)
 
     def bias(self, queries: mx.array, scale: float, unread: mx.array) -> mx.array:
@@ -109,14 +110,14 @@ def means_by_block(
     return entries.by_block(of_block, spans(start, stop))
 
 
-def means(entries: Any, first: int) -> tuple[mx.array, mx.array]:
-    """Mean keys and values of all pages from the `first` on; entries are read as in `distances`."""
-    start, stop = first * PAGE, len(entries)
+def means(entries: Any, held: Pair | None = None) -> Pair:
+    """Mean keys and values of all pages, those of the first perhaps `held`; entries are read a block at a time."""
+    start, stop = 0 if held is None else n_rows(held) * PAGE, len(entries)
     keys = means_by_block(entries, entries.read_keys, start, stop, PAGE)
     mx.eval(keys)
     values = means_by_block(entries, entries.read_values, start, stop, PAGE)
     mx.eval(values)
-    return keys, values
+    return (keys, values) if held is None else join(held, (keys, values))
 
 
 PAIRS = list(product(MASSES, TEMPERATURES))  # the first is no rest at all
@@ -144,39 +145,40 @@ class Example:
         seen = mx.arange(start, start + keys.shape[2]) <= own
         return mx.where(seen, page_logits(self.queries, keys), HIDDEN), seen
 
+    def mass_of_sinks(self, top: mx.array) -> mx.array:
+        """`exp(logit - top)` of attention sinks, or 0: `(B, n_kv_heads, group, m, 1)` float32, as `top` is."""
+        if self.sinks is None:
+            return mx.array(0.0)
+        by_head = mx.unflatten(self.sinks.astype(mx.float32), 0, (top.shape[1], -1))
+        return mx.exp(by_head[None, :, :, None, None] - top)
+
 
 def distances(entries: Any, pages: tuple[mx.array, mx.array], example: Example) -> mx.array:
     """How far heads' outputs are from full attention's, squared and summed over an example's queries.
 
     Args:
         entries: gives keys and values `(B, n_kv_heads, stop - start, head_dim)` by `read_keys(start, stop)` and
-            `read_values`; they are read a block at a time, the keys twice.
+            `read_values`; they are read a block at a time, each once.
         pages: the means of both.
 
     Returns: `(len(PAIRS), B, n_kv_heads, group)` float32.
     """
-    n, top = len(entries), mx.array(HIDDEN)
-    for start, stop in spans(0, n):
-        logits, _ = example.logits(entries.read_keys(start, stop), start)
-        top = mx.maximum(top, logits.max(axis=-1, keepdims=True))
-        mx.eval(top)
-    of_sinks = mx.zeros_like(top)
-    if example.sinks is not None:
-        H = pages[0].shape[1]
-        sinks = mx.unflatten(example.sinks.astype(mx.float32), 0, (H, -1))[None, :, :, None, None]
-        of_sinks = mx.exp(sinks - top)
-    # Of all that is seen, and of what is read: the softmax's denominator and the sum of values.
-    every = read = of_sinks, mx.array(0.0)
+    top = mx.array(HIDDEN)
+    # Of all that is seen, and of what is read: the softmax's denominator and the sum of values, times `exp(-top)`.
+    every = read = mx.array(0.0), mx.array(0.0)
     unread: list[mx.array] = []
-    for start, stop in spans(0, n):
+    for start, stop in spans(0, len(entries)):
         logits, seen = example.logits(entries.read_keys(start, stop), start)
         values = entries.read_values(start, stop).astype(mx.float32)[:, :, None]
         is_read = example.read[..., start:stop]
-        weights = mx.exp(logits - top)
-        every = _summed(every, weights, values)
-        read = _summed(read, mx.where(is_read[:, :, None], weights, 0), values)
+        before, top = top, mx.maximum(top, logits.max(axis=-1, keepdims=True))
+        weights, fewer = mx.exp(logits - top), mx.exp(before - top)
+        every = _summed(every, fewer, weights, values)
+        read = _summed(read, fewer, mx.where(is_read[:, :, None], weights, 0), values)
         unread.append(by_page(seen & ~is_read)[:, :, None])
-        mx.eval(every, read, unread)
+        mx.eval(top, every, read, unread)
+    of_sinks = example.mass_of_sinks(top)
+    every, read = ((total + of_sinks, sums) for total, sums in (every, read))
     full, (total, sums) = every[1] / every[0], read
     counts, of_pages = mx.concatenate(unread, axis=-1), pages[1].astype(mx.float32)[:, :, None]
     rest = page_logits(example.queries, pages[0])
@@ -187,9 +189,9 @@ def distances(entries: Any, pages: tuple[mx.array, mx.array], example: Example) 
 
 
 def _summed(
-    sums: tuple[mx.array, mx.array], weights: mx.array, values: mx.array
+    sums: tuple[mx.array, mx.array], fewer: mx.array, weights: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array]:
-    return sums[0] + weights.sum(axis=-1, keepdims=True), sums[1] + weights @ values
+    return sums[0] * fewer + weights.sum(axis=-1, keepdims=True), sums[1] * fewer + weights @ values
 
 
 def best_factors(errors: mx.array) -> tuple[mx.array, mx.array]:

@@ -51,7 +51,7 @@ class Setting(NamedTuple):
             return ""
         flag, text = "--policy", self.method
         if self.is_sparse:
-            flag, text = "--sparse", self.method.partition(":")[2]
+            flag, text = "--sparse", self.method.partition(":")[2] or "read=sparse"  # as by default
         plain = "recall" if self.is_sparse else "drop"
         memory = "" if self.memory == plain else f" --memory {self.memory}"
         return f"{flag} {shlex.quote(text)}{memory}"

@@ -14,8 +14,9 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from ..caches.adapter import has_all_entries
 from ..caches.layers import AttentionLayer, attention_layers, members, token_caches
 from ..caches.memories import in_files, memory_quantization
-from ..caches.page_ranking import means_held_as
+from ..caches.page_means import means_held_as
 from ..entries import device
+from ..entries.held_rows import BLOCK, RESIDENT
 from ..entries.key_index import index_bytes
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
@@ -157,8 +158,15 @@ class Footprint:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
         if not self.config.retains:
             return 0
-        index = with_room(n) * self.sizes.of_index() if device.used.ranks_by_index(n) else 0
-        return n * self.sizes.of_memory(self.config.memory) + index
+        ranked = self.with_rows(n)
+        beside = with_room(ranked) * self.sizes.of_index() if device.used.ranks_by_index(n) else 0
+        if in_files(self.config.memory):
+            beside += int(ranked * self.sizes.of_means())
+        return n * self.sizes.of_memory(self.config.memory) + beside
+
+    def with_rows(self, n: int) -> int:
+        """Of `n` tokens, those whose codes and means are in memory: where entries are in files, not all."""
+        return min(n, RESIDENT + BLOCK) if in_files(self.config.memory) else n
 
     def kept(self, plan: Plan) -> list[int]:
         """By layer whose entries the policy chooses, how many the answer is decoded from."""
@@ -251,6 +259,8 @@ def file_cost(model, memory: str, n_new: int, *, saved_in: Path | None = None) -
         return None
     sizes = EntrySizes(model)
     stored = n_new * sum(sizes.of_token(memory_quantization(model, sizes.layers, memory)))
+    if n_new > RESIDENT:
+        stored += int(n_new * (sizes.of_index() + sizes.of_means()))
     disks: dict[int, Disk] = {}
     for folder in filter(None, (Path(tempfile.gettempdir()), saved_in)):
         with contextlib.suppress(OSError):  # some don't say what is free

@@ -171,7 +171,8 @@ class Planner:
         if plan.sparse_reading is not None:
             most, gathered = _read_at_once(plan, plan.sparse_reading)
             entries += int(
-                GATHERED * self._widest * (gathered + chunk) + self._sizes.of_means() * n
+                GATHERED * self._widest * (gathered + chunk)
+                + self._sizes.of_means() * footprint.with_rows(n)
             )
             most += chunk
         held = self._chunks(n, chunk, most, None if in_blocks else self._limit)

@@ -1,7 +1,7 @@
 """The entries of a prompt in files, in a folder beside the saved prompt that they belong to.
 
-The prompt's file names the folder, in which each layer has a file of keys and one of values. A checksum of every piece
-of these is in the prompt's file, so that opening it reads none of them.
+The prompt's file names the folder, in which each layer has a file of keys, one of values and perhaps one of its index's
+codes. A checksum of every piece of these is in the prompt's file, so that opening it reads no keys and values.
 """
 
 import base64
@@ -13,6 +13,8 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,8 @@ import numpy as np
 from ..caches.memories import books
 from ..caches.recording import RecordingKVCache
 from ..caches.stores.file import FileStore, Layout, SavedFile
-from ..entries.quantization import Quantization, pack
+from ..entries.key_index import no_codes
+from ..entries.quantization import KEYS, VALUES, Quantization, Stored, pack
 from ..entries.spans import spans
 from ..errors import SnapKVError
 from . import sealed
@@ -97,48 +100,112 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     quantization = how and Quantization(*how)
     checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
-    for number, cache in enumerate(books(prompt_cache)):
-        files = []
-        for path, layout, piece in _files(folder, number, cache, quantization):
-            own, checksums = np.split(checksums, [-(-n // piece)])
-            files.append(SavedFile(path, layout, n, own, piece))
-        cache.store = FileStore(quantization, files, n, cache.store.first_entry)
+    caches = books(prompt_cache)
+    # Earlier versions have the codes in the prompt's file.
+    for number, (cache, n_codes) in enumerate(zip(caches, book.get("codes", [0] * len(caches)))):
+        opened = []
+        for file in _files(folder, number, cache, quantization, n, n_codes):
+            own, checksums = np.split(checksums, [-(-file.n // file.piece)])
+            opened.append(SavedFile(file.path, file.layout, file.n, own, file.piece))
+        keys, values, *codes = opened
+        cache.store = FileStore(quantization, [keys, values], n, cache.store.first_entry)
+        if codes and cache.index is not None:
+            cache.index.fill(codes[0].read(*span) for span in spans(0, n_codes))
         if cache.offset != n:
             raise SnapKVError(f"its layers should hold {n} tokens")
+
+
+@dataclass(frozen=True)
+class _File:
+    """A layer's file of keys, of values or of codes: how its `n` rows lie there."""
+
+    path: Path
+    layout: Layout
+    n: int
+
+    @property
+    def piece(self) -> int:
+        """Rows that share a checksum."""
+        return max(1, PIECE // self.layout.token)
+
+    def write(
+        self, stored: Callable[[int, int], Stored], written: Callable[[int], None]
+    ) -> list[int]:
+        """Write the rows that `stored` gives; the checksums of their pieces."""
+        checksums, size = [], self.piece * self.layout.token
+        with self.path.open("xb") as file:
+            for span in spans(0, self.n, self.piece * _AT_A_TIME):
+                data = self.layout.to_bytes(stored(*span))
+                file.write(data)
+                checksums += [zlib.crc32(data[i : i + size]) for i in range(0, len(data), size)]
+                written(len(data))
+            file.flush()
+            os.fsync(file.fileno())
+        return checksums
 
 
 def _write(folder: Path, caches: list[RecordingKVCache], progress: Progress | None) -> str:
     """Write the entries, a file after the other; what `open_book` is to be given."""
     quantization, n = caches[0].store.quantization, caches[0].offset
-    found = [_files(folder, i, cache, quantization) for i, cache in enumerate(caches)]
-    total = n * sum(layout.token for files in found for _, layout, _ in files)
+    n_codes = list(map(_n_codes, caches))
+    found = [
+        _files(folder, number, cache, quantization, n, n_codes[number])
+        for number, cache in enumerate(caches)
+    ]
+    total = sum(file.n * file.layout.token for files in found for file in files)
     done, checksums = 0, []
+
+    def written(n_bytes: int) -> None:
+        nonlocal done
+        done += n_bytes
+        if progress is not None:
+            progress(done, total)
+
     for cache, files in zip(caches, found):
-        for which, (path, layout, piece) in enumerate(files):
-            step, size = piece * _AT_A_TIME, piece * layout.token
-            with path.open("xb") as file:
-                for span in spans(0, n, step):
-                    data = layout.to_bytes(cache.store.stored(which, *span))
-                    file.write(data)
-                    checksums += [zlib.crc32(data[i : i + size]) for i in range(0, len(data), size)]
-                    done += len(data)
-                    if progress is not None:
-                        progress(done, total)
-                file.flush()
-                os.fsync(file.fileno())
+        for file, stored in zip(files, _stored(cache)):
+            checksums += file.write(stored, written)
     about = {
         "folder": folder.name,
         "entries": n,
+        "codes": n_codes,
         "quantization": quantization and (quantization.bits, quantization.group_size),
         "checksums": base64.b64encode(np.array(checksums, np.uint32).tobytes()).decode(),
     }
     return json.dumps(about)
 
 
+def _stored(cache: RecordingKVCache) -> Iterator[Callable[[int, int], Stored]]:
+    """What gives rows of a layer's keys, values and, if it has an index, codes."""
+    for which in (KEYS, VALUES):
+        yield partial(cache.store.stored, which)
+    if cache.index is not None:
+        yield cache.index.codes.between
+
+
 def _files(
-    folder: Path, number: int, cache: RecordingKVCache, quantization: Quantization | None
-) -> list[tuple[Path, Layout, int]]:
-    """A layer's files of keys and of values, how these lie in them, and the entries that share a checksum."""
-    ones = (pack(x, quantization) for x in cache.sample)
-    paths = (folder / f"{number:03d}.{kind}" for kind in ("keys", "values"))
-    return [(path, x, max(1, PIECE // x.token)) for path, x in zip(paths, map(Layout.of, ones))]
+    folder: Path,
+    number: int,
+    cache: RecordingKVCache,
+    quantization: Quantization | None,
+    n: int,
+    n_codes: int,
+) -> list[_File]:
+    """A layer's files of `n` keys and values and of `n_codes`, if there are any."""
+    keys, values = (Layout.of(pack(x, quantization)) for x in cache.sample)
+    files = [
+        _File(folder / f"{number:03d}.keys", keys, n),
+        _File(folder / f"{number:03d}.values", values, n),
+    ]
+    if n_codes:
+        layout = Layout.of(no_codes(cache.sample[0]))
+        files.append(_File(folder / f"{number:03d}.codes", layout, n_codes))
+    return files
+
+
+def _n_codes(cache: RecordingKVCache) -> int:
+    """Codes to be written: those of an index that fits the keys as they are stored, which latent ones' does not."""
+    if cache.index is None:
+        return 0
+    codes = cache.index.codes
+    fits = Layout.of(codes.between(0, 0)) == Layout.of(no_codes(cache.sample[0]))
+    return len(codes) if fits else 0

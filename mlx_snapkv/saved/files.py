@@ -31,7 +31,8 @@ from ..policies import Method, Sparse, Stages, method_named
 from ..several.shard import require_whole
 from . import book, sealed
 
-FORMAT = 6
+FORMAT = 7
+OLDER = {"6"}  # formats that are read, too
 SAMPLES = 64  # values of each parameter in the fingerprint
 _MARK = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # the first entry that was computed from few, or None
@@ -107,7 +108,7 @@ def load(path: str | Path, model) -> SavedPrompt:
     ours = not {_MARK, sealed.KEY}.isdisjoint(found)
     if ours and not sealed.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
-    if ours and found[_MARK] != str(FORMAT):
+    if ours and found[_MARK] not in {str(FORMAT), *OLDER}:
         why = f"has format {found[_MARK]}, but this version reads format {FORMAT}"
         raise SnapKVError(f"{path} {why}: save the prompt again with mlx-snapkv cache-prompt")
     try:

@@ -1,5 +1,6 @@
 """What a token does not read, as weighed means of pages: by NumPy in float64, and through real models."""
 
+import functools
 import itertools
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from mlx_snapkv.entries import rest
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
-from mlx_snapkv.entries.spans import BLOCK
+from mlx_snapkv.entries.spans import BLOCK, spans
 from mlx_snapkv.policies.budgets import Quota
 
 H, GROUP, D, N, M = 2, 3, 32, 150, 5
@@ -78,7 +79,9 @@ def output(query, keys, values, read, seen, pair):
 
 @pytest.fixture
 def small_pages(monkeypatch):
+    """And blocks of three of them."""
     monkeypatch.setattr(rest, "PAGE", 16)
+    monkeypatch.setattr(rest, "spans", functools.partial(spans, block=48))
 
 
 def float64(*arrays):
@@ -151,7 +154,7 @@ def test_means_of_a_file_hold_a_block_of_it_at_a_time():
     layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]
     view, before = FullView([store], layer), mx.get_active_memory()
     mx.reset_peak_memory()
-    keys, values = rest.means(view, 0)
+    keys, values = rest.means(view)
     assert mx.get_peak_memory() - before < entries.keys.nbytes / 2
     wanted = rest.page_means(entries.keys, rest.PAGE), rest.page_means(entries.values, rest.PAGE)
     assert mx.allclose(keys, wanted[0], atol=1e-5) and mx.allclose(values, wanted[1], atol=1e-5)

@@ -16,12 +16,15 @@ from mlx_snapkv import SnapKVError, generate_step, prefill
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
+from mlx_snapkv.caches.page_means import PageMeans
 from mlx_snapkv.caches.page_ranking import SAMPLED, PageRanking
 from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
 from mlx_snapkv.caches.stores import FileStore
 from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.entries import held_rows
 from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.entries.quantization import n_bytes
+from mlx_snapkv.entries.quantization import n_bytes, rows
+from mlx_snapkv.entries.rest import page_means
 from mlx_snapkv.entries.spans import BLOCK
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
@@ -48,7 +51,7 @@ def sparse_caches(model, reach, memory="recall", last_from=1 << 30):
         everything = layer.cache_in(caches)
         everything.layer = layer
         views.append(FullView([everything.store], layer))
-        ranking = PageRanking(views[-1], reach, ALL, last_from)
+        ranking = PageRanking(views[-1], PageMeans(), reach, ALL, last_from)
         chooses = SparsePrefillKVCache(everything, ranking)
         layer.put(caches, chooses)
     return caches, views
@@ -90,13 +93,21 @@ def chosen_pages(keys, queries, scale):
     return found
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+@pytest.mark.parametrize(
+    "memory, resident", [("recall", None), ("recall:file", None), ("recall:file", 4)]
+)
 @pytest.mark.parametrize(
     "make",
     [make_llama, lambda: make_llama(head_dim=64), lambda: make_model("gpt_oss")],
     ids=["llama", "means in 8 bits", "gpt_oss"],
 )
-def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(make, memory):
+def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
+    make, memory, resident, monkeypatch
+):
+    """Wherever the entries are, and the means of all but a few pages."""
+    if resident is not None:
+        monkeypatch.setattr(held_rows, "RESIDENT", resident * PAGE)
+        monkeypatch.setattr(held_rows, "BLOCK", 2 * PAGE)
     model = make()
     caches, (view, *_) = sparse_caches(model, REACH, memory)
     gathered, gather = [], view.gather
@@ -119,8 +130,8 @@ def test_pages_means_are_held_in_8_bits(dtype):
     caches, (view,) = sparse_caches(model, REACH)
     read_by(model, caches, START, N)
     *_, means = caches[0].state
-    B, H, n, D = view.read_keys(0, (START - WINDOW) // PAGE * PAGE).shape
-    assert n_bytes(means) == B * H * n // PAGE * (D + 2 * dtype.size)
+    B, H, _, D = view.read_keys(0, 1).shape
+    assert n_bytes(rows(means, 0, 1)) == B * H * (D + 2 * dtype.size)
 
 
 def test_a_question_to_a_file_holds_a_block_of_its_keys_at_a_time():
@@ -129,10 +140,9 @@ def test_a_question_to_a_file_holds_a_block_of_its_keys_at_a_time():
     keys = mx.random.normal((1, 2, 8 * BLOCK + PAGE, 64))
     store.append(Entries(keys, keys))
     view = FullView([store], attention_layers(model, make_prompt_cache(model))[0])
-    ranking = PageRanking(view, REACH, REACH, 0)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(ranking._means(range(8 * BLOCK // PAGE)))
+    mx.eval([means() for _, means in PageMeans().of(view, range(8 * BLOCK // PAGE))])
     assert mx.get_peak_memory() - before < keys.nbytes / 2
 
 
@@ -140,9 +150,10 @@ def test_means_that_can_not_be_quantised_are_held_as_they_are():
     model = make_llama(num_hidden_layers=1, head_dim=40)
     caches, (view,) = sparse_caches(model, REACH)
     read_by(model, caches, START, N)
-    *_, means = caches[0].state
+    *_, (means, _) = caches[0].state
     keys = view.read_keys(0, (START - WINDOW) // PAGE * PAGE)
-    assert means.shape[2] * PAGE == keys.shape[2] and means.shape[3] == 40
+    wanted = page_means(keys, PAGE)
+    assert mx.array_equal(means[:, :, : wanted.shape[2]], wanted)
 
 
 def test_attention_is_that_of_numpy_over_what_was_chosen():

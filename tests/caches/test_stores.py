@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from disk_helpers import cut_short, full_disk
+from disk_helpers import cut_short, full_disk, unreadable
 from entry_helpers import computing
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +21,7 @@ from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.stores import STORES, MemoryStore
 from mlx_snapkv.caches.stores.file import FileStore, Layout, SavedFile
+from mlx_snapkv.caches.stores.temporary import AsideFile
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import KEYS, Quantization, pack, unpack
@@ -231,3 +232,26 @@ def test_a_file_that_was_cut_short_is_neither_read_nor_filled_up(kind):
     holding(store, rows_of(7, seed=1))
     assert_bits_equal([x[:, :, :20] for x in store.entries()], rows_of(20))
     assert_bits_equal([x[:, :, 20:] for x in store.entries()], rows_of(7, seed=1))
+
+
+def test_what_is_put_aside_needs_room():
+    with (
+        full_disk(1000),
+        pytest.raises(SnapKVError, match=r"TMPDIR or --store-dir .* another memory"),
+    ):
+        AsideFile().put(mx.zeros((1, 2, 300, 64)))
+
+
+@pytest.mark.parametrize("damage", [cut_short, unreadable])
+def test_what_was_put_aside_can_not_be_read(damage):
+    wanted, other = rows_of(20)
+    number = os.dup(0)  # the file's is the next that is free
+    os.close(number)
+    aside = AsideFile()
+    reads = aside.put(wanted), aside.put((wanted, other))
+    mend = damage(number)
+    for read in reads:
+        with pytest.raises(SnapKVError, match="temporary file can't be read"):
+            read()
+    mend()
+    assert_bits_equal([reads[0](), *reads[1]()], [wanted, wanted, other])

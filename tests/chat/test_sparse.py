@@ -42,7 +42,8 @@ def test_six_questions_one_a_turn(demo_model):
         assert conversation.report.read_per_chunk in read(last=True)
     report = conversation.report
     assert report.policy == f"sparse:{SPARSE}" and 100 < report.read_per_token <= 128
-    assert report.file_bytes and kv_bytes(conversation.prompt_cache) == 0
+    # Pages' means stay in memory, for later turns.
+    assert 0 < kv_bytes(conversation.prompt_cache) < report.file_bytes / 50
     assert held(conversation) == {len(conversation.read)}
     forgetful, facts = about_a_text(*demo_model, 2048, 6, sparse=None, policy="snapkv:top_k=92")
     assert sum(is_answered(forgetful, fact) for fact in facts) <= 3

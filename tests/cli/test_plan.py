@@ -22,7 +22,7 @@ def test_a_table_of_one_context(call):
     assert "200 MB of 300 MB is available to models." in " ".join(out.split())
     assert "recommended: sparse, because all entries fit in memory" in lines[-2]
     asked = "mlx-snapkv generate --model demo --prompt-file FILE --prompt QUESTION"
-    assert shlex.split(lines[-1]) == [*asked.split(), "--sparse", ""]
+    assert shlex.split(lines[-1]) == [*asked.split(), "--sparse", "read=sparse"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from mlx_snapkv.entries import device
+from mlx_snapkv.caches.stores.temporary import AsideFile
+from mlx_snapkv.entries import device, held_rows
 from mlx_snapkv.entries.attention import attention_votes
 from mlx_snapkv.entries.key_index import KeyIndex, index_bytes
 from mlx_snapkv.entries.queries import Pages, Queries
@@ -42,8 +43,8 @@ def lacking(logits):
     return (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
 
 
-def indexed(keys, queries=None, portions=(250, 1, 349)) -> KeyIndex:
-    index, start = KeyIndex(keys, queries), 0
+def indexed(keys, queries=None, portions=(250, 1, 349), aside=None) -> KeyIndex:
+    index, start = KeyIndex(keys, queries, aside), 0
     for n in portions:
         index.append(keys[:, :, start : start + n])
         start += n
@@ -83,6 +84,37 @@ def test_codes_are_multiplied_alike_where_mlx_has_no_such_products(low_rank, mon
     found = index.relevance(asking(queries), T)
     monkeypatch.setattr(device, "used", dataclasses.replace(device.used, multiplies_codes=False))
     assert mx.allclose(found, index.relevance(asking(queries), T), rtol=1e-4, atol=1e-3)
+
+
+@pytest.fixture
+def few_in_memory(monkeypatch):
+    """Of an index, codes of the first 256 keys and of up to 128 of the last."""
+    monkeypatch.setattr(held_rows, "RESIDENT", 256)
+    monkeypatch.setattr(held_rows, "BLOCK", 128)
+
+
+@pytest.mark.parametrize("logit_bytes", [0, 1 << 20])
+def test_codes_in_a_file_rank_as_those_in_memory(low_rank, few_in_memory, monkeypatch, logit_bytes):
+    """Whether all logits are held, or made twice."""
+    keys, queries = low_rank
+    index, wanted = indexed(keys, queries, aside=AsideFile), indexed(keys, queries)
+    assert index.nbytes < 0.8 * wanted.nbytes and index.codes.waits
+    monkeypatch.setattr("mlx_snapkv.entries.key_index.LOGIT_BYTES", logit_bytes)
+    for n in (1, 250, 300, T):
+        found = [x.relevance(asking(queries), n) for x in (index, wanted)]
+        assert mx.allclose(*found, rtol=1e-4, atol=1e-3)
+
+
+def test_an_earlier_version_s_index_has_its_codes_in_its_state(low_rank, few_in_memory):
+    keys, queries = low_rank
+    index = indexed(keys, queries)
+    state = [*index.state, *index.codes.between(0, T)]
+    found = KeyIndex.restored(state, keys[:, :, :1], AsideFile)
+    assert len(found) == found.n_made_of == T and found.nbytes < 0.8 * index.nbytes
+    wanted = index.relevance(asking(queries), T)
+    assert mx.allclose(found.relevance(asking(queries), T), wanted, rtol=1e-4, atol=1e-3)
+    assert KeyIndex.restored(state[:4], keys[:, :, :1], AsideFile) is None
+    assert KeyIndex.restored(state, keys[:, :1, :1], AsideFile) is None
 
 
 def test_many_queries_and_keys_are_asked_in_turn(low_rank, monkeypatch):

@@ -13,6 +13,7 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.entries import held_rows
 from mlx_snapkv.policies import Sparse
 from mlx_snapkv.saved import book
 
@@ -87,8 +88,12 @@ def test_a_policy_chooses_from_a_book_s_entries(path, tokens, memory):
     assert_same(*answers)
 
 
-def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch):
+@pytest.mark.parametrize("resident", [1 << 16, 64])
+def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
+    """Its codes are in files of their own, as many as stay in memory are read."""
     computing(monkeypatch, exact_votes=50)
+    monkeypatch.setattr(held_rows, "RESIDENT", resident)
+    monkeypatch.setattr(held_rows, "BLOCK", 32)
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
     options = {"sparse": SPARSE, "memory": "recall:file"}
@@ -98,7 +103,12 @@ def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch):
     loaded = saved.load(path, model).prompt_cache
     monkeypatch.delattr(FullView, "make_index")
     assert [len(c.index) for c in loaded] == [len(said)] * len(loaded)
+    assert [c.index.codes.waits for c in loaded] == [resident < len(said)] * len(loaded)
     assert_same(asked(model, loaded), asked(model, caches))
+    *_, file = beside(path, "*.entries/*.codes")
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(SnapKVError, match=r"can't be used: .*001\.codes is damaged: a checksum"):
+        saved.load(path, model)
 
 
 def test_a_replaced_book_leaves_nothing_behind(path, tokens):

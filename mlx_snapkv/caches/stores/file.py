@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import tempfile
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -22,8 +21,9 @@ from ...entries.quantization import Quantization, Stored, arrays, unpack
 from ...errors import EntryFileError
 from ...paths import refusing
 from ..file_map import file_map
-from ..open_files import allow_more_files, is_open_files_limit, limit_reached
+from ..open_files import allow_more_files
 from .base import Store
+from .temporary import AsideFile, no_room, temporary_file, write_at
 from .views import EntryView, JoinedView
 
 COPIED = 8 << 20  # bytes of a file at a time
@@ -73,19 +73,14 @@ class EntryFile:
 
     def __init__(self, layout: Layout, file: Any = None):
         self.layout = layout
-        if file is None:
-            allow_more_files()
-            file = tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)  # noqa: SIM115
-        self._file = file
+        self._file = file or temporary_file()
         weakref.finalize(self, self._file.close)
 
     def write(self, stored: Stored, at: int) -> None:
         """Write rows from entry `at` on. Raises: OSError; EntryFileError: those before it are gone."""
         data, start = self.layout.to_bytes(stored), at * self.layout.token
         self._require(start)  # the system would fill up with zeros
-        while data:
-            n = os.pwrite(self._file.fileno(), data, start)
-            data, start = data[n:], start + n
+        write_at(self._file, data, start)
 
     def copy(self, other: EntryFile, n: int, at: int) -> None:
         """Write the first `n` entries of a file of the same layout from entry `at` on."""
@@ -93,9 +88,8 @@ class EntryFile:
         other._require(size)
         for done in range(0, size, COPIED):
             data = os.pread(other._file.fileno(), min(COPIED, size - done), done)
-            while data:
-                n_written = os.pwrite(self._file.fileno(), data, start)
-                data, start = data[n_written:], start + n_written
+            write_at(self._file, memoryview(data), start)
+            start += len(data)
 
     def cut(self, n: int) -> None:
         os.ftruncate(self._file.fileno(), n * self.layout.token)
@@ -212,6 +206,7 @@ class FileStore(JoinedView, Store):
     name = "file"
     in_files = True
     nbytes = 0
+    aside = AsideFile
 
     def __init__(
         self,
@@ -235,11 +230,7 @@ class FileStore(JoinedView, Store):
                 file.write(x, part.n_entries)
         except OSError as error:
             self._cut()
-            why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
-            why = limit_reached() if is_open_files_limit(error) else why
-            raise EntryFileError(
-                f"entries can't be kept in a file in {tempfile.gettempdir()}: {why}, or use another memory"
-            ) from error
+            raise no_room(error) from error
         self._parts[-1] = replace(part, n_entries=part.n_entries + len(new))
 
     def _begin(self, layouts: list[Layout]) -> None:

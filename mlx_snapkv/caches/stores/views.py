@@ -1,11 +1,12 @@
 """A layer's entries to be read, wherever they are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ...entries.held_rows import Aside
 from ...entries.quantization import KEYS, VALUES, Quantization, Stored, join, unpack
 
 
@@ -15,6 +16,9 @@ class EntryView(ABC):
     n_entries: int
     quantization: Quantization | None  # how they are stored, each by itself; None is as they came
     waits: bool = False  # what is read takes memory of its own: use it before more is read
+    aside: Callable[[], Aside] | None = (
+        None  # makes the place where rows beside its entries are put
+    )
 
     @abstractmethod
     def stored(self, which: int, start: int, stop: int) -> Stored:
@@ -38,6 +42,7 @@ class Beginning(EntryView):
 
     def __init__(self, view: EntryView, n_entries: int):
         self._view, self.n_entries, self.waits = view, n_entries, view.waits
+        self.aside = view.aside
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         return self._view.stored(which, start, stop)
@@ -62,6 +67,10 @@ class JoinedView(EntryView):
     @property
     def waits(self) -> bool:  # type: ignore[override]
         return any(part.waits for part in self._parts)
+
+    @property
+    def aside(self) -> Callable[[], Aside] | None:  # type: ignore[override]
+        return next((part.aside for part in self._parts if part.aside is not None), None)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
         """The views that have some of the entries `[start, stop)`, and which of their own those are."""

@@ -1,0 +1,68 @@
+"""The mean keys of pages of neighbours, by which the chunks of a prompt choose what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import mlx.core as mx
+
+from ..entries.held_rows import HeldRows
+from ..entries.quantization import Quantization, groups_dividing, pack, rows, unpack
+from ..entries.rest import means_by_block
+from ..policies.sparse import PAGE
+from .full_view import FullView
+
+
+class PageMeans:
+    """Mean keys of a layer's first pages; those of a text beyond what stays in memory are in a file, as its entries."""
+
+    _held: HeldRows | None = None  # while there are none
+    _held_as: Quantization | None = None
+
+    def __len__(self) -> int:
+        return 0 if self._held is None else len(self._held)
+
+    @property
+    def in_memory(self) -> tuple[mx.array, ...]:
+        return () if self._held is None else self._held.in_memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return 0 if self._held is None else self._held.nbytes
+
+    def truncate(self, n: int) -> None:
+        """Hold those of the first `n` pages only."""
+        if self._held is not None:
+            self._held.truncate(n)
+
+    def of(self, view: FullView, pages: range) -> Iterator[tuple[range, Callable[[], mx.array]]]:
+        """The means of these pages of a view, in parts: which pages, and what gives theirs.
+
+        Those are `(B, n_kv_heads, n, head_dim)` float32.
+        """
+        held = self._extended(view, pages.stop)
+        for start, stop in held.spans(pages.start, pages.stop):
+            yield range(start, stop), partial(self._read, held, start, stop)
+
+    def _read(self, held: HeldRows, start: int, stop: int) -> mx.array:
+        return unpack(held.read(start, stop), self._held_as).astype(mx.float32)
+
+    def _extended(self, view: FullView, stop: int) -> HeldRows:
+        """Those of the first `stop` pages, at least."""
+        if (done := len(self)) >= stop and self._held is not None:
+            return self._held
+        new = means_by_block(view, view.read_keys, done * PAGE, stop * PAGE, PAGE)
+        self._held_as = means_held_as(new.shape[3])
+        packed = pack(new, self._held_as)
+        if self._held is None:
+            self._held = HeldRows(rows(packed, 0, 0), PAGE, view.aside)
+        self._held.append(packed)
+        return self._held
+
+
+def means_held_as(head_dim: int) -> Quantization | None:
+    """How mean keys are held: in 8 bits, half of bfloat16's, unless MLX can't quantise keys of this size."""
+    fitting = groups_dividing([head_dim])
+    return Quantization(8, fitting[-1]) if fitting else None

@@ -1,0 +1,93 @@
+"""Rows that grow, in memory and elsewhere, against one array of them."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from entry_helpers import normal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_snapkv.caches.stores.temporary import AsideFile
+from mlx_snapkv.entries import held_rows
+from mlx_snapkv.entries.held_rows import HeldRows
+from mlx_snapkv.entries.quantization import Quantization, n_bytes, pack, rows
+
+N = 100
+PLAIN = normal(1, 2, N, 32)
+PACKED = pack(normal(1, 2, N, 32), Quantization(4, 32))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_in_memory():
+    """The first 16, and up to 8 of the last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held_rows, "RESIDENT", 16)
+        patch.setattr(held_rows, "BLOCK", 8)
+        yield
+
+
+def held(stored, n, aside=AsideFile, step=7):
+    found = HeldRows(rows(stored, 0, 0), aside=aside)
+    for start in range(0, n, step):
+        found.append(rows(stored, start, min(start + step, n)))
+    return found
+
+
+def assert_same(found, wanted):
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, wanted)), strict=True):
+        assert a.dtype == b.dtype and mx.array_equal(a, b)
+
+
+@pytest.mark.parametrize("stored", [PLAIN, PACKED, PLAIN.astype(mx.bfloat16)])
+@pytest.mark.parametrize("aside", [None, AsideFile])
+def test_rows_are_those_that_were_given(stored, aside):
+    found = held(stored, N, aside)
+    assert len(found) == N and found.waits == (aside is not None)
+    assert_same(found.between(0, N), stored)
+    assert_same(found.between(13, 61), rows(stored, 13, 61))
+    for start, stop in found.spans(5, 90):
+        assert_same(found.read(start, stop), rows(stored, start, stop))
+
+
+def test_no_more_than_the_first_and_a_block_are_in_memory():
+    one = n_bytes(rows(PLAIN, 0, 1))
+    for n in (16, 60, N):
+        found = held(PLAIN, n)
+        used = 16 + (n - 16) % 8
+        assert used * one <= found.nbytes <= (used + 2 * 16) * one  # and room for more
+    assert held(PLAIN, N, None).nbytes >= N * one
+
+
+def test_a_row_stands_for_several_entries():
+    found = HeldRows(PLAIN[:, :, :0], 4, AsideFile)
+    found.append(PLAIN)
+    assert [*found.spans(0, 10)] == [(0, 4), (4, 6), (6, 8), (8, 10)]
+    assert_same(found.between(0, N), PLAIN)
+
+
+def test_the_spans_of_some_rows_join_where_they_do_not_lie_together():
+    found = held(PLAIN, 45)
+    assert [*found.spans(0, 45)] == [(0, 16), (16, 24), (24, 32), (32, 40), (40, 45)]
+    assert [*found.spans(20, 33)] == [(20, 24), (24, 32), (32, 33)]
+    assert [*found.spans(3, 9)] == [(3, 9)] and [*found.spans(9, 9)] == []
+
+
+@given(st.data())
+def test_cut_and_appended_again(data):
+    """A copy, and what is appended to it, are its own; the file is common to both."""
+    found, wanted = held(PLAIN, 0), np.array(PLAIN)[:, :, :0]
+    kept = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        n = data.draw(st.integers(0, wanted.shape[2]))
+        start = data.draw(st.integers(0, N - 1))
+        stop = data.draw(st.integers(start, N))
+        kept.append((copy.deepcopy(found), wanted))
+        found.truncate(n)
+        found.append(PLAIN[:, :, start:stop])
+        wanted = np.concatenate([wanted[:, :, :n], np.array(PLAIN)[:, :, start:stop]], axis=2)
+    for rows_held, rows_wanted in [*kept, (found, wanted)]:
+        n = rows_wanted.shape[2]
+        assert len(rows_held) == n
+        assert np.array_equal(np.array(rows_held.between(0, n)), rows_wanted)
