@@ -14,6 +14,7 @@ float32 expansions of all codes a token.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,6 +54,7 @@ class KeyIndex:
 
     Attributes:
         n_made_of: how many keys there were, of which those were a sample.
+        codes: of the keys, and their powers of two.
     """
 
     def __init__(
@@ -73,22 +75,22 @@ class KeyIndex:
         self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
         self._of_queries = mx.pad(vectors * largest / weights.swapaxes(-1, -2), padding)
         mx.eval(self._mean, self._of_keys, self._of_queries)
-        self._codes = HeldRows(no_codes(keys), aside=aside)
+        self.codes = HeldRows(no_codes(keys), aside=aside)
 
     def __len__(self) -> int:
-        return len(self._codes)
+        return len(self.codes)
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return self._codes.nbytes
+        return self.codes.nbytes
 
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
         for start, stop in spans(0, keys.shape[2], QUANTISED):
             own = keys[:, :, start:stop].astype(mx.float32) - self._mean
-            self._codes.append(mx.quantize(own @ self._of_keys, **MODE))
-            mx.eval(self._codes.in_memory)
+            self.codes.append(mx.quantize(own @ self._of_keys, **MODE))
+            mx.eval(self.codes.in_memory)
 
     def outgrown_by(self, n: int) -> bool:
         """Whether `n` keys are too many for an index of these components: twice as many as they were taken of.
@@ -98,11 +100,7 @@ class KeyIndex:
         return n >= 2 * self.n_made_of
 
     def truncate(self, n: int) -> None:
-        self._codes.truncate(n)
-
-    @property
-    def codes(self) -> HeldRows:
-        return self._codes
+        self.codes.truncate(n)
 
     @property
     def state(self) -> list[mx.array]:
@@ -129,19 +127,19 @@ class KeyIndex:
             return None
         if not fits:
             return None
-        index._codes = HeldRows(no_codes(keys), aside=aside)
+        index.codes = HeldRows(no_codes(keys), aside=aside)
         index.fill([given])
         return index
 
     def fill(self, codes: Iterable[Stored]) -> None:
         """Add codes that an index with the same state had."""
         for some in codes:
-            self._codes.append(some)
+            self.codes.append(some)
         self.n_made_of = len(self)
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
         other = copy.copy(self)
-        other._codes = copy.deepcopy(self._codes, memo)
+        other.codes = copy.deepcopy(self.codes, memo)
         return other
 
     def relevance(self, observed: Queries, n: int) -> mx.array:
@@ -155,8 +153,7 @@ class KeyIndex:
         parts = list(self._parts(observed, n))
         if len(parts) == 1:
             return by_heads(partial(_relevance, n), n, *self._factors(*parts[0]))
-        B, H, _, _ = self._of_queries.shape
-        if 4 * B * H * parts[0][0][0].shape[2] * n <= LOGIT_BYTES:
+        if 4 * math.prod(observed.heads.shape[:3]) * n <= LOGIT_BYTES:
             made: list[mx.array] = []
             for part in parts:
                 made.append(self._logits(*part, made[-1:]))
@@ -179,7 +176,7 @@ class KeyIndex:
         for begin, end in pairwise(sorted({*(min(edge, n) for edge in observed.edges), n})):
             seen = observed.seen_by(begin)
             asking = near if seen is observed else self._asking(seen)
-            for first, last in self._codes.spans(begin, end):
+            for first, last in self.codes.spans(begin, end):
                 for start, stop in spans(first, last, block):
                     yield asking, start, stop
 
@@ -198,14 +195,14 @@ class KeyIndex:
         queries = mx.depends(queries, list(after)) if after else queries
         n = stop - start
         logits = by_heads(partial(_logits, n), n, queries, *others)
-        if self._codes.waits:
+        if self.codes.waits:
             mx.eval(logits)
         return logits
 
     def _factors(self, asking: Asking, start: int, stop: int) -> list[mx.array]:
         """What the logits of the keys `[start, stop)` are made of, in `_logits`."""
         queries, common = asking
-        return [queries, *self._codes.reach(start, stop)] + ([] if common is None else [common])
+        return [queries, *self.codes.reach(start, stop)] + ([] if common is None else [common])
 
     def latest_votes(
         self,

@@ -11,8 +11,9 @@ from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import prefill
 from mlx_snapkv.caches.full_view import FullView
-from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.entries import held_rows
 from mlx_snapkv.planning import request_plan
 from mlx_snapkv.policies.sparse import CHUNK, PAGE
 
@@ -97,6 +98,26 @@ def test_memory_stays_flat_while_a_prompt_is_read():
     for n, (caches, report) in zip((few, many), made, strict=True):
         assert report.file_bytes == 4 * n * layer
         assert all(type(c) is RecordingKVCache and c.offset == n for c in caches)
+
+
+def test_an_answer_is_the_same_where_little_of_index_and_means_is_in_memory(wide, monkeypatch):
+    """Over turns, the last of them behind fewer entries."""
+    computing(monkeypatch, exact_votes=64)
+    made, held = [], []
+    for resident, block in ((1 << 16, 1 << 15), (128, 64)):
+        monkeypatch.setattr(held_rows, "RESIDENT", resident)
+        monkeypatch.setattr(held_rows, "BLOCK", block)
+        cache, found = make_prompt_cache(wide), []
+        for n in (CHUNK + 350, 80, 1):
+            found += steps(wide, random_tokens(n), 4, prompt_cache=cache, **IN_FILES)
+        for layer in attention_layers(wide, cache):
+            layer.cache_in(cache).trim(60)
+        found += steps(wide, random_tokens(90), 4, prompt_cache=cache, **IN_FILES)
+        made.append(found)
+        held.append(kv_bytes(cache))
+    for (a, of_a), (b, of_b) in zip(*made, strict=True):
+        assert a == b and mx.allclose(of_a, of_b, atol=1e-4)
+    assert held[1] < 0.6 * held[0]
 
 
 def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, monkeypatch):
