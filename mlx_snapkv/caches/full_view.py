@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..entries import device
 from ..entries.attention import latest_votes
 from ..entries.entries import Entries
-from ..entries.held_rows import Aside
+from ..entries.held_rows import MakeAside
 from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
 from ..entries.queries import Queries
 from ..entries.spans import spans
@@ -119,7 +119,7 @@ class FullView(Entries):
         return self._entries.waits
 
     @property
-    def aside(self) -> Callable[[], Aside] | None:
+    def aside(self) -> MakeAside | None:
         """Makes the place for rows that are as many as the entries, if those are in files."""
         return self._entries.aside
 

@@ -32,6 +32,10 @@ class PageMeans:
         """Bytes in memory."""
         return 0 if self._held is None else self._held.nbytes
 
+    @property
+    def file_nbytes(self) -> int:
+        return 0 if self._held is None else self._held.aside_nbytes
+
     def truncate(self, n: int) -> None:
         """Hold those of the first `n` pages only."""
         if self._held is not None:

@@ -112,7 +112,7 @@ def _largest_shares(queries: mx.array, parts: Sequence[Callable[[], mx.array]]) 
     """
     if len(parts) == 1:
         return _shares_in_one(queries, parts[0]())
-    # The logits of all pages would not be flat in memory, so they are made twice.
+    # Of a part at a time, so that a longer text takes no more memory: the logits are made twice.
     total = mx.array(-mx.inf)
     for part in parts:
         logits = page_logits(queries, part())

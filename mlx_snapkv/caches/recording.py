@@ -214,7 +214,8 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
-        return self.store.file_nbytes
+        codes = 0 if self.index is None else self.index.codes.aside_nbytes
+        return self.store.file_nbytes + codes + self.page_means.file_nbytes
 
     @property
     def kv_nbytes(self) -> int:

@@ -136,10 +136,15 @@ class TokenRanking:
         for i in range(len(asked.places)):
             read.append(self._would_read(asked.between(i, i + 1), n_window))
             mx.eval(read)
-        # All queries together: the entries may be in files.
+        start = asked.places.start
         example = Example(
-            asked.heads * asked.scale, mx.concatenate(read, axis=2), asked.places.start, asked.sinks
+            asked.heads * asked.scale,
+            mx.concatenate(read, axis=2),
+            range(self._first, max(self._first, start - n_window)),
+            start,
+            asked.sinks,
         )
+        # For all queries together: the entries may be in files.
         self.rest = Rest(*means, *best_factors(distances(self.view, means, example)))
 
     def _would_read(self, one: Queries, n_window: int) -> mx.array:

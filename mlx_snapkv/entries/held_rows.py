@@ -26,6 +26,9 @@ class Aside(Protocol):
         ...
 
 
+MakeAside = Callable[[], Aside]
+
+
 class HeldRows:
     """Rows `(B, n_kv_heads, n, ...)`, appended and cut at the end.
 
@@ -39,9 +42,7 @@ class HeldRows:
         aside: makes the place for rows beyond those of the first `RESIDENT` entries.
     """
 
-    def __init__(
-        self, empty: Stored, stands_for: int = 1, aside: Callable[[], Aside] | None = None
-    ):
+    def __init__(self, empty: Stored, stands_for: int = 1, aside: MakeAside | None = None):
         self._first, self._last = _Buffer(empty), _Buffer(empty)
         self._most, self._block = RESIDENT // stands_for, BLOCK // stands_for
         self._aside = None if aside is None else aside()
@@ -66,15 +67,23 @@ class HeldRows:
 
     @property
     def nbytes(self) -> int:
+        """Bytes in memory."""
         return n_bytes(self.in_memory)
 
+    @property
+    def aside_nbytes(self) -> int:
+        """Bytes that are put aside."""
+        return self._n_aside * n_bytes(rows(self._first.stored, 0, 1))
+
     def append(self, new: Stored) -> None:
+        """Raises: SnapKVError: there is no room for what is put aside."""
         if self._aside is None:
             self._first.append(new)
             return
         n = n_rows(new)
         n_first = min(n, self._most - self._first.n)
-        self._first.append(rows(new, 0, n_first))
+        if n_first > 0:
+            self._first.append(rows(new, 0, n_first))
         if n_first < n:
             self._last.append(rows(new, n_first, n))
         while self._last.n >= self._block:

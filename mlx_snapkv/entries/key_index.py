@@ -25,8 +25,8 @@ import mlx.core as mx
 
 from . import device
 from .attention import latest_votes
-from .held_rows import Aside, HeldRows
-from .quantization import Stored, n_rows
+from .held_rows import HeldRows, MakeAside
+from .quantization import Stored, join, n_rows
 from .queries import Queries
 from .selection import top_of_groups
 from .spans import spans
@@ -61,7 +61,7 @@ class KeyIndex:
         self,
         keys: mx.array,
         queries: mx.array | None = None,
-        aside: Callable[[], Aside] | None = None,
+        aside: MakeAside | None = None,
     ):
         B, H, self.n_made_of, D = keys.shape
         sample, size = keys.astype(mx.float32), _size(D)
@@ -87,10 +87,13 @@ class KeyIndex:
 
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
+        new = []
         for start, stop in spans(0, keys.shape[2], QUANTISED):
             own = keys[:, :, start:stop].astype(mx.float32) - self._mean
-            self.codes.append(mx.quantize(own @ self._of_keys, **MODE))
-            mx.eval(self.codes.in_memory)
+            new.append(mx.quantize(own @ self._of_keys, **MODE))
+            mx.eval(new[-1])
+        self.codes.append(join(*new))
+        mx.eval(self.codes.in_memory)
 
     def outgrown_by(self, n: int) -> bool:
         """Whether `n` keys are too many for an index of these components: twice as many as they were taken of.
@@ -108,7 +111,7 @@ class KeyIndex:
         return [self._mean, self._of_keys, self._of_queries]
 
     @classmethod
-    def restored(cls, state: Any, keys: mx.array, aside: Callable[[], Aside]) -> KeyIndex | None:
+    def restored(cls, state: Any, keys: mx.array, aside: MakeAside) -> KeyIndex | None:
         """The index of a file, for keys of this shape; None if it does not fit them.
 
         It is without codes, which `fill` is to be given. Earlier versions' files have them in `state`.

@@ -13,7 +13,8 @@ by clusters, with a = t = 1; SparQ (Ribar et al., 2024, arXiv:2312.04985) by one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,12 +24,13 @@ import mlx.core as mx
 
 from .attention import HIDDEN
 from .quantization import join, n_rows, rows
-from .spans import spans
+from .spans import BLOCK, spans
 
 PAGE = 256  # neighbours that share a mean
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)
-FITTED = 16  # of the prompt's last queries, for which mass and temperature are found
+FITTED = 4  # of the prompt's last queries, for which mass and temperature are found: more take longer, and gain nothing
+SAMPLED = 1 << 16  # entries of a long text, by which those queries' full attention is estimated
 Pair = tuple[mx.array, mx.array]  # keys and values
 
 NOTHING = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
@@ -130,20 +132,41 @@ class Example:
     Attributes:
         queries: `(B, n_heads, m, head_dim)`, scaled, each KV head's together.
         read: bool `(B, n_kv_heads, m, n)`, the entries that each would have read.
+        middle: entries that some of them would have chosen among; the others, up to their own, they read always.
         first: position of the first query; it sees the entries up to its own.
         sinks: logits `(n_heads,)` of attention sinks, a part of the softmax, if there are any.
     """
 
     queries: mx.array
     read: mx.array
+    middle: range
     first: int
     sinks: mx.array | None = None
 
-    def logits(self, keys: mx.array, start: int) -> tuple[mx.array, mx.array]:
-        """Those of entries from `start` on, `(B, n_kv_heads, group, m, n)` float32, and which of them are seen."""
-        own = mx.arange(self.first, self.first + self.queries.shape[2])[:, None]
-        seen = mx.arange(start, start + keys.shape[2]) <= own
-        return mx.where(seen, page_logits(self.queries, keys), HIDDEN), seen
+    def sees(self, places: mx.array) -> mx.array:
+        """Which entries at these places each query sees, bool `(m, n)`."""
+        return places <= mx.arange(self.first, self.first + self.queries.shape[2])[:, None]
+
+    def sampled(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
+        """Spans of entries that are read together, and how many entries each of theirs stands for.
+
+        All entries, or of a long text pages here and there in its middle.
+        """
+        n, first, last = (
+            self.read.shape[-1],
+            -(-self.middle.start // PAGE),
+            self.middle.stop // PAGE,
+        )
+        step = math.ceil((last - first) * PAGE / SAMPLED)
+        if step <= 1:
+            yield from (([span], 1) for span in spans(0, n))
+            return
+        pages, together = range(first + step // 2, last, step), BLOCK // PAGE
+        for i in range(0, len(pages), together):
+            some = [(page * PAGE, (page + 1) * PAGE) for page in pages[i : i + together]]
+            yield some, (last - first) / len(pages)
+        for span in (*spans(0, first * PAGE), *spans(last * PAGE, n)):
+            yield [span], 1
 
     def mass_of_sinks(self, top: mx.array) -> mx.array:
         """`exp(logit - top)` of attention sinks, or 0: `(B, n_kv_heads, group, m, 1)` float32, as `top` is."""
@@ -158,7 +181,7 @@ def distances(entries: Any, pages: tuple[mx.array, mx.array], example: Example) 
 
     Args:
         entries: gives keys and values `(B, n_kv_heads, stop - start, head_dim)` by `read_keys(start, stop)` and
-            `read_values`; they are read a block at a time, each once.
+            `read_values`; they are read a block at a time, once, and of a long text not all.
         pages: the means of both.
 
     Returns: `(len(PAIRS), B, n_kv_heads, group)` float32.
@@ -166,21 +189,24 @@ def distances(entries: Any, pages: tuple[mx.array, mx.array], example: Example) 
     top = mx.array(HIDDEN)
     # Of all that is seen, and of what is read: the softmax's denominator and the sum of values, times `exp(-top)`.
     every = read = mx.array(0.0), mx.array(0.0)
-    unread: list[mx.array] = []
-    for start, stop in spans(0, len(entries)):
-        logits, seen = example.logits(entries.read_keys(start, stop), start)
-        values = entries.read_values(start, stop).astype(mx.float32)[:, :, None]
-        is_read = example.read[..., start:stop]
+    for some, each in example.sampled():
+        places = mx.concatenate([mx.arange(*span) for span in some])
+        keys = mx.concatenate([entries.read_keys(*span) for span in some], axis=2)
+        values = mx.concatenate([entries.read_values(*span) for span in some], axis=2)
+        values = values.astype(mx.float32)[:, :, None]
+        logits = page_logits(example.queries, keys) + math.log(each)
+        logits = mx.where(example.sees(places), logits, HIDDEN)
+        is_read = mx.take(example.read, places, axis=-1)[:, :, None]
         before, top = top, mx.maximum(top, logits.max(axis=-1, keepdims=True))
         weights, fewer = mx.exp(logits - top), mx.exp(before - top)
         every = _summed(every, fewer, weights, values)
-        read = _summed(read, fewer, mx.where(is_read[:, :, None], weights, 0), values)
-        unread.append(by_page(seen & ~is_read)[:, :, None])
-        mx.eval(top, every, read, unread)
+        read = _summed(read, fewer, mx.where(is_read, weights, 0), values)
+        mx.eval(top, every, read)
     of_sinks = example.mass_of_sinks(top)
     every, read = ((total + of_sinks, sums) for total, sums in (every, read))
     full, (total, sums) = every[1] / every[0], read
-    counts, of_pages = mx.concatenate(unread, axis=-1), pages[1].astype(mx.float32)[:, :, None]
+    unread = example.sees(mx.arange(len(entries))) & ~example.read
+    counts, of_pages = by_page(unread)[:, :, None], pages[1].astype(mx.float32)[:, :, None]
     rest = page_logits(example.queries, pages[0])
     masses = {t: counts * mx.exp(rest * t - top) for t in TEMPERATURES}
     products = {t: (x.sum(axis=-1, keepdims=True), x @ of_pages) for t, x in masses.items()}

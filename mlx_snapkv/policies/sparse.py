@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..entries.rest import FITTED
 from ..errors import SnapKVError
 from .budgets import Quota, amount, is_amount, smallest_budget
 from .method import Method, choice, count, entry_count, option
@@ -75,7 +74,7 @@ class Sparse(Method):
     name = "sparse"
     evicts = False
     on_full = "grow"  # all of the answer's entries stay
-    obs_window = FITTED  # of the prompt's last queries, for which the rest is weighed
+    obs_window = 16  # of the prompt's last queries: an index is made for such, and the rest is weighed for some
 
     top_k: int | None = count(None, least=1)
     n_sink: int = count(4)

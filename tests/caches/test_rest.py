@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +26,7 @@ from mlx_snapkv.entries.queries import Captured, Queries
 from mlx_snapkv.entries.spans import BLOCK, spans
 from mlx_snapkv.policies.budgets import Quota
 
-H, GROUP, D, N, M = 2, 3, 32, 150, 5
+H, GROUP, D, N, M = 2, 3, 32, 150, rest.FITTED
 SCALE, QUOTA = 0.3, Quota(30, 2, 8)
 
 
@@ -145,6 +146,29 @@ def output_of_answer(query, keys, values, read, pair):
             logits.append([logit])
             of.append(values[page].mean(axis=0)[None])
     return softmax(np.concatenate(logits)) @ np.concatenate(of)
+
+
+def test_a_long_text_s_factors_are_found_by_some_of_its_pages(small_pages, monkeypatch):
+    """Of pages that are all alike any will do, each for as many as are left out."""
+    n_pages, ends = 40, range(16, 16 * 41)
+    entries = Entries(*(_alike(n_pages, seed) for seed in (1, 2)))
+    read = mx.tile(mx.arange(16) % 5 == 0, n_pages + 2) | (mx.arange(16 * 42) >= ends.stop)
+    read = mx.broadcast_to(read, (1, H, M, read.size))
+    queries = normal(1, H * GROUP, M, D, seed=3) * SCALE
+    example = rest.Example(queries, read, ends, 16 * 42 - M)
+    pages = tuple(rest.page_means(x, 16) for x in entries.plain())
+    wanted, reads = rest.distances(entries, pages, example), mock.Mock(wraps=entries.read_keys)
+    monkeypatch.setattr(rest, "SAMPLED", 100)
+    monkeypatch.setattr(entries, "read_keys", reads)
+    assert mx.allclose(rest.distances(entries, pages, example), wanted, rtol=1e-3, atol=1e-4)
+    spans_read = [call.args for call in reads.call_args_list]
+    assert sum(stop - start for start, stop in spans_read) == 16 + 16 * 6 + 16
+
+
+def _alike(n_pages, seed):
+    """A first page, `n_pages` that are the same, and a last one: `(1, H, n, D)`."""
+    first, middle, last = normal(3, 1, H, 16, D, seed=seed)
+    return mx.concatenate([first, mx.tile(middle, (1, 1, n_pages, 1)), last], axis=2)
 
 
 def test_means_of_a_file_hold_a_block_of_it_at_a_time():

@@ -57,6 +57,7 @@ def test_no_more_than_the_first_and_a_block_are_in_memory():
         found = held(PLAIN, n)
         used = 16 + (n - 16) % 8
         assert used * one <= found.nbytes <= (used + 2 * 16) * one  # and room for more
+        assert found.aside_nbytes == (n - used) * one
     assert held(PLAIN, N, None).nbytes >= N * one
 
 

@@ -1,12 +1,12 @@
 """A layer's entries to be read, wherever they are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from ...entries.held_rows import Aside
+from ...entries.held_rows import MakeAside
 from ...entries.quantization import KEYS, VALUES, Quantization, Stored, join, unpack
 
 
@@ -16,9 +16,7 @@ class EntryView(ABC):
     n_entries: int
     quantization: Quantization | None  # how they are stored, each by itself; None is as they came
     waits: bool = False  # what is read takes memory of its own: use it before more is read
-    aside: Callable[[], Aside] | None = (
-        None  # makes the place where rows beside its entries are put
-    )
+    aside: MakeAside | None = None  # makes the place for rows beside entries in files
 
     @abstractmethod
     def stored(self, which: int, start: int, stop: int) -> Stored:
@@ -69,7 +67,7 @@ class JoinedView(EntryView):
         return any(part.waits for part in self._parts)
 
     @property
-    def aside(self) -> Callable[[], Aside] | None:  # type: ignore[override]
+    def aside(self) -> MakeAside | None:  # type: ignore[override]
         return next((part.aside for part in self._parts if part.aside is not None), None)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
