@@ -150,7 +150,7 @@ class Footprint:
         # Entries that go to where they stay have gone there before the answer's first token chooses.
         gone = plan.sparse_reading is not None and self.config.memory != "recall"
         reading = max(0, self.bytes_read(plan) + kept * (not gone) - held)
-        stays = stored if self.config.is_sparse else 0
+        stays = stored + self.means(plan) if self.config.is_sparse else 0
         fixed = last.keeps_shape and not sizes.plain
         return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed, stays)
 
@@ -158,11 +158,15 @@ class Footprint:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
         if not self.config.retains:
             return 0
-        ranked = self.with_rows(n)
-        beside = with_room(ranked) * self.sizes.of_index() if device.used.ranks_by_index(n) else 0
-        if in_files(self.config.memory):
-            beside += int(ranked * self.sizes.of_means())
-        return n * self.sizes.of_memory(self.config.memory) + beside
+        indexed = with_room(self.with_rows(n)) if device.used.ranks_by_index(n) else 0
+        return n * self.sizes.of_memory(self.config.memory) + indexed * self.sizes.of_index()
+
+    def means(self, plan: Plan) -> int:
+        """Bytes in memory of mean keys that stay with entries in files, if chunks have chosen by them."""
+        reading = plan.sparse_reading
+        if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.memory):
+            return 0
+        return int(self.with_rows(plan.n_prompt) * self.sizes.of_means())
 
     def with_rows(self, n: int) -> int:
         """Of `n` tokens, those whose codes and means are in memory: where entries are in files, not all."""

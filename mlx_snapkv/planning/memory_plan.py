@@ -221,6 +221,7 @@ class Planner:
             entries = total_bytes(footprint.row_bytes, grown)
             if plan.options.retains:
                 entries += self._recalled(footprint, n_prompt + self._max_tokens)
+                entries += footprint.means(plan)
             entries += sum(sizes.plain) * (n_prompt + _added(last, n_prompt, self._max_tokens))
             seen = max((*kept, n_prompt) if sizes.plain else kept)
         held = max(x.held(1, n_prompt, seen) for x in self._shapes)

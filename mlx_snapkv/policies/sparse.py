@@ -78,7 +78,7 @@ class Sparse(Method):
 
     top_k: int | None = count(None, least=1)
     n_sink: int = count(4)
-    n_window: int | str = entry_count("25%", least=1)
+    n_window: int | str = entry_count("6.25%", least=1)
     budget: int | str | None = option(  # type: ignore[assignment]
         None,
         lambda value: value is None or is_amount(value, least=2),

@@ -153,16 +153,21 @@ def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, m
     assert need.held + need.stays < taken[-1] < need.held + need.stays + 3_500_000
 
 
-def test_the_index_of_a_recalled_request_is_counted(demo_llama, monkeypatch):
+@pytest.mark.parametrize("read_top_k", [None, 64])
+def test_the_index_and_means_of_a_recalled_request_are_counted(demo_llama, monkeypatch, read_top_k):
+    """Chunks hold means where they choose by them."""
     computing(monkeypatch, exact_votes=1000)
-    options = options_of(Sparse(budget=256), memory="recall:file") | {"prefill_step_size": 64}
+    sparse = Sparse(budget=256, read_top_k=read_top_k)
+    options = options_of(sparse, memory="recall:file") | {"prefill_step_size": 64}
     run = batch_helpers.Run(demo_llama[0], **options)
     (uid,) = run.insert(batch_helpers.prompts_of(2000), 40)
     run.finish()
     caches, _ = run.recalled[uid]
-    indexed = sum(cache.index.nbytes for cache in caches)
-    assert indexed <= needed(demo_llama, options, 2000, 40).stays < 1.1 * indexed
-    assert needed(demo_llama, options, 900, 40).stays == 0
+    means = sum(cache.page_means.nbytes for cache in caches)
+    held = sum(cache.index.nbytes for cache in caches) + means
+    assert (means > 0) == (read_top_k is not None)
+    assert 0.95 * held <= needed(demo_llama, options, 2000, 40).stays < 1.1 * held
+    assert needed(demo_llama, options, 900, 40).stays <= means
 
 
 def test_lines_as_other_servers_take_them(demo_llama, tmp_path):

@@ -27,7 +27,7 @@ def test_generate_says_what_it_takes(call, story, few):
     code, out, err = call(*asked)
     assert (code, out.strip()) == (0, facts[0].value)
     assert f"auto: {SPARSE}, because all entries fit in memory" in err
-    assert "90 entries and 6 means of the rest read by every token" in err
+    assert "72 entries and 6 means of the rest read by every token" in err
     code, out, err = call(*asked, "--kv-memory", "3MB")
     assert "auto: keydiff:" in err and "would take" in err and "3 MB is available" in err
 

@@ -73,7 +73,7 @@ def test_a_book_is_on_disk_and_the_full_cache_in_memory():
         for name in ("book", "full cache")
     )
     assert (ours["disk_bytes_per_token"], full["disk_bytes_per_token"]) == (ENTRY, 0)
-    assert full["kv_bytes"] > 3000 * ENTRY and ours["kv_bytes"] == 0
+    assert full["kv_bytes"] > 3000 * ENTRY and ours["kv_bytes"] < 3000 * ENTRY / 50  # means
     assert ours["entries"] == 128 + 1024 + WINDOW + PAGE - 1 and full["entries"] == 3000
     assert ours["gathered"] == 128 + 1024 + 512 and full["gathered"] == 0
     assert ours["question_seconds"] > 0

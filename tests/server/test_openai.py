@@ -199,7 +199,7 @@ def test_a_prompt_that_fits_the_budget_shares_only_what_was_read_in_full():
     with serving(policy=policy) as served:
         long = served.post("/v1/completions", short | {"prompt": text}).json()
         after = served.post("/v1/completions", short).json()
-    assert long["mlx_snapkv"]["entries"] == 2000 and after["mlx_snapkv"]["entries"] is None
+    assert 1990 < long["mlx_snapkv"]["entries"] <= 2000 and after["mlx_snapkv"]["entries"] is None
     assert 500 < after["usage"]["prompt_tokens_details"]["cached_tokens"] < 1000
     found, wanted = (x["choices"][0]["logprobs"]["token_logprobs"] for x in (after, alone))
     assert np.allclose(found, wanted, atol=1e-4)
