@@ -29,7 +29,7 @@ from .spans import BLOCK, spans
 PAGE = 256  # neighbours that share a mean
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)
-FITTED = 4  # of the prompt's last queries, for which mass and temperature are found: more take longer, and gain nothing
+FITTED = 4  # of the prompt's last queries, for which mass and temperature are found: more take longer, for little
 SAMPLED = 1 << 16  # entries of a long text, by which those queries' full attention is estimated
 Pair = tuple[mx.array, mx.array]  # keys and values
 
@@ -152,11 +152,8 @@ class Example:
 
         All entries, or of a long text pages here and there in its middle.
         """
-        n, first, last = (
-            self.read.shape[-1],
-            -(-self.middle.start // PAGE),
-            self.middle.stop // PAGE,
-        )
+        n = self.read.shape[-1]
+        first, last = -(-self.middle.start // PAGE), self.middle.stop // PAGE
         step = math.ceil((last - first) * PAGE / SAMPLED)
         if step <= 1:
             yield from (([span], 1) for span in spans(0, n))
