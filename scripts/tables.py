@@ -63,9 +63,9 @@ def _folded(command: str) -> str:
 BOOKS = (
     "A prompt of random tokens is read once, sparsely, and every entry goes to a file. "
     '"Process" is the memory that the process itself holds, on Linux without cached files. "Entries" is the memory of '
-    "the entries after reading, with their index. The full cache was not read beyond {full:,} tokens, because its time "
-    "grows with the square of the length. A question has 32 tokens, and a token of its answer gathers the given number "
-    'of entries. "Question" is the time to the first token of the answer, the median of 3.'
+    "the entries after reading, or of their index and means. The full cache was not read beyond {full:,} tokens, "
+    "because its time grows with the square of the length. A question has 32 tokens, and a token of its answer gathers "
+    'the given number of entries. "Question" is the time to the first token of the answer, the median of 3.'
 )
 
 
