@@ -173,7 +173,7 @@ class Example:
         return mx.exp(by_head[None, :, :, None, None] - top)
 
 
-def distances(entries: Any, pages: tuple[mx.array, mx.array], example: Example) -> mx.array:
+def distances(entries: Any, pages: Pair, example: Example) -> mx.array:
     """How far heads' outputs are from full attention's, squared and summed over an example's queries.
 
     Args:

@@ -164,9 +164,10 @@ def test_the_index_and_means_of_a_recalled_request_are_counted(demo_llama, monke
     run.finish()
     caches, _ = run.recalled[uid]
     means = sum(cache.page_means.nbytes for cache in caches)
-    held = sum(cache.index.nbytes for cache in caches) + means
+    indexed = sum(cache.index.nbytes for cache in caches)
     assert (means > 0) == (read_top_k is not None)
-    assert 0.95 * held <= needed(demo_llama, options, 2000, 40).stays < 1.1 * held
+    stays = needed(demo_llama, options, 2000, 40).stays
+    assert indexed + 0.8 * means <= stays < 1.1 * (indexed + means)  # but for the means' room
     assert needed(demo_llama, options, 900, 40).stays <= means
 
 

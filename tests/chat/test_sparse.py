@@ -11,6 +11,7 @@ from disk_helpers import full_disk
 from mlx_snapkv import Conversation, SnapKVError, Sparse
 from mlx_snapkv.caches import token_ranking
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
+from mlx_snapkv.caches.memories import books
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.policies.sparse import PAGE
 
@@ -42,6 +43,8 @@ def test_six_questions_one_a_turn(demo_model):
         assert conversation.report.read_per_chunk in read(last=True)
     report = conversation.report
     assert report.policy == f"sparse:{SPARSE}" and 100 < report.read_per_token <= 128
+    caches = books(conversation.prompt_cache)
+    assert report.file_bytes and [cache.nbytes for cache in caches] == [0] * len(caches)
     # Pages' means stay in memory, for later turns.
     assert 0 < kv_bytes(conversation.prompt_cache) < report.file_bytes / 50
     assert held(conversation) == {len(conversation.read)}
