@@ -93,8 +93,9 @@ class SparseMode:
         note_chunks(self.plan, self.layers, caches, report)
         caches[:] = copies_but_entries(self._before_latest or caches, self.layers)
         offload(self.layers, self._prompt_cache)
-        shared = None if self.plan.compacted_to is None else self._most_attended()
         latest = mx.concatenate(self._latest, axis=1) if self._latest else mx.zeros((1, 0))
+        n_before = self.layers[0].cache_in(self._prompt_cache).offset - latest.shape[1]
+        shared = None if self.plan.compacted_to is None else self._most_attended(n_before)
         report.entries_kept, report.attention_share = [None] * len(caches), [None] * len(caches)
         for layer, quota in zip(self.layers, self.plan.decode_quotas):
             cache = self._choosing(layer, quota, shared, latest.shape[1])
@@ -146,16 +147,19 @@ class SparseMode:
             return "with latent, capped or borrowed attention"
         return None
 
-    def _most_attended(self) -> mx.array | None:
+    def _most_attended(self, n: int) -> mx.array | None:
         """Positions of the pages that get the largest share of any head's attention by the prompt's last queries.
 
         Some heads point at what a question asks for (Wu et al., 2024, arXiv:2404.15574). The others need to read it
         there, too, and beyond the trained length they don't find it by themselves. None if there are too few pages.
+
+        Args:
+            n: entries that an answer's cache begins with; the window is the last of these.
         """
         quota, page = self.plan.decode_quotas[0], mx.arange(SHARED)
         n_pages = min(PAGES, (quota.entries - quota.n_sink - quota.n_window) // 2 // SHARED)
         first = -(-quota.n_sink // SHARED)
-        last = (self.plan.n_prompt - quota.n_window) // SHARED
+        last = (n - quota.n_window) // SHARED
         if n_pages < 1 or (last - first) * SHARED <= quota.entries:
             return None
         most = mx.zeros(last - first)

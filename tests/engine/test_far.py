@@ -14,6 +14,7 @@ from mlx_snapkv import Conversation, SnapKVError, generate_step, prefill
 from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.sparse import SparseKVCache
+from mlx_snapkv.caches.token_ranking import TokenRanking
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.engine import sparse
@@ -65,8 +66,8 @@ def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
     pages, attended, read = [], SparseMode._most_attended, []
     lined_up = full_view.FullView.lined_up
 
-    def spied(self):
-        most, first, last = 0, 1, (self.plan.n_prompt - 32) // 16
+    def spied(self, n):
+        most, first, last = 0, 1, (n - 32) // 16
         for layer in self.layers:
             view = self.full_view(layer)
             entries = view.voted_by(self._voters(layer, view))
@@ -75,7 +76,7 @@ def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
             most = np.maximum(most, (votes / votes.sum(axis=1, keepdims=True)).max(axis=0))
         best = first + np.argsort(-most)[:4]
         pages.append({16 * page + i for page in best for i in range(16)})
-        found = attended(self)
+        found = attended(self, n)
         assert {*found.tolist()} == pages[-1]
         return found
 
@@ -91,6 +92,29 @@ def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
     assert conversation.report.read_per_token == LENGTH // 2
     assert conversation.report.read_per_chunk <= LENGTH // 2
     assert not pages[-1] & {*read[-1].flatten().tolist()}
+
+
+@pytest.mark.parametrize("length", [1500, 1505, 1511])
+def test_what_all_heads_read_comes_before_window_and_latest_tokens(short, length, monkeypatch):
+    """Though the last queries look at what stands there; a score that is not there must not be written to."""
+    monkeypatch.setattr(sparse, "SHARED", 16)
+    model, tokenizer = short
+    made, init = [], TokenRanking.__init__
+
+    def spied(self, prompt, quota, shared):
+        init(self, prompt, quota, shared)
+        made.append((shared, len(prompt) - quota.n_window))
+
+    monkeypatch.setattr(TokenRanking, "__init__", spied)
+    tokens = tokenizer.encode(make_haystack(tokenizer, random.Random(3), 4, 3000)[0])[:length]
+    tokens += tokens[-85:]  # the latest 64 tokens are said again, at the end
+    prompt = mx.array(tokens)
+    for _ in generate_step(prompt, model, max_tokens=2, sparse="budget=400,n_sink=4,n_window=32"):
+        pass
+    assert len(made) == len(model.layers)
+    for shared, stop in made:
+        assert shared.size == 4 * 16 and stop == len(tokens) - sparse.AGAIN - 32
+        assert shared.max().item() < stop
 
 
 @pytest.mark.parametrize("memory, few", [("recall", 0), ("recall:file", 8192)])
