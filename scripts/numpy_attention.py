@@ -53,8 +53,9 @@ def _hidden(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 def install() -> None:
-    """Let MLX and mlx-lm use it."""
-    mx.fast.scaled_dot_product_attention = attention
+    """Let MLX and mlx-lm use it, unless they compute on a GPU."""
+    if mx.default_device().type == mx.cpu:
+        mx.fast.scaled_dot_product_attention = attention
 
 
 if __name__ == "__main__":
