@@ -117,7 +117,7 @@ def main() -> None:
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
     parser.add_argument("--length", type=int, default=1400, help="tokens of a prompt")
-    parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--question", help="judge the full cache's own answers to it")
     args = parser.parse_args()
     result = Result(args.out, length=args.length, documents=args.documents)

@@ -20,7 +20,8 @@ from .decode import offload
 from .pieces import Pieces
 from .report import CompressionReport
 
-SHARED, PAGES = 128, 4  # entries of a page that all heads read, and how many such pages
+SHARED, PAGES = 32, 24  # entries of a page that all heads read, and how many such pages at most
+SHARE = 4 / 5  # of what a token reads beside sink and window, that these pages are at most
 AGAIN = 64  # of the prompt's latest tokens, which beyond the trained length are read again, as the answer's are
 TOGETHER = 8  # of those, which choose together
 
@@ -157,7 +158,8 @@ class SparseMode:
             n: entries that an answer's cache begins with; the window is the last of these.
         """
         quota, page = self.plan.decode_quotas[0], mx.arange(SHARED)
-        n_pages = min(PAGES, (quota.entries - quota.n_sink - quota.n_window) // 2 // SHARED)
+        room = quota.entries - quota.n_sink - quota.n_window
+        n_pages = min(PAGES, int(SHARE * room) // SHARED)
         first = -(-quota.n_sink // SHARED)
         last = (n - quota.n_window) // SHARED
         if n_pages < 1 or (last - first) * SHARED <= quota.entries:

@@ -30,6 +30,8 @@ class Device:
             and a float32 copy of half-precision keys is several times what attention itself reads.
         multiplies_codes: MLX has products with batches of quantised arrays. On CUDA only for some lengths
             (0.32).
+        quantised: keys that an index quantises at a time. On a CPU MLX takes some 50 bytes for each of their numbers; a
+            GPU would wait for each block.
         threads: that a product's KV heads are shared out to. MLX computes a stream of the CPU on one thread.
         fused: head sizes whose attention MLX computes, for many queries, without storing their scores (MLX 0.32). A CPU
             has no such kernel.
@@ -42,6 +44,7 @@ class Device:
     largest_chunk: int
     exact_votes: int
     multiplies_codes: bool
+    quantised: int
     threads: int
     fused: tuple[int, ...]
 
@@ -58,6 +61,7 @@ CPU = Device(
     largest_chunk=512,
     exact_votes=8192,
     multiplies_codes=True,
+    quantised=1 << 10,
     threads=min(4, os.cpu_count() or 1),
     fused=(),
 )
@@ -69,6 +73,7 @@ GPU = Device(
     largest_chunk=2048,
     exact_votes=1024,
     multiplies_codes=not mx.cuda.is_available(),
+    quantised=1 << 14,
     threads=1,
     fused=(64, 80, 128),
 )

@@ -35,7 +35,6 @@ from .threads import by_heads
 SAMPLE = 4096  # keys that the components should be taken from, at most
 MODE: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 WIDTH = 32  # components that share a power of two
-QUANTISED = 1024  # keys at a time: on a CPU MLX takes some 50 bytes for each of their numbers
 LOGIT_BYTES = 64 << 20  # of float32 logits, below which all are made at once
 ASKING = 32  # of the latest queries, which find those that all of them vote for
 CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
@@ -88,7 +87,7 @@ class KeyIndex:
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
         new = []
-        for start, stop in spans(0, keys.shape[2], QUANTISED):
+        for start, stop in spans(0, keys.shape[2], device.used.quantised):
             own = keys[:, :, start:stop].astype(mx.float32) - self._mean
             new.append(mx.quantize(own @ self._of_keys, **MODE))
             mx.eval(new[-1])

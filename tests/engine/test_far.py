@@ -63,6 +63,7 @@ def held_with_true_rotations(conversation):
 def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
     """By NumPy: of every head's attention between sink and window, the largest share that each page gets."""
     monkeypatch.setattr(sparse, "SHARED", 16)
+    monkeypatch.setattr(sparse, "PAGES", 4)
     pages, attended, read = [], SparseMode._most_attended, []
     lined_up = full_view.FullView.lined_up
 
@@ -98,6 +99,7 @@ def test_all_heads_read_the_pages_that_any_head_points_at(short, monkeypatch):
 def test_what_all_heads_read_comes_before_window_and_latest_tokens(short, length, monkeypatch):
     """Though the last queries look at what stands there; a score that is not there must not be written to."""
     monkeypatch.setattr(sparse, "SHARED", 16)
+    monkeypatch.setattr(sparse, "PAGES", 4)
     model, tokenizer = short
     made, init = [], TokenRanking.__init__
 
