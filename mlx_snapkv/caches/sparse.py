@@ -47,9 +47,10 @@ class SparseKVCache(Choosing, LayerCache):
         # The prompt's last queries, as they vote over all entries; for them the rest is weighed.
         observed: Queries | None = None,
         means: Pair | None = None,  # of the first pages of the rest, if they are known
+        start: int | None = None,  # of the answer: see `TokenRanking`
     ):
         self.layer = layer
-        self.ranking = TokenRanking(everything, quota, shared)
+        self.ranking = TokenRanking(everything, quota, shared, start)
         self.offset = self._n_prompt = n = len(everything)
         self._most_recent = max(RECENT, quota.n_window + RECENT // 2)
         # Every token reads sink, shared, window and the answer's recent entries.

@@ -27,12 +27,20 @@ class TokenRanking:
         prompt: its entries; its index ranks them, or if it has none, their exact votes.
         quota: how many a token reads: sink, shared and window always, the rest by its queries.
         shared: ascending uint32 positions `(m,)` between sink and window, which every head reads.
+        start: position of the answer's first token, if some of the prompt's come before it once more.
     """
 
     rest: Rest | None = None
 
-    def __init__(self, prompt: FullView, quota: Quota, shared: mx.array | None = None):
+    def __init__(
+        self,
+        prompt: FullView,
+        quota: Quota,
+        shared: mx.array | None = None,
+        start: int | None = None,
+    ):
         n = len(prompt)
+        self._start = n if start is None else start
         # The view has more, once tokens choose among the answer's entries.
         self._prompt = self.view = prompt
         self._answer: MemoryStore | None = None  # those
@@ -50,7 +58,7 @@ class TokenRanking:
         first = mx.arange(self._first, dtype=mx.uint32)
         for places, end in ((first, self._end - self.n_read), (late, n)):
             places = mx.broadcast_to(places, (*heads, places.size))
-            yield self._prompt.lined_up(places, n, end)
+            yield self._prompt.lined_up(places, self._start, end)
 
     @property
     def n_first(self) -> int:
@@ -114,9 +122,13 @@ class TokenRanking:
 
     def _extend_view(self, entries: Entries) -> None:
         if self._answer is None:
-            self._answer, index = MemoryStore(), self._prompt.index
+            self._answer = MemoryStore()
             self.view = self._prompt.followed_by(self._answer)
-            self.view.index = copy.deepcopy(index)
+            self.view.index = copy.deepcopy(self._prompt.index)
+            if self.view.index is not None:
+                self.view.index.truncate(
+                    len(self._prompt)
+                )  # it may have more, of tokens that came twice
         n = len(self.view)
         self._answer.append(entries)
         if self.view.index is not None:

@@ -11,6 +11,7 @@ from ..caches.layers import AttentionLayer, copies_but_entries
 from ..caches.sparse import SparseKVCache
 from ..entries import device
 from ..entries.queries import Queries
+from ..entries.selection import nan_scores
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.prompt_plan import ProgressCallback
@@ -91,6 +92,7 @@ class SparseMode:
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace `caches` by those whose tokens choose among all entries; nothing is evicted."""
+        self._require_numbers()
         note_chunks(self.plan, self.layers, caches, report)
         caches[:] = copies_but_entries(self._before_latest or caches, self.layers)
         offload(self.layers, self._prompt_cache)
@@ -110,6 +112,12 @@ class SparseMode:
                 mx.eval(self._model(latest[:, start : start + TOGETHER], cache=caches))
         self._before_latest, self._latest = None, []
 
+    def _require_numbers(self) -> None:
+        """Raises: SnapKVError: attention has produced NaN, so that nothing can be chosen."""
+        last = self.layers[-1].cache_in(self._prompt_cache)
+        if last.n_queries and mx.isnan(last.queries).any().item():
+            raise nan_scores()
+
     def full_view(self, layer: AttentionLayer) -> FullView:
         """All of a layer's entries, with an index that stays for later turns: of earlier ones, and what came since.
 
@@ -127,11 +135,12 @@ class SparseMode:
         """A cache whose tokens choose `quota` entries anew among all before the latest, beside those `shared` by all
         heads."""
         view, cache = self.full_view(layer), layer.cache_in(self._prompt_cache)
-        if n_latest:
-            view = view.beginning(len(view) - n_latest)
+        # Its own length: the store may go on to hold what a verified answer adds.
+        view = view.beginning(len(view) - n_latest)
         weighs = self.plan.policy.rest is not None and self.no_means is None
         voters = self._voters(layer, view) if weighs and cache.n_queries else None
-        chosen_from = SparseKVCache(view, quota, layer, shared, voters, cache.rest_means)
+        start = self.plan.n_prompt if n_latest else None
+        chosen_from = SparseKVCache(view, quota, layer, shared, voters, cache.rest_means, start)
         if cache.in_files:
             cache.rest_means = chosen_from.ranking.whole_means
         return chosen_from

@@ -28,7 +28,7 @@ from .attention import latest_votes
 from .held_rows import HeldRows, MakeAside
 from .quantization import Stored, join, n_rows
 from .queries import Queries
-from .selection import top_of_groups
+from .selection import nan_scores, top_of_groups
 from .spans import spans
 from .threads import by_heads
 
@@ -51,6 +51,8 @@ class KeyIndex:
         queries: `(B, n_heads, m, head_dim)`, each KV head's readers together; None: all channels count alike.
         aside: see `HeldRows`.
 
+    Raises: SnapKVError: the keys contain NaN.
+
     Attributes:
         n_made_of: how many keys there were, of which those were a sample.
         codes: of the keys, and their powers of two.
@@ -64,6 +66,8 @@ class KeyIndex:
     ):
         B, H, self.n_made_of, D = keys.shape
         sample, size = keys.astype(mx.float32), _size(D)
+        if mx.isnan(sample).any().item():
+            raise nan_scores()
         weights = mx.ones((B, H, 1, D)) if queries is None else _channel_sizes(queries, H)
         self._mean = sample.mean(axis=2, keepdims=True)
         centred = (sample - self._mean) * weights

@@ -15,7 +15,8 @@ MULTIPLE = 256  # a group's size is one of this
 PLACE = GROUP - 1  # low bits of a cost, which are the place in a group
 # The others, without the sign: of a float of 0 at most they rise as it falls.
 COST = 0x7FFFFFFF - PLACE
-NO_CANDIDATE = 0x7F800000  # the cost of minus infinity
+NO_CANDIDATE = 0x7F800000  # the cost of minus infinity, and of NaN
+PADDING = 0xFFFFFFFF  # bits where there is no score: behind all others
 
 
 def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
@@ -69,10 +70,10 @@ class Top(NamedTuple):
 def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
     """About the `k` highest of a head's scores: `n_of_groups(m, k, n)` places, the first of which is `first`.
 
-    Scores are 0 at most, and those of minus infinity are no candidates. They are compared by 13 significant bits, ties
-    go to lower places. Long rows are dealt out, like cards, to groups of at most `GROUP` scores, and each gives its
-    best: neighbours are in different groups, so that a run of high scores is kept whole. A GPU sorts a group in one
-    step; a score's place in its group is the low bits of what is sorted.
+    Scores are 0 at most, and those of minus infinity, or NaN, are no candidates: they come last. They are compared by
+    13 significant bits, ties go to lower places. Long rows are dealt out, like cards, to groups of at most `GROUP`
+    scores, and each gives its best: neighbours are in different groups, so that a run of high scores is kept whole. A
+    GPU sorts a group in one step; a score's place in its group is the low bits of what is sorted.
 
     Args:
         scores: `(B, n_kv_heads, m)` float32.
@@ -82,12 +83,12 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
     stop = first + m
     n_groups = _groups(max(n, stop))
     size = math.ceil(max(n, stop) / n_groups / MULTIPLE) * MULTIPLE
-    if k >= m:
+    if n_of_groups(m, k, max(n, stop)) == m:
         places = mx.broadcast_to(mx.arange(first, stop, dtype=mx.uint32), scores.shape)
         return Top(places, mx.zeros((B, H, n_groups * size), mx.bool_))
     padding = [(0, 0), (0, 0), (first, n_groups * size - stop)]
-    padded = mx.pad(scores, padding, constant_values=-mx.inf)
-    dealt = mx.unflatten(mx.view(padded, mx.uint32), -1, (size, n_groups))
+    bits = mx.pad(mx.view(scores, mx.uint32), padding, constant_values=mx.array(PADDING, mx.uint32))
+    dealt = mx.unflatten(bits, -1, (size, n_groups))
     costs = _costs(dealt, counted(size)[:, None])
     each = max(1, k // n_groups)
     best = by_heads(partial(_lowest, each), m, costs)
@@ -96,9 +97,9 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
 
 
 def n_of_groups(m: int, k: int, n: int = 0) -> int:
-    """How many places `top_of_groups` gives: `k`, all `m`, or a multiple of the groups' number."""
+    """How many places `top_of_groups` gives: all `m`, or a multiple of the groups' number, `k` if there is but one."""
     n_groups = _groups(max(m, n))
-    return m if k >= m else n_groups * max(1, k // n_groups)
+    return min(m, k if k >= m else n_groups * max(1, k // n_groups))
 
 
 def _groups(n: int) -> int:
@@ -111,7 +112,8 @@ def _lowest(k: int, costs: mx.array) -> mx.array:
 
 @partial(mx.compile, shapeless=True)
 def _costs(bits: mx.array, place: mx.array) -> mx.array:
-    return (bits & COST) | place
+    known = mx.minimum(bits & COST, NO_CANDIDATE)
+    return mx.where(bits == PADDING, COST, known) | place
 
 
 @partial(mx.compile, shapeless=True)

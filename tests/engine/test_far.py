@@ -103,8 +103,8 @@ def test_what_all_heads_read_comes_before_window_and_latest_tokens(short, length
     model, tokenizer = short
     made, init = [], TokenRanking.__init__
 
-    def spied(self, prompt, quota, shared):
-        init(self, prompt, quota, shared)
+    def spied(self, prompt, quota, shared, start):
+        init(self, prompt, quota, shared, start)
         made.append((shared, len(prompt) - quota.n_window))
 
     monkeypatch.setattr(TokenRanking, "__init__", spied)
@@ -117,6 +117,29 @@ def test_what_all_heads_read_comes_before_window_and_latest_tokens(short, length
     for shared, stop in made:
         assert shared.size == 4 * 16 and stop == len(tokens) - sparse.AGAIN - 32
         assert shared.max().item() < stop
+
+
+@pytest.mark.parametrize("length", [LENGTH + 1, LENGTH + 60, LENGTH + 200])
+def test_just_beyond_the_trained_length_the_sink_is_turned_with_what_is_chosen(
+    short, length, monkeypatch
+):
+    """Also if the tokens before those that come again are not too many."""
+    made, init = [], SparseKVCache.__init__
+
+    def spied(self, everything, *args):
+        init(self, everything, *args)
+        made.append((self, everything))
+
+    monkeypatch.setattr(SparseKVCache, "__init__", spied)
+    model, tokenizer = short
+    tokens = tokenizer.encode(make_haystack(tokenizer, random.Random(3), 4, 1500)[0])[:length]
+    given = {"max_tokens": 2, "sparse": "budget=96,n_sink=4,n_window=32"}
+    list(generate_step(mx.array(tokens), model, **given))
+    cache, view = made[0]
+    sink = mx.broadcast_to(mx.arange(4, dtype=mx.uint32), (1, 2, 4))
+    held, end = cache.held().keys[:, :, :4], len(view)
+    turned = view.layer.turn(view.gather(sink).keys, end - 96 + mx.zeros((1, 2, 4), mx.int32))
+    assert mx.allclose(held, turned, atol=2e-3).item()
 
 
 @pytest.mark.parametrize("memory, few", [("recall", 0), ("recall:file", 8192)])

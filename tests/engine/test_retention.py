@@ -13,6 +13,7 @@ from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, prefill
+from mlx_snapkv.caches import sparse as caches_sparse
 from mlx_snapkv.caches.layers import layer_caches
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.sparse import SparseKVCache
@@ -163,6 +164,19 @@ def test_the_full_caches_own_answer(drafting, tokens, read, rest):
         assert mx.allclose(a, b, atol=1e-4)
     verified = reports[0].verified
     assert 100 < verified.accepted <= verified.drafted and verified.tokens >= 199
+
+
+@pytest.mark.parametrize("few", [0, 8192])
+def test_a_verified_answer_that_outgrows_what_its_drafts_always_read(
+    drafting, tokens, few, monkeypatch
+):
+    """The answer's entries among which drafts choose are not those that verifying adds to the full cache."""
+    computing(monkeypatch, exact_votes=few)
+    monkeypatch.setattr(caches_sparse, "RECENT", 32)
+    model, reports = make_llama(seed=3), []
+    found = steps(model, tokens, 200, **ALL, on_report=reports.append)
+    assert ids(found) == ids(plain(model, tokens, 200))
+    assert reports[0].verified.accepted > 100
 
 
 def test_drafts_choose_by_themselves_and_see_the_rest(drafting, tokens, monkeypatch):

@@ -135,6 +135,17 @@ def test_what_can_not_be_done_is_one_sentence(tokens, options, sentence):
         steps(make_llama(), tokens, **options)
 
 
+@pytest.mark.parametrize("few, layer", [(0, 0), (8192, 0), (0, -1)])
+def test_attention_that_gives_nan_is_one_sentence(tokens, few, layer, monkeypatch):
+    """And nothing is written where no entry is."""
+    computing(monkeypatch, exact_votes=few)
+    model = make_llama()
+    projection = model.layers[layer].self_attn.k_proj
+    projection.weight = projection.weight * mx.nan
+    with pytest.raises(SnapKVError, match="the model's attention produced NaN"):
+        steps(model, tokens, sparse="budget=40,n_sink=4,n_window=16")
+
+
 def test_a_draft_model_is_refused(tokens):
     model, what = make_llama(), {"sparse": True, "draft_model": make_llama()}
     with pytest.raises(SnapKVError, match=r"^draft_model can't be combined with sparse: drop one"):
