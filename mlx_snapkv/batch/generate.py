@@ -11,7 +11,7 @@ from mlx_lm.generate import batch_generate as mlx_batch_generate
 
 from ..engine.generate import figures
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.token_ids import token_ids
+from ..engine.token_ids import require_known, token_ids
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..planning.auto import BATCH, explaining, resolve
@@ -57,7 +57,10 @@ def batch_generate(
 
     Raises: SnapKVError: options, models or prompts can't be served; nothing has been read then.
     """
-    token_lists: list[Any] = [token_ids(p, may_be_empty=True).tolist() for p in prompts]
+    arrays = [token_ids(p, may_be_empty=True) for p in prompts]
+    for array in arrays:
+        require_known(array, model)
+    token_lists: list[Any] = [array.tolist() for array in arrays]
     if [] in token_lists:
         raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -122,6 +123,8 @@ class CompressedBatchGenerator(BatchGenerator):
                 for n, cache, most in zip(lengths, caches, max_tokens)
                 if n  # mlx-lm refuses the empty
             ]
+            if in_full:
+                plans = [replace(plan, reason="the full cache was asked for") for plan in plans]
             samplers = [s and Guard(s, greedy_sampler) for s in samplers or []]
             logits_processors = [
                 [Guard(p, lambda logits: logits) for p in given or ()]

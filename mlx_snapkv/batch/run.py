@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..completions.answer import Completion, answer_body
-from ..completions.request import CompletionRequest, Defaults, completion_request
+from ..completions.request import Bounds, CompletionRequest, Defaults, completion_request
 from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
 from ..errors import SnapKVError, brief
+from ..models.counts import vocabulary
 from ..models.rope import trained_length
 from ..planning.footprint import Need
 from .files import AnswersFile, Line
@@ -69,7 +70,7 @@ class Run:
         require_together(self.model)
         self.progress = Progress()
         most = self.max_kv_bytes
-        self._longest = trained_length(self.model) or sys.maxsize
+        self._bounds = Bounds(trained_length(self.model) or sys.maxsize, vocabulary(self.model))
         self._memory = None if most is None else Memory(self.model, self.options, most)
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
@@ -117,7 +118,7 @@ class Run:
         if self.seed is not None:
             name = f"{self.seed} {line.custom_id}".encode(errors="replace")
             seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-        asked = completion_request(line.body, self.tokenizer, self.defaults, seed, self._longest)
+        asked = completion_request(line.body, self.tokenizer, self.defaults, seed, self._bounds)
         need = None
         if self._memory is not None:
             need = self._memory.need(len(asked.prompt), asked.max_tokens)

@@ -107,6 +107,10 @@ class Conversation:
     def _config(self) -> CompressionConfig:
         return CompressionConfig(self.policy, self.memory, self.verify, self.far, turns=True)
 
+    def warning(self) -> str | None:
+        """A sentence, if the conversation is longer than the model was trained on and nothing is done about it."""
+        return self._config.warning(self.model, len(self.read))
+
     def verify_answers(self, verify: str | None) -> None:
         """Let later answers be verified so, or not at all. Raises: SnapKVError: the memory or policy forbids it."""
         config = replace(self._config, verify=verify)

@@ -224,7 +224,7 @@ class RetentionOptions(MemoryOptions):
 
     verify: str | None = option(
         "all: give the full cache's own answer, by self-speculative decoding. --sparse drafts its tokens, and they are "
-        "checked against all entries."
+        "checked against all entries, as --memory stores them."
     )
 
 

@@ -116,7 +116,7 @@ def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> lis
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:
     if isinstance(prompt, list):
-        require_in_vocabulary("prompt", prompt, tokenizer)
+        require_in_vocabulary("prompt", prompt, len(tokenizer))
         return prompt
     try:
         return text_tokens(tokenizer, whole(prompt))
@@ -124,8 +124,7 @@ def _text_tokens(prompt: Any, tokenizer) -> list[int]:
         raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
 
 
-def require_in_vocabulary(field: str, tokens: Iterable[int], tokenizer) -> None:
-    size = len(tokenizer)
+def require_in_vocabulary(field: str, tokens: Iterable[int], size: int) -> None:
     for token in tokens:
         if not 0 <= token < size:
             raise SnapKVError(f"{field} must have token ids from 0 to {size - 1}, got {token}")

@@ -4,7 +4,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -49,6 +49,16 @@ class Defaults:
     xtc_threshold: float = 0.1
 
 
+class Bounds(NamedTuple):
+    """What a model bounds: the tokens of an answer, and of which there are logits, if fewer than the tokenizer's."""
+
+    longest: int = sys.maxsize
+    vocabulary: int = sys.maxsize
+
+
+NO_BOUNDS = Bounds()
+
+
 @dataclass(frozen=True)
 class CompletionRequest:
     """A request ready for a batch.
@@ -89,11 +99,11 @@ def completion_request(
     tokenizer,
     defaults: Defaults,
     seed: int | None = None,
-    longest: int = sys.maxsize,
+    bounds: Bounds = NO_BOUNDS,
     form: Form | None = None,
     prompt: Prompt | None = None,
 ) -> CompletionRequest:
-    """What a body asks of this tokenizer's model, `longest` tokens at most; `seed`, of 64 bits, if it gives none.
+    """What a body asks of this tokenizer's model, within its `bounds`; `seed`, of 64 bits, if it gives none.
 
     A text that is continued may have been given a `form`. `prompt` is the body's, if it is known.
 
@@ -107,10 +117,12 @@ def completion_request(
     else:
         n_logprobs = body.logprobs
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    require_in_vocabulary("logit_bias", bias, tokenizer)
+    size = min(len(tokenizer), bounds.vocabulary)
+    require_in_vocabulary("prompt", prompt.tokens, size)
+    require_in_vocabulary("logit_bias", bias, size)
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
     processors = make_logits_processors(bias or None, **penalties)
-    max_tokens, constraint = _at_most(body, defaults, longest), None
+    max_tokens, constraint = _at_most(body, defaults, bounds.longest), None
     if form is not None:
         constraint = Constraint(tokenizer, form, max_tokens)
         processors.append(constraint)
@@ -121,7 +133,7 @@ def completion_request(
     return CompletionRequest(
         prompt.tokens,
         max_tokens,
-        _sampler(body, tokenizer, defaults, seed),
+        _sampler(body, tokenizer, size, defaults, seed),
         processors,
         [text for text in body.stop or [] if text],
         state,
@@ -182,17 +194,20 @@ def _form(body: ChatBody, prompt: Prompt, tokenizer) -> Form | None:
     return form if state == "reasoning" else continued(form, prompt.prefill, tokenizer)
 
 
-def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Callable | None:
+def _sampler(
+    body: Body, tokenizer, size: int, defaults: Defaults, seed: int | None
+) -> Callable | None:
     how = vars(defaults) | body.model_dump(include=SAMPLING, exclude_none=True)
     del how["max_tokens"]
     if body.temperature is not None:
         how["temp"] = body.temperature
-    if how["top_k"] >= len(tokenizer):
-        raise OptionError("top_k", f"less than the vocabulary's {len(tokenizer)}", how["top_k"])
+    if how["top_k"] >= size:
+        raise OptionError("top_k", f"less than the vocabulary's {size}", how["top_k"])
     is_greedy = body.top_p is not None and body.top_p < NEARLY_ZERO
     if how["temp"] < NEARLY_ZERO or is_greedy:
         return None
-    special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+    found = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
+    special = [token for token in found if token < size]
     fixed_seed = body.seed if body.seed is not None else seed
     chosen = secrets.randbits(64) if fixed_seed is None else fixed_seed % 2**64
     draws = 2 if how["xtc_probability"] > 0 else 1

@@ -47,5 +47,6 @@ def verifying(
     full = list(prompt_cache)
     for layer in layers:
         layer.put(full, layer.cache_in(full).growing_cache())
-    report.verified = Verified()
+    stored = layers[0].cache_in(prompt_cache).store.quantization
+    report.verified = Verified(bits=None if stored is None else stored.bits)
     return SelfSpeculation(model, full, list(caches), report.verified, pieces)

@@ -21,7 +21,7 @@ from .draft_speed import UNTIMED, timed_rounds
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, served
-from .token_ids import token_ids
+from .token_ids import require_known, token_ids
 from .tokenizer_limit import ignore_length_limit
 
 
@@ -69,6 +69,7 @@ def generate_step(
     if stream is not None:
         kwargs["stream"] = stream
     prompt = token_ids(prompt, may_be_empty=kwargs.get("input_embeddings") is not None)
+    require_known(prompt, model)
     start = functools.partial(mlx_generate.generate_step, prompt)
     n, max_tokens = len(prompt), kwargs.get("max_tokens", MAX_TOKENS)
     config, on_report, options = _resolved(
@@ -101,6 +102,7 @@ def stream_generate(
     """
     tokens = encode_prompt(tokenizer, prompt)
     n = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
+    require_known(tokens, model)
     kwargs |= {"draft_model": draft_model}
     config, on_report, options = _resolved(
         model, n, max_tokens, snapkv, policy, sparse, on_report, kwargs

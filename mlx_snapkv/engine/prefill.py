@@ -20,7 +20,7 @@ from .report import CompressionReport
 from .request import Request, Uncompressed, make_request
 from .rewind import Rewind
 from .sparse import note_chunks
-from .token_ids import token_ids
+from .token_ids import require_known, token_ids
 
 # mlx_lm re-exports a function under the module's own name.
 mlx_generate = importlib.import_module("mlx_lm.generate")
@@ -71,6 +71,7 @@ def prefill(
     if config.policy is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
     tokens = token_ids(tokens)
+    require_known(tokens, model)
     require_step_size(prefill_step_size)
     plan = plan_request(model, config, tokens.size, prompt_cache)
     cache = make_caches(model, config.memory) if prompt_cache is None else prompt_cache

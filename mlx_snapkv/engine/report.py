@@ -25,11 +25,15 @@ class Verified:
     plain_seconds: float = 0.0  # what a token takes on the full cache; 0 if that is not known
     # Tokens after which drafting stopped, as it did not pay; None while it goes on.
     stopped: int | None = None
+    bits: int | None = (
+        None  # of the entries against which drafts are checked, if those are quantised
+    )
 
     def __str__(self) -> str:
+        against = "" if self.bits is None else f", checked against entries in {self.bits} bits"
         did = (
             f"{self.accepted / max(1, self.tokens):.0%} of the tokens were drafted "
-            f"({self.drafted} drafts, {self.accepted} accepted)"
+            f"({self.drafted} drafts, {self.accepted} accepted{against})"
         )
         if self.stopped is not None:
             return f"{did}, none after {self.stopped} tokens: drafts were no faster than the full cache"

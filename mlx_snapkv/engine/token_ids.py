@@ -1,10 +1,12 @@
 """A prompt's tokens, as callers may give them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import SnapKVError
+from ..models.counts import vocabulary
 
 
 def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> mx.array:
@@ -25,3 +27,13 @@ def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> m
             f"the prompt must be token ids, which are whole numbers, got {found.dtype}"
         )
     return found
+
+
+def require_known(tokens: mx.array, model: Any) -> None:
+    """Raises: SnapKVError: a token is none of the model's, which would read what is not there."""
+    size = vocabulary(model)
+    for token in map(int, (tokens.max(), tokens.min()) if tokens.size else ()):
+        if not 0 <= token < size:
+            raise SnapKVError(
+                f"the prompt must have token ids from 0 to {size - 1}, as the model has, got {token}"
+            )

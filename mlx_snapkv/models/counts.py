@@ -1,5 +1,6 @@
 """How many query heads and experts mlx-lm's modules have, whatever they call them, and how wide a model is."""
 
+import sys
 from typing import Any
 
 import mlx.nn as nn
@@ -25,6 +26,11 @@ def _first(module: Any, names: list[str]) -> int:
 def tables(model: Any) -> list[nn.Module]:
     """A model's embeddings."""
     return [x for x in model.modules() if isinstance(x, (nn.Embedding, nn.QuantizedEmbedding))]
+
+
+def vocabulary(model: Any) -> int:
+    """How many tokens a model has embeddings of, perhaps fewer than its tokenizer; any number if it has no table."""
+    return max((x.weight.shape[0] for x in tables(model)), default=sys.maxsize)
 
 
 def hidden_size(model: Any) -> int:

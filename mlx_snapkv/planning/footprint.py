@@ -78,8 +78,10 @@ class EntrySizes:
 
     def of_memory(self, memory: str) -> int:
         """Bytes of a token that stay in memory where `memory` keeps all entries of `layers`, without an index."""
-        if memory == "drop" or in_files(memory):
-            return 0
+        return 0 if memory == "drop" or in_files(memory) else self.stored(memory)
+
+    def stored(self, memory: str) -> int:
+        """Bytes of a token where `memory` keeps all entries of `layers`, in memory or files."""
         return sum(self.of_token(memory_quantization(self.model, self.layers, memory)))
 
     def of_head(self) -> int:
@@ -262,7 +264,7 @@ def file_cost(model, memory: str, n_new: int, *, saved_in: Path | None = None) -
     if n_new == 0 or not in_files(memory):
         return None
     sizes = EntrySizes(model)
-    stored = n_new * sum(sizes.of_token(memory_quantization(model, sizes.layers, memory)))
+    stored = n_new * sizes.stored(memory)
     if n_new > RESIDENT:
         stored += int(n_new * (sizes.of_index() + sizes.of_means()))
     disks: dict[int, Disk] = {}

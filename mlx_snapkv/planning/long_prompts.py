@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..caches.memories import in_files
 from ..errors import SnapKVError
 from ..policies import Method, Stages
 from ..policies.sparse import LAST, SHARE
@@ -103,13 +104,21 @@ def _foretold_in_full(plan: Plan) -> str:
     return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
 
 
+def _where_stored(sizes: EntrySizes, memory: str, n: int) -> str:
+    """Bytes of all entries of `n` tokens, as a memory stores them, in memory or files."""
+    stored = n * sizes.stored(memory)
+    if in_files(memory):
+        return f"{format_bytes(stored)} of files"
+    return format_bytes(stored + n * sum(sizes.plain))
+
+
 def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
     """What will be kept of a prompt, or read, whose entries take so many bytes `before`."""
     n, kept, last, sizes = plan.n_prompt, footprint.kept(plan), plan.decode_policy, footprint.sizes
     least, most = min(kept), max(kept)
     count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
     if plan.options.is_sparse:
-        stay = f"all {format_bytes(before)} of them stay"
+        stay = f"all of them stay in {_where_stored(sizes, plan.options.memory, n)}"
         if plan.sparse_reading is None or (most := plan.sparse_reading.reach.most) >= n:
             return f"the prompt will be read in full, a token of the answer will read {count} of {n:,} entries; {stay}"
         chunk = f"a chunk will read at most {most:,} of {n:,} entries"

@@ -11,7 +11,7 @@ from ..caches.layers import require_quantizable
 from ..entries import device
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from ..models.counts import query_heads, tables
+from ..models.counts import query_heads, vocabulary
 from ..models.rope import trained_length
 from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_method
 from ..policies.budgets import UNLIMITED
@@ -78,7 +78,7 @@ class Planner:
         self._sizes, self._weights = EntrySizes(model), weight_bytes(model)
         self.can_compress = self._sizes.refusal is None
         self._shapes, self._limit = layer_shapes(model, self._sizes), scores_limit()
-        self._vocabulary = max(x.weight.shape[0] for x in tables(model))
+        self._vocabulary = vocabulary(model)
         self._widest = max((*self._sizes.of_token(), *self._sizes.plain), default=0)
         self._heads = max((query_heads(layer.attention) for layer in self._sizes.layers), default=0)
         self._footprint = functools.cache(self._made)

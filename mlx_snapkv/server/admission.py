@@ -9,7 +9,8 @@ from typing import Any
 from ..batch.memory import Memory
 from ..completions.body import Body
 from ..completions.fields import NO_LIMIT
-from ..completions.request import CompletionRequest
+from ..completions.request import Bounds, CompletionRequest
+from ..models.counts import vocabulary
 from ..models.rope import trained_length
 from ..planning.footprint import Need
 from ..planning.long_prompts import LongPrompts
@@ -48,7 +49,7 @@ class Admission:
         self._limits, self._prefixes, self._open = limits, prefixes, metrics.open_requests
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
         self._long = LongPrompts(model, **options)
-        self.longest_answer = trained_length(model) or UNTOLD
+        self.bounds = Bounds(trained_length(model) or UNTOLD, vocabulary(model))
         self._logged_once = LoggedOnce()
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:

@@ -240,7 +240,7 @@ class Engine:
             self.loaded.tokenizer,
             self._defaults,
             request.seed,
-            self._admission.longest_answer,
+            self._admission.bounds,
             request.form,
             request.prompt,
         )

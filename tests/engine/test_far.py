@@ -160,6 +160,9 @@ def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory, fe
     assert conversation.report.pulled_to == LENGTH and conversation.report.read_per_token == 96
     assert f"to the trained length of {LENGTH} tokens" in str(conversation.report)
     assert "no means of the rest beyond the trained length" in str(conversation.report)
+    assert conversation.warning() is None
+    conversation.policy = resolve_method(sparse="budget=100%,read=dense")
+    assert f"more than the model's trained length of {LENGTH}" in conversation.warning()
     far = [each for each in turned if each[3] > 2 * LENGTH]
     assert len(far) > 20
     for view, places, entries, start, end in far[::7]:

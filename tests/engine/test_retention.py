@@ -228,8 +228,9 @@ def test_quantised_entries_give_the_quantised_caches_answer(drafting, tokens):
     cache = [c.to_quantized(32, 8) for c in cache]
     rest = mlx_generate.generate_step(mx.array([second]), model, max_tokens=60, prompt_cache=cache)
     wanted = [first.item(), second, *ids(rest)]
-    found = steps(model, tokens, 62, **ALL | {"memory": "recall:8bit"})
-    assert ids(found) == wanted
+    reports = []
+    found = steps(model, tokens, 62, **ALL | {"memory": "recall:8bit"}, on_report=reports.append)
+    assert ids(found) == wanted and "checked against entries in 8 bits" in str(reports[0])
 
 
 def test_goes_on_as_the_full_cache_when_drafts_gain_nothing(tokens, monkeypatch):

@@ -183,6 +183,7 @@ def test_an_answer_from_all_entries_is_the_full_caches(demo_llama, memory):
     assert full["choices"][0]["text"].strip() == generate(*demo_llama, **body)
     assert first["mlx_snapkv"]["entries"] == again["mlx_snapkv"]["entries"] == 64
     assert full["mlx_snapkv"]["entries"] is None and full["mlx_snapkv"]["memory"] == memory
+    assert full["mlx_snapkv"]["reason"] == "the full cache was asked for"
     assert first["choices"][0]["text"] == again["choices"][0]["text"]
     for each in (full, again):
         n_known = each["usage"]["prompt_tokens_details"]["cached_tokens"]
