@@ -14,6 +14,7 @@ from .memory_plan import Planner
 from .request_plan import Plan, plan_request
 from .units import format_bytes
 
+FEW = 16  # entries of a budget, below which to read fewer is worth no word
 LONG = 2048  # tokens from which a prompt without a policy is worth a word
 _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
 
@@ -98,8 +99,9 @@ def _foretold_in_full(plan: Plan) -> str:
     if plan.options.is_sparse and not policy.fits(n):
         return f"all {n:,} entries will be read: {plan.reason}"
     if plan.options.is_sparse:
-        fits = f"they fit the budget of {policy.entries(n):,}"
-        return f"all {n:,} entries will be read: {fits}; --sparse budget={max(2, n // SHARE)} reads fewer"
+        fits = f"all {n:,} entries will be read: they fit the budget of {policy.entries(n):,}"
+        fewer = n // SHARE
+        return f"{fits}; --sparse budget={fewer} reads fewer" if fewer >= FEW else fits
     example = worth_comparing(n)[0]
     return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
 
@@ -120,9 +122,10 @@ def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
     if plan.options.is_sparse:
         stay = f"all of them stay in {_where_stored(sizes, plan.options.memory, n)}"
         if plan.sparse_reading is None or (most := plan.sparse_reading.reach.most) >= n:
-            return f"the prompt will be read in full, a token of the answer will read {count} of {n:,} entries; {stay}"
+            token = f"a token of the answer will read at most {count} of {n:,} entries"
+            return f"the prompt will be read in full, {token}; {stay}"
         chunk = f"a chunk will read at most {most:,} of {n:,} entries"
-        return f"{chunk}, and a token of the answer {count}; {stay}; the prompt's last {LAST} tokens read more"
+        return f"{chunk}, and a token of the answer at most {count}; {stay}; the prompt's last {LAST} tokens read more"
     first = plan.n_ahead + 2  # token of the answer that is decoded from what was kept
     at_once = plan.options.reads_in_blocks or plan.options.is_text  # of which no answer comes
     since = "" if at_once else f" from the answer's token {first} on"

@@ -100,6 +100,10 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     quantization = how and Quantization(*how)
     checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
+    if not folder.is_dir():
+        raise SnapKVError(
+            f"the folder with its entries, {folder}, is missing: keep it beside the file"
+        )
     caches = books(prompt_cache)
     # Earlier versions have the codes in the prompt's file.
     for number, (cache, n_codes) in enumerate(zip(caches, book.get("codes", [0] * len(caches)))):

@@ -231,7 +231,7 @@ class Engine:
             else:
                 request.put(Accepted())
                 for warning in request.completion_request.warnings:
-                    self._logged_once.warn(f"of a request {warning}")
+                    self._logged_once.warn(f"a request: {warning}")
                 yield request
 
     def _prepare(self, request: EngineRequest) -> None:
