@@ -126,9 +126,8 @@ class TokenRanking:
             self.view = self._prompt.followed_by(self._answer)
             self.view.index = copy.deepcopy(self._prompt.index)
             if self.view.index is not None:
-                self.view.index.truncate(
-                    len(self._prompt)
-                )  # it may have more, of tokens that came twice
+                # It may have more, of tokens that come again.
+                self.view.index.truncate(len(self._prompt))
         n = len(self.view)
         self._answer.append(entries)
         if self.view.index is not None:
