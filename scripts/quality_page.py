@@ -37,7 +37,7 @@ With the default, `lookahead=0`, all but an answer's first two tokens are decode
 gives the answer. Some commands below asked for that, too; where the question is known, those rows are left out. *Before
 compression* is the share of the answers' tokens that were decoded before it.
 
-Most answers in Qwen's part of 16,384 tokens, and half of SmolLM2's sparse part of 2,048, were computed by an NVIDIA H200.
+Most answers in Qwen's part of 16,384 tokens and half of SmolLM2's sparse part of 2,048 were computed by an NVIDIA H200.
 
 Intervals are 95%, paired by text or question, and bootstrapped over documents.
 
