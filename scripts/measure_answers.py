@@ -11,6 +11,7 @@ import copy
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +35,10 @@ SUMMARY = "Summarise the text above in three sentences."
 CHARACTERS = 6000  # of an essay
 LAST_TOKENS = 64  # of a prompt, which hold its question and are read for every way
 ONCE, SPARSE = "snapkv:budget={}%", "budget={}%,read=dense"
-# By name: options of an answer that reads so many percent, and the fewest entries that an index is asked for.
+# By name: options of an answer that reads so many percent, and the most entries whose exact votes rank them.
 WAYS = {
     "SnapKV, once": ({"policy": ONCE, "memory": "recall"}, device.used.exact_votes),
-    "sparse, by its votes": ({"sparse": SPARSE}, device.used.exact_votes),
+    "sparse, by its votes": ({"sparse": SPARSE}, sys.maxsize),
     "sparse, by the index": ({"sparse": SPARSE}, 0),
 }
 
