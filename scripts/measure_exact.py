@@ -76,12 +76,9 @@ def rewound(call: Callable, full: list, n_tokens: int, accepted: float):
     return found
 
 
-def measured(
-    model, full: list, n: int, share: int, n_tokens: int, accepted: float
-) -> dict[str, Any]:
+def measured(model, full: list, small: list, n_tokens: int, accepted: float) -> dict[str, Any]:
     """The exact answer of `n_tokens` and acceptance, between two of the full cache's."""
-    small, verified = small_caches(model, full, share, n), Verified()
-    plain = partial(model, cache=full)
+    verified, plain = Verified(), partial(model, cache=full)
     wanted, before = rewound(plain, full, n_tokens, accepted)
     with observing(model, small), patch.object(self_speculation, "perf_counter", clock):
         speculation = SelfSpeculation(model, full, small, verified)
@@ -95,8 +92,6 @@ def measured(
         found, seconds = rewound(exact, full, n_tokens, accepted)
     _, behind = rewound(plain, full, n_tokens, accepted)
     return {
-        "length": n,
-        "share": share,
         "differ": sum(a != b for a, b in zip(found, wanted)),
         "plain_seconds": fmean(before + behind),
         "speed": fmean(before + behind) / fmean(seconds),
@@ -116,8 +111,11 @@ def main() -> None:
     model, n_printed = make_random_model(), 0
     for n in args.lengths:
         full = decoding_cache(model, Contender("full cache", n), n)
+        # Before answers are added to these buffers: gathering from a part of one copies it.
+        small = {share: small_caches(model, full, share, n) for share in args.shares}
         for share in args.shares:
-            row = measured(model, full, n, share, args.tokens, args.accepted)
+            row = {"length": n, "share": share}
+            row |= measured(model, full, small[share], args.tokens, args.accepted)
             print(*figures([row], COLUMNS)[2 if n_printed else 0 :], sep="\n", flush=True)
             n_printed += 1
 
