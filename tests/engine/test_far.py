@@ -133,8 +133,8 @@ def test_just_beyond_the_trained_length_the_sink_is_turned_with_what_is_chosen(
     monkeypatch.setattr(SparseKVCache, "__init__", spied)
     model, tokenizer = short
     tokens = tokenizer.encode(make_haystack(tokenizer, random.Random(3), 4, 1500)[0])[:length]
-    given = {"max_tokens": 2, "sparse": "budget=96,n_sink=4,n_window=32"}
-    list(generate_step(mx.array(tokens), model, **given))
+    sparse = "budget=96,n_sink=4,n_window=32"
+    list(generate_step(mx.array(tokens), model, max_tokens=2, sparse=sparse))
     cache, view = made[0]
     sink = mx.broadcast_to(mx.arange(4, dtype=mx.uint32), (1, 2, 4))
     held, end = cache.held().keys[:, :, :4], len(view)
