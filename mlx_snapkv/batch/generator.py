@@ -18,7 +18,7 @@ from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
-from ..planning.request_plan import Plan, plan_request
+from ..planning.request_plan import FULL_CACHE_REASON, Plan, plan_request
 from ..policies import Method, SnapKV, Sparse, Stages
 from .groups import Groups, Guard, Single, decoding, of_all_ranks, request_errors
 from .job import BatchReport, BatchSettings, Job
@@ -124,7 +124,7 @@ class CompressedBatchGenerator(BatchGenerator):
                 if n  # mlx-lm refuses the empty
             ]
             if in_full:
-                plans = [replace(plan, reason="the full cache was asked for") for plan in plans]
+                plans = [replace(plan, reason=FULL_CACHE_REASON) for plan in plans]
             samplers = [s and Guard(s, greedy_sampler) for s in samplers or []]
             logits_processors = [
                 [Guard(p, lambda logits: logits) for p in given or ()]

@@ -27,7 +27,7 @@ class TokenRanking:
         prompt: its entries; its index ranks them, or if it has none, their exact votes.
         quota: how many a token reads: sink, shared and window always, the rest by its queries.
         shared: ascending uint32 positions `(m,)` between sink and window, which every head reads.
-        start: position of the answer's first token, if some of the prompt's come before it once more.
+        start: position of the answer's first token, if it is not the next: some of the prompt's may come once more.
     """
 
     rest: Rest | None = None

@@ -1,10 +1,12 @@
 """A body's prompt in the model's tokens: its messages and tools in the chat template, or its text."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..engine.generate import text_tokens
+from ..engine.token_ids import require_in_vocabulary
 from ..errors import SnapKVError, brief
 from .body import Body, ChatBody, ToolChoice
 from .chat_template import Rendered, initial_state, render
@@ -32,8 +34,11 @@ class Prompt:
     choice: ToolChoice | None = None
 
 
-def tokenised(body: Body, tokenizer) -> Prompt:
-    """A body's prompt. Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's."""
+def tokenised(body: Body, tokenizer, vocabulary: int = sys.maxsize) -> Prompt:
+    """A body's prompt, for a model that knows the first so many of the tokenizer's tokens.
+
+    Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+    """
     if isinstance(body, ChatBody):
         tools, choice, warnings = _tools(body)
         rendered, notes = _rendered(body, tokenizer, body.messages, tools)
@@ -43,6 +48,7 @@ def tokenised(body: Body, tokenizer) -> Prompt:
         prompt = Prompt(_text_tokens(body.prompt, tokenizer))
     if not prompt.tokens:
         raise SnapKVError("the prompt is empty: give some text")
+    require_in_vocabulary("prompt", prompt.tokens, min(len(tokenizer), vocabulary))
     return prompt
 
 
@@ -116,15 +122,8 @@ def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> lis
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:
     if isinstance(prompt, list):
-        require_in_vocabulary("prompt", prompt, len(tokenizer))
         return prompt
     try:
         return text_tokens(tokenizer, whole(prompt))
     except Exception as error:
         raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
-
-
-def require_in_vocabulary(field: str, tokens: Iterable[int], size: int) -> None:
-    for token in tokens:
-        if not 0 <= token < size:
-            raise SnapKVError(f"{field} must have token ids from 0 to {size - 1}, got {token}")

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from ..engine.token_ids import require_in_vocabulary
 from ..errors import OptionError, SnapKVError
 from .body import Body, ChatBody
 from .constraint import Constraint
 from .fields import NO_LIMIT
 from .grammar import Form, call_form, continued, json_form, name_of
-from .prompt import Prompt, require_in_vocabulary, tokenised
+from .prompt import Prompt, tokenised
 
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 # Fields that change nothing of an answer here, or are about other requests.
@@ -109,7 +110,7 @@ def completion_request(
 
     Raises: SnapKVError: as of `tokenised`, or a form can't be forced.
     """
-    prompt = prompt or tokenised(body, tokenizer)
+    prompt = prompt or tokenised(body, tokenizer, bounds.vocabulary)
     tools, state, warnings = prompt.tools, prompt.state, list(prompt.warnings)
     if isinstance(body, ChatBody):
         form = _form(body, prompt, tokenizer)
@@ -118,7 +119,6 @@ def completion_request(
         n_logprobs = body.logprobs
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     size = min(len(tokenizer), bounds.vocabulary)
-    require_in_vocabulary("prompt", prompt.tokens, size)
     require_in_vocabulary("logit_bias", bias, size)
     penalties = body.model_dump(include=PENALTIES, exclude_none=True)
     processors = make_logits_processors(bias or None, **penalties)

@@ -25,9 +25,8 @@ class Verified:
     plain_seconds: float = 0.0  # what a token takes on the full cache; 0 if that is not known
     # Tokens after which drafting stopped, as it did not pay; None while it goes on.
     stopped: int | None = None
-    bits: int | None = (
-        None  # of the entries against which drafts are checked, if those are quantised
-    )
+    # Of the entries against which drafts are checked, if those are quantised.
+    bits: int | None = None
 
     def __str__(self) -> str:
         against = "" if self.bits is None else f", checked against entries in {self.bits} bits"

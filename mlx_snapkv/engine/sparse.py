@@ -97,11 +97,11 @@ class SparseMode:
         caches[:] = copies_but_entries(self._before_latest or caches, self.layers)
         offload(self.layers, self._prompt_cache)
         latest = mx.concatenate(self._latest, axis=1) if self._latest else mx.zeros((1, 0))
-        n_before = self.layers[0].cache_in(self._prompt_cache).offset - latest.shape[1]
-        shared = None if self.plan.compacted_to is None else self._most_attended(n_before)
+        n = self.layers[0].cache_in(self._prompt_cache).offset - latest.shape[1]
+        shared = None if self.plan.compacted_to is None else self._most_attended(n)
         report.entries_kept, report.attention_share = [None] * len(caches), [None] * len(caches)
         for layer, quota in zip(self.layers, self.plan.decode_quotas):
-            cache = self._choosing(layer, quota, shared, latest.shape[1])
+            cache = self._choosing(layer, quota, shared, n)
             layer.put(caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
@@ -130,17 +130,17 @@ class SparseMode:
         return view
 
     def _choosing(
-        self, layer: AttentionLayer, quota: Quota, shared: mx.array | None, n_latest: int
+        self, layer: AttentionLayer, quota: Quota, shared: mx.array | None, n: int
     ) -> SparseKVCache:
-        """A cache whose tokens choose `quota` entries anew among all before the latest, beside those `shared` by all
-        heads."""
-        view, cache = self.full_view(layer), layer.cache_in(self._prompt_cache)
-        # Its own length: the store may go on to hold what a verified answer adds.
-        view = view.beginning(len(view) - n_latest)
+        """A cache whose tokens choose `quota` entries anew among the first `n`, all before the latest, beside those
+        `shared` by all heads."""
+        cache = layer.cache_in(self._prompt_cache)
+        # Of its own length: the store may go on to hold what a verified answer adds.
+        view = self.full_view(layer).beginning(n)
         weighs = self.plan.policy.rest is not None and self.no_means is None
         voters = self._voters(layer, view) if weighs and cache.n_queries else None
-        start = self.plan.n_prompt if n_latest else None
-        chosen_from = SparseKVCache(view, quota, layer, shared, voters, cache.rest_means, start)
+        means, start = cache.rest_means, self.plan.n_prompt
+        chosen_from = SparseKVCache(view, quota, layer, shared, voters, means, start)
         if cache.in_files:
             cache.rest_means = chosen_from.ranking.whole_means
         return chosen_from

@@ -1,6 +1,6 @@
 """A prompt's tokens, as callers may give them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -30,10 +30,13 @@ def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> m
 
 
 def require_known(tokens: mx.array, model: Any) -> None:
-    """Raises: SnapKVError: a token is none of the model's, which would read what is not there."""
-    size = vocabulary(model)
-    for token in map(int, (tokens.max(), tokens.min()) if tokens.size else ()):
+    """Raises: SnapKVError: a token of the prompt is none of the model's."""
+    ends = [int(tokens.max()), int(tokens.min())] if tokens.size else []
+    require_in_vocabulary("the prompt", ends, vocabulary(model))
+
+
+def require_in_vocabulary(what: str, tokens: Collection[int], size: int) -> None:
+    """Raises: SnapKVError: a token is none of the first `size`; it would be looked up where nothing is."""
+    for token in (max(tokens), min(tokens)) if tokens else ():
         if not 0 <= token < size:
-            raise SnapKVError(
-                f"the prompt must have token ids from 0 to {size - 1}, as the model has, got {token}"
-            )
+            raise SnapKVError(f"{what} must have token ids from 0 to {size - 1}, got {token}")

@@ -99,7 +99,7 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
 def n_of_groups(m: int, k: int, n: int = 0) -> int:
     """How many places `top_of_groups` gives: all `m`, or a multiple of the groups' number, `k` if there is but one."""
     n_groups = _groups(max(m, n))
-    return min(m, k if k >= m else n_groups * max(1, k // n_groups))
+    return m if k >= m else min(m, n_groups * max(1, k // n_groups))
 
 
 def _groups(n: int) -> int:

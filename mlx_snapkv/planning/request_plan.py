@@ -30,6 +30,7 @@ from .products import entries_for
 from .prompt_plan import PREFILL_STEP_SIZE, PromptPlan, chunk_size, fits_reason, gate, plan_prompt
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
+FULL_CACHE_REASON = "the full cache was asked for"
 EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
 
 

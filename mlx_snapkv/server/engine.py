@@ -115,9 +115,9 @@ class Engine:
             SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
             ApiError: the prompt is too long.
         """
-        tokenizer = self.loaded.tokenizer
         with self._tokenizing:
-            request.prompt = prompt = tokenised(request.body, tokenizer)
+            size = self._admission.bounds.vocabulary
+            request.prompt = prompt = tokenised(request.body, self.loaded.tokenizer, size)
         self._admission.require_short(len(prompt.tokens))  # before a grammar is made, for one
         request.checkpoints = self._checkpoints.places(request.body, prompt.tokens)
         self._new.put(request)
