@@ -60,7 +60,7 @@ class Gathered:
 
     def read(self, chosen: Pair, rest: Rest | None) -> Pair:
         """What a token reads that has chosen these, with the means of the rest, if there are any."""
-        n_means = 0 if rest is None else rest.n_pages
+        n_means = 0 if rest is None else len(rest.clusters)
         if rest is self._rest and n_means + n_rows(chosen) == self._n_before:
             keys, values = chosen
             _, H, n, _ = keys.shape
@@ -77,7 +77,8 @@ class Gathered:
         """Hold these in buffers made for them, with room for more of those that every token reads."""
         means: Any = None
         if rest is not None:
-            means = tuple(x.astype(y.dtype) for x, y in zip((rest.keys, rest.values), always))
+            held = rest.clusters.keys, rest.clusters.values
+            means = tuple(x.astype(y.dtype) for x, y in zip(held, always))
         before = [x for x in (means, chosen) if x is not None]
         self.keys, self.values = grown(join(*before, always), KVCache.step)
         self._rest, self._n_before, self.n = rest, sum(map(n_rows, before)), n_rows(always)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import mlx.core as mx
 
 from ..entries.held_rows import HeldRows
 from ..entries.quantization import Quantization, groups_dividing, pack, rows, unpack
-from ..entries.rest import means_by_block
+from ..entries.spans import spans
 from ..policies.sparse import PAGE
 from .full_view import FullView
 
@@ -57,13 +57,26 @@ class PageMeans:
         """Those of the first `stop` pages, at least."""
         if (done := len(self)) >= stop and self._held is not None:
             return self._held
-        new = means_by_block(view, view.read_keys, done * PAGE, stop * PAGE, PAGE)
+        new = view.by_block(partial(_of_block, view), spans(done * PAGE, stop * PAGE))
         self._held_as = means_held_as(new.shape[3])
         packed = pack(new, self._held_as)
         if self._held is None:
             self._held = HeldRows(rows(packed, 0, 0), PAGE, view.aside)
         self._held.append(packed)
         return self._held
+
+
+def _of_block(view: FullView, start: int, stop: int, after: Sequence[mx.array]) -> mx.array:
+    return page_means(view.read_keys(start, stop, after), PAGE)
+
+
+def page_means(entries: mx.array, size: int) -> mx.array:
+    """Means of every `size` of `(B, n_kv_heads, n, head_dim)` entries, whole pages.
+
+    They are summed in float32: of float16, sums of a few hundred numbers may be too large.
+    """
+    summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, size))
+    return summed.mean(axis=3).astype(entries.dtype)
 
 
 def means_held_as(head_dim: int) -> Quantization | None:

@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 
 from ..entries.queries import Captured
-from ..entries.rest import page_logits
+from ..entries.rest import grouped_logits
 from ..policies.sparse import PAGE, Reach
 from .full_view import FullView
 from .page_means import PageMeans
@@ -115,12 +115,12 @@ def _largest_shares(queries: mx.array, parts: Sequence[Callable[[], mx.array]]) 
     # Of a part at a time, so that a longer text takes no more memory: the logits are made twice.
     total = mx.array(-mx.inf)
     for part in parts:
-        logits = page_logits(queries, part())
+        logits = grouped_logits(queries, part())
         total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval(total)
     shares: list[mx.array] = []
     for part in parts:
-        shares.append((page_logits(queries, part()) - total).max(axis=(2, 3)))
+        shares.append((grouped_logits(queries, part()) - total).max(axis=(2, 3)))
         mx.eval(shares)
     return mx.concatenate(shares, axis=-1)
 

@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
-from ..entries import rest
+from ..entries.clusters import Clusters
 from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
-from ..entries.quantization import join, n_bytes, rows
+from ..entries.quantization import join, n_bytes
 from ..entries.queries import Recorder
 from ..errors import Missing, TrimError
 from ..policies.sparse import PAGE
@@ -44,9 +44,8 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
     """
 
     store: Store
-    # Of the first entries, if they are in files: mean keys of pages, and means of the rest's whole pages.
-    page_means: PageMeans
-    rest_means: rest.Pair | None = None
+    page_means: PageMeans  # of the first entries, if they are in files
+    clusters: Clusters | None = None  # of the first entries
     # Of the keys of the first entries, as many as there were when it last grew, if there is one.
     index: KeyIndex | None = None
     growing: KVCache  # of the entries since the last `offload`, or of all
@@ -82,7 +81,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
 
     def share(self, cache: Any, n: int) -> None:
         """Hold the first `n` entries of another cache, whose arrays are shared until they are written."""
-        self.index, self.page_means, self.rest_means = None, PageMeans(), None
+        self.index, self.page_means, self.clusters = None, PageMeans(), None
         step, self.growing = self.growing.step, full_cache(Entries(cache.keys, cache.values))
         self.growing.offset, self.growing.step = n, step
         self.store = MemoryStore(cache=self.growing)
@@ -198,8 +197,8 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         if self.index is not None:
             self.index.truncate(self.offset)
         self.page_means.truncate(self.offset // PAGE)
-        if self.rest_means is not None:
-            self.rest_means = rows(self.rest_means, 0, self.offset // rest.PAGE)
+        if self.clusters is not None:
+            self.clusters = self.clusters.whole_blocks(self.offset)
         if self.sparse_from is not None and self.offset <= self.sparse_from:
             self.sparse_from = None
         return n
@@ -223,7 +222,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def _means_nbytes(self) -> int:
-        return self.page_means.nbytes + n_bytes(self.rest_means or ())
+        return self.page_means.nbytes + (0 if self.clusters is None else self.clusters.nbytes)
 
     @property
     def index_nbytes(self) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from ..entries.clusters import Clusters
 from ..entries.entries import Entries
 from ..entries.quantization import n_bytes, rows
 from ..entries.queries import Captured, Queries
-from ..entries.rest import Pair
 from ..errors import TrimError
 from ..policies.budgets import Quota
 from .bias import biased
@@ -46,7 +46,7 @@ class SparseKVCache(Choosing, LayerCache):
         shared: mx.array | None = None,
         # The prompt's last queries, as they vote over all entries; for them the rest is weighed.
         observed: Queries | None = None,
-        means: Pair | None = None,  # of the first pages of the rest, if they are known
+        clusters: Clusters | None = None,  # of the first entries, if they are known
         start: int | None = None,  # of the answer: see `TokenRanking`
     ):
         self.layer = layer
@@ -59,7 +59,7 @@ class SparseKVCache(Choosing, LayerCache):
             self.append(entries)
         self.offset = n
         if observed is not None and self.can_weigh(layer):
-            self.ranking.weigh_rest(observed, quota.n_window, means)
+            self.ranking.weigh_rest(observed, quota.n_window, clusters)
         self.n_seen = self.size()  # entries that the last token saw
 
     @staticmethod
@@ -111,7 +111,7 @@ class SparseKVCache(Choosing, LayerCache):
         self._gathered.remove(start, n)
 
     def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> Any:
-        """The mask of the attention function's call, with the bias of the rest's pages in it."""
+        """The mask of the attention function's call, with the bias of the rest's means in it."""
         if self.bias is None:
             return mask
         return biased(self.bias, keys.shape[2], queries.dtype, mask)

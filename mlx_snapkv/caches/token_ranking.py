@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from ..entries import rest as pages
 from ..entries.attention import attention_votes
+from ..entries.clusters import Clusters, clusters_of
 from ..entries.entries import Entries
 from ..entries.quantization import n_rows, rows
 from ..entries.queries import Captured, Queries
-from ..entries.rest import Example, Rest, best_factors, distances
-from ..entries.selection import Top, n_of_groups, top_of_groups
+from ..entries.rest import FITTED, Example, Rest, best_factors, distances
+from ..entries.selection import n_of_groups, top_of_groups
 from ..policies.budgets import Quota
 from .full_view import FullView
 from .stores import MemoryStore
@@ -31,6 +31,7 @@ class TokenRanking:
     """
 
     rest: Rest | None = None
+    _choosable: mx.array  # of each of the rest's clusters, entries that may be chosen
 
     def __init__(
         self,
@@ -74,14 +75,7 @@ class TokenRanking:
     @property
     def n_means(self) -> int:
         """Means of the rest, which it reads besides."""
-        return 0 if self.rest is None else self.rest.n_pages
-
-    @property
-    def whole_means(self) -> pages.Pair | None:
-        """Means of the rest's whole pages, which later turns need not make again."""
-        if self.rest is None:
-            return None
-        return rows((self.rest.keys, self.rest.values), 0, len(self.view) // pages.PAGE)
+        return 0 if self.rest is None else len(self.rest.clusters)
 
     def choose(
         self, captured: Captured, start: int
@@ -90,9 +84,11 @@ class TokenRanking:
         heads, scale, sinks, *_ = captured
         tokens = range(start, start + heads.shape[2])
         asked = self.view.asked_by(Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap))
-        top = self._likeliest(asked, self._stop)
-        bias = None if self.rest is None else self.rest.bias(heads, scale, top.others)
-        return self._at(top.places, start).plain(), bias
+        places, bias = self._likeliest(asked, self._stop), None
+        if self.rest is not None:
+            chosen = self.rest.clusters.sizes(places)
+            bias = self.rest.bias(heads, scale, self._choosable, chosen)
+        return self._at(places, start).plain(), bias
 
     def choose_among(self, oldest: tuple[mx.array, mx.array]) -> None:
         """From now on tokens choose among these, too: the oldest that were always read behind the shared ones."""
@@ -101,8 +97,10 @@ class TokenRanking:
         if n_new > 0:  # the answer's, which are not in the view
             self._extend_view(Entries(*rows(oldest, n - n_new, n)))
         self._stop += n
+        if self.rest is not None:
+            self._weigh(self.rest)
 
-    def _likeliest(self, asked: Queries, stop: int) -> Top:
+    def _likeliest(self, asked: Queries, stop: int) -> mx.array:
         """The places between sink and `stop` that queries attend to most, by KV head."""
         if self.view.index is not None:
             scores = self.view.index.relevance(asked, stop)
@@ -135,14 +133,14 @@ class TokenRanking:
         if self.rest is not None:
             self.rest = self.rest.extended(self.view, n)
 
-    def weigh_rest(self, observed: Queries, n_window: int, held: pages.Pair | None = None) -> None:
+    def weigh_rest(self, observed: Queries, n_window: int, held: Clusters | None = None) -> None:
         """Weigh the means of what a token does not read for a prompt's last queries, as they vote over all entries.
 
-        Nothing is weighed where a token reads everything. The first pages' means may be `held`.
+        Nothing is weighed where a token reads everything. Clusters of the first entries may be `held`.
         """
         if self.n_read in (0, self._stop - self._first):
             return
-        means, asked = pages.means(self.view, held), observed.latest(pages.FITTED)
+        clusters, asked = self._clusters(held), observed.latest(FITTED)
         read = []
         for i in range(len(asked.places)):
             read.append(self._would_read(asked.between(i, i + 1), n_window))
@@ -156,7 +154,22 @@ class TokenRanking:
             asked.sinks,
         )
         # For all queries together: the entries may be in files.
-        self.rest = Rest(*means, *best_factors(distances(self.view, means, example)))
+        factors = best_factors(distances(self.view, clusters, example))
+        self._weigh(Rest(clusters, *factors))
+
+    def _clusters(self, held: Clusters | None) -> Clusters:
+        """Those of all entries; of the first, perhaps, they are held."""
+        if held is None:
+            return clusters_of(self.view)
+        n = held.of.shape[2]
+        return held if n == len(self.view) else held.followed_by(clusters_of(self.view, n))
+
+    def _weigh(self, rest: Rest) -> None:
+        """From now on tokens see the rest by these means."""
+        places = mx.arange(self._first, self._stop, dtype=mx.uint32)
+        places = mx.broadcast_to(places, (*self._heads, places.size))
+        self.rest, self._choosable = rest, rest.clusters.sizes(places)
+        mx.eval(self._choosable)
 
     def _would_read(self, one: Queries, n_window: int) -> mx.array:
         """Which entries a token of the prompt would read, bool `(B, n_kv_heads, 1, n)`, as one of the answer does."""
@@ -165,7 +178,7 @@ class TokenRanking:
         read = (every < self._first) | ((every >= stop) & (every <= own))
         read = mx.broadcast_to(read, (*self._heads, every.size))
         if stop > self._first:
-            places = self._likeliest(one, stop).places
+            places = self._likeliest(one, stop)
             read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
         return read[:, :, None]
 

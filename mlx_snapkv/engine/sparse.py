@@ -139,10 +139,10 @@ class SparseMode:
         view = self.full_view(layer).beginning(n)
         weighs = self.plan.policy.rest is not None and self.no_means is None
         voters = self._voters(layer, view) if weighs and cache.n_queries else None
-        means, start = cache.rest_means, self.plan.n_prompt
-        chosen_from = SparseKVCache(view, quota, layer, shared, voters, means, start)
-        if cache.in_files:
-            cache.rest_means = chosen_from.ranking.whole_means
+        clusters, start = cache.clusters, self.plan.n_prompt
+        chosen_from = SparseKVCache(view, quota, layer, shared, voters, clusters, start)
+        if (rest := chosen_from.ranking.rest) is not None:
+            cache.clusters = rest.clusters.whole_blocks(n)
         return chosen_from
 
     @cached_property

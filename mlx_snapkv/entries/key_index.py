@@ -228,7 +228,7 @@ class KeyIndex:
         first, T = observed.places.start, len(self)
         n = min(first, CANDIDATES * budget)
         relevance = self.relevance(observed.latest(ASKING), first)
-        likeliest = mx.sort(top_of_groups(relevance, n).places, axis=-1)
+        likeliest = mx.sort(top_of_groups(relevance, n), axis=-1)
         own = mx.broadcast_to(mx.arange(first, T, dtype=mx.uint32), (B, H, T - first))
         places = mx.concatenate([likeliest, own], axis=-1)
         moved = likeliest.shape[-1] - first

@@ -1,20 +1,20 @@
-"""The rest: what a token does not read, attended to as one entry for each page of neighbours.
+"""The rest: what a token does not read, attended to as one entry for each cluster of similar keys.
 
-The page's entry is its mean key and mean value. A head gives it the logit
+The cluster's entry is its mean key and mean value. A head gives it the logit
 
-    t * (q . mean key) + log(entries of the page that the token does not read) + log a
+    t * (q . mean key) + log(entries of the cluster that the token does not read) + log a
 
-A mean logit is the logit of the mean key, so the exponential of it never overrates a page's mass; but the values that
-a head would have found there are not the mean value, and how far to trust it differs from head to head. The mass `a`
-and the temperature `t` of each head are found once, for the prompt's last queries, whose attention to all entries is at
-hand: the pair is taken whose output comes nearest to that. RetroInfer (Chen et al., 2025, arXiv:2505.02922) estimates
-by clusters, with a = t = 1; SparQ (Ribar et al., 2024, arXiv:2312.04985) by one mean value.
+A mean logit is the logit of the mean key, so the exponential of it never overrates a cluster's mass; but the values
+that a head would have found there are not the mean value, and how far to trust it differs from head to head. The mass
+`a` and the temperature `t` of each head are found once, for the prompt's last queries, whose attention to all entries
+is at hand: the pair is taken whose output comes nearest to that. RetroInfer (Chen et al., 2025, arXiv:2505.02922)
+estimates by clusters, with a = t = 1; SparQ (Ribar et al., 2024, arXiv:2312.04985) by one mean value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,103 +23,67 @@ from typing import Any
 import mlx.core as mx
 
 from .attention import HIDDEN
-from .quantization import join, n_rows, rows
+from .clusters import Clusters, clusters_of
 from .spans import BLOCK, spans
 
-PAGE = 256  # neighbours that share a mean
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)
 FITTED = 4  # of the prompt's last queries, for which mass and temperature are found: more take longer, for little
-SAMPLED = 1 << 16  # entries of a long text, by which those queries' full attention is estimated
-Pair = tuple[mx.array, mx.array]  # keys and values
+SAMPLED = 1 << 16  # entries of a long text, by which those queries' full attention is estimated,
+PAGE = 256  # as many neighbours together
 
 NOTHING = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
 
 
 @dataclass(frozen=True)
 class Rest:
-    """The means of a layer's first entries, and how its heads weigh them.
+    """The clusters of a layer's first entries, and how its heads weigh them.
 
-    `(B, n_kv_heads, n_pages, head_dim)` and `(B, n_kv_heads, group, 1, 1)` each.
+    Mass and temperature are `(B, n_kv_heads, group, 1, 1)` each.
     """
 
-    keys: mx.array
-    values: mx.array
+    clusters: Clusters
     log_mass: mx.array
     temperature: mx.array
 
-    @property
-    def n_pages(self) -> int:
-        return self.keys.shape[2]
-
     def extended(self, entries: Any, n: int) -> Rest:
-        """The same with the means of entries that came behind the first `n`."""
-        held = rows((self.keys, self.values), 0, n // PAGE)  # the page behind these may have grown
-        keys, values = means(entries, held)
-        return replace(self, keys=keys, values=values)
+        """The same with clusters of the entries that came behind the first `n`."""
+        return replace(self, clusters=self.clusters.followed_by(clusters_of(entries, n)))
 
-    def bias(self, queries: mx.array, scale: float, unread: mx.array) -> mx.array:
-        """What a token adds to the pages' logits `scale * (q . mean key)`, `(B, n_heads, L, n_pages)` float32.
+    def bias(
+        self, queries: mx.array, scale: float, choosable: mx.array, chosen: mx.array
+    ) -> mx.array:
+        """What a token adds to the clusters' logits `scale * (q . mean key)`, `(B, n_heads, L, n_clusters)` float32.
 
         Args:
             queries: `(B, n_heads, L, head_dim)`, each KV head's together.
-            unread: bool `(B, n_kv_heads, n)`, whole pages and no fewer than these: entries that are not read.
+            choosable: entries of each cluster that may be read, `(B, n_kv_heads, n_clusters)`.
+            chosen: how many of them are.
         """
-        counts = by_page(unread)[:, :, None, None, : self.n_pages]
-        logits = page_logits(queries, self.keys)
-        weighed = _weighed(logits, counts, mx.array(scale), self.temperature, self.log_mass)
+        logits = grouped_logits(queries, self.clusters.keys) * scale
+        weighed = _weighed(logits, choosable, chosen, self.temperature, self.log_mass)
         return weighed.flatten(1, 2)
 
 
 @partial(mx.compile, shapeless=True)
 def _weighed(
-    logits: mx.array, counts: mx.array, scale: mx.array, temperature: mx.array, log_mass: mx.array
+    logits: mx.array,
+    choosable: mx.array,
+    chosen: mx.array,
+    temperature: mx.array,
+    log_mass: mx.array,
 ) -> mx.array:
-    weighed = logits * scale * (temperature - 1) + mx.log(mx.maximum(counts, NOTHING)) + log_mass
-    return mx.where((counts > 0) & (log_mass > HIDDEN), weighed, HIDDEN)
+    unread = (choosable - chosen)[:, :, None, None]
+    weighed = logits * (temperature - 1) + mx.log(mx.maximum(unread, NOTHING)) + log_mass
+    return mx.where((unread > 0) & (log_mass > HIDDEN), weighed, HIDDEN)
 
 
-def page_logits(queries: mx.array, keys: mx.array) -> mx.array:
-    """`(B, n_kv_heads, group, L, n_pages)` float32."""
+def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
+    """Of heads' queries and their KV head's keys, `(B, n_kv_heads, group, L, n)` float32."""
     B, H, _, D = keys.shape
     by_head = queries.astype(mx.float32).reshape(B, H, -1, D)
     logits = by_head @ keys.astype(mx.float32).mT
     return mx.unflatten(logits, 2, (-1, queries.shape[2]))
-
-
-def page_means(entries: mx.array, size: int) -> mx.array:
-    """Means of every `size` of `(B, n_kv_heads, n, head_dim)` entries; of the last page, of as many as there are.
-
-    They are summed in float32: of float16, sums of a few hundred numbers may be too large.
-    """
-    n, whole = entries.shape[2], entries.shape[2] // size * size
-    summed = entries.astype(mx.float32)
-    means = mx.unflatten(summed[:, :, :whole], 2, (-1, size)).mean(axis=3)
-    if whole < n:
-        last = summed[:, :, whole:].mean(axis=2, keepdims=True)
-        means = mx.concatenate([means, last], axis=2)
-    return means.astype(entries.dtype)
-
-
-def means_by_block(
-    entries: Any, read: Callable[..., mx.array], start: int, stop: int, size: int
-) -> mx.array:
-    """`page_means` of what `read` gives of the entries `[start, stop)`, with the memory of one block of them."""
-
-    def of_block(first: int, end: int, after: list[mx.array]) -> mx.array:
-        return page_means(read(first, end, after), size)
-
-    return entries.by_block(of_block, spans(start, stop))
-
-
-def means(entries: Any, held: Pair | None = None) -> Pair:
-    """Mean keys and values of all pages, those of the first perhaps `held`; entries are read a block at a time."""
-    start, stop = 0 if held is None else n_rows(held) * PAGE, len(entries)
-    keys = means_by_block(entries, entries.read_keys, start, stop, PAGE)
-    mx.eval(keys)
-    values = means_by_block(entries, entries.read_values, start, stop, PAGE)
-    mx.eval(values)
-    return (keys, values) if held is None else join(held, (keys, values))
 
 
 PAIRS = list(product(MASSES, TEMPERATURES))  # the first is no rest at all
@@ -173,13 +137,13 @@ class Example:
         return mx.exp(by_head[None, :, :, None, None] - top)
 
 
-def distances(entries: Any, pages: Pair, example: Example) -> mx.array:
+def distances(entries: Any, rest: Clusters, example: Example) -> mx.array:
     """How far heads' outputs are from full attention's, squared and summed over an example's queries.
 
     Args:
         entries: gives keys and values `(B, n_kv_heads, stop - start, head_dim)` by `read_keys(start, stop)` and
             `read_values`; they are read a block at a time, once, and of a long text not all.
-        pages: the means of both.
+        rest: the clusters of all entries.
 
     Returns: `(len(PAIRS), B, n_kv_heads, group)` float32.
     """
@@ -191,7 +155,7 @@ def distances(entries: Any, pages: Pair, example: Example) -> mx.array:
         keys = mx.concatenate([entries.read_keys(*span) for span in some], axis=2)
         values = mx.concatenate([entries.read_values(*span) for span in some], axis=2)
         values = values.astype(mx.float32)[:, :, None]
-        logits = page_logits(example.queries, keys) + math.log(each)
+        logits = grouped_logits(example.queries, keys) + math.log(each)
         logits = mx.where(example.sees(places), logits, HIDDEN)
         is_read = mx.take(example.read, places, axis=-1)[:, :, None]
         before, top = top, mx.maximum(top, logits.max(axis=-1, keepdims=True))
@@ -203,10 +167,12 @@ def distances(entries: Any, pages: Pair, example: Example) -> mx.array:
     every, read = ((total + of_sinks, sums) for total, sums in (every, read))
     full, (total, sums) = every[1] / every[0], read
     unread = example.sees(mx.arange(len(entries))) & ~example.read
-    counts, of_pages = by_page(unread)[:, :, None], pages[1].astype(mx.float32)[:, :, None]
-    rest = page_logits(example.queries, pages[0])
-    masses = {t: counts * mx.exp(rest * t - top) for t in TEMPERATURES}
-    products = {t: (x.sum(axis=-1, keepdims=True), x @ of_pages) for t, x in masses.items()}
+    counts, of_values = rest.sizes_where(unread)[:, :, None], rest.values.astype(mx.float32)
+    logits = grouped_logits(example.queries, rest.keys)
+    masses = {t: counts * mx.exp(logits * t - top) for t in TEMPERATURES}
+    products = {
+        t: (x.sum(axis=-1, keepdims=True), x @ of_values[:, :, None]) for t, x in masses.items()
+    }
     found = [(sums + a * products[t][1]) / (total + a * products[t][0]) for a, t in PAIRS]
     return mx.stack([mx.square(x - full).sum(axis=-1).sum(axis=-1) for x in found])
 
@@ -223,10 +189,3 @@ def best_factors(errors: mx.array) -> tuple[mx.array, mx.array]:
     mass, temperature = best[..., 0], best[..., 1]
     log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, NOTHING)), HIDDEN)
     return log_mass[..., None, None], temperature[..., None, None]
-
-
-def by_page(flags: mx.array) -> mx.array:
-    """How many of every `PAGE` of `(..., n)` bools are true, int32; of the last page, as many as there are."""
-    if spare := -flags.shape[-1] % PAGE:
-        flags = mx.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, spare)])
-    return mx.unflatten(flags, -1, (-1, PAGE)).sum(axis=-1)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -59,15 +58,7 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     return mx.sort(ranked, axis=-1)[..., :k]
 
 
-class Top(NamedTuple):
-    """The highest of a head's scores, and which others there are."""
-
-    places: mx.array  # uint32 `(B, n_kv_heads, k)`, unordered
-    # Bool `(B, n_kv_heads, n)`, false where there is no score; `n` is a multiple of `MULTIPLE`.
-    others: mx.array
-
-
-def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
+def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> mx.array:
     """About the `k` highest of a head's scores: `n_of_groups(m, k, n)` places, the first of which is `first`.
 
     Scores are 0 at most, and those of minus infinity, or NaN, are no candidates: they come last. They are compared by
@@ -78,22 +69,22 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> Top:
     Args:
         scores: `(B, n_kv_heads, m)` float32.
         n: places there are, if more than `first + m`.
+
+    Returns: uint32 `(B, n_kv_heads, k)`, unordered.
     """
-    B, H, m = scores.shape
+    m = scores.shape[-1]
     stop = first + m
     n_groups = _groups(max(n, stop))
     size = math.ceil(max(n, stop) / n_groups / MULTIPLE) * MULTIPLE
     if n_of_groups(m, k, max(n, stop)) == m:
-        places = mx.broadcast_to(mx.arange(first, stop, dtype=mx.uint32), scores.shape)
-        return Top(places, mx.zeros((B, H, n_groups * size), mx.bool_))
+        return mx.broadcast_to(mx.arange(first, stop, dtype=mx.uint32), scores.shape)
     padding = [(0, 0), (0, 0), (first, n_groups * size - stop)]
     bits = mx.pad(mx.view(scores, mx.uint32), padding, constant_values=mx.array(PADDING, mx.uint32))
     dealt = mx.unflatten(bits, -1, (size, n_groups))
     costs = _costs(dealt, counted(size)[:, None])
     each = max(1, k // n_groups)
     best = by_heads(partial(_lowest, each), m, costs)
-    others = _others(costs, best[..., -1:, :]).flatten(-2)
-    return Top(_places(best, counted(n_groups), n_groups).flatten(-2), others)
+    return _places(best, counted(n_groups), n_groups).flatten(-2)
 
 
 def n_of_groups(m: int, k: int, n: int = 0) -> int:
@@ -114,11 +105,6 @@ def _lowest(k: int, costs: mx.array) -> mx.array:
 def _costs(bits: mx.array, place: mx.array) -> mx.array:
     known = mx.minimum(bits & COST, NO_CANDIDATE)
     return mx.where(bits == PADDING, COST, known) | place
-
-
-@partial(mx.compile, shapeless=True)
-def _others(costs: mx.array, highest: mx.array) -> mx.array:
-    return (costs > highest) & (costs < NO_CANDIDATE)
 
 
 @partial(mx.compile, shapeless=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_snapkv.caches.gathered import Gathered
+from mlx_snapkv.entries.clusters import Clusters
 from mlx_snapkv.entries.rest import Rest
 
 B, H, D = 1, 2, 4
@@ -19,9 +20,10 @@ def entries(n: int, seed: int) -> tuple[mx.array, mx.array]:
     return tuple(mx.random.normal(shape, key=mx.random.key(2 * seed + i)) for i in range(2))
 
 
-def rest_of(n_pages: int, seed: int) -> Rest:
+def rest_of(n_clusters: int, seed: int) -> Rest:
     ones = mx.ones((B, H, 1, 1, 1))
-    return Rest(*entries(n_pages, seed), ones, ones)
+    clusters = Clusters(mx.zeros((B, H, 9), mx.uint16), *entries(n_clusters, seed))
+    return Rest(clusters, ones, ones)
 
 
 def joined(*parts) -> list[np.ndarray]:
@@ -57,7 +59,7 @@ def test_reads_means_chosen_and_what_every_token_reads(seed):
             gathered = other
         chosen = entries(draw.choice([5, 5, 5, 7]), 100 + step)
         read = gathered.read(chosen, rest)
-        means = [] if rest is None else [(rest.keys, rest.values)]
+        means = [] if rest is None else [(rest.clusters.keys, rest.clusters.values)]
         for got, expected in zip(read, joined(*means, chosen, always)):
             np.testing.assert_array_equal(np.array(got), expected)
         for got, expected in zip(gathered.always(), always):
@@ -90,6 +92,6 @@ def test_other_means_are_written_once_more():
     gathered.append(*entries(4, 1))
     chosen, first = entries(6, 2), rest_of(2, 3)
     gathered.read(chosen, first)
-    grown = replace(first, keys=first.keys + 1)
-    keys, _ = gathered.read(chosen, grown)
-    np.testing.assert_array_equal(np.array(keys[:, :, :2]), np.array(grown.keys))
+    clusters = replace(first.clusters, keys=first.clusters.keys + 1)
+    keys, _ = gathered.read(chosen, replace(first, clusters=clusters))
+    np.testing.assert_array_equal(np.array(keys[:, :, :2]), np.array(clusters.keys))

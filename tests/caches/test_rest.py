@@ -1,4 +1,4 @@
-"""What a token does not read, as weighed means of pages: by NumPy in float64, and through real models."""
+"""What a token does not read, as weighed means of clusters: by NumPy in float64, and through real models."""
 
 import functools
 import itertools
@@ -17,16 +17,17 @@ from mlx_snapkv import batch_generate, generate_step
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.sparse import SparseKVCache
-from mlx_snapkv.caches.stores import FileStore, MemoryStore
+from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.caches.token_ranking import TokenRanking
-from mlx_snapkv.entries import rest
+from mlx_snapkv.entries import clusters, rest
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
-from mlx_snapkv.entries.spans import BLOCK, spans
+from mlx_snapkv.entries.spans import spans
 from mlx_snapkv.policies.budgets import Quota
 
 H, GROUP, D, N, M = 2, 3, 32, 150, rest.FITTED
+BLOCKED = 48  # entries of a block
 SCALE, QUOTA = 0.3, Quota(30, 2, 8)
 
 
@@ -38,8 +39,8 @@ def choosing(observed, quantization=None):
     """A cache of `N` random entries, with its layer's keys and values."""
     layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]
     keys, values = normal(1, H, N, D, seed=1), normal(1, H, N, D, seed=2)
-    # In every page one entry that nobody attends to, with large values: here the mean misleads.
-    keys[:, 1, 3::16], values[:, 1, 3::16] = -2.0, 40.0
+    # In the second head, those that are hardly attended to have large values: here means mislead.
+    values[:, 1] += mx.where(keys[:, 1].sum(axis=-1, keepdims=True) < 6, 40.0, 0.0)
     store = MemoryStore(quantization)
     store.append(Entries(keys, values))
     view = FullView([store], layer)
@@ -64,25 +65,47 @@ def read_by(logits, own):
     return read, seen
 
 
+def k_means(keys):
+    """Which cluster each of a head's keys is in: by NumPy, every block for itself."""
+    found, n_before = [], 0
+    for start in range(0, len(keys), BLOCKED):
+        block = keys[start : start + BLOCKED]
+        n = -(-len(block) // clusters.SIZE)
+        centres = block[np.linspace(0, len(block) - 1, n + 2)[1:-1].astype(int)]
+        for _ in range(clusters.ROUNDS):
+            of = np.square(block[:, None] - centres).sum(axis=-1).argmin(axis=1)
+            centres = np.stack(
+                [block[of == i].mean(axis=0) if i in of else 0 * centres[i] for i in range(n)]
+            )
+        found.append(of + n_before)
+        n_before += n
+    return np.concatenate(found)
+
+
 def output(query, keys, values, read, seen, pair):
-    """A head's attention `(head_dim,)` to what it reads, and to the means of the pages of what it does not."""
+    """A head's attention `(head_dim,)` to what it reads, and to the means of clusters of what it does not.
+
+    Entries behind the prompt's are in no cluster: all of them are read.
+    """
     mass, temperature = pair
     logits, of = [keys[read] @ query], [values[read]]
-    for first in range(0, len(keys), rest.PAGE):
-        page = slice(first, min(first + rest.PAGE, len(keys)))
-        unread = (seen[page] & ~read[page]).sum()
+    prompt, cluster = slice(min(N, len(keys))), k_means(keys[:N])
+    for i in range(cluster.max() + 1):
+        own = cluster == i
+        unread = (own & seen[prompt] & ~read[prompt]).sum()
         if unread and mass:
-            logit = temperature * (keys[page].mean(axis=0) @ query) + np.log(unread * mass)
+            logit = temperature * (keys[prompt][own].mean(axis=0) @ query) + np.log(unread * mass)
             logits.append([logit])
-            of.append(values[page].mean(axis=0)[None])
+            of.append(values[prompt][own].mean(axis=0)[None])
     return softmax(np.concatenate(logits)) @ np.concatenate(of)
 
 
 @pytest.fixture
-def small_pages(monkeypatch):
+def small_clusters(monkeypatch):
     """And blocks of three of them."""
-    monkeypatch.setattr(rest, "PAGE", 16)
-    monkeypatch.setattr(rest, "spans", functools.partial(spans, block=48))
+    monkeypatch.setattr(clusters, "SIZE", 16)
+    monkeypatch.setattr(clusters, "BLOCK", BLOCKED)
+    monkeypatch.setattr(clusters, "spans", functools.partial(spans, block=BLOCKED))
 
 
 def float64(*arrays):
@@ -90,7 +113,7 @@ def float64(*arrays):
 
 
 @pytest.mark.parametrize("quantization", [None, Quantization(8, 32)])
-def test_factors_and_outputs_are_those_of_a_reference(small_pages, quantization):
+def test_factors_and_outputs_are_those_of_a_reference(small_clusters, quantization):
     queries = normal(1, H * GROUP, M, D, seed=3) + 0.7  # which agree
     cache, keys, values = choosing(Queries(queries, range(N - M, N), SCALE), quantization)
     keys, values, asked = float64(keys, values, queries * SCALE)
@@ -131,36 +154,24 @@ def test_factors_and_outputs_are_those_of_a_reference(small_pages, quantization)
         read = np.ones(N + 1, bool)
         middle = np.argsort(-share[QUOTA.n_sink : stop], kind="stable") + QUOTA.n_sink
         read[middle[QUOTA.entries - QUOTA.n_sink - QUOTA.n_window :]] = False
-        wanted = output_of_answer(asked[head, 0], every, of, read, best[head])
+        wanted = output(asked[head, 0], every, of, read, np.ones(N + 1, bool), best[head])
         assert np.allclose(out[0, head, 0], wanted, atol=1e-4)
 
 
-def output_of_answer(query, keys, values, read, pair):
-    """The pages are the prompt's: the answer's own entries are all read."""
-    mass, temperature = pair
-    logits, of = [keys[read] @ query], [values[read]]
-    for first in range(0, N, rest.PAGE):
-        page = slice(first, min(first + rest.PAGE, N))
-        if (unread := (~read[page]).sum()) and mass:
-            logit = temperature * (keys[page].mean(axis=0) @ query) + np.log(unread * mass)
-            logits.append([logit])
-            of.append(values[page].mean(axis=0)[None])
-    return softmax(np.concatenate(logits)) @ np.concatenate(of)
-
-
-def test_a_long_text_s_factors_are_found_by_some_of_its_pages(small_pages, monkeypatch):
+def test_a_long_text_s_factors_are_found_by_some_of_its_pages(small_clusters, monkeypatch):
     """Of pages that are all alike any will do, each for as many as are left out."""
+    monkeypatch.setattr(rest, "PAGE", 16)
     n_pages, ends = 40, range(16, 16 * 41)
     entries = Entries(*(_alike(n_pages, seed) for seed in (1, 2)))
     read = mx.tile(mx.arange(16) % 5 == 0, n_pages + 2) | (mx.arange(16 * 42) >= ends.stop)
     read = mx.broadcast_to(read, (1, H, M, read.size))
     queries = normal(1, H * GROUP, M, D, seed=3) * SCALE
     example = rest.Example(queries, read, ends, 16 * 42 - M)
-    pages = tuple(rest.page_means(x, 16) for x in entries.plain())
-    wanted, reads = rest.distances(entries, pages, example), mock.Mock(wraps=entries.read_keys)
+    found = clusters.clusters_of(entries)
+    wanted, reads = rest.distances(entries, found, example), mock.Mock(wraps=entries.read_keys)
     monkeypatch.setattr(rest, "SAMPLED", 100)
     monkeypatch.setattr(entries, "read_keys", reads)
-    assert mx.allclose(rest.distances(entries, pages, example), wanted, rtol=1e-3, atol=1e-4)
+    assert mx.allclose(rest.distances(entries, found, example), wanted, rtol=1e-3, atol=1e-4)
     spans_read = [call.args for call in reads.call_args_list]
     assert sum(stop - start for start, stop in spans_read) == 16 + 16 * 6 + 16
 
@@ -169,26 +180,6 @@ def _alike(n_pages, seed):
     """A first page, `n_pages` that are the same, and a last one: `(1, H, n, D)`."""
     first, middle, last = normal(3, 1, H, 16, D, seed=seed)
     return mx.concatenate([first, mx.tile(middle, (1, 1, n_pages, 1)), last], axis=2)
-
-
-def test_means_of_a_file_hold_a_block_of_it_at_a_time():
-    store = FileStore()
-    entries = Entries(*mx.random.normal((2, 1, H, 8 * BLOCK + 5, D)))
-    store.append(entries)
-    layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]
-    view, before = FullView([store], layer), mx.get_active_memory()
-    mx.reset_peak_memory()
-    keys, values = rest.means(view)
-    assert mx.get_peak_memory() - before < entries.keys.nbytes / 2
-    wanted = rest.page_means(entries.keys, rest.PAGE), rest.page_means(entries.values, rest.PAGE)
-    assert mx.allclose(keys, wanted[0], atol=1e-5) and mx.allclose(values, wanted[1], atol=1e-5)
-
-
-def test_positions_are_counted_by_page(small_pages):
-    flags = mx.zeros((2, 40), mx.bool_).at[0, mx.array([0, 15, 16, 39])].add(True)
-    assert rest.by_page(flags).tolist() == [[2, 1, 1], [0, 0, 0]]
-    means = rest.page_means(mx.arange(40, dtype=mx.float32).reshape(1, 1, 40, 1), rest.PAGE)
-    assert means.flatten().tolist() == [7.5, 23.5, 35.5]
 
 
 def moved(model, prompt, **options):
@@ -208,7 +199,7 @@ FAMILIES = "llama qwen3_next gpt_oss gpt2".split()
 
 @pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_predictions_come_nearer_to_the_full_caches(name, memory, small_pages, monkeypatch):
+def test_predictions_come_nearer_to_the_full_caches(name, memory, small_clusters, monkeypatch):
     if memory == "recall:8bit" and name != "llama":
         pytest.skip("heads of 32 are llama's")
     model = make_llama(head_dim=32) if name == "llama" else make_model(name)
@@ -219,7 +210,7 @@ def test_predictions_come_nearer_to_the_full_caches(name, memory, small_pages, m
     assert 0 < weighed < 0.6 * moved(model, prompt, **options)
 
 
-def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(demo_llama, small_pages):
+def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(demo_llama, small_clusters):
     model, tokenizer = demo_llama
     prompts = [[5 + i % (40 + n) for i in range(n)] for n in (150, 90, 220)]
     options = {"sparse": "budget=24,n_sink=2,n_window=6"}

@@ -19,7 +19,7 @@ from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.sparse import RECENT, SparseKVCache
-from mlx_snapkv.entries import rest
+from mlx_snapkv.entries import clusters
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies.budgets import Quota
@@ -171,7 +171,7 @@ def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(index, few_rec
 
 
 def test_means_of_the_answers_entries_stand_for_those_that_are_not_read(few_recent, monkeypatch):
-    monkeypatch.setattr(rest, "PAGE", 16)
+    monkeypatch.setattr(clusters, "SIZE", 16)
     model, answer = make_llama(), TOKENS[N:].tolist()
 
     def logits(**options):

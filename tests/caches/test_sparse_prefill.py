@@ -16,7 +16,7 @@ from mlx_snapkv import SnapKVError, generate_step, prefill
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
-from mlx_snapkv.caches.page_means import PageMeans
+from mlx_snapkv.caches.page_means import PageMeans, page_means
 from mlx_snapkv.caches.page_ranking import SAMPLED, PageRanking
 from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
 from mlx_snapkv.caches.stores import FileStore
@@ -24,7 +24,6 @@ from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries import held_rows
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import n_bytes, rows
-from mlx_snapkv.entries.rest import page_means
 from mlx_snapkv.entries.spans import BLOCK
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording

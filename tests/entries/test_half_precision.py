@@ -10,11 +10,12 @@ from entry_helpers import computing, normal
 from mlx_snapkv import KeyDiff, SnapKV
 from mlx_snapkv.caches.bias import biased
 from mlx_snapkv.entries import device
+from mlx_snapkv.entries.clusters import Clusters
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.key_index import KeyIndex
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.entries.rest import PAGE, Rest, page_means
+from mlx_snapkv.entries.rest import Rest
 from mlx_snapkv.entries.selection import top_positions
 
 H, T, N, D, KEPT = 2, 2000, 64, 64, 300
@@ -86,21 +87,13 @@ def test_rounding_them_moves_few(sizes, dtype, score, monkeypatch):
     assert overlap(score(rounded), score(entries_of(keys, queries))) >= LEAST[dtype]
 
 
-def test_a_page_s_sum_may_pass_float16():
-    entries = (300 + 100 * normal(1, 1, PAGE + 200, 8)).astype(mx.float16)
-    found, wanted = np.array(page_means(entries, PAGE)), np.array(entries, np.float64)
-    assert found.dtype == np.float16
-    parts = [wanted[:, :, :PAGE].mean(axis=2), wanted[:, :, PAGE:].mean(axis=2)]
-    assert np.allclose(found, np.stack(parts, axis=2), rtol=1e-3)
-
-
-def test_a_page_s_bias_may_pass_float16():
+def test_a_mean_s_bias_may_pass_float16():
     """A head at half the temperature adds 100,000 to a logit of -200,000."""
     keys, heads = mx.full((1, 1, 2, 8), -250.0), mx.full((1, 1, 1, 8), 100.0)
     one = mx.ones((1, 1, 1, 1, 1))
-    bias = Rest(keys, keys, 0 * one, one / 2).bias(
-        heads, 1.0, mx.arange(2 * PAGE)[None, None] < PAGE
-    )
+    clusters = Clusters(mx.zeros((1, 1, 9), mx.uint16), keys, keys)
+    choosable, chosen = mx.array([[[300, 40]]]), mx.array([[[44, 40]]])
+    bias = Rest(clusters, 0 * one, one / 2).bias(heads, 1.0, choosable, chosen)
     mask = biased(bias, 5, mx.float16)
     assert bias[..., 0].item() > 65504 == mask[..., 0].item()
     assert mask[..., 1].item() == -mx.inf and mask.dtype == mx.float16 and not mask[..., 2:].any()

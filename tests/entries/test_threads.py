@@ -18,7 +18,7 @@ N = SCANNED // H + 5
 
 
 def read_by_a_token(keys, values, queries) -> list[mx.array]:
-    """Two tokens': places, which others there are, and what they gather in one buffer."""
+    """Two tokens': places, and what they gather in one buffer."""
     index = KeyIndex(keys[:, :, :256])
     index.append(keys)
     gathered, found = Gathered(), []
@@ -26,8 +26,8 @@ def read_by_a_token(keys, values, queries) -> list[mx.array]:
     for heads in (queries, -queries):
         relevance = index.relevance(Queries(heads, range(N, N + 1), 1.0), N)
         top = top_of_groups(relevance, GATHERED // 2)
-        read = gathered.read(tuple(take_entries([keys, values], top.places)), None)
-        found += [top.places, top.others, *map(mx.array, read)]
+        read = gathered.read(tuple(take_entries([keys, values], top)), None)
+        found += [top, *map(mx.array, read)]
     mx.eval(found)
     return found
 

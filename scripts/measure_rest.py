@@ -1,0 +1,118 @@
+"""How far an answer is from the full cache's, by the means of what it does not read; writes docs/rest.json.
+
+    make real-models
+    python scripts/measure_rest.py --models MODEL ...; make docs
+
+Texts, of which there are few long ones, are joined. One is read by the full cache. Then the tokens that follow in it
+are forced, and each reads the same bytes: entries that it chooses by an index of the keys, and means of the others.
+The more means there are, the fewer it chooses.
+"""
+
+import copy
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import mlx.core as mx
+import numpy_attention
+from measure_modes import predictions
+from mlx_lm.models.cache import make_prompt_cache
+from results_page import ROOT, Result, Row, shared_options
+
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.engine.prefill import read
+from mlx_snapkv.entries import clusters, device
+from mlx_snapkv.evals.divergence import divergence
+from mlx_snapkv.evals.tables import grouped
+from mlx_snapkv.models.rope import longest_trained_length
+from mlx_snapkv.policies.sparse import CHUNK
+
+FOLLOWING = 64  # tokens whose predictions are compared
+LATEST = (
+    64  # of a text's tokens, which are read for each way by itself: their queries weigh the rest
+)
+
+
+def neighbours(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
+    """Pages of neighbours instead of `k_means`."""
+    B, H, m, _ = keys.shape
+    of = mx.minimum(mx.arange(m) // clusters.SIZE, n - 1).astype(mx.uint16)
+    of = mx.contiguous(mx.broadcast_to(of, (B, H, m)))
+    return of, clusters.mean_by_cluster(keys, of, n)
+
+
+# By name, how entries are put together, and how many; 0 for no means at all.
+WAYS: dict[str, tuple[Callable, int]] = {
+    "nothing": (clusters.k_means, 0),
+    "pages of 256": (neighbours, 256),
+    **{f"clusters of {n}": (clusters.k_means, n) for n in (256, 128, 64, 32)},
+}
+
+
+@contextmanager
+def means(together: Callable, size: int) -> Iterator[None]:
+    """Means of so many entries, put together so."""
+    if size:
+        changed = mock.patch.multiple(clusters, k_means=together, SIZE=size)
+        with changed:
+            yield
+    else:
+        yield
+
+
+def of_text(model, tokens: list[int], following: list[int], share: float) -> Iterator[Row]:
+    """KL of the tokens that follow, by way."""
+    cache = make_prompt_cache(model)
+    read(model, mx.array(tokens[:-LATEST]), cache, {"prefill_step_size": CHUNK})
+    latest = tokens[-LATEST:]
+    full = predictions(model, latest, following, prompt_cache=copy.deepcopy(cache))
+    for way, (together, size) in WAYS.items():
+        chosen = share - (1 / size if size else 0)
+        sparse = f"budget={100 * chosen}%,read=dense,rest={'means' if size else 'none'}"
+        with means(together, size):
+            options = {"prompt_cache": copy.deepcopy(cache), "sparse": sparse}
+            found = predictions(model, latest, following, **options)
+        yield {"way": way, "kl": float(divergence(full, found)[1:].mean())}
+
+
+def pieces(
+    tokenizer, folder: Path, length: int, documents: int
+) -> list[tuple[list[int], list[int]]]:
+    """Disjoint pieces of a folder's texts, joined, and what follows each."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.*"))]
+    tokens = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
+    starts = range(0, len(tokens) - length - FOLLOWING + 1, length + FOLLOWING)
+    ends = [(start + length, start + length + FOLLOWING) for start in starts[:documents]]
+    return [(tokens[stop - length : stop], tokens[stop:end]) for stop, end in ends]
+
+
+def main() -> None:
+    numpy_attention.install()
+    parser = shared_options(__doc__, "rest")
+    parser.set_defaults(models=["real-models/smollm2-135m-instruct", "real-models/gemma-3-270m"])
+    parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1400, 6000, 16000])
+    parser.add_argument("--share", type=int, default=16, help="1/SHARE of the bytes are read")
+    parser.add_argument("--documents", type=int, default=4)
+    args = parser.parse_args()
+    device.used = replace(device.used, exact_votes=device.GPU.exact_votes)
+    result = Result(args.out, share=args.share)
+    for name in args.models:
+        model, tokenizer = load_model(name)
+        for length in args.lengths:
+            if length > (longest_trained_length(model) or length):
+                continue
+            rows: list[Row] = []
+            for tokens, following in pieces(tokenizer, args.text, length, args.documents):
+                rows += of_text(model, tokens, following, 1 / args.share)
+            for (way,), own in grouped(rows, "way").items():
+                known = {"model": Path(name).name, "text": args.text.name, "length": length}
+                kl = statistics.mean(row["kl"] for row in own)
+                result.add(known | {"way": way, "n": len(own), "kl": kl})
+
+
+if __name__ == "__main__":
+    main()

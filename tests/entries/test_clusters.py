@@ -1,0 +1,111 @@
+"""Clusters of entries by their keys: against NumPy, by block, and as a text grows."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import make_llama
+
+from mlx_snapkv.caches.full_view import FullView
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.stores import FileStore
+from mlx_snapkv.entries.clusters import SIZE, Clusters, clusters_of
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.spans import BLOCK
+
+H, D = 2, 32
+
+
+def normal(*shape, seed=0):
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def means_by_numpy(entries, of, n):
+    """`(H, n, D)` float64, NaN of a cluster without an entry."""
+    entries, of = np.array(entries[0], np.float64), np.array(of[0])
+    members = of[:, None] == np.arange(n)[:, None]
+    with np.errstate(invalid="ignore"):
+        return (members @ entries) / members.sum(axis=-1, keepdims=True)
+
+
+def test_means_are_those_of_each_cluster_s_entries():
+    keys, values = normal(1, H, BLOCK + 1000, D), normal(1, H, BLOCK + 1000, D, seed=1)
+    found = clusters_of(Entries(keys, values))
+    assert len(found) == BLOCK // SIZE + 4 and found.of.dtype == mx.uint16
+    for means, entries in ((found.keys, keys), (found.values, values)):
+        wanted = means_by_numpy(entries, found.of, len(found))
+        known = ~np.isnan(wanted)
+        assert known.mean() > 0.99
+        assert np.allclose(np.array(means[0])[known], wanted[known], atol=1e-5)
+    of = np.array(found.of[0])
+    assert of[:, :BLOCK].max() < BLOCK // SIZE <= of[:, BLOCK:].min()  # each block for itself
+
+
+def test_similar_keys_are_together_wherever_they_stand():
+    """Of four directions, dealt out like cards, a cluster has one."""
+    n, kinds = 4 * SIZE, mx.arange(4 * SIZE) * 7 % 4
+    keys = 10 * mx.eye(D)[kinds][None, None] + 0.1 * normal(1, 1, n, D)
+    found = clusters_of(Entries(keys, keys))
+    of = np.array(found.of[0, 0])
+    assert all(len(set(np.array(kinds)[of == i])) == 1 for i in set(of.tolist()))
+
+
+@pytest.mark.parametrize("n", [1, 255, 257, 1000])
+def test_there_are_fewer_entries_than_a_cluster_has_or_a_few_more(n):
+    keys = normal(1, H, n, D)
+    found = clusters_of(Entries(keys, keys))
+    assert len(found) == -(-n // SIZE)
+    assert np.array(found.of).max() < len(found)
+
+
+def test_they_grow_as_the_text_does():
+    """Whole blocks stay as they are; what is behind them is clustered again."""
+    n = 2 * BLOCK + 700
+    entries = Entries(normal(1, H, n, D), normal(1, H, n, D, seed=1))
+    every = clusters_of(entries)
+    assert every.whole_blocks(BLOCK - 1) is None
+    held = every.whole_blocks(n)
+    assert held.of.shape == (1, H, 2 * BLOCK) and len(held) == 2 * BLOCK // SIZE
+    assert equal(held, clusters_of(Entries(*(x[:, :, : 2 * BLOCK] for x in entries.plain()))))
+    assert equal(held.followed_by(clusters_of(entries, 2 * BLOCK)), every)
+    assert equal(every.whole_blocks(BLOCK + 5), held.whole_blocks(BLOCK))
+
+
+def equal(one: Clusters, other: Clusters) -> bool:
+    pairs = (one.of, other.of), (one.keys, other.keys), (one.values, other.values)
+    return all(mx.array_equal(*pair) for pair in pairs)
+
+
+def test_places_are_counted_by_cluster():
+    keys = normal(2, H, 1500, D)
+    found = clusters_of(Entries(keys, keys))
+    flags = normal(2, H, 3, 1500, seed=5) > 0.8
+    flags[:, :, 0] = False
+    counts = np.array(found.sizes_where(flags))
+    for row, of in zip(np.array(flags).reshape(-1, 3, 1500), np.array(found.of).reshape(-1, 1500)):
+        wanted = np.stack([np.bincount(of[some], minlength=len(found)) for some in row])
+        assert (counts.reshape(-1, 3, len(found)) == wanted).all(axis=(1, 2)).any()
+    places = mx.argsort(normal(2, H, 1500, seed=7), axis=-1)[..., :90]
+    some = mx.put_along_axis(mx.zeros((2, H, 1500), mx.bool_), places, mx.array(True), axis=-1)
+    assert mx.array_equal(found.sizes(places), found.sizes_where(some[:, :, None])[:, :, 0])
+
+
+def test_means_of_half_precision_are_summed_in_float32():
+    entries = (300 + 100 * normal(1, 1, SIZE + 200, 8)).astype(mx.float16)
+    found = clusters_of(Entries(entries, entries))
+    assert found.keys.dtype == mx.float16
+    wanted = means_by_numpy(entries, found.of, len(found))
+    assert np.allclose(np.array(found.keys[0], np.float64), wanted, rtol=1e-3)
+
+
+def test_those_of_a_file_hold_a_block_of_it_at_a_time():
+    store = FileStore()
+    entries = Entries(*normal(2, 1, H, 8 * BLOCK + 5, D))
+    mx.eval(entries.keys, entries.values)
+    store.append(entries)
+    layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]
+    view, before = FullView([store], layer), mx.get_active_memory()
+    mx.reset_peak_memory()
+    found = clusters_of(view)
+    assert mx.get_peak_memory() - before < entries.keys.nbytes / 2
+    assert equal(found, clusters_of(entries))
