@@ -7,6 +7,7 @@ and in few rounds: more rounds, smaller clusters or larger blocks bring an answe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from .spans import BLOCK, spans
 
 SIZE = 256  # entries of a cluster, on average
 ROUNDS = 2
+ONE = mx.array(1)
 
 
 @dataclass(frozen=True)
@@ -56,23 +58,35 @@ class Clusters:
 
     def sizes(self, places: mx.array) -> mx.array:
         """How many of uint32 `places` `(B, n_kv_heads, k)` are in each cluster, int32 `(B, n_kv_heads, n_clusters)`."""
-        B, H, n = self.of.shape
-        heads = counted(B * H, n).reshape(B, H, 1)
-        found = mx.take(self.of.flatten(), places + heads)
-        return self._counted(found, mx.array(1))
+        return self._counted(mx.take_along_axis(self.of, places, axis=-1), ONE)
 
     def sizes_where(self, flags: mx.array) -> mx.array:
         """How many of bool `(B, n_kv_heads, m, n)` are true in each cluster, int32 `(B, n_kv_heads, m, n_clusters)`."""
-        found = [self._counted(self.of, flags[:, :, i]) for i in range(flags.shape[2])]
+        found = [
+            self._counted(self.of, flags[:, :, i].astype(mx.int32)) for i in range(flags.shape[2])
+        ]
         return mx.stack(found, axis=2)
 
     def _counted(self, of: mx.array, times: mx.array) -> mx.array:
         """The sums of `times` by cluster, `of` which each is."""
         B, H, _ = of.shape
-        bins = of + counted(B * H, len(self)).reshape(B, H, 1)
-        times = mx.broadcast_to(times.astype(mx.int32), bins.shape)
-        sums = mx.zeros(B * H * len(self), mx.int32).at[bins.flatten()].add(times.flatten())
+        bins = _bins(of, counted(B * H, len(self)).reshape(B, H, 1))
+        times = mx.broadcast_to(times, bins.shape)
+        sums = _zeros(B * H * len(self)).at[bins.flatten()].add(times.flatten())
         return sums.reshape(B, H, len(self))
+
+
+@partial(mx.compile, shapeless=True)
+def _bins(of: mx.array, first: mx.array) -> mx.array:
+    return of + first
+
+
+@lru_cache(64)
+def _zeros(n: int) -> mx.array:
+    """A decoded token needs them again and again."""
+    found = mx.zeros(n, mx.int32)
+    mx.eval(found)
+    return found
 
 
 def clusters_of(entries: Any, start: int = 0) -> Clusters:

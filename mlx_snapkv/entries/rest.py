@@ -60,21 +60,22 @@ class Rest:
             choosable: entries of each cluster that may be read, `(B, n_kv_heads, n_clusters)`.
             chosen: how many of them are.
         """
-        logits = grouped_logits(queries, self.clusters.keys) * scale
-        weighed = _weighed(logits, choosable, chosen, self.temperature, self.log_mass)
-        return weighed.flatten(1, 2)
+        unread, factors = (choosable, chosen), (self.temperature, self.log_mass)
+        logits = grouped_logits(queries, self.clusters.keys)
+        return _weighed(logits, mx.array(scale), *unread, *factors).flatten(1, 2)
 
 
 @partial(mx.compile, shapeless=True)
 def _weighed(
     logits: mx.array,
+    scale: mx.array,
     choosable: mx.array,
     chosen: mx.array,
     temperature: mx.array,
     log_mass: mx.array,
 ) -> mx.array:
     unread = (choosable - chosen)[:, :, None, None]
-    weighed = logits * (temperature - 1) + mx.log(mx.maximum(unread, NOTHING)) + log_mass
+    weighed = logits * scale * (temperature - 1) + mx.log(mx.maximum(unread, NOTHING)) + log_mass
     return mx.where((unread > 0) & (log_mass > HIDDEN), weighed, HIDDEN)
 
 

@@ -14,6 +14,7 @@ from request_helpers import steps
 from tiny_models import make_llama
 
 from mlx_snapkv import batch_generate, generate_step
+from mlx_snapkv.caches import token_ranking
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.sparse import SparseKVCache
@@ -156,6 +157,44 @@ def test_factors_and_outputs_are_those_of_a_reference(small_clusters, quantizati
         read[middle[QUOTA.entries - QUOTA.n_sink - QUOTA.n_window :]] = False
         wanted = output(asked[head, 0], every, of, read, np.ones(N + 1, bool), best[head])
         assert np.allclose(out[0, head, 0], wanted, atol=1e-4)
+
+
+def test_clusters_of_whole_blocks_may_be_known(small_clusters):
+    """The others are made of what is behind them, and the factors are the same."""
+    observed = Queries(normal(1, H * GROUP, M, D, seed=3) + 0.7, range(N - M, N), SCALE)
+    cache, _, _ = choosing(observed)
+    wanted = arrays(cache.ranking.rest)
+    for n in (BLOCKED, N):
+        known = cache.ranking.rest.clusters.whole_blocks(n)
+        found = SparseKVCache(cache.ranking.view, QUOTA, cache.layer, None, observed, known)
+        assert all(map(mx.array_equal, arrays(found.ranking.rest), wanted))
+
+
+def arrays(weighed):
+    held = weighed.clusters
+    return held.of, held.keys, held.values, weighed.log_mass, weighed.temperature
+
+
+def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monkeypatch):
+    """Caches of entries in files hold those of whole blocks, and drop what is rolled back."""
+    model, made = make_llama(), mock.Mock(wraps=clusters.clusters_of)
+    monkeypatch.setattr(token_ranking, "clusters_of", made)
+    cache, known = make_prompt_cache(model), 0
+    layers = attention_layers(model, cache)
+    for seed, n in ((1, 300), (2, 100)):
+        prompt = mx.random.randint(0, 60, (n,), key=mx.random.key(seed))
+        options = {"sparse": "budget=24,n_window=6", "memory": "recall:file", "prompt_cache": cache}
+        steps(model, prompt, 3, **options)
+        assert {(*call.args, 0)[1] for call in made.call_args_list} == {known}
+        made.reset_mock()
+        held = [layer.cache_in(cache) for layer in layers]
+        (known,) = {x.clusters.of.shape[2] for x in held}
+        assert known % BLOCKED == 0 and 0 <= held[0].offset - known < BLOCKED + 5
+    for x in held:
+        x.trim(x.offset - BLOCKED - 7)
+        assert x.clusters.of.shape[2] == BLOCKED and len(x.clusters) == 3
+        x.trim(8)
+        assert x.clusters is None
 
 
 def test_a_long_text_s_factors_are_found_by_some_of_its_pages(small_clusters, monkeypatch):
