@@ -332,6 +332,20 @@ def reading() -> list[str]:
     return [*_measured(result), *table(header, rows)]
 
 
+def rest() -> list[str]:
+    """KL by the means of what a token does not read, a column for each way to make them."""
+    results = [load(name) for name in ("rest", "rest-code")]
+    found = [row for result in results for row in result["rows"]]
+    ways = list(dict.fromkeys(row["way"] for row in found))
+    rows = []
+    for (model, text, length), own in grouped(found, "model", "text", "length").items():
+        kls = {row["way"]: f"{row['kl']:.4f}" for row in own}
+        tokens = f"{length:,} of {text} ({own[0]['n']})"
+        rows.append((f"`{model}`", tokens, *(kls[way] for way in ways)))
+    measured = [line for result in results for line in _measured(result)]
+    return [*measured, *table(("model", "tokens", *ways), rows)]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "results": readme_results.results,
     "policies": lambda: policies_page.summary_table("docs/policies.md"),
@@ -348,6 +362,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "resident": resident,
     "answers": answers,
     "reading": reading,
+    "rest": rest,
     "modes": lambda: modes("modes"),
     "modes-asked": lambda: modes("modes-asked"),
     "lookahead": lookahead,

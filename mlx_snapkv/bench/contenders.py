@@ -13,6 +13,7 @@ from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, attention_layers, head_sizes
 from ..caches.sparse import SparseKVCache
 from ..caches.stores import MemoryStore
+from ..caches.token_ranking import TokenRanking
 from ..entries.entries import Entries
 from ..entries.queries import Queries
 from ..entries.rest import FITTED
@@ -55,9 +56,10 @@ class Contender:
         if self.is_sparse:
             everything = FullView([MemoryStore(cache=full_cache(entries))], layer)
             everything.index = everything.make_index(None)
-            weighs = policy.rest is not None  # type: ignore[attr-defined,union-attr]
-            observed = _last_queries(keys) if weighs else None
-            return SparseKVCache(everything, quota, layer, observed=observed)
+            ranking = TokenRanking(everything, quota)
+            if policy.rest is not None:  # type: ignore[attr-defined,union-attr]
+                ranking.weigh_rest(_last_queries(keys), quota.n_window)
+            return SparseKVCache(ranking, layer)
         return decode_cache(layer, entries, context, policy, quota)  # type: ignore[arg-type]
 
 

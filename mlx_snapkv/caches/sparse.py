@@ -9,16 +9,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from ..entries.clusters import Clusters
 from ..entries.entries import Entries
 from ..entries.quantization import n_bytes, rows
-from ..entries.queries import Captured, Queries
+from ..entries.queries import Captured
 from ..errors import TrimError
-from ..policies.budgets import Quota
 from .bias import biased
 from .choosing import Choosing
 from .contract import LayerCache, keys_of
-from .full_view import FullView
 from .gathered import Gathered
 from .token_ranking import TokenRanking
 
@@ -38,28 +35,15 @@ class SparseKVCache(Choosing, LayerCache):
     # Of the logits of the first entries that the newest tokens read; see `Rest.bias`.
     bias: mx.array | None = None
 
-    def __init__(
-        self,
-        everything: FullView,  # of the prompt; this and the next ones: see `TokenRanking`
-        quota: Quota,
-        layer: Any,
-        shared: mx.array | None = None,
-        # The prompt's last queries, as they vote over all entries; for them the rest is weighed.
-        observed: Queries | None = None,
-        clusters: Clusters | None = None,  # of the first entries, if they are known
-        start: int | None = None,  # of the answer: see `TokenRanking`
-    ):
-        self.layer = layer
-        self.ranking = TokenRanking(everything, quota, shared, start)
-        self.offset = self._n_prompt = n = len(everything)
-        self._most_recent = max(RECENT, quota.n_window + RECENT // 2)
+    def __init__(self, ranking: TokenRanking, layer: Any):
+        self.ranking, self.layer = ranking, layer
+        self.offset = self._n_prompt = n = len(ranking.view)
+        self._most_recent = max(RECENT, ranking.n_window + RECENT // 2)
         # Every token reads sink, shared, window and the answer's recent entries.
         self._gathered = Gathered()
-        for entries in self.ranking.always_read() if n else ():
+        for entries in ranking.always_read() if n else ():
             self.append(entries)
         self.offset = n
-        if observed is not None and self.can_weigh(layer):
-            self.ranking.weigh_rest(observed, quota.n_window, clusters)
         self.n_seen = self.size()  # entries that the last token saw
 
     @staticmethod

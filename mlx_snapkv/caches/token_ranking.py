@@ -62,6 +62,11 @@ class TokenRanking:
             yield self._prompt.lined_up(places, self._start, end)
 
     @property
+    def n_window(self) -> int:
+        """The prompt's last entries, which every token reads."""
+        return max(0, len(self._prompt) - self._stop)
+
+    @property
     def n_first(self) -> int:
         """How many of those come before the window."""
         return self._first + self._shared.size

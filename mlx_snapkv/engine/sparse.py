@@ -9,6 +9,7 @@ import mlx.core as mx
 from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, copies_but_entries
 from ..caches.sparse import SparseKVCache
+from ..caches.token_ranking import TokenRanking
 from ..entries import device
 from ..entries.queries import Queries
 from ..entries.selection import nan_scores
@@ -137,13 +138,12 @@ class SparseMode:
         cache = layer.cache_in(self._prompt_cache)
         # Of its own length: the store may go on to hold what a verified answer adds.
         view = self.full_view(layer).beginning(n)
-        weighs = self.plan.policy.rest is not None and self.no_means is None
-        voters = self._voters(layer, view) if weighs and cache.n_queries else None
-        clusters, start = cache.clusters, self.plan.n_prompt
-        chosen_from = SparseKVCache(view, quota, layer, shared, voters, clusters, start)
-        if (rest := chosen_from.ranking.rest) is not None:
-            cache.clusters = rest.clusters.whole_blocks(n)
-        return chosen_from
+        ranking = TokenRanking(view, quota, shared, self.plan.n_prompt)
+        if self.plan.policy.rest is not None and self.no_means is None and cache.n_queries:
+            ranking.weigh_rest(self._voters(layer, view), quota.n_window, cache.clusters)
+        if ranking.rest is not None:
+            cache.clusters = ranking.rest.clusters.whole_blocks(n)
+        return SparseKVCache(ranking, layer)
 
     @cached_property
     def no_means(self) -> str | None:

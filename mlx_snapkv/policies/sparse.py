@@ -61,8 +61,9 @@ class Sparse(Method):
         n_sink: number of first entries, which every token reads.
         n_window: number of the prompt's last entries, which every token reads, or a share of the budget. A token also
             reads the answer's latest 256 tokens or more, and chooses among its older ones as in the prompt.
-        rest: how a token sees the entries that it does not read. "means": as one mean entry for every 256 neighbours,
-            weighed by two factors a head that are found at the prompt's end (`entries/rest.py`); "none": not at all.
+        rest: how a token sees the entries that it does not read. "means": as one mean entry for every cluster of about
+            256 similar keys, weighed by two factors a head that are found at the prompt's end (`entries/rest.py`);
+            "none": not at all.
         read: how the prompt is read. "sparse": a chunk reads the sink, the 256 tokens before it, itself, and pages of
             16 neighbours that its own queries choose. "dense": everything before it, as mlx-lm does.
         read_top_k: entries that a chunk chooses per KV head, or a share of the prompt. None is the most of 1,024, of

@@ -45,7 +45,9 @@ def choosing(observed, quantization=None):
     store = MemoryStore(quantization)
     store.append(Entries(keys, values))
     view = FullView([store], layer)
-    return SparseKVCache(view, QUOTA, layer, observed=observed), view.keys, view.values
+    ranking = TokenRanking(view, QUOTA)
+    ranking.weigh_rest(observed, QUOTA.n_window)
+    return SparseKVCache(ranking, layer), view.keys, view.values
 
 
 def softmax(x):
@@ -166,8 +168,9 @@ def test_clusters_of_whole_blocks_may_be_known(small_clusters):
     wanted = arrays(cache.ranking.rest)
     for n in (BLOCKED, N):
         known = cache.ranking.rest.clusters.whole_blocks(n)
-        found = SparseKVCache(cache.ranking.view, QUOTA, cache.layer, None, observed, known)
-        assert all(map(mx.array_equal, arrays(found.ranking.rest), wanted))
+        ranking = TokenRanking(cache.ranking.view, QUOTA)
+        ranking.weigh_rest(observed, QUOTA.n_window, known)
+        assert all(map(mx.array_equal, arrays(ranking.rest), wanted))
 
 
 def arrays(weighed):

@@ -19,6 +19,7 @@ from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.sparse import RECENT, SparseKVCache
+from mlx_snapkv.caches.token_ranking import TokenRanking
 from mlx_snapkv.entries import clusters
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
@@ -50,7 +51,7 @@ def choosing(model, quota):
     for layer in attention_layers(model, caches):
         view = FullView([layer.cache_in(caches).store], layer)
         view.index = view.make_index(None)
-        layer.put(caches, SparseKVCache(view, quota, layer))
+        layer.put(caches, SparseKVCache(TokenRanking(view, quota), layer))
     return caches
 
 

@@ -126,9 +126,9 @@ def test_just_beyond_the_trained_length_the_sink_is_turned_with_what_is_chosen(
     """Also if the tokens before those that come again are not too many."""
     made, init = [], SparseKVCache.__init__
 
-    def spied(self, everything, *args):
-        init(self, everything, *args)
-        made.append((self, everything))
+    def spied(self, ranking, layer):
+        init(self, ranking, layer)
+        made.append((self, ranking.view))
 
     monkeypatch.setattr(SparseKVCache, "__init__", spied)
     model, tokenizer = short
@@ -296,9 +296,9 @@ def test_the_question_is_read_as_the_answer_is(short, monkeypatch):
     model, tokenizer = short
     made, calls, init = [], [], SparseKVCache.__init__
 
-    def spied(self, everything, *args, **options):
-        init(self, everything, *args, **options)
-        made.append((len(everything), self))
+    def spied(self, ranking, layer):
+        init(self, ranking, layer)
+        made.append((len(ranking.view), self))
 
     monkeypatch.setattr(SparseKVCache, "__init__", spied)
     choice = SparseKVCache.choice

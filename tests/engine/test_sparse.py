@@ -18,6 +18,7 @@ from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.sparse import SparseKVCache
+from mlx_snapkv.caches.token_ranking import TokenRanking
 from mlx_snapkv.models import attention_classes, patch
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import Sparse
@@ -65,7 +66,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
         full = layer.cache_in(caches)
         keys = np.array(full.keys_and_values()[0])
         everything = FullView(full.views(), layer)
-        cache = SparseKVCache(everything, Quota(30, 2, 8), layer)
+        cache = SparseKVCache(TokenRanking(everything, Quota(30, 2, 8)), layer)
         seen = []
         gather = everything.gather
         everything.gather = lambda places: seen.append(np.array(places)) or gather(places)
