@@ -15,6 +15,7 @@ import mlx.core as mx
 from .quantization import join, rows
 from .selection import counted
 from .spans import BLOCK, spans
+from .threads import by_heads
 
 SIZE = 256  # entries of a cluster, on average
 ROUNDS = 2
@@ -58,22 +59,26 @@ class Clusters:
 
     def sizes(self, places: mx.array) -> mx.array:
         """How many of uint32 `places` `(B, n_kv_heads, k)` are in each cluster, int32 `(B, n_kv_heads, n_clusters)`."""
-        return self._counted(mx.take_along_axis(self.of, places, axis=-1), ONE)
+        return by_heads(partial(_sizes, len(self)), self.of.shape[2], self.of, places)
 
     def sizes_where(self, flags: mx.array) -> mx.array:
         """How many of bool `(B, n_kv_heads, m, n)` are true in each cluster, int32 `(B, n_kv_heads, m, n_clusters)`."""
-        found = [
-            self._counted(self.of, flags[:, :, i].astype(mx.int32)) for i in range(flags.shape[2])
-        ]
-        return mx.stack(found, axis=2)
+        each = flags.astype(mx.int32)
+        return mx.stack(
+            [_sums(len(self), self.of, each[:, :, i]) for i in range(flags.shape[2])], axis=2
+        )
 
-    def _counted(self, of: mx.array, times: mx.array) -> mx.array:
-        """The sums of `times` by cluster, `of` which each is."""
-        B, H, _ = of.shape
-        bins = _bins(of, counted(B * H, len(self)).reshape(B, H, 1))
-        times = mx.broadcast_to(times, bins.shape)
-        sums = _zeros(B * H * len(self)).at[bins.flatten()].add(times.flatten())
-        return sums.reshape(B, H, len(self))
+
+def _sizes(n: int, of: mx.array, places: mx.array) -> mx.array:
+    return _sums(n, mx.take_along_axis(of, places, axis=-1), ONE)
+
+
+def _sums(n: int, of: mx.array, counts: mx.array) -> mx.array:
+    """The sums of int32 counts by cluster, `of` which each is."""
+    B, H, _ = of.shape
+    bins = _bins(of, counted(B * H, n).reshape(B, H, 1))
+    sums = _zeros(B * H * n).at[bins.flatten()].add(mx.broadcast_to(counts, bins.shape).flatten())
+    return sums.reshape(B, H, n)
 
 
 @partial(mx.compile, shapeless=True)
