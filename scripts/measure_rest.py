@@ -12,7 +12,6 @@ import copy
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +23,7 @@ from results_page import ROOT, Result, Row, shared_options
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
-from mlx_snapkv.entries import clusters, device
+from mlx_snapkv.entries import clusters
 from mlx_snapkv.evals.divergence import divergence
 from mlx_snapkv.evals.tables import grouped
 from mlx_snapkv.models.rope import longest_trained_length
@@ -98,7 +97,6 @@ def main() -> None:
     parser.add_argument("--share", type=int, default=16, help="1/SHARE of the bytes are read")
     parser.add_argument("--documents", type=int, default=4)
     args = parser.parse_args()
-    device.used = replace(device.used, exact_votes=device.GPU.exact_votes)
     result = Result(args.out, share=args.share)
     for name in args.models:
         model, tokenizer = load_model(name)

@@ -80,6 +80,11 @@ def written_by(result: dict[str, Any]) -> str:
     return f"Measured by {made} ({', '.join(where)})."
 
 
+def measured(result: dict[str, Any]) -> list[str]:
+    """How a result was measured, and how its settings differ from today's."""
+    return [written_by(result), *result.get("notes", []), ""]
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A Markdown table's lines."""
     ruled = [header, ["---"] * len(header), *rows]

@@ -10,7 +10,8 @@ from typing import Any
 
 import policies_page
 import readme_results
-from results_page import Row, figures, load, right, table, written_by
+import sparse_page
+from results_page import Row, figures, load, measured, right, table, written_by
 
 from mlx_snapkv.bench import tables as bench
 from mlx_snapkv.cli.listings import CHOICES
@@ -69,11 +70,6 @@ BOOKS = (
 )
 
 
-def _measured(result: dict[str, Any]) -> list[str]:
-    """How a result was measured, and how its settings differ from today's."""
-    return [written_by(result), *result.get("notes", []), ""]
-
-
 def speed(name: str) -> list[str]:
     result = load(name)
     made = bench.speed(result["speed"])
@@ -103,7 +99,7 @@ def books() -> list[str]:
         "gathered": "{gathered:,}",
         "question": "{question_seconds:seconds}",
     }
-    return [*_measured(result), BOOKS.format(full=full), "", *figures(rows, columns)]
+    return [*measured(result), BOOKS.format(full=full), "", *figures(rows, columns)]
 
 
 def batches() -> list[str]:
@@ -123,7 +119,7 @@ def batches() -> list[str]:
         "first tokens": "{first_seconds[0]:.1f} to {last:.1f} s",
         "peak memory": "{peak_bytes:bytes}",
     }
-    return [*_measured(result), *figures(rows, columns)]
+    return [*measured(result), *figures(rows, columns)]
 
 
 def servers() -> list[str]:
@@ -150,7 +146,7 @@ def servers() -> list[str]:
         "process": "{process_bytes:bytes}",
         "right": "{right}/{questions}",
     }
-    return [*_measured(result), *figures(rows, columns)]
+    return [*measured(result), *figures(rows, columns)]
 
 
 def plan() -> list[str]:
@@ -204,7 +200,7 @@ def memories() -> list[str]:
         "first turn": "{first_seconds:seconds}",
         "later turns": "{later_seconds:seconds}",
     }
-    return [*_measured(load("facts")), *figures(_facts("memories"), columns)]
+    return [*measured(load("facts")), *figures(_facts("memories"), columns)]
 
 
 def bits() -> list[str]:
@@ -222,18 +218,6 @@ def resident() -> list[str]:
     return table(("model", "cache", *(f"1/{share}" for share in shares)), body)
 
 
-def answers() -> list[str]:
-    """How near answers come to the full cache's, by when they choose."""
-    result = load("answers")
-    n = {row["kind"]: row["n"] for row in result["rows"]}
-    body = []
-    for (model, share, way), own in grouped(result["rows"], "model", "share", "way").items():
-        of = {row["kind"]: f"{row['kl']:.3f}, {row['same']:.3f}" for row in own}
-        body.append((f"`{model}`", f"1/{share}", way, of["needles"], of["essays"]))
-    kinds = [f"{kind} ({n[kind]}): KL, same token" for kind in ("needles", "essays")]
-    return [*_measured(result), *table(("model", "entries read", "chosen by", *kinds), body)]
-
-
 def lookahead() -> list[str]:
     """What the lookahead buys behind it, a row a length: the first as it is, the others against it, too."""
     result = load("lookahead")
@@ -247,7 +231,7 @@ def lookahead() -> list[str]:
             ]
             body.append((f"`{model}`", name, *map(_by_lookahead, own)))
     heads = [f"{LOOKED_AT[task]} {setting} ({n})" for (task, setting), n in _asked(result).items()]
-    return [*_measured(result), *table(("model", "lookahead", *heads), body)]
+    return [*measured(result), *table(("model", "lookahead", *heads), body)]
 
 
 LOOKED_AT = {"text": "KL, tokens", "niah_single_3": "identifiers,", "niah_multivalue": "numbers,"}
@@ -290,7 +274,7 @@ def agents() -> list[str]:
         rows.append((name, f"`{api}`", *cells, ", ".join(map(str, warnings))))
     header = ("client", "API", *TEMPLATES.values(), "warnings")
     numbered = [f"{i}. {warning}" for i, warning in enumerate(warned, start=1)]
-    return [*_measured(result), *table(header, rows), "", *numbered]
+    return [*measured(result), *table(header, rows), "", *numbered]
 
 
 def agents_context() -> list[str]:
@@ -307,45 +291,6 @@ def agents_context() -> list[str]:
     return figures(rows, columns)
 
 
-def modes(name: str) -> list[str]:
-    """KL by mode, a column a span of an answer's places."""
-    result = load(name)
-    spans = {(row["start"], row["stop"]): row["n"] for row in result["rows"]}
-    heads = [f"tokens {start + 1} to {stop} ({n})" for (start, stop), n in sorted(spans.items())]
-    rows = [
-        [f"`{model}`", mode, *(f"{row['kl']:.3f}" for row in own)]
-        for (model, mode), own in grouped(result["rows"], "model", "mode").items()
-    ]
-    return [*_measured(result), *table(("model", "cache", *heads), rows)]
-
-
-def reading() -> list[str]:
-    """What reading sparsely costs, a column for each number of entries that a chunk chooses."""
-    result = load("reading")
-    top_ks = sorted({row["top_k"] for row in result["rows"]})
-    rows = []
-    for (model, length, kind), own in grouped(result["rows"], "model", "length", "kind").items():
-        kls = {row["top_k"]: f"{row['kl']:.4f}" for row in own}
-        cells = [kls.get(top_k, "") for top_k in top_ks]
-        rows.append((f"`{model}`", f"{length:,}", f"{kind} ({own[0]['n']})", *cells))
-    header = ("model", "tokens", "what follows", *(f"{top_k:,} a chunk" for top_k in top_ks))
-    return [*_measured(result), *table(header, rows)]
-
-
-def rest() -> list[str]:
-    """KL by the means of what a token does not read, a column for each way to make them."""
-    results = [load(name) for name in ("rest", "rest-code")]
-    found = [row for result in results for row in result["rows"]]
-    ways = list(dict.fromkeys(row["way"] for row in found))
-    rows = []
-    for (model, text, length), own in grouped(found, "model", "text", "length").items():
-        kls = {row["way"]: f"{row['kl']:.4f}" for row in own}
-        tokens = f"{length:,} of {text} ({own[0]['n']})"
-        rows.append((f"`{model}`", tokens, *(kls[way] for way in ways)))
-    measured = [line for result in results for line in _measured(result)]
-    return [*measured, *table(("model", "tokens", *ways), rows)]
-
-
 TABLES: dict[str, Callable[[], list[str]]] = {
     "results": readme_results.results,
     "policies": lambda: policies_page.summary_table("docs/policies.md"),
@@ -360,11 +305,11 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "memories": memories,
     "bits": bits,
     "resident": resident,
-    "answers": answers,
-    "reading": reading,
-    "rest": rest,
-    "modes": lambda: modes("modes"),
-    "modes-asked": lambda: modes("modes-asked"),
+    "answers": sparse_page.answers,
+    "reading": sparse_page.reading,
+    "rest": sparse_page.rest,
+    "modes": lambda: sparse_page.modes("modes"),
+    "modes-asked": lambda: sparse_page.modes("modes-asked"),
     "lookahead": lookahead,
     "agents": agents,
     "agents-context": agents_context,

@@ -1,0 +1,56 @@
+"""The tables of how near sparse attention comes to the full cache, in reading and in answers."""
+
+from results_page import load, measured, table
+
+from mlx_snapkv.evals.tables import grouped
+
+
+def answers() -> list[str]:
+    """How near answers come to the full cache's, by when they choose."""
+    result = load("answers")
+    n = {row["kind"]: row["n"] for row in result["rows"]}
+    body = []
+    for (model, share, way), own in grouped(result["rows"], "model", "share", "way").items():
+        of = {row["kind"]: f"{row['kl']:.3f}, {row['same']:.3f}" for row in own}
+        body.append((f"`{model}`", f"1/{share}", way, of["needles"], of["essays"]))
+    kinds = [f"{kind} ({n[kind]}): KL, same token" for kind in ("needles", "essays")]
+    return [*measured(result), *table(("model", "entries read", "chosen by", *kinds), body)]
+
+
+def modes(name: str) -> list[str]:
+    """KL by mode, a column a span of an answer's places."""
+    result = load(name)
+    spans = {(row["start"], row["stop"]): row["n"] for row in result["rows"]}
+    heads = [f"tokens {start + 1} to {stop} ({n})" for (start, stop), n in sorted(spans.items())]
+    rows = [
+        [f"`{model}`", mode, *(f"{row['kl']:.3f}" for row in own)]
+        for (model, mode), own in grouped(result["rows"], "model", "mode").items()
+    ]
+    return [*measured(result), *table(("model", "cache", *heads), rows)]
+
+
+def reading() -> list[str]:
+    """What reading sparsely costs, a column for each number of entries that a chunk chooses."""
+    result = load("reading")
+    top_ks = sorted({row["top_k"] for row in result["rows"]})
+    rows = []
+    for (model, length, kind), own in grouped(result["rows"], "model", "length", "kind").items():
+        kls = {row["top_k"]: f"{row['kl']:.4f}" for row in own}
+        cells = [kls.get(top_k, "") for top_k in top_ks]
+        rows.append((f"`{model}`", f"{length:,}", f"{kind} ({own[0]['n']})", *cells))
+    header = ("model", "tokens", "what follows", *(f"{top_k:,} a chunk" for top_k in top_ks))
+    return [*measured(result), *table(header, rows)]
+
+
+def rest() -> list[str]:
+    """KL by the means of what a token does not read, a column for each way to make them."""
+    results = [load(name) for name in ("rest", "rest-code")]
+    found = [row for result in results for row in result["rows"]]
+    ways = list(dict.fromkeys(row["way"] for row in found))
+    rows = []
+    for (model, text, length), own in grouped(found, "model", "text", "length").items():
+        kls = {row["way"]: f"{row['kl']:.4f}" for row in own}
+        tokens = f"{length:,} of {text} ({own[0]['n']})"
+        rows.append((f"`{model}`", tokens, *(kls[way] for way in ways)))
+    measured = [line for result in results for line in measured(result)]
+    return [*measured, *table(("model", "tokens", *ways), rows)]
