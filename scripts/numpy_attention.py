@@ -8,8 +8,8 @@ MLX's CPU backend takes exponentials one by one: 75 ms for a softmax that NumPy'
 model of 135 million parameters reads faster, in float32, and its log-probabilities change by less than
 1e-4. Scripts that measure quality use it; the package does not, and a Mac does not need it.
 
-A GPU ranks by an index of the keys what a CPU can afford to rank by exact votes. Answers are a little nearer to the full
-cache's then, but no Mac's user gets those.
+A GPU ranks by an index of the keys what a CPU can afford to rank by exact votes. By those, answers are a little nearer
+to the full cache's, but no Mac's user gets them.
 """
 
 import runpy
