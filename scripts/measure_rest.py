@@ -1,7 +1,9 @@
 """How far an answer is from the full cache's, by the means of what it does not read; writes docs/rest.json.
 
     make real-models
-    python scripts/measure_rest.py --models MODEL ...; make docs
+    python scripts/measure_rest.py
+    python scripts/measure_rest.py --models real-models/qwen2.5-coder-1.5b-instruct --text real-models/code \\
+        --documents 2 --out docs/rest-code; make docs
 
 Texts, of which there are few long ones, are joined. One is read by the full cache. Then the tokens that follow in it
 are forced, and each reads the same bytes: entries that it chooses by an index of the keys, and means of the others.
@@ -11,7 +13,7 @@ The more means there are, the fewer it chooses.
 import copy
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -30,17 +32,16 @@ from mlx_snapkv.models.rope import longest_trained_length
 from mlx_snapkv.policies.sparse import CHUNK
 
 FOLLOWING = 64  # tokens whose predictions are compared
-LATEST = (
-    64  # of a text's tokens, which are read for each way by itself: their queries weigh the rest
-)
+# Of a text's tokens, which are read for each way by itself: their queries weigh the rest.
+LATEST = 64
 
 
 def neighbours(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
     """Pages of neighbours instead of `k_means`."""
     B, H, m, _ = keys.shape
-    of = mx.minimum(mx.arange(m) // clusters.SIZE, n - 1).astype(mx.uint16)
-    of = mx.contiguous(mx.broadcast_to(of, (B, H, m)))
-    return of, clusters.mean_by_cluster(keys, of, n)
+    ids = (mx.arange(m) // clusters.SIZE).astype(mx.uint16)
+    ids = mx.contiguous(mx.broadcast_to(ids, (B, H, m)))
+    return ids, clusters.mean_by_cluster(keys, ids, n)
 
 
 # By name, how entries are put together, and how many; 0 for no means at all.
@@ -51,15 +52,11 @@ WAYS: dict[str, tuple[Callable, int]] = {
 }
 
 
-@contextmanager
-def means(together: Callable, size: int) -> Iterator[None]:
-    """Means of so many entries, put together so."""
-    if size:
-        changed = mock.patch.multiple(clusters, k_means=together, SIZE=size)
-        with changed:
-            yield
-    else:
-        yield
+def means(together: Callable, size: int) -> AbstractContextManager:
+    """Means of so many entries, put together so; none if `size` is 0."""
+    if size == 0:
+        return nullcontext()
+    return mock.patch.multiple(clusters, k_means=together, SIZE=size)
 
 
 def of_text(model, tokens: list[int], following: list[int], share: float) -> Iterator[Row]:

@@ -52,5 +52,5 @@ def rest() -> list[str]:
         kls = {row["way"]: f"{row['kl']:.4f}" for row in own}
         tokens = f"{length:,} of {text} ({own[0]['n']})"
         rows.append((f"`{model}`", tokens, *(kls[way] for way in ways)))
-    measured = [line for result in results for line in measured(result)]
-    return [*measured, *table(("model", "tokens", *ways), rows)]
+    made = [line for result in results for line in measured(result)]
+    return [*made, *table(("model", "tokens", *ways), rows)]

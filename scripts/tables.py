@@ -223,11 +223,10 @@ def lookahead() -> list[str]:
     result = load("lookahead")
     body = []
     for (model,), rows in grouped(result["rows"], "model").items():
-        measured = grouped(rows, "task", "setting")
+        by_task = grouped(rows, "task", "setting")
         for name in dict.fromkeys(row["lookahead"] for row in rows):
             own = [
-                next((r for r in some if r["lookahead"] == name), None)
-                for some in measured.values()
+                next((r for r in some if r["lookahead"] == name), None) for some in by_task.values()
             ]
             body.append((f"`{model}`", name, *map(_by_lookahead, own)))
     heads = [f"{LOOKED_AT[task]} {setting} ({n})" for (task, setting), n in _asked(result).items()]

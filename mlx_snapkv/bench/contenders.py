@@ -58,7 +58,7 @@ class Contender:
             everything.index = everything.make_index(None)
             ranking = TokenRanking(everything, quota)
             if policy.rest is not None:  # type: ignore[attr-defined,union-attr]
-                ranking.weigh_rest(_last_queries(keys), quota.n_window)
+                ranking.weigh_rest(_last_queries(keys))
             return SparseKVCache(ranking, layer)
         return decode_cache(layer, entries, context, policy, quota)  # type: ignore[arg-type]
 

@@ -73,7 +73,7 @@ def _of_block(view: FullView, start: int, stop: int, after: Sequence[mx.array]) 
 def page_means(entries: mx.array, size: int) -> mx.array:
     """Means of every `size` of `(B, n_kv_heads, n, head_dim)` entries, whole pages.
 
-    They are summed in float32: of float16, sums of a few hundred numbers may be too large.
+    They are summed in float32: of float16, a sum may be too large.
     """
     summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, size))
     return summed.mean(axis=3).astype(entries.dtype)

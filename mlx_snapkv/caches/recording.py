@@ -45,7 +45,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
 
     store: Store
     page_means: PageMeans  # of the first entries, if they are in files
-    clusters: Clusters | None = None  # of the first entries
+    clusters: Clusters | None  # of the first entries
     # Of the keys of the first entries, as many as there were when it last grew, if there is one.
     index: KeyIndex | None = None
     growing: KVCache  # of the entries since the last `offload`, or of all
@@ -59,7 +59,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         super().__init__(first, last)
         self.layer = layer
         self.store = store or MemoryStore()
-        self.page_means = PageMeans()
+        self.page_means, self.clusters = PageMeans(), None
         self.growing = self.store.cache if type(self.store.cache) is KVCache else KVCache()
         self.growing.step = capacity
 

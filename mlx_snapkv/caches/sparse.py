@@ -46,12 +46,6 @@ class SparseKVCache(Choosing, LayerCache):
         self.offset = n
         self.n_seen = self.size()  # entries that the last token saw
 
-    @staticmethod
-    def can_weigh(layer: Any) -> bool:
-        """Whether a layer's attention function takes a bias for each of its query heads."""
-        family = layer.family
-        return family.asks_to_hide and not (family.tiled or layer.borrowers or layer.cap)
-
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
         """A copy that chooses from the same entries of the prompt."""
         other = copy.copy(self)

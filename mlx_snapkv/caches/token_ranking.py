@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 
@@ -60,6 +61,12 @@ class TokenRanking:
         for places, end in ((first, self._end - self.n_read), (late, n)):
             places = mx.broadcast_to(places, (*heads, places.size))
             yield self._prompt.lined_up(places, self._start, end)
+
+    @staticmethod
+    def can_weigh(layer: Any) -> bool:
+        """Whether a layer's attention function takes a bias for each of its query heads."""
+        family = layer.family
+        return family.asks_to_hide and not (family.tiled or layer.borrowers or layer.cap)
 
     @property
     def n_window(self) -> int:
@@ -138,23 +145,25 @@ class TokenRanking:
         if self.rest is not None:
             self.rest = self.rest.extended(self.view, n)
 
-    def weigh_rest(self, observed: Queries, n_window: int, held: Clusters | None = None) -> None:
+    def weigh_rest(self, observed: Queries, held: Clusters | None = None) -> None:
         """Weigh the means of what a token does not read for a prompt's last queries, as they vote over all entries.
 
-        Nothing is weighed where a token reads everything. Clusters of the first entries may be `held`.
+        Nothing is weighed where a token reads everything, where heads share what they read, or where an attention
+        function takes no bias. Clusters of the first entries may be `held`.
         """
-        if self.n_read in (0, self._stop - self._first):
+        reads_all = self.n_read in (0, self._stop - self._first)
+        if reads_all or self._shared.size or not self.can_weigh(self.view.layer):
             return
         clusters, asked = self._clusters(held), observed.latest(FITTED)
         read = []
         for i in range(len(asked.places)):
-            read.append(self._would_read(asked.between(i, i + 1), n_window))
+            read.append(self._would_read(asked.between(i, i + 1)))
             mx.eval(read)
         start = asked.places.start
         example = Example(
             asked.heads * asked.scale,
             mx.concatenate(read, axis=2),
-            range(self._first, max(self._first, start - n_window)),
+            range(self._first, max(self._first, start - self.n_window)),
             start,
             asked.sinks,
         )
@@ -166,20 +175,19 @@ class TokenRanking:
         """Those of all entries; of the first, perhaps, they are held."""
         if held is None:
             return clusters_of(self.view)
-        n = held.of.shape[2]
+        n = held.n_entries
         return held if n == len(self.view) else held.followed_by(clusters_of(self.view, n))
 
     def _weigh(self, rest: Rest) -> None:
         """From now on tokens see the rest by these means."""
-        places = mx.arange(self._first, self._stop, dtype=mx.uint32)
-        places = mx.broadcast_to(places, (*self._heads, places.size))
-        self.rest, self._choosable = rest, rest.clusters.sizes(places)
+        self.rest = rest
+        self._choosable = rest.clusters.sizes_between(self._first, self._stop)
         mx.eval(self._choosable)
 
-    def _would_read(self, one: Queries, n_window: int) -> mx.array:
+    def _would_read(self, one: Queries) -> mx.array:
         """Which entries a token of the prompt would read, bool `(B, n_kv_heads, 1, n)`, as one of the answer does."""
         own, every = one.places.start, mx.arange(len(self.view))
-        stop = max(self._first, own - n_window)
+        stop = max(self._first, own - self.n_window)
         read = (every < self._first) | ((every >= stop) & (every <= own))
         read = mx.broadcast_to(read, (*self._heads, every.size))
         if stop > self._first:

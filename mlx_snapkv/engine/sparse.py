@@ -140,7 +140,7 @@ class SparseMode:
         view = self.full_view(layer).beginning(n)
         ranking = TokenRanking(view, quota, shared, self.plan.n_prompt)
         if self.plan.policy.rest is not None and self.no_means is None and cache.n_queries:
-            ranking.weigh_rest(self._voters(layer, view), quota.n_window, cache.clusters)
+            ranking.weigh_rest(self._voters(layer, view), cache.clusters)
         if ranking.rest is not None:
             cache.clusters = ranking.rest.clusters.whole_blocks(n)
         return SparseKVCache(ranking, layer)
@@ -153,7 +153,7 @@ class SparseMode:
             return None
         if self.plan.compacted_to is not None:
             return "beyond the trained length"
-        if not all(map(SparseKVCache.can_weigh, self.layers)):
+        if not all(map(TokenRanking.can_weigh, self.layers)):
             return "with latent, capped or borrowed attention"
         return None
 

@@ -29,8 +29,8 @@ from .spans import BLOCK, spans
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)
 FITTED = 4  # of the prompt's last queries, for which mass and temperature are found: more take longer, for little
-SAMPLED = 1 << 16  # entries of a long text, by which those queries' full attention is estimated,
-PAGE = 256  # as many neighbours together
+SAMPLED = 1 << 16  # entries of a long text, by which those queries' full attention is estimated
+PAGE = 256  # neighbours that are sampled together
 
 NOTHING = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
 
@@ -60,9 +60,9 @@ class Rest:
             choosable: entries of each cluster that may be read, `(B, n_kv_heads, n_clusters)`.
             chosen: how many of them are.
         """
-        unread, factors = (choosable, chosen), (self.temperature, self.log_mass)
         logits = grouped_logits(queries, self.clusters.keys)
-        return _weighed(logits, mx.array(scale), *unread, *factors).flatten(1, 2)
+        counts, factors = (choosable, chosen), (self.temperature, self.log_mass)
+        return _weighed(logits, mx.array(scale), *counts, *factors).flatten(1, 2)
 
 
 @partial(mx.compile, shapeless=True)
@@ -138,13 +138,13 @@ class Example:
         return mx.exp(by_head[None, :, :, None, None] - top)
 
 
-def distances(entries: Any, rest: Clusters, example: Example) -> mx.array:
+def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
     """How far heads' outputs are from full attention's, squared and summed over an example's queries.
 
     Args:
         entries: gives keys and values `(B, n_kv_heads, stop - start, head_dim)` by `read_keys(start, stop)` and
             `read_values`; they are read a block at a time, once, and of a long text not all.
-        rest: the clusters of all entries.
+        clusters: of all entries.
 
     Returns: `(len(PAIRS), B, n_kv_heads, group)` float32.
     """
@@ -168,11 +168,11 @@ def distances(entries: Any, rest: Clusters, example: Example) -> mx.array:
     every, read = ((total + of_sinks, sums) for total, sums in (every, read))
     full, (total, sums) = every[1] / every[0], read
     unread = example.sees(mx.arange(len(entries))) & ~example.read
-    counts, of_values = rest.sizes_where(unread)[:, :, None], rest.values.astype(mx.float32)
-    logits = grouped_logits(example.queries, rest.keys)
+    counts, values = clusters.sizes_where(unread)[:, :, None], clusters.values.astype(mx.float32)
+    logits = grouped_logits(example.queries, clusters.keys)
     masses = {t: counts * mx.exp(logits * t - top) for t in TEMPERATURES}
     products = {
-        t: (x.sum(axis=-1, keepdims=True), x @ of_values[:, :, None]) for t, x in masses.items()
+        t: (x.sum(axis=-1, keepdims=True), x @ values[:, :, None]) for t, x in masses.items()
     }
     found = [(sums + a * products[t][1]) / (total + a * products[t][0]) for a, t in PAIRS]
     return mx.stack([mx.square(x - full).sum(axis=-1).sum(axis=-1) for x in found])

@@ -10,7 +10,6 @@ from ..errors import SnapKVError
 from .threads import at_once, by_heads
 
 GROUP = 2048  # scores that a GPU sorts in one step
-MULTIPLE = 256  # a group's size is one of this
 PLACE = GROUP - 1  # low bits of a cost, which are the place in a group
 # The others, without the sign: of a float of 0 at most they rise as it falls.
 COST = 0x7FFFFFFF - PLACE
@@ -75,7 +74,7 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> mx.ar
     m = scores.shape[-1]
     stop = first + m
     n_groups = _groups(max(n, stop))
-    size = math.ceil(max(n, stop) / n_groups / MULTIPLE) * MULTIPLE
+    size = math.ceil(max(n, stop) / n_groups)
     if n_of_groups(m, k, max(n, stop)) == m:
         return mx.broadcast_to(mx.arange(first, stop, dtype=mx.uint32), scores.shape)
     padding = [(0, 0), (0, 0), (first, n_groups * size - stop)]

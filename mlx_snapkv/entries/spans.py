@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-BLOCK = 8192  # entries read at a time, wherever they are; whole pages of the rest's means
+BLOCK = 8192  # entries read at a time, wherever they are; many clusters of the rest
 
 
 def spans(start: int, stop: int, block: int = BLOCK) -> Iterator[tuple[int, int]]:

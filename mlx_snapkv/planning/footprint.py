@@ -16,6 +16,7 @@ from ..caches.layers import AttentionLayer, attention_layers, members, token_cac
 from ..caches.memories import in_files, memory_quantization
 from ..caches.page_means import means_held_as
 from ..entries import device
+from ..entries.clusters import SIZE
 from ..entries.held_rows import BLOCK, RESIDENT
 from ..entries.key_index import index_bytes
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
@@ -97,6 +98,11 @@ class EntrySizes:
         means = (pack(keys, means_held_as(keys.shape[-1])) for keys, _ in self._entries)
         return n_bytes(list(means)) / PAGE
 
+    def of_clusters(self) -> float:
+        """Bytes of a token in the clusters of what an answer does not read: its id, and its part of the means."""
+        ids = sum(2 * keys.shape[1] for keys, _ in self._entries)
+        return ids + sum(self.of_token()) / SIZE
+
     def full(self, quantization: Quantization | None) -> int:
         """Bytes of a token's entries in all full caches; mlx-lm quantises those that are not in a `CacheList`."""
         alone = [c for c in self.caches if isinstance(c, KVCache) and not c.empty()]
@@ -164,11 +170,15 @@ class Footprint:
         return n * self.sizes.of_memory(self.config.memory) + indexed * self.sizes.of_index()
 
     def means(self, plan: Plan) -> int:
-        """Bytes in memory of mean keys that stay with entries in files, if chunks have chosen by them."""
-        reading = plan.sparse_reading
+        """Bytes in memory of means: those of the rest, and of keys that stay with entries in files, if chunks have
+        chosen by them."""
+        reading, of_rest = plan.sparse_reading, 0.0
+        weighs = plan.options.is_sparse and plan.policy.rest is not None
+        if weighs and plan.compacted_to is None:
+            of_rest = plan.n_prompt * self.sizes.of_clusters()
         if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.memory):
-            return 0
-        return int(self.with_rows(plan.n_prompt) * self.sizes.of_means())
+            return int(of_rest)
+        return int(of_rest + self.with_rows(plan.n_prompt) * self.sizes.of_means())
 
     def with_rows(self, n: int) -> int:
         """Of `n` tokens, those whose codes and means are in memory: where entries are in files, not all."""

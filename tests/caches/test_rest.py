@@ -46,7 +46,7 @@ def choosing(observed, quantization=None):
     store.append(Entries(keys, values))
     view = FullView([store], layer)
     ranking = TokenRanking(view, QUOTA)
-    ranking.weigh_rest(observed, QUOTA.n_window)
+    ranking.weigh_rest(observed)
     return SparseKVCache(ranking, layer), view.keys, view.values
 
 
@@ -169,13 +169,13 @@ def test_clusters_of_whole_blocks_may_be_known(small_clusters):
     for n in (BLOCKED, N):
         known = cache.ranking.rest.clusters.whole_blocks(n)
         ranking = TokenRanking(cache.ranking.view, QUOTA)
-        ranking.weigh_rest(observed, QUOTA.n_window, known)
+        ranking.weigh_rest(observed, known)
         assert all(map(mx.array_equal, arrays(ranking.rest), wanted))
 
 
 def arrays(weighed):
     held = weighed.clusters
-    return held.of, held.keys, held.values, weighed.log_mass, weighed.temperature
+    return held.ids, held.keys, held.values, weighed.log_mass, weighed.temperature
 
 
 def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monkeypatch):
@@ -191,11 +191,11 @@ def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monke
         assert {(*call.args, 0)[1] for call in made.call_args_list} == {known}
         made.reset_mock()
         held = [layer.cache_in(cache) for layer in layers]
-        (known,) = {x.clusters.of.shape[2] for x in held}
+        (known,) = {x.clusters.n_entries for x in held}
         assert known % BLOCKED == 0 and 0 <= held[0].offset - known < BLOCKED + 5
     for x in held:
         x.trim(x.offset - BLOCKED - 7)
-        assert x.clusters.of.shape[2] == BLOCKED and len(x.clusters) == 3
+        assert x.clusters.n_entries == BLOCKED and len(x.clusters) == 3
         x.trim(8)
         assert x.clusters is None
 
@@ -266,7 +266,7 @@ def test_where_attention_can_not_be_told_nothing_is_weighed():
         model = make_model(name)
         layers = attention_layers(model, make_prompt_cache(model))
         special = [layer for layer in layers if layer.borrowers or name != "gemma3n"]
-        assert special and not any(map(SparseKVCache.can_weigh, special))
+        assert special and not any(map(TokenRanking.can_weigh, special))
         reports = []
         how = {"sparse": "budget=24,n_sink=2,n_window=6", "on_report": reports.append}
         list(generate_step(mx.arange(80) % 60, model, max_tokens=3, **how))

@@ -31,13 +31,13 @@ def means_by_numpy(entries, of, n):
 def test_means_are_those_of_each_cluster_s_entries():
     keys, values = normal(1, H, BLOCK + 1000, D), normal(1, H, BLOCK + 1000, D, seed=1)
     found = clusters_of(Entries(keys, values))
-    assert len(found) == BLOCK // SIZE + 4 and found.of.dtype == mx.uint16
+    assert len(found) == BLOCK // SIZE + 4 and found.ids.dtype == mx.uint16
     for means, entries in ((found.keys, keys), (found.values, values)):
-        wanted = means_by_numpy(entries, found.of, len(found))
+        wanted = means_by_numpy(entries, found.ids, len(found))
         known = ~np.isnan(wanted)
         assert known.mean() > 0.99
         assert np.allclose(np.array(means[0])[known], wanted[known], atol=1e-5)
-    of = np.array(found.of[0])
+    of = np.array(found.ids[0])
     assert of[:, :BLOCK].max() < BLOCK // SIZE <= of[:, BLOCK:].min()  # each block for itself
 
 
@@ -46,7 +46,7 @@ def test_similar_keys_are_together_wherever_they_stand():
     n, kinds = 4 * SIZE, mx.arange(4 * SIZE) * 7 % 4
     keys = 10 * mx.eye(D)[kinds][None, None] + 0.1 * normal(1, 1, n, D)
     found = clusters_of(Entries(keys, keys))
-    of = np.array(found.of[0, 0])
+    of = np.array(found.ids[0, 0])
     assert all(len(set(np.array(kinds)[of == i])) == 1 for i in set(of.tolist()))
 
 
@@ -55,7 +55,7 @@ def test_there_are_fewer_entries_than_a_cluster_has_or_a_few_more(n):
     keys = normal(1, H, n, D)
     found = clusters_of(Entries(keys, keys))
     assert len(found) == -(-n // SIZE)
-    assert np.array(found.of).max() < len(found)
+    assert np.array(found.ids).max() < len(found)
 
 
 def test_they_grow_as_the_text_does():
@@ -65,14 +65,14 @@ def test_they_grow_as_the_text_does():
     every = clusters_of(entries)
     assert every.whole_blocks(BLOCK - 1) is None
     held = every.whole_blocks(n)
-    assert held.of.shape == (1, H, 2 * BLOCK) and len(held) == 2 * BLOCK // SIZE
+    assert held.n_entries == 2 * BLOCK and len(held) == 2 * BLOCK // SIZE
     assert equal(held, clusters_of(Entries(*(x[:, :, : 2 * BLOCK] for x in entries.plain()))))
     assert equal(held.followed_by(clusters_of(entries, 2 * BLOCK)), every)
     assert equal(every.whole_blocks(BLOCK + 5), held.whole_blocks(BLOCK))
 
 
 def equal(one: Clusters, other: Clusters) -> bool:
-    pairs = (one.of, other.of), (one.keys, other.keys), (one.values, other.values)
+    pairs = (one.ids, other.ids), (one.keys, other.keys), (one.values, other.values)
     return all(mx.array_equal(*pair) for pair in pairs)
 
 
@@ -81,20 +81,24 @@ def test_places_are_counted_by_cluster():
     found = clusters_of(Entries(keys, keys))
     flags = normal(2, H, 3, 1500, seed=5) > 0.8
     flags[:, :, 0] = False
-    counts = np.array(found.sizes_where(flags))
-    for row, of in zip(np.array(flags).reshape(-1, 3, 1500), np.array(found.of).reshape(-1, 1500)):
-        wanted = np.stack([np.bincount(of[some], minlength=len(found)) for some in row])
-        assert (counts.reshape(-1, 3, len(found)) == wanted).all(axis=(1, 2)).any()
+    counts = np.array(found.sizes_where(flags)).reshape(-1, 3, len(found))
+    heads = np.array(flags).reshape(-1, 3, 1500), np.array(found.ids).reshape(-1, 1500)
+    for own, several, ids in zip(counts, *heads, strict=True):
+        wanted = [np.bincount(ids[some], minlength=len(found)) for some in several]
+        assert np.array_equal(own, wanted)
     places = mx.argsort(normal(2, H, 1500, seed=7), axis=-1)[..., :90]
     some = mx.put_along_axis(mx.zeros((2, H, 1500), mx.bool_), places, mx.array(True), axis=-1)
     assert mx.array_equal(found.sizes(places), found.sizes_where(some[:, :, None])[:, :, 0])
+    between = mx.broadcast_to((mx.arange(1500) >= 7) & (mx.arange(1500) < 1003), some.shape)
+    wanted = found.sizes_where(between[:, :, None])[:, :, 0]
+    assert mx.array_equal(found.sizes_between(7, 1003), wanted)
 
 
 def test_means_of_half_precision_are_summed_in_float32():
     entries = (300 + 100 * normal(1, 1, SIZE + 200, 8)).astype(mx.float16)
     found = clusters_of(Entries(entries, entries))
     assert found.keys.dtype == mx.float16
-    wanted = means_by_numpy(entries, found.of, len(found))
+    wanted = means_by_numpy(entries, found.ids, len(found))
     assert np.allclose(np.array(found.keys[0], np.float64), wanted, rtol=1e-3)
 
 

@@ -8,6 +8,8 @@ import pytest
 from entry_helpers import computing, normal
 
 from mlx_snapkv.caches.gathered import Gathered
+from mlx_snapkv.entries.clusters import clusters_of
+from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.key_index import KeyIndex
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.entries.selection import take_entries, top_of_groups
@@ -18,16 +20,17 @@ N = SCANNED // H + 5
 
 
 def read_by_a_token(keys, values, queries) -> list[mx.array]:
-    """Two tokens': places, and what they gather in one buffer."""
+    """Two tokens': places, how many of each cluster, and what they gather in one buffer."""
     index = KeyIndex(keys[:, :, :256])
     index.append(keys)
     gathered, found = Gathered(), []
+    clusters = clusters_of(Entries(keys, values))
     gathered.append(keys[:, :, :4], values[:, :, :4])
     for heads in (queries, -queries):
         relevance = index.relevance(Queries(heads, range(N, N + 1), 1.0), N)
         top = top_of_groups(relevance, GATHERED // 2)
         read = gathered.read(tuple(take_entries([keys, values], top)), None)
-        found += [top, *map(mx.array, read)]
+        found += [top, clusters.sizes(top), *map(mx.array, read)]
     mx.eval(found)
     return found
 
