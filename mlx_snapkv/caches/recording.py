@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
-from ..entries.clusters import Clusters
+from ..entries.clusters import WholeBlocks
 from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
 from ..entries.quantization import join, n_bytes
@@ -45,7 +45,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
 
     store: Store
     page_means: PageMeans  # of the first entries, if they are in files
-    clusters: Clusters | None  # of the first entries
+    clusters: WholeBlocks | None  # of the first entries
     # Of the keys of the first entries, as many as there were when it last grew, if there is one.
     index: KeyIndex | None = None
     growing: KVCache  # of the entries since the last `offload`, or of all
@@ -198,7 +198,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
             self.index.truncate(self.offset)
         self.page_means.truncate(self.offset // PAGE)
         if self.clusters is not None:
-            self.clusters = self.clusters.whole_blocks(self.offset)
+            self.clusters = self.clusters.of_first(self.offset)
         if self.sparse_from is not None and self.offset <= self.sparse_from:
             self.sparse_from = None
         return n

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.attention import attention_votes
-from ..entries.clusters import Clusters, clusters_of
+from ..entries.clusters import Clusters, WholeBlocks, clusters_of
 from ..entries.entries import Entries
 from ..entries.quantization import n_rows, rows
 from ..entries.queries import Captured, Queries
@@ -145,7 +145,7 @@ class TokenRanking:
         if self.rest is not None:
             self.rest = self.rest.extended(self.view, n)
 
-    def weigh_rest(self, observed: Queries, held: Clusters | None = None) -> None:
+    def weigh_rest(self, observed: Queries, held: WholeBlocks | None = None) -> None:
         """Weigh the means of what a token does not read for a prompt's last queries, as they vote over all entries.
 
         Nothing is weighed where a token reads everything, where heads share what they read, or where an attention
@@ -171,12 +171,12 @@ class TokenRanking:
         factors = best_factors(distances(self.view, clusters, example))
         self._weigh(Rest(clusters, *factors))
 
-    def _clusters(self, held: Clusters | None) -> Clusters:
+    def _clusters(self, held: WholeBlocks | None) -> Clusters:
         """Those of all entries; of the first, perhaps, they are held."""
         if held is None:
             return clusters_of(self.view)
-        n = held.n_entries
-        return held if n == len(self.view) else held.followed_by(clusters_of(self.view, n))
+        known, n = held.clusters(), held.n_entries
+        return known if n == len(self.view) else known.followed_by(clusters_of(self.view, n))
 
     def _weigh(self, rest: Rest) -> None:
         """From now on tokens see the rest by these means."""

@@ -142,7 +142,7 @@ class SparseMode:
         if self.plan.policy.rest is not None and self.no_means is None and cache.n_queries:
             ranking.weigh_rest(self._voters(layer, view), cache.clusters)
         if ranking.rest is not None:
-            cache.clusters = ranking.rest.clusters.whole_blocks(n)
+            cache.clusters = ranking.rest.clusters.whole_blocks()
         return SparseKVCache(ranking, layer)
 
     @cached_property

@@ -19,6 +19,7 @@ from .spans import BLOCK, spans
 from .threads import by_heads
 
 SIZE = 256  # entries of a cluster, on average
+EACH = BLOCK // SIZE  # clusters of a whole block
 ROUNDS = 2
 ONE = mx.array(1)
 
@@ -41,22 +42,16 @@ class Clusters:
         return self.keys.shape[2]
 
     @property
-    def nbytes(self) -> int:
-        return self.ids.nbytes + self.keys.nbytes + self.values.nbytes
-
-    @property
     def n_entries(self) -> int:
         return self.ids.shape[2]
 
-    def whole_blocks(self, n: int) -> Clusters | None:
-        """Those of whole blocks among the first `n` entries, which stay when more come; None if there are none."""
-        n_blocks = min(n, self.n_entries) // BLOCK
-        if n_blocks * BLOCK == self.n_entries:
-            return self
-        if n_blocks == 0:
+    def whole_blocks(self) -> WholeBlocks | None:
+        """Those of whole blocks, which stay when more entries come; None if there are none."""
+        if (n := self.n_entries // BLOCK) == 0:
             return None
-        ids = self.ids[:, :, : n_blocks * BLOCK]
-        return Clusters(ids, *rows((self.keys, self.values), 0, n_blocks * (BLOCK // SIZE)))
+        ids = (self.ids[:, :, : n * BLOCK] % EACH).astype(mx.uint8)
+        mx.eval(ids)
+        return WholeBlocks(ids, *rows((self.keys, self.values), 0, n * EACH))
 
     def followed_by(self, *others: Clusters) -> Clusters:
         """With those of the entries behind."""
@@ -83,6 +78,40 @@ class Clusters:
             found.append(_sums(len(self), self.ids, flags[:, :, i].astype(mx.int32)))
             mx.eval(found[-1])
         return mx.stack(found, axis=2)
+
+
+@dataclass(frozen=True)
+class WholeBlocks:
+    """Clusters of a layer's first blocks as they are held between turns: a byte for each entry's place in its block.
+
+    Attributes: see `Clusters`.
+    """
+
+    ids: mx.array
+    keys: mx.array
+    values: mx.array
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + self.keys.nbytes + self.values.nbytes
+
+    @property
+    def n_entries(self) -> int:
+        return self.ids.shape[2]
+
+    def of_first(self, n: int) -> WholeBlocks | None:
+        """Those among the first `n` entries."""
+        if n >= self.n_entries:
+            return self
+        if (n := n // BLOCK) == 0:
+            return None
+        return WholeBlocks(
+            self.ids[:, :, : n * BLOCK], *rows((self.keys, self.values), 0, n * EACH)
+        )
+
+    def clusters(self) -> Clusters:
+        first = (mx.arange(self.n_entries) // BLOCK * EACH).astype(mx.uint16)
+        return Clusters(self.ids + first, self.keys, self.values)
 
 
 def _sizes(n: int, ids: mx.array, places: mx.array) -> mx.array:

@@ -108,6 +108,7 @@ def small_clusters(monkeypatch):
     """And blocks of three of them."""
     monkeypatch.setattr(clusters, "SIZE", 16)
     monkeypatch.setattr(clusters, "BLOCK", BLOCKED)
+    monkeypatch.setattr(clusters, "EACH", BLOCKED // 16)
     monkeypatch.setattr(clusters, "spans", functools.partial(spans, block=BLOCKED))
 
 
@@ -167,7 +168,7 @@ def test_clusters_of_whole_blocks_may_be_known(small_clusters):
     cache, _, _ = choosing(observed)
     wanted = arrays(cache.ranking.rest)
     for n in (BLOCKED, N):
-        known = cache.ranking.rest.clusters.whole_blocks(n)
+        known = cache.ranking.rest.clusters.whole_blocks().of_first(n)
         ranking = TokenRanking(cache.ranking.view, QUOTA)
         ranking.weigh_rest(observed, known)
         assert all(map(mx.array_equal, arrays(ranking.rest), wanted))
@@ -195,7 +196,7 @@ def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monke
         assert known % BLOCKED == 0 and 0 <= held[0].offset - known < BLOCKED + 5
     for x in held:
         x.trim(x.offset - BLOCKED - 7)
-        assert x.clusters.n_entries == BLOCKED and len(x.clusters) == 3
+        assert x.clusters.n_entries == BLOCKED and x.clusters.keys.shape[2] == 3
         x.trim(8)
         assert x.clusters is None
 

@@ -63,12 +63,17 @@ def test_they_grow_as_the_text_does():
     n = 2 * BLOCK + 700
     entries = Entries(normal(1, H, n, D), normal(1, H, n, D, seed=1))
     every = clusters_of(entries)
-    assert every.whole_blocks(BLOCK - 1) is None
-    held = every.whole_blocks(n)
-    assert held.n_entries == 2 * BLOCK and len(held) == 2 * BLOCK // SIZE
-    assert equal(held, clusters_of(Entries(*(x[:, :, : 2 * BLOCK] for x in entries.plain()))))
-    assert equal(held.followed_by(clusters_of(entries, 2 * BLOCK)), every)
-    assert equal(every.whole_blocks(BLOCK + 5), held.whole_blocks(BLOCK))
+    assert clusters_of(Entries(*(x[:, :, :1000] for x in entries.plain()))).whole_blocks() is None
+    held = every.whole_blocks()
+    assert held.n_entries == 2 * BLOCK and held.ids.dtype == mx.uint8
+    first = clusters_of(Entries(*(x[:, :, : 2 * BLOCK] for x in entries.plain())))
+    assert equal(held.clusters(), first)
+    assert equal(held.clusters().followed_by(clusters_of(entries, 2 * BLOCK)), every)
+    shorter = held.of_first(BLOCK + 5)
+    assert shorter.n_entries == BLOCK and equal(
+        shorter.clusters().followed_by(clusters_of(entries, BLOCK)), every
+    )
+    assert held.of_first(2 * BLOCK) is held and held.of_first(BLOCK - 1) is None
 
 
 def equal(one: Clusters, other: Clusters) -> bool:
