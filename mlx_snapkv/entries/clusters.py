@@ -82,9 +82,10 @@ class Clusters:
 
 @dataclass(frozen=True)
 class WholeBlocks:
-    """Clusters of a layer's first blocks as they are held between turns: a byte for each entry's place in its block.
+    """Clusters of a layer's first blocks, as they are held between turns: ids count within a block and take one byte.
 
-    Attributes: see `Clusters`.
+    Attributes:
+        ids: uint8 `(B, n_kv_heads, n)`; means are those of `Clusters`.
     """
 
     ids: mx.array
