@@ -59,7 +59,7 @@ class Contender:
             ranking = TokenRanking(everything, quota)
             if policy.rest is not None:  # type: ignore[attr-defined,union-attr]
                 ranking.weigh_rest(_last_queries(keys))
-            return SparseKVCache(ranking, layer)
+            return SparseKVCache(ranking)
         return decode_cache(layer, entries, context, policy, quota)  # type: ignore[arg-type]
 
 

@@ -67,15 +67,15 @@ class PageMeans:
 
 
 def _of_block(view: FullView, start: int, stop: int, after: Sequence[mx.array]) -> mx.array:
-    return page_means(view.read_keys(start, stop, after), PAGE)
+    return page_means(view.read_keys(start, stop, after))
 
 
-def page_means(entries: mx.array, size: int) -> mx.array:
-    """Means of every `size` of `(B, n_kv_heads, n, head_dim)` entries, whole pages.
+def page_means(entries: mx.array) -> mx.array:
+    """Means of every page of `(B, n_kv_heads, n, head_dim)` entries, whole pages.
 
     They are summed in float32: of float16, a sum may be too large.
     """
-    summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, size))
+    summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, PAGE))
     return summed.mean(axis=3).astype(entries.dtype)
 
 

@@ -35,8 +35,8 @@ class SparseKVCache(Choosing, LayerCache):
     # Of the logits of the first entries that the newest tokens read; see `Rest.bias`.
     bias: mx.array | None = None
 
-    def __init__(self, ranking: TokenRanking, layer: Any):
-        self.ranking, self.layer = ranking, layer
+    def __init__(self, ranking: TokenRanking):
+        self.ranking, self.layer = ranking, ranking.view.layer
         self.offset = self._n_prompt = n = len(ranking.view)
         self._most_recent = max(RECENT, ranking.n_window + RECENT // 2)
         # Every token reads sink, shared, window and the answer's recent entries.

@@ -143,7 +143,7 @@ class SparseMode:
             ranking.weigh_rest(self._voters(layer, view), cache.clusters)
         if ranking.rest is not None:
             cache.clusters = ranking.rest.clusters.whole_blocks()
-        return SparseKVCache(ranking, layer)
+        return SparseKVCache(ranking)
 
     @cached_property
     def no_means(self) -> str | None:

@@ -53,15 +53,9 @@ class Clusters:
         mx.eval(ids)
         return WholeBlocks(ids, *rows((self.keys, self.values), 0, n * EACH))
 
-    def followed_by(self, *others: Clusters) -> Clusters:
+    def followed_by(self, other: Clusters) -> Clusters:
         """With those of the entries behind."""
-        parts, ids, n = (self, *others), [], 0
-        for part in parts:
-            ids.append(part.ids + n)
-            n += len(part)
-        joined = (mx.concatenate(ids, axis=2), *join(*((x.keys, x.values) for x in parts)))
-        mx.eval(joined)
-        return Clusters(*joined)
+        return _joined([self, other])
 
     def sizes(self, places: mx.array) -> mx.array:
         """How many of uint32 `places` `(B, n_kv_heads, k)` are in each cluster, int32 `(B, n_kv_heads, n_clusters)`."""
@@ -115,6 +109,18 @@ class WholeBlocks:
         return Clusters(self.ids + first, self.keys, self.values)
 
 
+def _joined(parts: list[Clusters]) -> Clusters:
+    """Those of entries that follow each other."""
+    ids, n = [], 0
+    for part in parts:
+        ids.append(part.ids + n)
+        n += len(part)
+    keys, values = join(*((part.keys, part.values) for part in parts))
+    joined = Clusters(mx.concatenate(ids, axis=2), keys, values)
+    mx.eval(joined.ids, keys, values)
+    return joined
+
+
 def _sizes(n: int, ids: mx.array, places: mx.array) -> mx.array:
     return _sums(n, mx.take_along_axis(ids, places, axis=-1), ONE)
 
@@ -155,7 +161,7 @@ def clusters_of(entries: Any, start: int = 0) -> Clusters:
         values = mean_by_cluster(entries.read_values(first, stop), ids, n)
         mx.eval(values)
         found.append(Clusters(ids, keys, values))
-    return found[0].followed_by(*found[1:])
+    return _joined(found)
 
 
 def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:

@@ -60,9 +60,9 @@ class Rest:
             choosable: entries of each cluster that may be read, `(B, n_kv_heads, n_clusters)`.
             chosen: how many of them are.
         """
-        logits = grouped_logits(queries, self.clusters.keys)
-        counts, factors = (choosable, chosen), (self.temperature, self.log_mass)
-        return _weighed(logits, mx.array(scale), *counts, *factors).flatten(1, 2)
+        logits, by = grouped_logits(queries, self.clusters.keys), mx.array(scale)
+        weighed = _weighed(logits, by, choosable, chosen, self.temperature, self.log_mass)
+        return weighed.flatten(1, 2)
 
 
 @partial(mx.compile, shapeless=True)

@@ -170,15 +170,21 @@ class Footprint:
         return n * self.sizes.of_memory(self.config.memory) + indexed * self.sizes.of_index()
 
     def means(self, plan: Plan) -> int:
-        """Bytes in memory of means: those of the rest, and of keys that stay with entries in files, if chunks have
-        chosen by them."""
-        reading, of_rest = plan.sparse_reading, 0.0
+        """Bytes in memory of means: of what an answer does not read, and of pages' keys."""
+        return self._of_rest(plan) + self._of_pages(plan)
+
+    def _of_rest(self, plan: Plan) -> int:
         weighs = plan.options.is_sparse and plan.policy.rest is not None
-        if weighs and plan.compacted_to is None:
-            of_rest = plan.n_prompt * self.sizes.of_clusters()
+        if not weighs or plan.compacted_to is not None:
+            return 0
+        return int(plan.n_prompt * self.sizes.of_clusters())
+
+    def _of_pages(self, plan: Plan) -> int:
+        """Those that stay with entries in files, if chunks have chosen by them."""
+        reading = plan.sparse_reading
         if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.memory):
-            return int(of_rest)
-        return int(of_rest + self.with_rows(plan.n_prompt) * self.sizes.of_means())
+            return 0
+        return int(self.with_rows(plan.n_prompt) * self.sizes.of_means())
 
     def with_rows(self, n: int) -> int:
         """Of `n` tokens, those whose codes and means are in memory: where entries are in files, not all."""

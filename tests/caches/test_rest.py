@@ -47,7 +47,7 @@ def choosing(observed, quantization=None):
     view = FullView([store], layer)
     ranking = TokenRanking(view, QUOTA)
     ranking.weigh_rest(observed)
-    return SparseKVCache(ranking, layer), view.keys, view.values
+    return SparseKVCache(ranking), view.keys, view.values
 
 
 def softmax(x):

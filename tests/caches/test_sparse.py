@@ -51,7 +51,7 @@ def choosing(model, quota):
     for layer in attention_layers(model, caches):
         view = FullView([layer.cache_in(caches).store], layer)
         view.index = view.make_index(None)
-        layer.put(caches, SparseKVCache(TokenRanking(view, quota), layer))
+        layer.put(caches, SparseKVCache(TokenRanking(view, quota)))
     return caches
 
 

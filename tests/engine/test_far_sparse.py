@@ -93,8 +93,8 @@ def test_just_beyond_the_trained_length_the_sink_is_turned_with_what_is_chosen(
     """Also if the tokens before those that come again are not too many."""
     made, init = [], SparseKVCache.__init__
 
-    def spied(self, ranking, layer):
-        init(self, ranking, layer)
+    def spied(self, ranking):
+        init(self, ranking)
         made.append((self, ranking.view))
 
     monkeypatch.setattr(SparseKVCache, "__init__", spied)
@@ -145,8 +145,8 @@ def test_the_question_is_read_as_the_answer_is(short, monkeypatch):
     model, tokenizer = short
     made, calls, init = [], [], SparseKVCache.__init__
 
-    def spied(self, ranking, layer):
-        init(self, ranking, layer)
+    def spied(self, ranking):
+        init(self, ranking)
         made.append((len(ranking.view), self))
 
     monkeypatch.setattr(SparseKVCache, "__init__", spied)

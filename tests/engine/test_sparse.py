@@ -66,7 +66,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
         full = layer.cache_in(caches)
         keys = np.array(full.keys_and_values()[0])
         everything = FullView(full.views(), layer)
-        cache = SparseKVCache(TokenRanking(everything, Quota(30, 2, 8)), layer)
+        cache = SparseKVCache(TokenRanking(everything, Quota(30, 2, 8)))
         seen = []
         gather = everything.gather
         everything.gather = lambda places: seen.append(np.array(places)) or gather(places)

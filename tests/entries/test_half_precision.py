@@ -9,6 +9,7 @@ from entry_helpers import computing, normal
 
 from mlx_snapkv import KeyDiff, SnapKV
 from mlx_snapkv.caches.bias import biased
+from mlx_snapkv.caches.page_means import page_means
 from mlx_snapkv.entries import device
 from mlx_snapkv.entries.clusters import Clusters
 from mlx_snapkv.entries.entries import Entries
@@ -17,6 +18,7 @@ from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.entries.rest import Rest
 from mlx_snapkv.entries.selection import top_positions
+from mlx_snapkv.policies.sparse import PAGE
 
 H, T, N, D, KEPT = 2, 2000, 64, 64, 300
 # Spread and bias of keys; their logits are up to 6, 5,000 and 70,000.
@@ -85,6 +87,14 @@ def test_rounding_them_moves_few(sizes, dtype, score, monkeypatch):
     keys, queries = made(*sizes)
     rounded = entries_of(keys.astype(dtype), queries.astype(dtype))
     assert overlap(score(rounded), score(entries_of(keys, queries))) >= LEAST[dtype]
+
+
+def test_a_page_s_sum_may_pass_float16():
+    entries = (6000 + 100 * normal(1, 1, 2 * PAGE, 8)).astype(mx.float16)
+    found, wanted = np.array(page_means(entries)), np.array(entries, np.float64)
+    assert found.dtype == np.float16
+    parts = [wanted[:, :, :PAGE].mean(axis=2), wanted[:, :, PAGE:].mean(axis=2)]
+    assert np.allclose(found, np.stack(parts, axis=2), rtol=1e-3)
 
 
 def test_a_mean_s_bias_may_pass_float16():
