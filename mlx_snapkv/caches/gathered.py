@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from ..entries.compiled import compiled
 from ..entries.quantization import grown, join, n_rows, rows, write
 from ..entries.rest import Rest
 from ..entries.threads import at_once
@@ -60,15 +61,9 @@ class Gathered:
 
     def read(self, chosen: Pair, rest: Rest | None) -> Pair:
         """What a token reads that has chosen these, with the means of the rest, if there are any."""
-        n_means = 0 if rest is None else len(rest.clusters)
+        n_means = 0 if rest is None else rest.clusters.n
         if rest is self._rest and n_means + n_rows(chosen) == self._n_before:
-            keys, values = chosen
-            _, H, n, _ = keys.shape
-            writes = (
-                partial(write, self.keys, n_means, keys),
-                partial(write, self.values, n_means, values),
-            )
-            at_once(H * n, writes)
+            self.keys, self.values = _written((self.keys, self.values), n_means, chosen)
         else:
             self._hold(self.always(), chosen, rest)
         return self._rows(0)
@@ -86,3 +81,11 @@ class Gathered:
     def _rows(self, start: int) -> Pair:
         keys, values = rows((self.keys, self.values), start, self._n_before + self.n)
         return keys, values  # type: ignore[return-value]
+
+
+@compiled
+def _written(held: Pair, start: int, chosen: Pair) -> Pair:
+    """Buffers with what was chosen from row `start` on."""
+    _, H, n, _ = chosen[0].shape
+    at_once(H * n, [partial(write, held[i], start, chosen[i]) for i in range(2)])
+    return held

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..entries.attention import attention_votes
 from ..entries.clusters import Clusters, WholeBlocks, clusters_of
+from ..entries.compiled import compiled
 from ..entries.entries import Entries
 from ..entries.quantization import n_rows, rows
 from ..entries.queries import Captured, Queries
@@ -32,7 +33,6 @@ class TokenRanking:
     """
 
     rest: Rest | None = None
-    _choosable: mx.array  # of each of the rest's clusters, entries that may be chosen
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class TokenRanking:
     @property
     def n_means(self) -> int:
         """Means of the rest, which it reads besides."""
-        return 0 if self.rest is None else len(self.rest.clusters)
+        return 0 if self.rest is None else self.rest.clusters.n
 
     def choose(
         self, captured: Captured, start: int
@@ -96,33 +96,38 @@ class TokenRanking:
         heads, scale, sinks, *_ = captured
         tokens = range(start, start + heads.shape[2])
         asked = self.view.asked_by(Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap))
-        places, bias = self._likeliest(asked, self._stop), None
-        if self.rest is not None:
-            chosen = self.rest.clusters.sizes(places)
-            bias = self.rest.bias(heads, scale, self._choosable, chosen)
+        scores = self._scores(asked, self._stop)
+        if self.rest is None:
+            places, bias = _choice(scores, *self._among), None
+        else:
+            places, bias = _choice_and_bias(self.rest, heads, scale, scores, *self._among)
         return self._at(places, start).plain(), bias
 
     def choose_among(self, oldest: tuple[mx.array, mx.array]) -> None:
         """From now on tokens choose among these, too: the oldest that were always read behind the shared ones."""
         n = n_rows(oldest)
-        n_new = self._stop + n - len(self.view)
+        n_known = len(self.view)
+        n_new = self._stop + n - n_known
         if n_new > 0:  # the answer's, which are not in the view
             self._extend_view(Entries(*rows(oldest, n - n_new, n)))
         self._stop += n
         if self.rest is not None:
-            self._weigh(self.rest)
+            clusters = self.rest.clusters
+            if n_new > 0:
+                clusters = clusters.followed_by(clusters_of(self.view, n_known))
+            self.rest = self.rest._replace(clusters=clusters, choosable=self._choosable(clusters))
 
-    def _likeliest(self, asked: Queries, stop: int) -> mx.array:
-        """The places between sink and `stop` that queries attend to most, by KV head."""
+    def _scores(self, asked: Queries, stop: int) -> mx.array:
+        """How much queries attend to each of the entries before `stop`, by KV head, as `top_of_groups` takes it."""
         if self.view.index is not None:
             scores = self.view.index.relevance(asked, stop)
         else:
-            # Of 0 at most, as `top_of_groups` takes them, and rising with the votes.
-            scores = -1 / attention_votes(self.view.blocks(), asked)
-        if self._shared.size:
-            scores = scores.at[..., self._shared].add(-mx.inf)
-        middle = scores[..., self._first : stop]
-        return top_of_groups(middle, self._n_chosen, self._first, len(self.view))
+            # Of 0 at most, and rising with the votes.
+            scores = -1 / attention_votes(self.view.blocks(), asked)[..., :stop]
+        return scores.at[..., self._shared].add(-mx.inf) if self._shared.size else scores
+
+    def _choosable(self, clusters: Clusters) -> mx.array:
+        return clusters.sizes_between(self._first, self._stop)
 
     def _at(self, places: mx.array, start: int) -> Entries:
         """The entries at these places as a token at `start` sees them, in order only if some are too far."""
@@ -142,8 +147,6 @@ class TokenRanking:
         self._answer.append(entries)
         if self.view.index is not None:
             self.view.index.append(self.view.read_keys(n, len(self.view)))
-        if self.rest is not None:
-            self.rest = self.rest.extended(self.view, n)
 
     def weigh_rest(self, observed: Queries, held: WholeBlocks | None = None) -> None:
         """Weigh the means of what a token does not read for a prompt's last queries, as they vote over all entries.
@@ -169,7 +172,7 @@ class TokenRanking:
         )
         # For all queries together: the entries may be in files.
         factors = best_factors(distances(self.view, clusters, example))
-        self._weigh(Rest(clusters, *factors))
+        self.rest = Rest(clusters, self._choosable(clusters), *factors)
 
     def _clusters(self, held: WholeBlocks | None) -> Clusters:
         """Those of all entries; of the first, perhaps, they are held."""
@@ -178,12 +181,6 @@ class TokenRanking:
         known, n = held.clusters(), held.n_entries
         return known if n == len(self.view) else known.followed_by(clusters_of(self.view, n))
 
-    def _weigh(self, rest: Rest) -> None:
-        """From now on tokens see the rest by these means."""
-        self.rest = rest
-        self._choosable = rest.clusters.sizes_between(self._first, self._stop)
-        mx.eval(self._choosable)
-
     def _would_read(self, one: Queries) -> mx.array:
         """Which entries a token of the prompt would read, bool `(B, n_kv_heads, 1, n)`, as one of the answer does."""
         own, every = one.places.start, mx.arange(len(self.view))
@@ -191,9 +188,14 @@ class TokenRanking:
         read = (every < self._first) | ((every >= stop) & (every <= own))
         read = mx.broadcast_to(read, (*self._heads, every.size))
         if stop > self._first:
-            places = self._likeliest(one, stop)
+            places = _choice(self._scores(one, stop), *self._among)
             read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
         return read[:, :, None]
+
+    @property
+    def _among(self) -> tuple[int, int, int]:
+        """The first place that a token may choose, how many it chooses, and how many places there are."""
+        return self._first, self._n_chosen, len(self.view)
 
     @property
     def _heads(self) -> tuple[int, ...]:
@@ -208,3 +210,22 @@ class TokenRanking:
             other.view = self._prompt.followed_by(other._answer)
             other.view.index = copy.deepcopy(self.view.index)
         return other
+
+
+@compiled
+def _choice(scores: mx.array, first: int, k: int, n: int) -> mx.array:
+    """About the `k` places from `first` on with the highest scores, by KV head.
+
+    Args:
+        scores: `(B, n_kv_heads, m)` float32, of the first `m` of `n` entries; see `top_of_groups`.
+    """
+    return top_of_groups(scores[..., first:], k, first, n)
+
+
+@compiled
+def _choice_and_bias(
+    rest: Rest, queries: mx.array, scale: float, scores: mx.array, *among: int
+) -> tuple[mx.array, mx.array]:
+    """The same, and the rest's bias for queries that choose so."""
+    places = _choice(scores, *among)
+    return places, rest.bias(queries, scale, places)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -24,8 +24,7 @@ ROUNDS = 2
 ONE = mx.array(1)
 
 
-@dataclass(frozen=True)
-class Clusters:
+class Clusters(NamedTuple):
     """The clusters of a layer's first entries.
 
     Attributes:
@@ -38,7 +37,8 @@ class Clusters:
     keys: mx.array
     values: mx.array
 
-    def __len__(self) -> int:
+    @property
+    def n(self) -> int:
         return self.keys.shape[2]
 
     @property
@@ -59,17 +59,19 @@ class Clusters:
 
     def sizes(self, places: mx.array) -> mx.array:
         """How many of uint32 `places` `(B, n_kv_heads, k)` are in each cluster, int32 `(B, n_kv_heads, n_clusters)`."""
-        return by_heads(partial(_sizes, len(self)), self.n_entries, self.ids, places)
+        return by_heads(partial(_sizes, self.n), self.n_entries, self.ids, places)
 
     def sizes_between(self, start: int, stop: int) -> mx.array:
-        """The same of the entries `[start, stop)`."""
-        return _sums(len(self), self.ids[:, :, start:stop], ONE)
+        """The same of the entries `[start, stop)`, evaluated."""
+        sizes = _sums(self.n, self.ids[:, :, start:stop], ONE)
+        mx.eval(sizes)
+        return sizes
 
     def sizes_where(self, flags: mx.array) -> mx.array:
         """How many of bool `(B, n_kv_heads, m, n)` are true in each cluster, int32 `(B, n_kv_heads, m, n_clusters)`."""
         found = []
         for i in range(flags.shape[2]):
-            found.append(_sums(len(self), self.ids, flags[:, :, i].astype(mx.int32)))
+            found.append(_sums(self.n, self.ids, flags[:, :, i].astype(mx.int32)))
             mx.eval(found[-1])
         return mx.stack(found, axis=2)
 
@@ -114,7 +116,7 @@ def _joined(parts: list[Clusters]) -> Clusters:
     ids, n = [], 0
     for part in parts:
         ids.append(part.ids + n)
-        n += len(part)
+        n += part.n
     keys, values = join(*((part.keys, part.values) for part in parts))
     joined = Clusters(mx.concatenate(ids, axis=2), keys, values)
     mx.eval(joined.ids, keys, values)
@@ -128,14 +130,9 @@ def _sizes(n: int, ids: mx.array, places: mx.array) -> mx.array:
 def _sums(n: int, ids: mx.array, counts: mx.array) -> mx.array:
     """The sums of int32 counts by cluster, whose ids `(B, n_kv_heads, m)` tell to which each belongs."""
     B, H, _ = ids.shape
-    bins = _bins(ids, counted(B * H, n).reshape(B, H, 1))
+    bins = ids + counted(B * H, n).reshape(B, H, 1)
     sums = _zeros(B * H * n).at[bins.flatten()].add(mx.broadcast_to(counts, bins.shape).flatten())
     return sums.reshape(B, H, n)
-
-
-@partial(mx.compile, shapeless=True)
-def _bins(ids: mx.array, first: mx.array) -> mx.array:
-    return ids + first
 
 
 @lru_cache(64)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Device:
     """What suits a device.
 

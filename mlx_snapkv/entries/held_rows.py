@@ -102,6 +102,10 @@ class HeldRows:
                 self._last = _Buffer(rows(block(), 0, n - before))
         self._first.n = min(self._first.n, n)
 
+    def together(self, n: int) -> bool:
+        """Whether the first `n` rows lie together."""
+        return n <= self._first.n
+
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Where the parts of `[start, stop)` begin and end that lie together, which `read` gives."""
         begin = self._first.n

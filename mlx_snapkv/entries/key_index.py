@@ -25,6 +25,7 @@ import mlx.core as mx
 
 from . import device
 from .attention import latest_votes
+from .compiled import compiled
 from .held_rows import HeldRows, MakeAside
 from .quantization import Stored, join, n_rows
 from .queries import Queries
@@ -156,9 +157,11 @@ class KeyIndex:
 
         Returns: `(B, n_kv_heads, n)` float32, 0 at most.
         """
+        near = observed.pages is None and self.codes.together(n)
+        if near and n <= self._block(observed.heads):
+            codes = self.codes.reach(0, n)
+            return _relevance(observed.heads, observed.scale, self._of_queries, n, *codes)
         parts = list(self._parts(observed, n))
-        if len(parts) == 1:
-            return by_heads(partial(_relevance, n), n, *self._factors(*parts[0]))
         if 4 * math.prod(observed.heads.shape[:3]) * n <= LOGIT_BYTES:
             made: list[mx.array] = []
             for part in parts:
@@ -176,9 +179,7 @@ class KeyIndex:
 
     def _parts(self, observed: Queries, n: int) -> Iterator[tuple[Asking, int, int]]:
         """What multiplies the codes of keys from one to before another, which lie together and are not too many."""
-        B, H, _, _ = self._of_queries.shape
-        near = self._asking(observed)
-        block = max(WIDTH, LOGIT_BYTES // (4 * B * H * near[0].shape[2]))
+        near, block = self._asking(observed), self._block(observed.heads)
         for begin, end in pairwise(sorted({*(min(edge, n) for edge in observed.edges), n})):
             seen = observed.seen_by(begin)
             asking = near if seen is observed else self._asking(seen)
@@ -186,12 +187,15 @@ class KeyIndex:
                 for start, stop in spans(first, last, block):
                     yield asking, start, stop
 
+    @staticmethod
+    def _block(heads: mx.array) -> int:
+        """Keys whose logits are made at once, at most, for queries `(B, n_heads, m, head_dim)`."""
+        return max(WIDTH, LOGIT_BYTES // (4 * math.prod(heads.shape[:3])))
+
     def _asking(self, observed: Queries) -> Asking:
-        B, H, D, _ = self._of_queries.shape
-        heads = (observed.heads.astype(mx.float32) * observed.scale).reshape(B, H, -1, D)
         # What all keys have in common makes a difference only to what other keys see otherwise.
-        common = None if observed.pages is None else heads @ self._mean.mT
-        return heads @ self._of_queries, common
+        mean = None if observed.pages is None else self._mean
+        return _asking(observed.heads, observed.scale, self._of_queries, mean)
 
     def _logits(
         self, asking: Asking, start: int, stop: int, after: Sequence[mx.array] = ()
@@ -253,11 +257,21 @@ def _principal(centred: mx.array, n: int) -> mx.array:
     return vectors[..., : -n - 1 : -1]
 
 
+def _asking(
+    heads: mx.array, scale: float, factors: mx.array, mean: mx.array | None = None
+) -> Asking:
+    B, H, D, _ = factors.shape
+    heads = (heads.astype(mx.float32) * scale).reshape(B, H, -1, D)
+    return heads @ factors, None if mean is None else heads @ mean.mT
+
+
+@compiled
 def _relevance(
-    n: int, queries: mx.array, codes: mx.array, powers: mx.array, common: mx.array | None = None
+    heads: mx.array, scale: float, factors: mx.array, n: int, codes: mx.array, powers: mx.array
 ) -> mx.array:
-    """`KeyIndex.relevance` of the first `n` keys of these codes."""
-    return _below(_logits(n, queries, codes, powers, common))
+    """`KeyIndex.relevance` of the first `n` keys of codes that lie together."""
+    queries, _ = _asking(heads, scale, factors)
+    return by_heads(lambda *of_heads: _below(_logits(n, *of_heads)), n, queries, codes, powers)
 
 
 def _below(logits: mx.array) -> mx.array:

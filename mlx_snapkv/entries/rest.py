@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from .attention import HIDDEN
-from .clusters import Clusters, clusters_of
+from .clusters import Clusters
 from .spans import BLOCK, spans
 
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
@@ -35,48 +34,31 @@ PAGE = 256  # neighbours that are sampled together
 NOTHING = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
 
 
-@dataclass(frozen=True)
-class Rest:
+class Rest(NamedTuple):
     """The clusters of a layer's first entries, and how its heads weigh them.
 
     Mass and temperature are `(B, n_kv_heads, group, 1, 1)` each.
     """
 
     clusters: Clusters
+    choosable: (
+        mx.array
+    )  # of each cluster, entries that a token may choose, `(B, n_kv_heads, n_clusters)`
     log_mass: mx.array
     temperature: mx.array
 
-    def extended(self, entries: Any, n: int) -> Rest:
-        """The same with clusters of the entries that came behind the first `n`."""
-        return replace(self, clusters=self.clusters.followed_by(clusters_of(entries, n)))
-
-    def bias(
-        self, queries: mx.array, scale: float, choosable: mx.array, chosen: mx.array
-    ) -> mx.array:
+    def bias(self, queries: mx.array, scale: float, places: mx.array) -> mx.array:
         """What a token adds to the clusters' logits `scale * (q . mean key)`, `(B, n_heads, L, n_clusters)` float32.
 
         Args:
             queries: `(B, n_heads, L, head_dim)`, each KV head's together.
-            choosable: entries of each cluster that may be read, `(B, n_kv_heads, n_clusters)`.
-            chosen: how many of them are.
+            places: the entries that they have chosen, uint32 `(B, n_kv_heads, k)`.
         """
-        logits, by = grouped_logits(queries, self.clusters.keys), mx.array(scale)
-        weighed = _weighed(logits, by, choosable, chosen, self.temperature, self.log_mass)
-        return weighed.flatten(1, 2)
-
-
-@partial(mx.compile, shapeless=True)
-def _weighed(
-    logits: mx.array,
-    scale: mx.array,
-    choosable: mx.array,
-    chosen: mx.array,
-    temperature: mx.array,
-    log_mass: mx.array,
-) -> mx.array:
-    unread = (choosable - chosen)[:, :, None, None]
-    weighed = logits * scale * (temperature - 1) + mx.log(mx.maximum(unread, NOTHING)) + log_mass
-    return mx.where((unread > 0) & (log_mass > HIDDEN), weighed, HIDDEN)
+        unread = (self.choosable - self.clusters.sizes(places))[:, :, None, None]
+        logits = scale * grouped_logits(queries, self.clusters.keys)
+        logits = logits * (self.temperature - 1) + mx.log(mx.maximum(unread, NOTHING))
+        seen = (unread > 0) & (self.log_mass > HIDDEN)
+        return mx.where(seen, logits + self.log_mass, HIDDEN).flatten(1, 2)
 
 
 def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:

@@ -101,9 +101,10 @@ def test_a_mean_s_bias_may_pass_float16():
     """A head at half the temperature adds 100,000 to a logit of -200,000."""
     keys, heads = mx.full((1, 1, 2, 8), -250.0), mx.full((1, 1, 1, 8), 100.0)
     one = mx.ones((1, 1, 1, 1, 1))
-    clusters = Clusters(mx.zeros((1, 1, 9), mx.uint16), keys, keys)
-    choosable, chosen = mx.array([[[300, 40]]]), mx.array([[[44, 40]]])
-    bias = Rest(clusters, 0 * one, one / 2).bias(heads, 1.0, choosable, chosen)
+    places = mx.arange(84, dtype=mx.uint32)[None, None]  # of the clusters 44 and 40
+    clusters = Clusters((places >= 44).astype(mx.uint16), keys, keys)
+    rest = Rest(clusters, mx.array([[[300, 40]]]), 0 * one, one / 2)
+    bias = rest.bias(heads, 1.0, places)
     mask = biased(bias, 5, mx.float16)
     assert bias[..., 0].item() > 65504 == mask[..., 0].item()
     assert mask[..., 1].item() == -mx.inf and mask.dtype == mx.float16 and not mask[..., 2:].any()

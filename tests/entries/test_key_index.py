@@ -171,7 +171,7 @@ def test_votes_are_exact_among_the_likeliest(low_rank):
     observed = Queries(queries * 3, range(T - 5, T), scale=0.2)
     index = indexed(keys, queries)
     (found,) = index.latest_votes(
-        observed, (5,), 60, lambda places: take_entries([keys], places)[0]
+        observed, (5,), 60, lambda places: take_entries((keys,), places)[0]
     )
     wanted = np.array(attention_votes(keys, observed))
     found = np.array(found)

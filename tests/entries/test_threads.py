@@ -29,7 +29,7 @@ def read_by_a_token(keys, values, queries) -> list[mx.array]:
     for heads in (queries, -queries):
         relevance = index.relevance(Queries(heads, range(N, N + 1), 1.0), N)
         top = top_of_groups(relevance, GATHERED // 2)
-        read = gathered.read(tuple(take_entries([keys, values], top)), None)
+        read = gathered.read(tuple(take_entries((keys, values), top)), None)
         found += [top, clusters.sizes(top), *map(mx.array, read)]
     mx.eval(found)
     return found

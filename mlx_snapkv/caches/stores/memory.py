@@ -59,7 +59,7 @@ class MemoryStore(Store):
 
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
         keys, values = arrays(self.cache.keys), arrays(self.cache.values)
-        taken = take_entries([*keys, *values], places)
+        taken = take_entries((*keys, *values), places)
         parts = taken[: len(keys)], taken[len(keys) :]
         plain = self.quantization is None
         return tuple(unpack(x[0] if plain else tuple(x), self.quantization) for x in parts)
