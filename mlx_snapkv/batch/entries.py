@@ -141,8 +141,8 @@ class BatchedChoices(Batched, Choosing):
         n, shape = keys.shape[2], (1, queries.shape[1], 1, 0)
         rows = []
         for member in self.members:
-            bias = mx.zeros(shape) if member.bias is None else member.bias
-            own = biased(bias, member.n_seen, queries.dtype)
+            none = mx.zeros(shape, queries.dtype)
+            own = biased(none if member.bias is None else member.bias, member.n_seen)
             padding = [(0, 0)] * 3 + [(0, n - member.n_seen)]
             rows.append(mx.pad(own, padding, constant_values=HIDDEN))
         return mx.concatenate(rows)

@@ -8,19 +8,16 @@ from mlx_lm.models.base import create_causal_mask
 from ..entries.attention import HIDDEN
 
 
-def biased(bias: mx.array, n: int, dtype: mx.Dtype, mask: Any = None) -> mx.array:
+def biased(bias: mx.array, n: int, mask: Any = None) -> mx.array:
     """An additive mask `(B, n_heads, L, n)` for entries the first of which have a `bias` `(B, n_heads, L, n_means)`.
 
     Args:
-        dtype: of the mask. Of float16 the bias is at most its largest number: infinity would make the output NaN.
         mask: None, "causal", aligned with the last entry, or a bool one `(..., L, n)`.
     """
     B, H, L, n_means = bias.shape
-    if dtype == mx.float16:
-        bias = mx.minimum(bias, mx.finfo(dtype).max)
     if isinstance(mask, str):
         mask = create_causal_mask(L, n - L)
     if mask is None:
-        return mx.pad(bias, [(0, 0)] * 3 + [(0, n - n_means)]).astype(dtype)
+        return mx.pad(bias, [(0, 0)] * 3 + [(0, n - n_means)])
     others = mx.where(mask[..., n_means:], mx.zeros((B, H, L, n - n_means)), HIDDEN)
-    return mx.concatenate([bias, others], axis=-1).astype(dtype)
+    return mx.concatenate([bias, others.astype(bias.dtype)], axis=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -51,7 +52,9 @@ class Choosing(OnQueries, ABC):
             return self._seen
         self.add(keys, values)
         shape = (*keys.shape[:2], self.size())
-        self._zeros = tuple(mx.zeros((*shape, x.shape[3]), x.dtype) for x in (keys, values))
+        self._zeros = tuple(
+            mx.broadcast_to(_zero(x.dtype), (*shape, x.shape[3])) for x in (keys, values)
+        )
         return self._zeros
 
     def record(self, captured: Captured) -> None:
@@ -82,3 +85,8 @@ class Choosing(OnQueries, ABC):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the newest tokens read, for layers that have no entries of their own and borrow these."""
         return self._seen
+
+
+@lru_cache
+def _zero(dtype: mx.Dtype) -> mx.array:
+    return mx.array(0, dtype)

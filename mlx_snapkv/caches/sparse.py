@@ -92,7 +92,7 @@ class SparseKVCache(Choosing, LayerCache):
         """The mask of the attention function's call, with the bias of the rest's means in it."""
         if self.bias is None:
             return mask
-        return biased(self.bias, keys.shape[2], queries.dtype, mask)
+        return biased(self.bias, keys.shape[2], mask)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.n_entries, return_array, window_size)

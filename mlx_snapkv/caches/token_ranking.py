@@ -33,6 +33,7 @@ class TokenRanking:
     """
 
     rest: Rest | None = None
+    n_read: int  # entries that a token chooses
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class TokenRanking:
         n_late = n - self._stop + self._shared.size
         self._end = n - n_late  # of the places of those that are chosen
         self._n_chosen = max(0, quota.entries - quota.n_sink - n_late)
+        self._count()
 
     def always_read(self) -> Iterator[Entries]:
         """Those of the prompt that every token reads: the sink, then the shared ones and the window."""
@@ -77,12 +79,6 @@ class TokenRanking:
     def n_first(self) -> int:
         """How many of those come before the window."""
         return self._first + self._shared.size
-
-    @property
-    def n_read(self) -> int:
-        """Entries that a token chooses."""
-        n = self._stop - self._first
-        return n_of_groups(n, self._n_chosen, len(self.view)) if self._n_chosen else 0
 
     @property
     def n_means(self) -> int:
@@ -111,11 +107,17 @@ class TokenRanking:
         if n_new > 0:  # the answer's, which are not in the view
             self._extend_view(Entries(*rows(oldest, n - n_new, n)))
         self._stop += n
+        self._count()
         if self.rest is not None:
             clusters = self.rest.clusters
             if n_new > 0:
                 clusters = clusters.followed_by(clusters_of(self.view, n_known))
             self.rest = self.rest._replace(clusters=clusters, choosable=self._choosable(clusters))
+
+    def _count(self) -> None:
+        """Note how many entries a token chooses of those that there are now."""
+        n = self._stop - self._first
+        self.n_read = n_of_groups(n, self._n_chosen, len(self.view)) if self._n_chosen else 0
 
     def _scores(self, asked: Queries, stop: int) -> mx.array:
         """How much queries attend to each of the entries before `stop`, by KV head, as `top_of_groups` takes it."""

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from . import device
 
-HELD = 64  # graphs of a function, of the kinds of arguments that were used last
+HELD = 128  # graphs of a function, of the shapes that were used last
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,20 +27,22 @@ def compiled(function: F) -> F:
     """
 
     @lru_cache(HELD)
-    def graph(thread: int, used: device.Device, kind: tuple) -> Callable[..., Any]:
+    def graph(thread: int, used: device.Device, shapes: tuple) -> Callable[..., Any]:
         # MLX holds a graph by thread and by the function's place in memory: the other threads' would stay when it is
         # dropped, for what comes to be in that place.
         return mx.compile(partial(function))
 
     @wraps(function)
     def call(*args: Any) -> Any:
-        return graph(get_ident(), device.used, _kind(args))(*args)
+        return graph(get_ident(), device.used, _shapes(args))(*args)
 
     return call  # type: ignore[return-value]
 
 
-def _kind(args: tuple) -> tuple:
-    return tuple(
-        (x.shape, x.dtype) if isinstance(x, mx.array) else _kind(x) if isinstance(x, tuple) else x
-        for x in args
-    )
+def _shapes(args: tuple) -> tuple:
+    """Those of arrays, and the constants; a decoded token waits for this."""
+    found = []
+    for x in args:
+        is_array = type(x) is mx.array
+        found.append(x.shape if is_array else _shapes(x) if isinstance(x, tuple) else x)
+    return tuple(found)

@@ -28,8 +28,6 @@ class Device:
             large GPU idle.
         exact_votes: entries whose exact votes for a token cost no more than those by an index. A GPU waits for memory,
             and a float32 copy of half-precision keys is several times what attention itself reads.
-        multiplies_codes: MLX has products with batches of quantised arrays. On CUDA only for some lengths
-            (0.32).
         quantised: keys that an index quantises at a time. On a CPU MLX takes some 50 bytes for each of their numbers; a
             GPU would wait for each block.
         threads: that a product's KV heads are shared out to. MLX computes a stream of the CPU on one thread.
@@ -43,7 +41,6 @@ class Device:
     blockwise: bool
     largest_chunk: int
     exact_votes: int
-    multiplies_codes: bool
     quantised: int
     threads: int
     fused: tuple[int, ...]
@@ -60,7 +57,6 @@ CPU = Device(
     blockwise=True,
     largest_chunk=512,
     exact_votes=8192,
-    multiplies_codes=True,
     quantised=1 << 10,
     threads=min(4, os.cpu_count() or 1),
     fused=(),
@@ -72,7 +68,6 @@ GPU = Device(
     blockwise=False,
     largest_chunk=2048,
     exact_votes=1024,
-    multiplies_codes=not mx.cuda.is_available(),
     quantised=1 << 14,
     threads=1,
     fused=(64, 80, 128),

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from .quantization import Stored, arrays, grown, join, n_bytes, n_rows, rows, with_room, write
+from .quantization import Stored, arrays, each, grown, join, n_bytes, n_rows, rows, with_room, write
 
 RESIDENT = 1 << 16  # entries whose rows stay in memory
 BLOCK = 1 << 15  # entries whose rows are put aside together
@@ -117,13 +117,14 @@ class HeldRows:
         return rows(self.reach(start, stop), 0, stop - start)
 
     def reach(self, start: int, stop: int) -> Stored:
-        """The same and perhaps others behind them: MLX may copy a part of an array, but not a whole one."""
+        """The same and perhaps others behind them, to be multiplied by: on CUDA MLX (0.32) has no product with a part
+        of a quantised array, and elsewhere it may copy one."""
         first = self._first.n
         if start < first:
             return self._first.reach(start, stop)
         number, at = divmod(start - first, self._block)
         if number < len(self._blocks):
-            return rows(self._blocks[number](), at, at + stop - start)
+            return _part(self._blocks[number](), at, at + stop - start)
         start, stop = start - first - self._n_aside, stop - first - self._n_aside
         return self._last.reach(start, stop)
 
@@ -155,4 +156,8 @@ class _Buffer:
     def reach(self, start: int, stop: int) -> Stored:
         if start == 0 and 8 * stop >= 7 * n_rows(self.stored):
             return self.stored
-        return rows(self.stored, start, stop)
+        return _part(self.stored, start, stop)
+
+
+def _part(stored: Stored, start: int, stop: int) -> Stored:
+    return each(mx.contiguous, rows(stored, start, stop))

@@ -283,11 +283,7 @@ def _logits(
     n: int, queries: mx.array, codes: mx.array, powers: mx.array, common: mx.array | None = None
 ) -> mx.array:
     """Of the first `n` keys of these codes: `(B, n_kv_heads, group * m, n)` float32."""
-    if device.used.multiplies_codes:
-        logits = mx.quantized_matmul(queries, codes, powers, transpose=True, **MODE)
-    else:
-        logits = queries @ mx.dequantize(codes, powers, **MODE).astype(mx.float32).mT
-    logits = logits[..., :n]
+    logits = mx.quantized_matmul(queries, codes, powers, transpose=True, **MODE)[..., :n]
     return logits if common is None else logits + common
 
 

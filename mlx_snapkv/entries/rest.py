@@ -48,7 +48,9 @@ class Rest(NamedTuple):
     temperature: mx.array
 
     def bias(self, queries: mx.array, scale: float, places: mx.array) -> mx.array:
-        """What a token adds to the clusters' logits `scale * (q . mean key)`, `(B, n_heads, L, n_clusters)` float32.
+        """What a token adds to the clusters' logits `scale * (q . mean key)`, `(B, n_heads, L, n_clusters)`.
+
+        It is of the queries' type. Of float16 it is at most the largest number: infinity would make the output NaN.
 
         Args:
             queries: `(B, n_heads, L, head_dim)`, each KV head's together.
@@ -58,7 +60,10 @@ class Rest(NamedTuple):
         logits = scale * grouped_logits(queries, self.clusters.keys)
         logits = logits * (self.temperature - 1) + mx.log(mx.maximum(unread, NOTHING))
         seen = (unread > 0) & (self.log_mass > HIDDEN)
-        return mx.where(seen, logits + self.log_mass, HIDDEN).flatten(1, 2)
+        bias = mx.where(seen, logits + self.log_mass, HIDDEN)
+        if queries.dtype == mx.float16:
+            bias = mx.minimum(bias, mx.finfo(mx.float16).max)
+        return bias.astype(queries.dtype).flatten(1, 2)
 
 
 def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:

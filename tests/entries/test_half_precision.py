@@ -105,6 +105,6 @@ def test_a_mean_s_bias_may_pass_float16():
     clusters = Clusters((places >= 44).astype(mx.uint16), keys, keys)
     rest = Rest(clusters, mx.array([[[300, 40]]]), 0 * one, one / 2)
     bias = rest.bias(heads, 1.0, places)
-    mask = biased(bias, 5, mx.float16)
+    mask = biased(rest.bias(heads.astype(mx.float16), 1.0, places), 5)
     assert bias[..., 0].item() > 65504 == mask[..., 0].item()
     assert mask[..., 1].item() == -mx.inf and mask.dtype == mx.float16 and not mask[..., 2:].any()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from mlx_snapkv.caches.stores.temporary import AsideFile
-from mlx_snapkv.entries import device, held_rows
+from mlx_snapkv.entries import held_rows
 from mlx_snapkv.entries.attention import attention_votes
 from mlx_snapkv.entries.key_index import KeyIndex, index_bytes
 from mlx_snapkv.entries.queries import Pages, Queries
@@ -76,14 +76,6 @@ def test_heads_of_any_size(head_dim):
     )
     assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.6
     assert index_bytes(keys) <= index.nbytes <= 1.2 * index_bytes(keys)
-
-
-def test_codes_are_multiplied_alike_where_mlx_has_no_such_products(low_rank, monkeypatch):
-    keys, queries = low_rank
-    index = indexed(keys, queries)
-    found = index.relevance(asking(queries), T)
-    monkeypatch.setattr(device, "used", dataclasses.replace(device.used, multiplies_codes=False))
-    assert mx.allclose(found, index.relevance(asking(queries), T), rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture
