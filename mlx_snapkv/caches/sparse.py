@@ -43,6 +43,7 @@ class SparseKVCache(Choosing, LayerCache):
         self._gathered = Gathered()
         for entries in ranking.always_read() if n else ():
             self.append(entries)
+            mx.eval(self._seen)
         self.offset = n
         self.n_seen = self.size()  # entries that the last token saw
 
@@ -63,7 +64,6 @@ class SparseKVCache(Choosing, LayerCache):
         """Add entries that were made elsewhere, of the next tokens: they are always read."""
         self._gathered.append(*entries.plain())
         self._seen = self._gathered.always()
-        mx.eval(self._seen)
         self.offset += len(entries)
 
     def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:

@@ -10,6 +10,7 @@ from time import perf_counter
 import mlx.core as mx
 
 from ..caches.layers import layer_caches
+from ..entries.entries import Entries
 from ..models.capture import blockwise
 from ..several.shard import shard_of
 from .draft_length import DraftLength
@@ -31,7 +32,6 @@ class SelfSpeculation:
         self._pieces = pieces
         self._length, self._n_drafts = DraftLength(), 0  # of the last round
         self._ahead: list[tuple[int, mx.array]] = []  # drafts, and the logits after each
-        self._unread: list[int] = []  # tokens that the small caches have not read
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
         self._verified.tokens += 1
@@ -64,8 +64,6 @@ class SelfSpeculation:
         # The small caches have not read the last draft.
         for cache in layer_caches(self._small):
             cache.rollback(max(0, self._n_drafts - 1 - n_right))
-        if self._ahead:  # nor was that one right
-            self._unread = []
         self._ahead, self._n_drafts = [], 0
 
     def _round(self, token: int, n_drafts: int) -> mx.array:
@@ -84,15 +82,19 @@ class SelfSpeculation:
         return logits[:, :1]
 
     def _drafted(self, token: int, n_drafts: int) -> mx.array:
-        """A token and drafts of the next ones, `(1, 1 + n_drafts)`."""
-        self._unread.append(token)
-        tokens = [mx.array([[token]])]
-        unread = mx.array([self._unread])
-        for _ in range(n_drafts):
-            logits = self._model(unread, cache=self._small)
-            unread = mx.argmax(logits[:, -1:], axis=-1)
-            tokens.append(unread)
-        drafted = mx.concatenate(tokens, axis=1)
+        """A token and drafts of the next ones, `(1, 1 + n_drafts)`, evaluated."""
         if n_drafts:
-            self._unread = [drafted[0, -1].item()]  # type: ignore[list-item]
+            self._catch_up()
+        tokens = [mx.array([[token]])]
+        for _ in range(n_drafts):
+            logits = self._model(tokens[-1], cache=self._small)
+            tokens.append(mx.argmax(logits[:, -1:], axis=-1))
+        drafted = mx.concatenate(tokens, axis=1)
+        mx.eval(drafted)
         return drafted
+
+    def _catch_up(self) -> None:
+        """Give the small caches the entries of tokens that only the full ones have read."""
+        for full, small in zip(layer_caches(self._full), layer_caches(self._small)):
+            if small.offset < full.offset:
+                small.append(Entries(*full.entries(small.offset, full.offset)))  # type: ignore[attr-defined]
