@@ -1,4 +1,4 @@
-"""Functions of arrays whose graph is made once for arguments of a kind, and repeated for others of the same shapes.
+"""Functions of arrays whose graph is made once for arguments, and repeated for others of the same shapes.
 
 A decoded token makes the same graph as the one before it, for every layer. To repeat one takes Python a third of the
 time, and fewer operations are left of it: those by elements are fused.

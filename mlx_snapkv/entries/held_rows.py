@@ -114,19 +114,27 @@ class HeldRows:
 
     def read(self, start: int, stop: int) -> Stored:
         """The rows `[start, stop)`, which lie together; see `spans`."""
-        return rows(self.reach(start, stop), 0, stop - start)
+        return rows(*self._lying(start, stop))
 
     def reach(self, start: int, stop: int) -> Stored:
         """The same and perhaps others behind them, to be multiplied by: on CUDA MLX (0.32) has no product with a part
-        of a quantised array, and elsewhere it may copy one."""
+        of a quantised array, and elsewhere it may copy one.
+        """
+        stored, start, stop = self._lying(start, stop)
+        if start == 0 and 8 * stop >= 7 * n_rows(stored):
+            return stored
+        return each(mx.contiguous, rows(stored, start, stop))
+
+    def _lying(self, start: int, stop: int) -> tuple[Stored, int, int]:
+        """Where the rows `[start, stop)` lie: among which, from where to where."""
         first = self._first.n
         if start < first:
-            return self._first.reach(start, stop)
+            return self._first.stored, start, stop
         number, at = divmod(start - first, self._block)
         if number < len(self._blocks):
-            return _part(self._blocks[number](), at, at + stop - start)
-        start, stop = start - first - self._n_aside, stop - first - self._n_aside
-        return self._last.reach(start, stop)
+            return self._blocks[number](), at, at + stop - start
+        behind = first + self._n_aside
+        return self._last.stored, start - behind, stop - behind
 
     def between(self, start: int, stop: int) -> Stored:
         """The rows `[start, stop)`, wherever they are."""
@@ -152,12 +160,3 @@ class _Buffer:
             self.stored = grown(rows(self.stored, 0, self.n), with_room(end) - self.n)
         write(self.stored, self.n, new)
         self.n = end
-
-    def reach(self, start: int, stop: int) -> Stored:
-        if start == 0 and 8 * stop >= 7 * n_rows(self.stored):
-            return self.stored
-        return _part(self.stored, start, stop)
-
-
-def _part(stored: Stored, start: int, stop: int) -> Stored:
-    return each(mx.contiguous, rows(stored, start, stop))
