@@ -94,7 +94,7 @@ class TokenRanking:
         asked = self.view.asked_by(Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap))
         scores = self._scores(asked, self._stop)
         if self.rest is None:
-            places, bias = _choice(scores, *self._among), None
+            places, bias = top_of_groups(scores, *self._among), None
         else:
             places, bias = _choice_and_bias(self.rest, heads, scale, scores, *self._among)
         return self._at(places, start).plain(), bias
@@ -120,13 +120,15 @@ class TokenRanking:
         self.n_read = n_of_groups(n, self._n_chosen, len(self.view)) if self._n_chosen else 0
 
     def _scores(self, asked: Queries, stop: int) -> mx.array:
-        """How much queries attend to each of the entries before `stop`, by KV head, as `top_of_groups` takes it."""
+        """How much queries attend to each of the entries between sink and `stop`, as `top_of_groups` takes it."""
         if self.view.index is not None:
             scores = self.view.index.relevance(asked, stop)
         else:
             # Of 0 at most, and rising with the votes.
-            scores = -1 / attention_votes(self.view.blocks(), asked)[..., :stop]
-        return scores.at[..., self._shared].add(-mx.inf) if self._shared.size else scores
+            scores = -1 / attention_votes(self.view.blocks(), asked)
+        if self._shared.size:
+            scores = scores.at[..., self._shared].add(-mx.inf)
+        return scores[..., self._first : stop]
 
     def _choosable(self, clusters: Clusters) -> mx.array:
         return clusters.sizes_between(self._first, self._stop)
@@ -190,14 +192,14 @@ class TokenRanking:
         read = (every < self._first) | ((every >= stop) & (every <= own))
         read = mx.broadcast_to(read, (*self._heads, every.size))
         if stop > self._first:
-            places = _choice(self._scores(one, stop), *self._among)
+            places = top_of_groups(self._scores(one, stop), *self._among)
             read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
         return read[:, :, None]
 
     @property
     def _among(self) -> tuple[int, int, int]:
-        """The first place that a token may choose, how many it chooses, and how many places there are."""
-        return self._first, self._n_chosen, len(self.view)
+        """How many places a token chooses, the first that it may, and how many there are."""
+        return self._n_chosen, self._first, len(self.view)
 
     @property
     def _heads(self) -> tuple[int, ...]:
@@ -215,19 +217,9 @@ class TokenRanking:
 
 
 @compiled
-def _choice(scores: mx.array, first: int, k: int, n: int) -> mx.array:
-    """About the `k` places from `first` on with the highest scores, by KV head.
-
-    Args:
-        scores: `(B, n_kv_heads, m)` float32, of the first `m` of `n` entries; see `top_of_groups`.
-    """
-    return top_of_groups(scores[..., first:], k, first, n)
-
-
-@compiled
 def _choice_and_bias(
     rest: Rest, queries: mx.array, scale: float, scores: mx.array, *among: int
 ) -> tuple[mx.array, mx.array]:
-    """The same, and the rest's bias for queries that choose so."""
-    places = _choice(scores, *among)
+    """`top_of_groups`, and the rest's bias for queries that choose so."""
+    places = top_of_groups(scores, *among)
     return places, rest.bias(queries, scale, places)

@@ -10,7 +10,6 @@ from time import perf_counter
 import mlx.core as mx
 
 from ..caches.layers import layer_caches
-from ..entries.entries import Entries
 from ..models.capture import blockwise
 from ..several.shard import shard_of
 from .draft_length import DraftLength
@@ -97,4 +96,4 @@ class SelfSpeculation:
         """Give the small caches the entries of tokens that only the full ones have read."""
         for full, small in zip(layer_caches(self._full), layer_caches(self._small)):
             if small.offset < full.offset:
-                small.append(Entries(*full.entries(small.offset, full.offset)))  # type: ignore[attr-defined]
+                small.append(full.held().between(small.offset, full.offset))  # type: ignore[attr-defined]

@@ -194,8 +194,9 @@ class KeyIndex:
 
     def _asking(self, observed: Queries) -> Asking:
         # What all keys have in common makes a difference only to what other keys see otherwise.
-        mean = None if observed.pages is None else self._mean
-        return _asking(observed.heads, observed.scale, self._of_queries, mean)
+        heads = _scaled(observed.heads, observed.scale, self._mean.shape[1])
+        common = None if observed.pages is None else heads @ self._mean.mT
+        return heads @ self._of_queries, common
 
     def _logits(
         self, asking: Asking, start: int, stop: int, after: Sequence[mx.array] = ()
@@ -257,12 +258,10 @@ def _principal(centred: mx.array, n: int) -> mx.array:
     return vectors[..., : -n - 1 : -1]
 
 
-def _asking(
-    heads: mx.array, scale: float, factors: mx.array, mean: mx.array | None = None
-) -> Asking:
-    B, H, D, _ = factors.shape
-    heads = (heads.astype(mx.float32) * scale).reshape(B, H, -1, D)
-    return heads @ factors, None if mean is None else heads @ mean.mT
+def _scaled(heads: mx.array, scale: float, n_kv_heads: int) -> mx.array:
+    """Queries `(B, n_heads, m, head_dim)` by KV head, `(B, n_kv_heads, group * m, head_dim)` float32."""
+    B, _, _, D = heads.shape
+    return (heads.astype(mx.float32) * scale).reshape(B, n_kv_heads, -1, D)
 
 
 @compiled
@@ -270,7 +269,7 @@ def _relevance(
     heads: mx.array, scale: float, factors: mx.array, n: int, codes: mx.array, powers: mx.array
 ) -> mx.array:
     """`KeyIndex.relevance` of the first `n` keys of codes that lie together."""
-    queries, _ = _asking(heads, scale, factors)
+    queries = _scaled(heads, scale, factors.shape[1]) @ factors
     return by_heads(lambda *of_heads: _below(_logits(n, *of_heads)), n, queries, codes, powers)
 
 

@@ -37,13 +37,12 @@ NOTHING = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for t
 class Rest(NamedTuple):
     """The clusters of a layer's first entries, and how its heads weigh them.
 
-    Mass and temperature are `(B, n_kv_heads, group, 1, 1)` each.
+    Entries of each cluster that a token may choose are `(B, n_kv_heads, n_clusters)`, mass and temperature
+    `(B, n_kv_heads, group, 1, 1)` each.
     """
 
     clusters: Clusters
-    choosable: (
-        mx.array
-    )  # of each cluster, entries that a token may choose, `(B, n_kv_heads, n_clusters)`
+    choosable: mx.array
     log_mass: mx.array
     temperature: mx.array
 

@@ -57,6 +57,7 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     return mx.sort(ranked, axis=-1)[..., :k]
 
 
+@compiled
 def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> mx.array:
     """About the `k` highest of a head's scores: `n_of_groups(m, k, n)` places, the first of which is `first`.
 
