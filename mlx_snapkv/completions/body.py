@@ -1,18 +1,12 @@
-"""What OpenAI's two completion endpoints take, checked: any mistake is one sentence."""
+"""The bodies of OpenAI's two completion endpoints, checked."""
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     InstanceOf,
-    ValidationError,
-    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -26,7 +20,6 @@ from .fields import (
     ContextSize,
     Factor,
     Integer,
-    Name,
     NLogprobs,
     NoneIfEmpty,
     Number,
@@ -40,14 +33,12 @@ from .fields import (
     Whole,
 )
 from .messages import Message, is_answer, messages_of
+from .part import Part
+from .problems import as_body
+from .response_format import ResponseFormat
+from .tool_choice import AnyToolChoice
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
-
-class Part(BaseModel):
-    """A body or a part of one; unknown fields, such as `cache_control` and `citations`, are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 def _messages(items: Any) -> list[Message]:
@@ -78,91 +69,6 @@ ANY_FORM = {"type": "array", "items": {"type": "object"}, "minItems": 1}
 Messages = Annotated[
     list[InstanceOf[Message]], BeforeValidator(_messages), WithJsonSchema(ANY_FORM)
 ]
-
-
-def needed_by(kind: str) -> AfterValidator:
-    """A rule for a field after a type: what is of this type has it."""
-
-    def validate(value: Any, info: ValidationInfo) -> Any:
-        if value is None and info.data.get("type") == kind:
-            raise ValueError("is missing")
-        return value
-
-    return AfterValidator(validate)
-
-
-Schema = dict[str, Any] | bool
-OBJECT = {"type": "object"}
-
-
-class JsonSchema(Part):
-    schema_: Schema = Field(OBJECT, alias="schema")
-
-
-class ResponseFormat(Part):
-    """What an answer must be: anything, an object, or JSON that obeys a schema, which other servers take here too."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    schema_: Schema | None = Field(None, alias="schema")
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> "ResponseFormat":
-        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
-            raise ValueError(".json_schema is missing")
-        return self
-
-    @property
-    def schema_wanted(self) -> Schema | None:
-        if self.type == "text":
-            return None
-        nested = self.json_schema if self.type == "json_schema" else None
-        return nested.schema_ if nested else OBJECT if self.schema_ is None else self.schema_
-
-
-SERVICES = {  # what OpenAI's tool_choice may force besides functions
-    *("file_search", "web_search", "web_search_preview", "image_generation", "code_interpreter"),
-    *("computer", "computer_use", "computer_use_preview", "mcp", "shell", "apply_patch"),
-}
-
-
-class FunctionName(Part):
-    name: Name
-
-
-class ToolChoice(Part):
-    """Whether tools may or must be called, or the one to call."""
-
-    type: Literal["auto", "none", "required", "function"]
-    allowed: list[str] | None = None  # the tools that may be called
-    service: str | None = None  # the kind of a tool that was to be called, and is not known here
-    function: Annotated[FunctionName | None, needed_by("function")] = Field(
-        None, validate_default=True
-    )
-
-
-def _as_choice(value: Any) -> Any:
-    """The tool to call is named one level higher in responses, whose custom tools are functions here."""
-    if isinstance(value, str):
-        return {"type": value}
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "allowed_tools":
-        inner = value.get(kind, value)
-        require(isinstance(inner, dict), ".allowed_tools should be a valid object", inner)
-        names = [_named(tool)["name"] for tool in as_list(inner.get("tools"))]
-        allowed = [name for name in names if name is not None]  # a service's may have none
-        return {"type": inner.get("mode", "auto"), "allowed": allowed}
-    if kind == "any":  # Anthropic's, as `tool`
-        return {"type": "required"}
-    if kind in ("function", "custom", "tool") and ("name" in value or kind in value):
-        return {"type": "function", "function": _named(value)}
-    return {"type": "auto", "service": kind} if kind in SERVICES else value
-
-
-def _named(tool: Any) -> Any:
-    """What has the name of a tool in a choice."""
-    require(isinstance(tool, dict), " should name tools", tool)
-    return {"name": tool.get("name")} | (tool.get("function") or tool.get("custom") or {})
 
 
 class StreamOptions(Part):
@@ -211,7 +117,7 @@ class ChatBody(CommonBody):
 
     messages: Messages
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
+    tool_choice: AnyToolChoice = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, NoneIfEmpty] = None
     functions: list[dict[str, Any]] | None = None  # tools, before they were called so
@@ -269,7 +175,6 @@ class CompletionBody(CommonBody):
 
 Body = ChatBody | CompletionBody
 BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
-Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def parse(url: Any, body: Any) -> Body:
@@ -287,45 +192,3 @@ def parse(url: Any, body: Any) -> Body:
         if value and (name, value) != ("n", 1):
             raise SnapKVError(f"{name} is not supported in a file of requests: drop the field")
     return checked
-
-
-def as_body(kind: type[Checked], body: Any) -> Checked:
-    """A body of that kind; SnapKVError as `parse`."""
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise SnapKVError(problem(error.errors(include_url=False)[0], body)) from None
-
-
-def problem(error: Mapping[str, Any], body: Any) -> str:
-    """One of pydantic's errors about a body, as a sentence that names the field."""
-    place, kind, got = _place(error["loc"], body), error["type"], short(error["input"])
-    if kind == "json_invalid":
-        return f"the body is not JSON: {error['ctx']['error']}"
-    if not isinstance(body, dict):
-        return f"body must be an object, got {short(body)}"
-    if kind == "value_error":
-        rule = str(error["ctx"]["error"])
-        return f"{place}{rule}" if rule.startswith(".") else f"{place} {rule}"
-    if kind == "missing":
-        return f"{place} is missing"
-    if kind == "too_short":
-        return f"{place} must not be empty"
-    message = re.sub(" or (instance of|object to).*", "", error["msg"])
-    message = message.replace("dictionary", "object")
-    if message.startswith("Input "):
-        return f"{place}{message.removeprefix('Input')}, got {got}"
-    return f"{place}: {message}, got {got}"
-
-
-def _place(loc: Sequence[str | int], body: Any) -> str:
-    """Where an error is, without the names of unions' members, which pydantic has between."""
-    path, at = [], body
-    for i, step in enumerate(loc):
-        try:
-            at = at[step]
-        except (LookupError, TypeError):
-            if i + 1 < len(loc) or not isinstance(at, dict):
-                continue
-        path.append(str(step))
-    return ".".join(path)

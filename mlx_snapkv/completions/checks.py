@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationInfo
 
 SHOWN = 60  # characters of a value that is refused
 
@@ -19,6 +19,17 @@ def must(holds: Callable[[Any], bool], rule: str) -> AfterValidator:
 
     def validate(value: Any) -> Any:
         require(holds(value), rule, value)
+        return value
+
+    return AfterValidator(validate)
+
+
+def needed_by(kind: str) -> AfterValidator:
+    """A rule for a field after a type: what is of this type has it."""
+
+    def validate(value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("type") == kind:
+            raise ValueError("is missing")
         return value
 
     return AfterValidator(validate)

@@ -18,11 +18,8 @@ def _number(value: Any) -> Any:
 
 Number = Annotated[float, BeforeValidator(_number)]
 Probability = Annotated[Number, Field(ge=0, le=1)]
-Whole = BeforeValidator(
-    lambda v: (
-        int(v) if isinstance(v, float) and v.is_integer() else v
-    )  # 4.0, as some languages write 4
-)
+# 4.0, as some languages write 4
+Whole = BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)
 NO_LIMIT = -1  # as other servers have it
 Integer = Annotated[int, Whole]
 Positive = Annotated[int, Field(ge=1), Whole]

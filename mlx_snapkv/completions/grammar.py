@@ -10,8 +10,8 @@ from typing import Any, Literal
 from mlx_lm.tool_parsers import json_tools, mistral
 
 from ..errors import SnapKVError
-from .body import OBJECT, Schema
 from .matcher import MOST_OPTIONAL, make_matcher, vocabulary
+from .response_format import OBJECT, Schema
 
 # JSON on one line: a small model would fill its answer with white space wherever it may.
 LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}

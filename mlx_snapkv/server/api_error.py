@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..batch.memory import NeverFits
-from ..completions.body import problem
+from ..completions.problems import problem
 from ..errors import EntryFileError, OptionError, SnapKVError
 
 KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}

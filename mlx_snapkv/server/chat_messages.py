@@ -4,8 +4,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, model_validator
 
-from ..completions.body import ChatBody, Part, as_body
+from ..completions.body import ChatBody
 from ..completions.messages import Message
+from ..completions.part import Part
+from ..completions.problems import as_body
 
 
 class OutputFormat(Part):

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, Tag
 
-from ...completions.body import ChatBody, Messages, Part, needed_by
+from ...completions.body import ChatBody, Messages
+from ...completions.checks import needed_by
 from ...completions.contents import shown
 from ...completions.fields import AtMost, Name, Probability, Stops, Temperature, TopK
 from ...completions.messages import Message
+from ...completions.part import Part
 from ..api_error import ApiError
 from ..chat_messages import (
     ForeignTool,

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, JsonValue, Tag
 
-from ...completions.body import Part
 from ...completions.fields import Name
 from ...completions.messages import full_name
+from ...completions.part import Part
 from ..chat_messages import ForeignTool, MayBeNone, by_type, function_tool, unwrapped
 
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}

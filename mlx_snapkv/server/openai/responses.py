@@ -11,11 +11,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 
-from ...completions.body import ChatBody, Messages, Part
+from ...completions.body import ChatBody, Messages
 from ...completions.checks import must, require
 from ...completions.contents import as_list
 from ...completions.fields import AtMost, Probability, Temperature
 from ...completions.messages import Message, messages_of, whole
+from ...completions.part import Part
 from ..api_error import ApiError
 from ..chat_messages import ForeignTool, MayBeNone, OutputConfig, chat_body
 from ..exchange import respond
