@@ -18,11 +18,13 @@ from ..models.patch import recording
 from ..planning.prompt_plan import ProgressCallback
 from ..planning.request_plan import Plan
 from ..policies.budgets import Quota
+from ..policies.snapkv import pool_votes
 from .decode import offload
 from .pieces import Pieces
 from .report import CompressionReport
 
-SHARED, PAGES = 32, 24  # entries of a page that all heads read, and how many such pages at most
+SHARED, PAGES = 16, 48  # entries of a page that all heads read, and how many such pages at most
+POOLED = 3  # pages, the middle one of which counts as much as the most attended: a fact lies across edges
 SHARE = 4 / 5  # of what a token reads beside sink and window, that these pages are at most
 AGAIN = 64  # of the prompt's latest tokens, which beyond the trained length are read again, as the answer's are
 TOGETHER = 8  # of those, which choose together
@@ -158,7 +160,8 @@ class SparseMode:
         return None
 
     def _most_attended(self, n: int) -> mx.array | None:
-        """Positions of the pages that get the largest share of any head's attention by the prompt's last queries.
+        """Positions of the pages that get the largest share of any head's attention by the prompt's last queries, and
+        of those beside.
 
         Some heads point at what a question asks for (Wu et al., 2024, arXiv:2404.15574). The others need to read it
         there, too, and beyond the trained length they don't find it by themselves. None if there are too few pages.
@@ -185,6 +188,7 @@ class SparseMode:
             shares = pages / mx.maximum(pages.sum(axis=-1, keepdims=True), 1e-9)
             most = mx.maximum(most, layer.heads.max(shares.max(axis=(0, 1))))
             mx.eval(most)
+        most = pool_votes(most, "max", POOLED)
         best = mx.sort(mx.argpartition(-most, n_pages - 1)[:n_pages]) + first
         return (best[:, None] * SHARED + page).flatten().astype(mx.uint32)
 
