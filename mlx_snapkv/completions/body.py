@@ -180,7 +180,7 @@ BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 def parse(url: Any, body: Any) -> Body:
     """What a line of a file has as JSON for a url of `BODIES`, checked; it can ask for one answer.
 
-    Raises: SnapKVError: it can't be answered as asked; the sentence names the field.
+    Raises: SnapKVError: as `as_body`.
     """
     if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {short(url)}")

@@ -13,7 +13,10 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def as_body(kind: type[Checked], body: Any) -> Checked:
-    """A body of that kind; SnapKVError as `parse`."""
+    """A body of that kind.
+
+    Raises: SnapKVError: it can't be answered as asked; the sentence names the field.
+    """
     try:
         return kind.model_validate(body)
     except ValidationError as error:
