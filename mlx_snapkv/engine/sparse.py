@@ -24,7 +24,8 @@ from .pieces import Pieces
 from .report import CompressionReport
 
 SHARED, PAGES = 16, 48  # entries of a page that all heads read, and how many such pages at most
-POOLED = 3  # pages, the middle one of which counts as much as the most attended: a fact lies across edges
+POOLED = 3  # pages, of which the most attended one counts for the one in the middle: a fact lies across edges
+NEARLY = 0.99  # of what it counts for itself, so that a page comes before those beside it
 SHARE = 4 / 5  # of what a token reads beside sink and window, that these pages are at most
 AGAIN = 64  # of the prompt's latest tokens, which beyond the trained length are read again, as the answer's are
 TOGETHER = 8  # of those, which choose together
@@ -188,7 +189,7 @@ class SparseMode:
             shares = pages / mx.maximum(pages.sum(axis=-1, keepdims=True), 1e-9)
             most = mx.maximum(most, layer.heads.max(shares.max(axis=(0, 1))))
             mx.eval(most)
-        most = pool_votes(most, "max", POOLED)
+        most = mx.maximum(most, NEARLY * pool_votes(most, "max", POOLED))
         best = mx.sort(mx.argpartition(-most, n_pages - 1)[:n_pages]) + first
         return (best[:, None] * SHARED + page).flatten().astype(mx.uint32)
 
