@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Stored
+from ..entries.quantization import Stored, arrays
 from ..errors import TrimError
 from .contract import LayerCache, Mark
 from .evicting import snapshot
@@ -24,14 +25,22 @@ def has_all_entries(cache: Any) -> bool:
     return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
-def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
-    """mlx-lm's cache of these entries, as they are stored."""
+def full_cache(entries: Entries, noted: LayerCache | None = None) -> Any:
+    """mlx-lm's cache of these entries, as they are stored, with what another cache has noted about them."""
     cache = MemoryStore(entries.quantization).cache
     cache.keys, cache.values = entries.stored_keys, entries.stored_values
     cache.offset = len(entries)
-    if sparse_from is not None:
-        layer_cache(cache).sparse_from = sparse_from
+    if noted is not None:
+        take_notes(layer_cache(cache), noted)
     return cache
+
+
+def take_notes(cache: LayerCache, other: LayerCache) -> None:
+    """Note in a cache what another one of the same tokens has noted."""
+    if other.sparse_from is not None:
+        cache.sparse_from = other.sparse_from
+    if other.token_ids is not None:
+        cache.token_ids = other.token_ids
 
 
 class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
@@ -49,6 +58,26 @@ class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
     @sparse_from.setter
     def sparse_from(self, position: int | None) -> None:
         self.cache.sparse_from = position
+
+    @property
+    def token_ids(self) -> mx.array | None:  # type: ignore[override]
+        """Those whose keys are there still: who trims mlx-lm's cache, and goes on with other tokens, tells nobody."""
+        noted = getattr(self.cache, "token_ids", None)
+        if noted is None:
+            return None
+        ids, first_numbers = noted
+        same = first_numbers[: self.offset] == self._first_numbers(ids.size)
+        return ids[: mx.cumprod(same.astype(mx.int32)).sum().item()]
+
+    @token_ids.setter
+    def token_ids(self, ids: mx.array | None) -> None:
+        noted = None if ids is None else (ids, self._first_numbers(ids.size))
+        mx.eval(noted)  # or the numbers' keys could not be written to
+        self.cache.token_ids = noted
+
+    def _first_numbers(self, n: int) -> mx.array:
+        """The first number of each of the first `n` keys, `(n,)`, or of as many as there are, as it is stored."""
+        return mx.contiguous(arrays(self.cache.keys)[0][0, 0, : min(n, self.offset), 0])
 
     @property
     def sample(self) -> tuple[Stored, Stored]:

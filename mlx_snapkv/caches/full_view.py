@@ -80,7 +80,11 @@ class FullView(Entries):
 
     def lined_up(self, positions: mx.array, start: int, end: int) -> Entries:
         """The entries at ascending uint32 `positions` `(B, n_kv_heads, n)`, plain; see `Compaction.lined_up`."""
-        return self._compaction.lined_up(self.gather(positions), start, end)
+        return self.in_line(self.gather(positions), start, end)
+
+    def in_line(self, entries: Entries, start: int, end: int) -> Entries:
+        """Entries in the order in which they are read; see `Compaction.lined_up`."""
+        return self._compaction.lined_up(entries, start, end)
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
         """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`, their readers in turn; None if the

@@ -17,6 +17,7 @@ from .bias import biased
 from .choosing import Choosing
 from .contract import LayerCache, keys_of
 from .gathered import Gathered
+from .reread import Reread
 from .token_ranking import TokenRanking
 
 RECENT = 512  # latest tokens that are read at most beside a small window; older ones are chosen from, half at a time
@@ -35,13 +36,13 @@ class SparseKVCache(Choosing, LayerCache):
     # Of the logits of the first entries that the newest tokens read; see `Rest.bias`.
     bias: mx.array | None = None
 
-    def __init__(self, ranking: TokenRanking):
+    def __init__(self, ranking: TokenRanking, reread: Reread | None = None):
         self.ranking, self.layer = ranking, ranking.view.layer
         self.offset = self._n_prompt = n = len(ranking.view)
         self._most_recent = max(RECENT, ranking.n_window + RECENT // 2)
         # Every token reads sink, shared, window and the answer's recent entries.
         self._gathered = Gathered()
-        for entries in ranking.always_read() if n else ():
+        for entries in ranking.always_read(reread) if n else ():
             self.append(entries)
             mx.eval(self._seen)
         self.offset = n

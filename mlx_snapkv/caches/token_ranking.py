@@ -18,6 +18,7 @@ from ..entries.rest import FITTED, Example, Rest, best_factors, distances
 from ..entries.selection import n_of_groups, top_of_groups
 from ..policies.budgets import Quota
 from .full_view import FullView
+from .reread import Reread
 from .stores import MemoryStore
 
 
@@ -55,14 +56,21 @@ class TokenRanking:
         self._n_chosen = max(0, quota.entries - quota.n_sink - n_late)
         self._count()
 
-    def always_read(self) -> Iterator[Entries]:
-        """Those of the prompt that every token reads: the sink, then the shared ones and the window."""
+    def always_read(self, reread: Reread | None = None) -> Iterator[Entries]:
+        """Those of the prompt that every token reads: the sink, the shared ones, of which some may be `reread`,
+        and the window."""
         n, heads = len(self._prompt), self._heads
-        late = mx.concatenate([self._shared, mx.arange(self._stop, n, dtype=mx.uint32)])
         first = mx.arange(self._first, dtype=mx.uint32)
-        for places, end in ((first, self._end - self.n_read), (late, n)):
-            places = mx.broadcast_to(places, (*heads, places.size))
-            yield self._prompt.lined_up(places, self._start, end)
+        window = mx.arange(self._stop, n, dtype=mx.uint32)
+        parts = (
+            (first, None, self._end - self.n_read),
+            (self._shared, reread, self._stop),
+            (window, None, n),
+        )
+        for places, instead, end in parts:
+            entries = self._prompt.gather(mx.broadcast_to(places, (*heads, places.size)))
+            entries = entries if instead is None else instead.among(entries)
+            yield self._prompt.in_line(entries, self._start, end)
 
     @staticmethod
     def can_weigh(layer: Any) -> bool:

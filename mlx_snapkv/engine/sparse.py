@@ -8,9 +8,11 @@ import mlx.core as mx
 
 from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, copies_but_entries
+from ..caches.reread import Reread
 from ..caches.sparse import SparseKVCache
 from ..caches.token_ranking import TokenRanking
 from ..entries import device
+from ..entries.entries import Entries
 from ..entries.queries import Queries
 from ..entries.selection import nan_scores
 from ..models import attention_classes
@@ -18,15 +20,11 @@ from ..models.patch import recording
 from ..planning.prompt_plan import ProgressCallback
 from ..planning.request_plan import Plan
 from ..policies.budgets import Quota
-from ..policies.snapkv import pool_votes
 from .decode import offload
 from .pieces import Pieces
 from .report import CompressionReport
+from .shared_pages import most_attended, reread
 
-SHARED, PAGES = 16, 48  # entries of a page that all heads read, and how many such pages at most
-POOLED = 3  # pages, of which the most attended one counts for the one in the middle: a fact lies across edges
-NEARLY = 0.99  # of what it counts for itself, so that a page comes before those beside it
-SHARE = 4 / 5  # of what a token reads beside sink and window, that these pages are at most
 AGAIN = 64  # of the prompt's latest tokens, which beyond the trained length are read again, as the answer's are
 TOGETHER = 8  # of those, which choose together
 
@@ -62,6 +60,14 @@ class SparseMode:
 
         Beyond the trained length the very last one is read on the answer's caches, if an answer follows.
         """
+        everything = self.layers[-1].cache_in(self._prompt_cache)
+        n = everything.offset
+        logits = self._read(inputs, cache, compress)
+        if everything.offset == n + inputs.shape[1]:
+            everything.note_tokens(inputs[0])
+        return logits
+
+    def _read(self, inputs: mx.array, cache: list, compress: Callable[[], list]) -> mx.array:
         reading, n_prompt = self.plan.sparse_reading, self.plan.n_prompt
         if reading is None:
             return self._pieces(inputs, cache)
@@ -102,10 +108,10 @@ class SparseMode:
         offload(self.layers, self._prompt_cache)
         latest = mx.concatenate(self._latest, axis=1) if self._latest else mx.zeros((1, 0))
         n = self.layers[0].cache_in(self._prompt_cache).offset - latest.shape[1]
-        shared = None if self.plan.compacted_to is None else self._most_attended(n)
+        shared, rereads = self._shared(n)
         report.entries_kept, report.attention_share = [None] * len(caches), [None] * len(caches)
-        for layer, quota in zip(self.layers, self.plan.decode_quotas):
-            cache = self._choosing(layer, quota, shared, n)
+        for layer, quota, again in zip(self.layers, self.plan.decode_quotas, rereads):
+            cache = SparseKVCache(self._ranking(layer, quota, shared, n), again)
             layer.put(caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
@@ -133,11 +139,11 @@ class SparseMode:
         view.index = cache.index = view.grown_index(cache.index, queries)
         return view
 
-    def _choosing(
+    def _ranking(
         self, layer: AttentionLayer, quota: Quota, shared: mx.array | None, n: int
-    ) -> SparseKVCache:
-        """A cache whose tokens choose `quota` entries anew among the first `n`, all before the latest, beside those
-        `shared` by all heads."""
+    ) -> TokenRanking:
+        """What tokens that read `quota` entries choose from: the first `n`, all before the latest, but for those that
+        are `shared` by all heads."""
         cache = layer.cache_in(self._prompt_cache)
         # Of its own length: the store may go on to hold what a verified answer adds.
         view = self.full_view(layer).beginning(n)
@@ -146,7 +152,7 @@ class SparseMode:
             ranking.weigh_rest(self._voters(layer, view), cache.clusters)
         if ranking.rest is not None:
             cache.clusters = ranking.rest.clusters.whole_blocks()
-        return SparseKVCache(ranking)
+        return ranking
 
     @cached_property
     def no_means(self) -> str | None:
@@ -160,38 +166,24 @@ class SparseMode:
             return "with latent, capped or borrowed attention"
         return None
 
-    def _most_attended(self, n: int) -> mx.array | None:
-        """Positions of the pages that get the largest share of any head's attention by the prompt's last queries, and
-        of those beside.
+    def _shared(self, n: int) -> tuple[mx.array | None, list[Reread | None]]:
+        """Positions, among an answer's first `n` entries, that all heads read beyond the trained length, and what each
+        layer has of them when their tokens are read again."""
+        quota, shared = self.plan.decode_quotas[0], None
+        if self.plan.compacted_to is not None:
+            shared = most_attended(self.layers, quota, n, self._voted)
+        if shared is None:
+            return None, [None] * len(self.layers)
+        views = [self.full_view(layer) for layer in self.layers]
+        ids = self.layers[-1].cache_in(self._prompt_cache).token_ids
+        return shared, reread(self._model, views, ids, shared, quota.n_sink)
 
-        Some heads point at what a question asks for (Wu et al., 2024, arXiv:2404.15574). The others need to read it
-        there, too, and beyond the trained length they don't find it by themselves. None if there are too few pages.
-
-        Args:
-            n: entries that an answer's cache begins with; the window is the last of these.
-        """
-        quota, page = self.plan.decode_quotas[0], mx.arange(SHARED)
-        room = quota.entries - quota.n_sink - quota.n_window
-        n_pages = min(PAGES, int(SHARE * room) // SHARED)
-        first = -(-quota.n_sink // SHARED)
-        last = (n - quota.n_window) // SHARED
-        if n_pages < 1 or (last - first) * SHARED <= quota.entries:
-            return None
-        most = mx.zeros(last - first)
-        for layer in self.layers:
-            view = self.full_view(layer)
-            entries = view.voted_by(self._voters(layer, view))
-            entries.budget = max(quota.entries, device.used.exact_votes)
-            votes = mx.unflatten(
-                entries.votes[..., first * SHARED : last * SHARED], -1, (-1, SHARED)
-            )
-            pages = votes.sum(axis=-1)
-            shares = pages / mx.maximum(pages.sum(axis=-1, keepdims=True), 1e-9)
-            most = mx.maximum(most, layer.heads.max(shares.max(axis=(0, 1))))
-            mx.eval(most)
-        most = mx.maximum(most, NEARLY * pool_votes(most, "max", POOLED))
-        best = mx.sort(mx.argpartition(-most, n_pages - 1)[:n_pages]) + first
-        return (best[:, None] * SHARED + page).flatten().astype(mx.uint32)
+    def _voted(self, layer: AttentionLayer) -> Entries:
+        """A layer's entries, with the prompt's last queries as they vote for those that a token reads."""
+        view = self.full_view(layer)
+        entries = view.voted_by(self._voters(layer, view))
+        entries.budget = max(self.plan.decode_quotas[0].entries, device.used.exact_votes)
+        return entries
 
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:
         """The prompt's last queries, as they vote over all of a layer's entries."""

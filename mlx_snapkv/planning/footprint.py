@@ -158,6 +158,8 @@ class Footprint:
         # Entries that go to where they stay have gone there before the answer's first token chooses.
         gone = plan.sparse_reading is not None and self.config.memory != "recall"
         reading = max(0, self.bytes_read(plan) + kept * (not gone) - held)
+        if self.config.is_sparse and plan.compacted_to is not None:
+            reading += kept  # what all heads read is read again, and most of it is theirs
         stays = stored + self.means(plan) if self.config.is_sparse else 0
         fixed = last.keeps_shape and not sizes.plain
         return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed, stays)

@@ -14,9 +14,8 @@ from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.caches.token_ranking import TokenRanking
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.engine import sparse
+from mlx_snapkv.engine import shared_pages, sparse
 from mlx_snapkv.engine.request import make_request
-from mlx_snapkv.engine.sparse import SparseMode
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.policies import resolve_method
@@ -32,21 +31,20 @@ def test_all_heads_read_the_pages_that_any_head_points_at_and_those_beside(
     n_pages, short, monkeypatch
 ):
     """By NumPy: of each head's attention between sink and window, the largest share that a page or a neighbour gets."""
-    monkeypatch.setattr(sparse, "PAGES", n_pages)
-    pages, attended, read = [], SparseMode._most_attended, []
+    monkeypatch.setattr(shared_pages, "PAGES", n_pages)
+    pages, attended, read = [], shared_pages.most_attended, []
     lined_up = full_view.FullView.lined_up
 
-    def spied(self, n):
+    def spied(layers, quota, n, voted):
         most, first, last = 0, 1, (n - 32) // 16
-        for layer in self.layers:
-            view = self.full_view(layer)
-            entries = view.voted_by(self._voters(layer, view))
+        for layer in layers:
+            entries = voted(layer)
             weights = np.array(entries.attention)[0].sum(axis=1)[:, first * 16 : last * 16]
             votes = weights.reshape(entries.keys.shape[1], -1, last - first, 16).sum(axis=(1, 3))
             most = np.maximum(most, (votes / votes.sum(axis=1, keepdims=True)).max(axis=0))
         own, beside = most, 0.99 * np.pad(most, 1)
         most = np.maximum(np.maximum(beside[:-2], own), beside[2:])
-        found = attended(self, n)
+        found = attended(layers, quota, n, voted)
         chosen = {place // 16 - first for place in found.tolist()}
         assert found.tolist() == [
             16 * (first + page) + i for page in sorted(chosen) for i in range(16)
@@ -61,7 +59,7 @@ def test_all_heads_read_the_pages_that_any_head_points_at_and_those_beside(
         read.append(places)
         return lined_up(self, places, *more)
 
-    monkeypatch.setattr(SparseMode, "_most_attended", spied)
+    monkeypatch.setattr(sparse, "most_attended", spied)
     monkeypatch.setattr(full_view.FullView, "lined_up", seen)
     conversation, right = asked(*short, 3000, sparse="budget=400,n_sink=4,n_window=32")
     assert all(right) and len(pages) == 4
@@ -74,7 +72,7 @@ def test_all_heads_read_the_pages_that_any_head_points_at_and_those_beside(
 @pytest.mark.parametrize("length", [1500, 1505, 1511])
 def test_what_all_heads_read_comes_before_window_and_latest_tokens(short, length, monkeypatch):
     """Though the last queries look at what stands there; a score that is not there must not be written to."""
-    monkeypatch.setattr(sparse, "PAGES", 4)
+    monkeypatch.setattr(shared_pages, "PAGES", 4)
     model, tokenizer = short
     made, init = [], TokenRanking.__init__
 
@@ -101,8 +99,8 @@ def test_just_beyond_the_trained_length_the_sink_is_turned_with_what_is_chosen(
     """Also if the tokens before those that come again are not too many."""
     made, init = [], SparseKVCache.__init__
 
-    def spied(self, ranking):
-        init(self, ranking)
+    def spied(self, ranking, again):
+        init(self, ranking, again)
         made.append((self, ranking.view))
 
     monkeypatch.setattr(SparseKVCache, "__init__", spied)
@@ -153,8 +151,8 @@ def test_the_question_is_read_as_the_answer_is(short, monkeypatch):
     model, tokenizer = short
     made, calls, init = [], [], SparseKVCache.__init__
 
-    def spied(self, ranking):
-        init(self, ranking)
+    def spied(self, ranking, again):
+        init(self, ranking, again)
         made.append((len(ranking.view), self))
 
     monkeypatch.setattr(SparseKVCache, "__init__", spied)
