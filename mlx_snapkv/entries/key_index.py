@@ -37,6 +37,7 @@ SAMPLE = 4096  # keys that the components should be taken from, at most
 MODE: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 WIDTH = 32  # components that share a power of two
 LOGIT_BYTES = 64 << 20  # of float32 logits, below which all are made at once
+FEWER = 8  # times, where codes are in a file: its reader counts on little memory
 ASKING = 32  # of the latest queries, which find those that all of them vote for
 CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
 
@@ -162,7 +163,7 @@ class KeyIndex:
             codes = self.codes.reach(0, n)
             return _relevance(observed.heads, observed.scale, self._of_queries, n, *codes)
         parts = list(self._parts(observed, n))
-        if 4 * math.prod(observed.heads.shape[:3]) * n <= LOGIT_BYTES:
+        if 4 * math.prod(observed.heads.shape[:3]) * n <= self._logit_bytes:
             made: list[mx.array] = []
             for part in parts:
                 made.append(self._logits(*part, made[-1:]))
@@ -187,10 +188,13 @@ class KeyIndex:
                 for start, stop in spans(first, last, block):
                     yield asking, start, stop
 
-    @staticmethod
-    def _block(heads: mx.array) -> int:
+    @property
+    def _logit_bytes(self) -> int:
+        return LOGIT_BYTES // FEWER if self.codes.waits else LOGIT_BYTES
+
+    def _block(self, heads: mx.array) -> int:
         """Keys whose logits are made at once, at most, for queries `(B, n_heads, m, head_dim)`."""
-        return max(WIDTH, LOGIT_BYTES // (4 * math.prod(heads.shape[:3])))
+        return max(WIDTH, self._logit_bytes // (4 * math.prod(heads.shape[:3])))
 
     def _asking(self, observed: Queries) -> Asking:
         # What all keys have in common makes a difference only to what other keys see otherwise.
