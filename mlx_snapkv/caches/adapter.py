@@ -39,8 +39,8 @@ def take_notes(cache: LayerCache, other: LayerCache) -> None:
     """Note in a cache what another one of the same tokens has noted."""
     if other.sparse_from is not None:
         cache.sparse_from = other.sparse_from
-    if other.token_ids is not None:
-        cache.token_ids = other.token_ids
+    if (ids := other.token_ids) is not None:
+        cache.token_ids = ids
 
 
 class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
