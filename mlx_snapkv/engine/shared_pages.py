@@ -24,10 +24,10 @@ def most_attended(
     layers: list[AttentionLayer], quota: Quota, n: int, voted: Callable[[AttentionLayer], Entries]
 ) -> mx.array | None:
     """Positions of the pages that get the largest share of any head's attention by the prompt's last queries, and
-    of those beside: ascending uint32 `(m,)`.
+    of those beside: ascending uint32 `(m,)`; None if there are too few pages.
 
     Some heads point at what a question asks for (Wu et al., 2024, arXiv:2404.15574). The others need to read it
-    there, too, and beyond the trained length they don't find it by themselves. None if there are too few pages.
+    there, too, and beyond the trained length they don't find it by themselves.
 
     Args:
         quota: what a token of the answer reads.
@@ -66,7 +66,7 @@ def reread(
         ids: of the prompt's tokens, -1 where one is not known; None if none is.
         n_sink: entries of the sink.
     """
-    asked = mx.full(positions.size, -1) if ids is None else _looked_up(ids, positions)
+    asked = _looked_up(mx.zeros(0, mx.int32) if ids is None else ids, positions)
     which = mx.array(np.flatnonzero(np.array(asked) >= 0).astype(np.uint32))
     if which.size == 0:
         return [None] * len(views)
@@ -83,4 +83,5 @@ def reread(
 
 def _looked_up(ids: mx.array, positions: mx.array) -> mx.array:
     """Ids at these positions, -1 where there is none."""
-    return mx.where(positions < ids.size, ids[mx.minimum(positions, ids.size - 1)], -1)
+    ended = mx.concatenate([ids, mx.array([-1])])
+    return ended[mx.minimum(positions, ids.size)]

@@ -76,7 +76,8 @@ class SparseMode:
             inputs = self._read_to(reading.last_from, inputs, cache)
         if self.plan.compacted_to is None:
             return self._pieces(inputs, cache)
-        if first.offset == n_prompt - 1 and not self.plan.options.is_text:
+        is_last = first.offset == n_prompt - 1 and not self.plan.options.is_text
+        if is_last and first.everything.n_queries:  # or none could vote: the prompt is that token
             cache[:] = compress()
             return self._model(inputs, cache=cache)
         return self._read_latest(inputs, cache)

@@ -9,11 +9,11 @@ from entry_helpers import computing
 from far_helpers import LENGTH, asked, short_model
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_snapkv import generate_step
+from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.caches.token_ranking import TokenRanking
-from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
 from mlx_snapkv.engine import shared_pages, sparse
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.planning.config import CompressionConfig
@@ -174,6 +174,19 @@ def test_the_question_is_read_as_the_answer_is(short, monkeypatch):
     assert n == tokens.size - 1 - (sparse.AGAIN - 1) and len(made) == len(model.layers)
     pieces = [L for who, L in calls if who is cache]
     assert pieces[:8] == [sparse.TOGETHER] * 7 + [7] and set(pieces[8:]) == {1}
+
+
+@pytest.mark.parametrize("n_last", [1, 2, 20])
+def test_a_prompt_s_last_tokens_may_come_by_themselves(short, n_last):
+    """After the others have been read without an answer, as one does to decode with mlx-lm."""
+    model, tokenizer = short
+    document, facts = make_haystack(tokenizer, random.Random(3), 4, 3000)
+    for fact in facts:
+        tokens = question_prompt(tokenizer, document, fact.question)
+        how = {"sparse": "budget=256,n_sink=4,n_window=32"}
+        cache, _ = prefill(model, tokens[:-n_last], **how)
+        steps = generate_step(tokens[-n_last:], model, prompt_cache=cache, max_tokens=12, **how)
+        assert is_right(fact, tokenizer.decode([token for token, _ in steps]))
 
 
 def test_a_hybrid_s_linear_layers_read_the_question_once(monkeypatch):

@@ -118,6 +118,17 @@ def test_a_prompt_cache_knows_its_tokens_until_others_take_their_place(demo):
     assert ids_of(model, cache).tolist() == tokens[: 700 + n_same] + unknown + others[:-1]
 
 
+def test_nothing_is_read_again_of_a_cache_that_others_have_filled(demo, seen):
+    """Not even if it begins with the first token that there was."""
+    model, tokenizer = demo
+    cache, _ = prefill(model, long_text(tokenizer, 600), sparse=HOW)
+    trim_prompt_cache(cache, 600)
+    model(mx.array([long_text(tokenizer, 1200, seed=4)]), cache=cache)
+    assert ids_of(model, cache).size < 5
+    assert len(read(model, [55], cache, 3)) == 3
+    assert seen["which"] == [] and len(seen["positions"]) > 100
+
+
 def test_a_refused_chunk_leaves_no_tokens_behind(demo):
     """Those of a request that was broken off are gone with its entries."""
     model, tokenizer = demo
