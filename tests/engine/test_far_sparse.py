@@ -176,12 +176,12 @@ def test_the_question_is_read_as_the_answer_is(short, monkeypatch):
     assert pieces[:8] == [sparse.TOGETHER] * 7 + [7] and set(pieces[8:]) == {1}
 
 
-@pytest.mark.parametrize("n_last", [1, 2, 20])
+@pytest.mark.parametrize("n_last", [1, 2])
 def test_a_prompt_s_last_tokens_may_come_by_themselves(short, n_last):
     """After the others have been read without an answer, as one does to decode with mlx-lm."""
     model, tokenizer = short
     document, facts = make_haystack(tokenizer, random.Random(3), 4, 3000)
-    for fact in facts:
+    for fact in facts[:2]:
         tokens = question_prompt(tokenizer, document, fact.question)
         how = {"sparse": "budget=256,n_sink=4,n_window=32"}
         cache, _ = prefill(model, tokens[:-n_last], **how)
