@@ -1,6 +1,6 @@
 """mlx-lm's own caches behind the contract."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
@@ -37,10 +37,14 @@ def full_cache(entries: Entries, noted: LayerCache | None = None) -> Any:
 
 def take_notes(cache: LayerCache, other: LayerCache) -> None:
     """Note in a cache what another one of the same tokens has noted."""
-    if other.sparse_from is not None:
-        cache.sparse_from = other.sparse_from
-    if (ids := other.token_ids) is not None:
-        cache.token_ids = ids
+    cache.sparse_from, cache.token_ids = other.sparse_from, other.token_ids
+
+
+class KnownTokens(NamedTuple):
+    """The first tokens of a cache, and what shows that they still are: its last layer's keys depend on all of them."""
+
+    ids: mx.array  # `(n,)`
+    first_numbers: mx.array  # of their keys, as they are stored, `(n,)`
 
 
 class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
@@ -62,18 +66,17 @@ class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
     @property
     def token_ids(self) -> mx.array | None:  # type: ignore[override]
         """Those whose keys are there still: who trims mlx-lm's cache, and goes on with other tokens, tells nobody."""
-        noted = getattr(self.cache, "token_ids", None)
-        if noted is None:
+        known: KnownTokens | None = getattr(self.cache, "token_ids", None)
+        if known is None:
             return None
-        ids, first_numbers = noted
-        same = first_numbers[: self.offset] == self._first_numbers(ids.size)
-        return ids[: mx.cumprod(same.astype(mx.int32)).sum().item()]
+        same = known.first_numbers[: self.offset] == self._first_numbers(known.ids.size)
+        return known.ids[: mx.cumprod(same.astype(mx.int32)).sum().item()]
 
     @token_ids.setter
     def token_ids(self, ids: mx.array | None) -> None:
-        noted = None if ids is None else (ids, self._first_numbers(ids.size))
-        mx.eval(noted)  # or the numbers' keys could not be written to
-        self.cache.token_ids = noted
+        known = None if ids is None else KnownTokens(ids, self._first_numbers(ids.size))
+        mx.eval(known)  # or the numbers' keys could not be written to
+        self.cache.token_ids = known
 
     def _first_numbers(self, n: int) -> mx.array:
         """The first number of each of the first `n` keys, `(n,)`, or of as many as there are, as it is stored."""

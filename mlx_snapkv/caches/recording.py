@@ -101,6 +101,11 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         self.growing.update_and_fetch(keys, values)
         return self.keys_and_values()
 
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        """The same without a look at what there is; those before go to where they are kept."""
+        self.offload()
+        self.growing.update_and_fetch(keys, values)
+
     def note_tokens(self, ids: mx.array) -> None:
         """Note the ids `(n,)` of the newest tokens; of others, not noted before, none is known."""
         known = mx.zeros(0, mx.int32) if self.token_ids is None else self.token_ids
@@ -108,11 +113,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         unknown = mx.full(max(0, start - known.size), -1, mx.int32)
         self.token_ids = mx.concatenate([known[:start], unknown, ids.astype(mx.int32)])
         mx.eval(self.token_ids)  # or it would grow to a chain of all chunks
-
-    def add(self, keys: mx.array, values: mx.array) -> None:
-        """The same without a look at what there is; those before go to where they are kept."""
-        self.offload()
-        self.growing.update_and_fetch(keys, values)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All there are; what the store gives is computed one after the other, for less memory."""

@@ -59,18 +59,19 @@ class TokenRanking:
     def always_read(self, reread: Reread | None = None) -> Iterator[Entries]:
         """Those of the prompt that every token reads: the sink, the shared ones, of which some may be `reread`,
         and the window."""
-        n, heads = len(self._prompt), self._heads
-        first = mx.arange(self._first, dtype=mx.uint32)
-        window = mx.arange(self._stop, n, dtype=mx.uint32)
-        parts = (
-            (first, None, self._end - self.n_read),
-            (self._shared, reread, self._stop),
-            (window, None, n),
-        )
-        for places, instead, end in parts:
-            entries = self._prompt.gather(mx.broadcast_to(places, (*heads, places.size)))
-            entries = entries if instead is None else instead.among(entries)
-            yield self._prompt.in_line(entries, self._start, end)
+        n = len(self._prompt)
+        yield self._lined_up(mx.arange(self._first), self._end - self.n_read)
+        if self._shared.size:
+            yield self._lined_up(self._shared, self._stop, reread)
+        yield self._lined_up(mx.arange(self._stop, n), n)
+
+    def _lined_up(self, places: mx.array, end: int, reread: Reread | None = None) -> Entries:
+        """The prompt's entries at ascending places `(m,)`, the same ones for all heads; see `Compaction.lined_up`."""
+        places = mx.broadcast_to(places.astype(mx.uint32), (*self._heads, places.size))
+        if reread is None:
+            return self._prompt.lined_up(places, self._start, end)
+        entries = reread.among(self._prompt.gather(places))
+        return self._prompt.in_line(entries, self._start, end)
 
     @staticmethod
     def can_weigh(layer: Any) -> bool:

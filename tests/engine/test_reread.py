@@ -129,7 +129,7 @@ def test_nothing_is_read_again_of_a_cache_that_others_have_filled(demo, seen):
     assert seen["which"] == [] and len(seen["positions"]) > 100
 
 
-def test_a_refused_chunk_leaves_no_tokens_behind(demo):
+def test_a_chunk_that_is_broken_off_leaves_no_tokens_behind(demo):
     """Those of a request that was broken off are gone with its entries."""
     model, tokenizer = demo
     tokens = long_text(tokenizer, 1200)
