@@ -6,12 +6,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-from typer import Argument, Exit
+from typer import Argument, Exit, Option
 
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
 from . import cache_options, options
-from .command import option
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -24,11 +23,18 @@ class FileOptions(options.TogetherOptions):
     requests: Annotated[
         str, Argument(help="File with one request per line, or - for stdin.", metavar="REQUESTS")
     ]
-    output: str = option(
-        "File for the answers, one per line; the same command continues it.", ..., "-o"
-    )
+    output: Annotated[
+        str,
+        Option(
+            "--output",
+            "-o",
+            help="File for the answers, one per line; the same command continues it.",
+        ),
+    ]
     seed: options.Seed = None
-    allow_errors: bool = option("Exit with 0 instead of 1 if requests failed.", False)
+    allow_errors: Annotated[bool, Option(help="Exit with 0 instead of 1 if requests failed.")] = (
+        False
+    )
     quiet: options.Quiet = False
 
     def opened(self) -> BinaryIO:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
 
 from .cache_options import each_method
-from .command import option
 from .loading import load_model
 from .options import lengths
 from .process import listen
@@ -24,26 +25,47 @@ CONTEXTS, LONG = "4096,16384,32768,65536,131072", "16384,32768,65536"
 
 @dataclass(frozen=True)
 class BenchOptions:
-    model: str | None = option(
-        "Model folder, repository or embedded model; default: a LLaMA with random weights."
+    model: Annotated[
+        str | None,
+        Option(
+            help="Model folder, repository or embedded model; default: a LLaMA with random weights."
+        ),
+    ] = None
+    policy: Annotated[
+        list[str] | None,
+        Option(help=f"Policy to measure; repeatable; default: {' and '.join(POLICIES)}."),
+    ] = None
+    snapkv: Annotated[str | None, Option(help="SnapKV with these options, as one more policy.")] = (
+        None
     )
-    policy: list[str] | None = option(
-        f"Policy to measure; repeatable; default: {' and '.join(POLICIES)}."
+    sparse: Annotated[
+        list[str] | None,
+        Option(
+            help=f"Sparse attention to measure; repeatable; default, unless a policy is given: {SPARSE[0]}."
+        ),
+    ] = None
+    context: Annotated[Any, Option(parser=lengths(LEAST), help="Context lengths to decode at.")] = (
+        CONTEXTS
     )
-    snapkv: str | None = option("SnapKV with these options, as one more policy.")
-    sparse: list[str] | None = option(
-        f"Sparse attention to measure; repeatable; default, unless a policy is given: {SPARSE[0]}."
-    )
-    context: Any = option("Context lengths to decode at.", CONTEXTS, parser=lengths(LEAST))
-    prompt_tokens: Any = option(
-        "Prompt lengths to read with every cache.", "8192,16384", "-p", parser=lengths(LEAST)
-    )
-    long_prompts: Any = option(
-        "Prompt lengths to read with block policies only.", LONG, parser=lengths(LEAST)
-    )
-    num_trials: int = option("Prompts to read of each length.", 3, "-n", min=1)
-    steps: int = option("Tokens to decode per cache.", 50, min=1, max=200)
-    output: str | None = option("Write OUTPUT.json, OUTPUT.md and a plot, OUTPUT.png.")
+    prompt_tokens: Annotated[
+        Any,
+        Option(
+            "--prompt-tokens",
+            "-p",
+            parser=lengths(LEAST),
+            help="Prompt lengths to read with every cache.",
+        ),
+    ] = "8192,16384"
+    long_prompts: Annotated[
+        Any, Option(parser=lengths(LEAST), help="Prompt lengths to read with block policies only.")
+    ] = LONG
+    num_trials: Annotated[
+        int, Option("--num-trials", "-n", min=1, help="Prompts to read of each length.")
+    ] = 3
+    steps: Annotated[int, Option(min=1, max=200, help="Tokens to decode per cache.")] = 50
+    output: Annotated[
+        str | None, Option(help="Write OUTPUT.json, OUTPUT.md and a plot, OUTPUT.png.")
+    ] = None
 
     def methods(self) -> list[Method | Stages]:
         """Those that were given, or else the default ones; SnapKVError if one can't be read."""

@@ -14,7 +14,7 @@ from typer import Option
 
 from ..errors import SnapKVError, UnsupportedModelError
 from ..paths import path_of
-from .command import flag_of, option
+from .command import flag_of
 from .options import n_bytes, one_of
 
 if TYPE_CHECKING:
@@ -31,12 +31,14 @@ class CacheOptions:
     """How a prompt is read, and how its entries are stored."""
 
     prefill_step_size: PrefillStepSize = 2048
-    kv_group_size: int = option(
-        "Values per quantisation group: 32, 64 or 128.", 64, parser=one_of(32, 64, 128)
-    )
-    kv_bits: int | None = option(
-        "Quantise the entries to 2, 3, 4, 6 or 8 bits.", parser=one_of(2, 3, 4, 6, 8)
-    )
+    kv_group_size: Annotated[
+        int,
+        Option(parser=one_of(32, 64, 128), help="Values per quantisation group: 32, 64 or 128."),
+    ] = 64
+    kv_bits: Annotated[
+        int | None,
+        Option(parser=one_of(2, 3, 4, 6, 8), help="Quantise the entries to 2, 3, 4, 6 or 8 bits."),
+    ] = None
 
     @property
     def quantization(self) -> Quantization | None:
@@ -63,14 +65,20 @@ class CacheOptions:
 class MLXCacheOptions(CacheOptions):
     """The same with mlx-lm's options of a full cache."""
 
-    max_kv_size: int | None = option(
-        "Size of mlx-lm's rotating cache in entries, for models that don't make their own caches.",
-        min=1,
-    )
-    quantized_kv_start: int | None = option(
-        "Without a policy, --kv-bits applies from this many tokens on; mlx-lm's default is 5000.",
-        min=0,
-    )
+    max_kv_size: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Size of mlx-lm's rotating cache in entries, for models that don't make their own caches.",
+        ),
+    ] = None
+    quantized_kv_start: Annotated[
+        int | None,
+        Option(
+            min=0,
+            help="Without a policy, --kv-bits applies from this many tokens on; mlx-lm's default is 5000.",
+        ),
+    ] = None
 
     def generation(self, policy: Method | Stages | None) -> dict[str, Any]:
         """The same as options of `stream_generate`; SnapKVError if one has no effect on a policy's entries."""
@@ -132,13 +140,18 @@ class PolicyOptions:
     """The policy that compresses prompts, or the sparse attention that reads them, if any does."""
 
     snapkv: Snapkv = None
-    policy: str | None = option(
-        'A policy, such as "keydiff:budget=25%"; mlx-snapkv policies lists them.'
-    )
-    sparse: str | None = option(
-        'Sparse attention with these options, such as "top_k=2048" ("" for the defaults): all entries stay, and chunks '
-        "of the prompt and tokens of the answer choose which few they read."
-    )
+    policy: Annotated[
+        str | None,
+        Option(help='A policy, such as "keydiff:budget=25%"; mlx-snapkv policies lists them.'),
+    ] = None
+    sparse: Annotated[
+        str | None,
+        Option(
+            help='Sparse attention with these options, such as "top_k=2048" ("" for the defaults): all entries '
+            "stay, and chunks "
+            "of the prompt and tokens of the answer choose which few they read."
+        ),
+    ] = None
 
     @property
     def flag(self) -> str:
@@ -159,13 +172,20 @@ class PolicyOptions:
 class AutoPolicyOptions(PolicyOptions):
     """The same, or what suits the prompt and the machine."""
 
-    policy: str | None = option(
-        'A policy, such as "keydiff:budget=25%" (mlx-snapkv policies lists them), or auto, which chooses one for '
-        "the prompt, the task and this machine."
-    )
-    kv_memory: int | None = option(
-        "KV memory limit for --policy auto, such as 2GB.", parser=n_bytes, metavar="SIZE"
-    )
+    policy: Annotated[
+        str | None,
+        Option(
+            help='A policy, such as "keydiff:budget=25%" (mlx-snapkv policies lists them), or auto, which '
+            "chooses one for "
+            "the prompt, the task and this machine."
+        ),
+    ] = None
+    kv_memory: Annotated[
+        int | None,
+        Option(
+            parser=n_bytes, metavar="SIZE", help="KV memory limit for --policy auto, such as 2GB."
+        ),
+    ] = None
 
     @property
     def is_auto(self) -> bool:
@@ -184,17 +204,29 @@ class AutoPolicyOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    memory: str | None = option(
-        "What happens to evicted entries: they are gone (drop), or all entries stay available to later turns, in "
-        "memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). With "
-        "--sparse it says where all entries are. Default: drop, and with --sparse recall."
-    )
-    store_dir: Path | None = option("Folder for --memory recall:file; default: TMPDIR.")
-    far: str | None = option(
-        "Positions of entries farther away than the trained length: compact them so that distances fit (pull), or "
-        "leave them as they are (keep). Default: pull if the prompt is longer than the trained length and no chunk of "
-        "it reads everything."
-    )
+    memory: Annotated[
+        str | None,
+        Option(
+            help="What happens to evicted entries: they are gone (drop), or all entries stay available to later "
+            "turns, in "
+            "memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, "
+            "recall:file:4bit). With "
+            "--sparse it says where all entries are. Default: drop, and with --sparse recall."
+        ),
+    ] = None
+    store_dir: Annotated[
+        Path | None, Option(help="Folder for --memory recall:file; default: TMPDIR.")
+    ] = None
+    far: Annotated[
+        str | None,
+        Option(
+            help="Positions of entries farther away than the trained length: compact them so that distances fit "
+            "(pull), or "
+            "leave them as they are (keep). Default: pull if the prompt is longer than the trained length and "
+            "no chunk of "
+            "it reads everything."
+        ),
+    ] = None
 
     def __post_init__(self):
         self.require_valid()
@@ -222,10 +254,14 @@ class MemoryOptions:
 class RetentionOptions(MemoryOptions):
     """The same, and what an answer does with these entries."""
 
-    verify: str | None = option(
-        "all: give the full cache's own answer, by self-speculative decoding. --sparse drafts its tokens, and they are "
-        "checked against all entries, as --memory stores them."
-    )
+    verify: Annotated[
+        str | None,
+        Option(
+            help="all: give the full cache's own answer, by self-speculative decoding. --sparse drafts its "
+            "tokens, and they are "
+            "checked against all entries, as --memory stores them."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
 
 from ..paths import put_result
 from ..planning.units import format_bytes
 from ..reporting.table import Table
 from . import cache_options, options
-from .command import option
 from .prompts import PromptOptions
 from .reading import Reading
 from .results import methods_of, print_table, require_page
@@ -27,14 +28,23 @@ REMARK = (
 
 @dataclass(frozen=True)
 class CompareOptions(options.ShownOptions):
-    policy: list[str] | None = option(
-        "Policy to compare, such as keydiff:budget=25%; repeatable. Default, without --sparse either: sparse attention "
-        "and two policies that suit the prompt's length."
-    )
-    sparse: list[str] | None = option(
-        'Sparse attention to compare, such as budget=6.25% ("" for the defaults); repeatable.'
-    )
-    output: str | None = option("Write the comparison to this page (.html).", None, "-o")
+    policy: Annotated[
+        list[str] | None,
+        Option(
+            help="Policy to compare, such as keydiff:budget=25%; repeatable. Default, without --sparse either: "
+            "sparse attention "
+            "and two policies that suit the prompt's length."
+        ),
+    ] = None
+    sparse: Annotated[
+        list[str] | None,
+        Option(
+            help='Sparse attention to compare, such as budget=6.25% ("" for the defaults); repeatable.'
+        ),
+    ] = None
+    output: Annotated[
+        str | None, Option("--output", "-o", help="Write the comparison to this page (.html).")
+    ] = None
 
 
 def compare(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from ..errors import GONE, SnapKVError, gone, suggestion
+from ..errors import SnapKVError, suggestion
 from ..paths import reason
 
 if sys.version_info >= (3, 11):
@@ -54,8 +54,6 @@ def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Se
         for name, value in os.environ.items()
         if value and name.startswith(PREFIX)
     }
-    for name in GONE.keys() & variables.keys():
-        raise gone(name, PREFIX + name.upper())
     places = [(table, f"{config_file()}, ", True)]  # with a name for each, and whether all share it
     for n, part in enumerate(path, start=1):
         table = table.get(part.replace("-", "_"), {})
@@ -96,8 +94,6 @@ def _checked(table: Table, group: Any, place: str) -> Table:
         name = key.replace("-", "_")
         if name in below and isinstance(value, dict):
             value = _checked(value, below[name], f"{place}, [{key}]")
-        elif name in GONE:
-            raise gone(name, f"{place}: {key}")
         elif name not in options:
             raise SnapKVError(
                 f"{place}: unknown option {key}{suggestion(name, {*options, *below})}"

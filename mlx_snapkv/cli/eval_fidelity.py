@@ -3,9 +3,11 @@
 import sys
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
+
+from typer import Option
 
 from ..errors import SnapKVError
-from .command import option
 from .loading import load_model
 from .options import Model, one_of
 from .results import Policies, ResultOptions, Sparses, methods_of
@@ -19,30 +21,45 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityOptions:
-    text: list[str] = option("Text file, or folder of text files (recursive); repeatable.", ...)
+    text: Annotated[
+        list[str], Option(help="Text file, or folder of text files (recursive); repeatable.")
+    ]
     policy: Policies = None
     sparse: Sparses = None
     model: Model = "demo"
-    setting: list[str] | None = option(
-        "What is scored: how the text continues (text), or the full cache's own answer to a question that the policy "
-        "sees (known) or that comes after the compression (later); repeatable. Default: text.",
-        parser=one_of("text", "known", "later"),
-    )
-    length: int = option(
-        "Tokens per piece, which is compressed; a text may give several pieces.", 1400, min=16
-    )
-    continuation: int = option(
-        "Tokens to score after a piece, or maximum tokens of an answer.", 64, min=1
-    )
-    documents: int = option(
-        "Maximum number of pieces: the first of each text, then the second of each, and so on.",
-        20,
-        min=1,
-    )
-    question: list[str] | None = option(
-        "Question for the settings known and later; repeatable, the pieces then take turns. Default: three questions "
-        "that suit any text."
-    )
+    setting: Annotated[
+        list[str] | None,
+        Option(
+            parser=one_of("text", "known", "later"),
+            help="What is scored: how the text continues (text), or the full cache's own answer to a question "
+            "that the policy "
+            "sees (known) or that comes after the compression (later); repeatable. Default: text.",
+        ),
+    ] = None
+    length: Annotated[
+        int,
+        Option(
+            min=16, help="Tokens per piece, which is compressed; a text may give several pieces."
+        ),
+    ] = 1400
+    continuation: Annotated[
+        int, Option(min=1, help="Tokens to score after a piece, or maximum tokens of an answer.")
+    ] = 64
+    documents: Annotated[
+        int,
+        Option(
+            min=1,
+            help="Maximum number of pieces: the first of each text, then the second of each, and so on.",
+        ),
+    ] = 20
+    question: Annotated[
+        list[str] | None,
+        Option(
+            help="Question for the settings known and later; repeatable, the pieces then take turns. Default: "
+            "three questions "
+            "that suit any text."
+        ),
+    ] = None
 
 
 def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:

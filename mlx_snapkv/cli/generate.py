@@ -6,12 +6,14 @@ import json
 import os
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Context, Option
 
 from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from ..errors import SnapKVError, brief
 from . import cache_options, options
-from .command import option
+from .command import flag_of, without_settings
 from .loading import require_alone
 from .options import one_of
 from .prompts import PromptOptions, read_file
@@ -21,21 +23,29 @@ if TYPE_CHECKING:
     from ..planning.auto import Recommendation
     from .saved_start import SavedStart
 
+# What a saved prompt has settled, and what it has its own of, unless the command line says otherwise.
+SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
+OVERRIDING = ("snapkv", "policy", "sparse", "memory", "verify", "far", "kv_bits")
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
 
 
 @dataclass(frozen=True)
 class QuestionOptions(PromptOptions):
-    prompt_cache_file: str | None = option("Prompt saved by cache-prompt, to continue from.")
+    prompt_cache_file: Annotated[
+        str | None, Option(help="Prompt saved by cache-prompt, to continue from.")
+    ] = None
 
 
 @dataclass(frozen=True)
 class OutputOptions(options.ShownOptions):
     """The same, with mlx-lm's own option."""
 
-    verbose: str = option(
-        "mlx-lm's option; False means --quiet.", "True", parser=one_of("True", "T", "False", "F")
-    )
+    verbose: Annotated[
+        str,
+        Option(
+            parser=one_of("True", "T", "False", "F"), help="mlx-lm's option; False means --quiet."
+        ),
+    ] = "True"
 
     @property
     def silent(self) -> bool:
@@ -44,9 +54,12 @@ class OutputOptions(options.ShownOptions):
 
 @dataclass(frozen=True)
 class ConstraintOptions:
-    json_schema: str | None = option(
-        "JSON schema that the answer obeys, as text or in a file.", metavar="FILE_OR_TEXT"
-    )
+    json_schema: Annotated[
+        str | None,
+        Option(
+            metavar="FILE_OR_TEXT", help="JSON schema that the answer obeys, as text or in a file."
+        ),
+    ] = None
 
     def read(self) -> dict[str, Any] | bool | None:
         """The schema; SnapKVError if it can't be read."""
@@ -97,7 +110,25 @@ def _constrained(
     return {"logits_processors": [Constraint(tokenizer, form, max_tokens)]}
 
 
+def _beside_saved(context: Context, *groups: Any) -> list[Any]:
+    """Return the same options beside a saved prompt, which settings from elsewhere don't change.
+
+    Raises: SnapKVError: one was typed that the saved prompt has settled.
+    """
+    found = []
+    for group in groups:
+        names = vars(group).keys() & {*SETTLED, *OVERRIDING}
+        group = without_settings(context, group, *names)
+        for name in sorted(names & {*SETTLED}):
+            if getattr(group, name) is not None:
+                flag = flag_of(name)
+                raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
+        found.append(group)
+    return found
+
+
 def generate(
+    context: Context,
     *,
     model: options.ShardedModelOptions,
     prompt: QuestionOptions,
@@ -128,7 +159,12 @@ def generate(
     from ..several.ranks import here
     from .saved_start import SavedStart
 
-    keywords, file = compression.keywords(), prompt.prompt_cache_file
+    file = prompt.prompt_cache_file
+    if file is not None:
+        prompt, draft, cache, compression = _beside_saved(
+            context, prompt, draft, cache, compression
+        )
+    keywords = compression.keywords()
     if file is None:
         compression.require_use()
     keywords |= cache.generation(keywords["policy"])

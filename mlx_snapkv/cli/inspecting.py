@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
 
 from ..errors import SnapKVError
 from ..paths import put_result
 from . import cache_options, options
-from .command import option
 from .prompts import PromptOptions
 from .reading import Reading
 from .results import require_page
@@ -27,12 +28,14 @@ WIDEST = 160  # columns of a map
 @dataclass(frozen=True)
 class InspectOptions(options.ShownOptions):
     snapkv: cache_options.Snapkv = None
-    policy: list[str] | None = option(
-        "Policy to inspect, such as keydiff:budget=25%; give two to compare them."
-    )
-    output: str | None = option(
-        "Write an interactive page (.html) or a picture (.png).", None, "-o"
-    )
+    policy: Annotated[
+        list[str] | None,
+        Option(help="Policy to inspect, such as keydiff:budget=25%; give two to compare them."),
+    ] = None
+    output: Annotated[
+        str | None,
+        Option("--output", "-o", help="Write an interactive page (.html) or a picture (.png)."),
+    ] = None
 
 
 def inspect(

@@ -12,7 +12,7 @@ from typer import BadParameter, Context, Option
 
 from ..demo import MODELS
 from ..errors import OptionError, SnapKVError, UnknownOptionError, suggestion
-from .command import option, refusal
+from .command import refusal
 
 MOST = 10_000_000  # tokens of a prompt
 BYTES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -107,9 +107,12 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON object on stdout.
 @dataclass(frozen=True)
 class ModelOptions:
     model: Model
-    adapter_path: str | None = option("Folder of LoRA adapters.")
-    quantize_activations: bool = option("Quantise activations as the weights are.", False, "-qa")
-    trust_remote_code: bool = option("Let the tokenizer run its own code.", False)
+    adapter_path: Annotated[str | None, Option(help="Folder of LoRA adapters.")] = None
+    quantize_activations: Annotated[
+        bool,
+        Option("--quantize-activations", "-qa", help="Quantise activations as the weights are."),
+    ] = False
+    trust_remote_code: Annotated[bool, Option(help="Let the tokenizer run its own code.")] = False
 
     def load(self) -> tuple[Any, Any]:
         """The model and its tokenizer. Raises: SnapKVError: see `load_model`."""
@@ -134,7 +137,9 @@ class TalkingModelOptions(ModelOptions):
     """The same, with options for its tokenizer."""
 
     chat_template_config: ChatTemplateConfig = None
-    extra_eos_token: list[str] | None = option("Another token that ends answers; repeatable.")
+    extra_eos_token: Annotated[
+        list[str] | None, Option(help="Another token that ends answers; repeatable.")
+    ] = None
 
     def load(self) -> tuple[Any, Any]:
         model, tokenizer = super().load()
@@ -146,10 +151,12 @@ class TalkingModelOptions(ModelOptions):
 class ShardedModelOptions(TalkingModelOptions):
     """The same for a command that several Macs can run."""
 
-    pipeline: bool = option(
-        "On several Macs (mlx.launch), give each Mac whole layers instead of a slice of every layer.",
-        False,
-    )
+    pipeline: Annotated[
+        bool,
+        Option(
+            help="On several Macs (mlx.launch), give each Mac whole layers instead of a slice of every layer."
+        ),
+    ] = False
 
     @property
     def splits_layers(self) -> bool:
@@ -158,8 +165,12 @@ class ShardedModelOptions(TalkingModelOptions):
 
 @dataclass(frozen=True)
 class DraftOptions:
-    draft_model: str | None = option("Small model with the same tokenizer that drafts tokens.")
-    num_draft_tokens: int = option("Tokens that the draft model drafts at a time.", 3, min=1)
+    draft_model: Annotated[
+        str | None, Option(help="Small model with the same tokenizer that drafts tokens.")
+    ] = None
+    num_draft_tokens: Annotated[
+        int, Option(min=1, help="Tokens that the draft model drafts at a time.")
+    ] = 3
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         """The draft model as keywords of `stream_generate`; SnapKVError if its tokenizer is another."""
@@ -187,23 +198,30 @@ class ShownOptions:
 class TogetherOptions:
     """For requests that are answered together."""
 
-    concurrency: int = option("Maximum number of requests at once.", 8, min=1, max=1024)
-    max_kv_bytes: int | None = option(
-        "KV memory limit, such as 4GB; a request waits until it fits.",
-        parser=n_bytes,
-        metavar="SIZE",
-    )
+    concurrency: Annotated[
+        int, Option(min=1, max=1024, help="Maximum number of requests at once.")
+    ] = 8
+    max_kv_bytes: Annotated[
+        int | None,
+        Option(
+            parser=n_bytes,
+            metavar="SIZE",
+            help="KV memory limit, such as 4GB; a request waits until it fits.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    temp: float = option("Sampling temperature; 0 is greedy.", 0.0, min=0, max=100)
-    top_p: float = option("Sampling top-p; 1 turns it off.", 1.0, min=0, max=1)
-    min_p: float = option("Sampling min-p; 0 turns it off.", 0.0, min=0, max=1)
-    top_k: int = option("Sampling top-k; 0 turns it off.", 0, min=0)
-    min_tokens_to_keep: int = option("Minimum number of tokens that min-p keeps.", 1, min=1)
-    xtc_probability: float = option("XTC probability.", 0.0, min=0, max=1)
-    xtc_threshold: float = option("XTC threshold.", 0.1, min=0, max=0.5)
+    temp: Annotated[float, Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")] = 0.0
+    top_p: Annotated[float, Option(min=0, max=1, help="Sampling top-p; 1 turns it off.")] = 1.0
+    min_p: Annotated[float, Option(min=0, max=1, help="Sampling min-p; 0 turns it off.")] = 0.0
+    top_k: Annotated[int, Option(min=0, help="Sampling top-k; 0 turns it off.")] = 0
+    min_tokens_to_keep: Annotated[
+        int, Option(min=1, help="Minimum number of tokens that min-p keeps.")
+    ] = 1
+    xtc_probability: Annotated[float, Option(min=0, max=1, help="XTC probability.")] = 0.0
+    xtc_threshold: Annotated[float, Option(min=0, max=0.5, help="XTC threshold.")] = 0.1
     max_tokens: MaxTokens = 256
 
     def changed(self, name: str, text: str, context: Context) -> "SamplingOptions":

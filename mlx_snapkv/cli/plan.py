@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from typer import Option
 
 from ..planning.units import format_bytes
 from ..reporting.table import Table
 from .cache_options import AutoPolicyOptions, CacheOptions
-from .command import option
 from .options import AsJson, MaxTokens, Model, n_bytes, n_tokens, tokens_text
 from .results import print_table
 
@@ -29,14 +30,20 @@ def mac_bytes(text: Any) -> int:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    context: int | None = option(
-        "Prompt length in tokens, such as 128k; default: several, from 4k to the model's trained length.",
-        parser=n_tokens,
-    )
-    memory: int | None = option(
-        "Plan for a Mac with this much memory, such as 16GB, instead of this machine.",
-        parser=mac_bytes,
-    )
+    context: Annotated[
+        int | None,
+        Option(
+            parser=n_tokens,
+            help="Prompt length in tokens, such as 128k; default: several, from 4k to the model's trained length.",
+        ),
+    ] = None
+    memory: Annotated[
+        int | None,
+        Option(
+            parser=mac_bytes,
+            help="Plan for a Mac with this much memory, such as 16GB, instead of this machine.",
+        ),
+    ] = None
     max_tokens: MaxTokens = 256
     as_json: AsJson = False
 

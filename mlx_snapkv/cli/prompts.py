@@ -7,12 +7,14 @@ import sys
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
+
+from typer import Option
 
 from ..chat.prompts import common_prefix
 from ..errors import SnapKVError, brief
 from ..paths import path_of, refusing
-from .command import flag_of, option
+from .command import flag_of
 from .options import IgnoreChatTemplate, SystemPrompt, TalkingModelOptions
 from .reading import Reading
 
@@ -22,8 +24,12 @@ PROBES = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 @dataclass(frozen=True)
 class TextOptions:
-    prompt: str | None = option("Prompt text, or - for stdin.", None, "-p")
-    prompt_file: str | None = option("Text file to read; --prompt follows its text.")
+    prompt: Annotated[str | None, Option("--prompt", "-p", help="Prompt text, or - for stdin.")] = (
+        None
+    )
+    prompt_file: Annotated[
+        str | None, Option(help="Text file to read; --prompt follows its text.")
+    ] = None
     system_prompt: SystemPrompt = None
 
     def read(self) -> str:
@@ -51,7 +57,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TextOptions):
-    prefill_response: str | None = option("Text that the answer begins with.")
+    prefill_response: Annotated[str | None, Option(help="Text that the answer begins with.")] = None
     ignore_chat_template: IgnoreChatTemplate = False
 
     def load(self, model: TalkingModelOptions, reading: Reading) -> tuple[Any, Any, list[int]]:

@@ -19,7 +19,6 @@ from ..paths import path_of, put_result, refusing, require_place
 from ..reporting import files as reported
 from ..reporting.table import Table
 from .cache_options import RetentionOptions, each_method
-from .command import option
 from .options import AsJson
 
 if TYPE_CHECKING:
@@ -154,10 +153,14 @@ class ResultOptions:
 
     program: ClassVar[str] = "mlx-snapkv"  # whose command line a result shows
 
-    output: str | None = option(
-        "Write results to OUTPUT.jsonl as they come, or continue from it if it exists; at the end write OUTPUT.json "
-        "and OUTPUT.md."
-    )
+    output: Annotated[
+        str | None,
+        Option(
+            help="Write results to OUTPUT.jsonl as they come, or continue from it if it exists; at the end "
+            "write OUTPUT.json "
+            "and OUTPUT.md."
+        ),
+    ] = None
     as_json: AsJson = False
 
     def files(self, *endings: str) -> ResultFiles | None:

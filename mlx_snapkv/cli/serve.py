@@ -6,16 +6,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
 
 from ..errors import SnapKVError
 from ..paths import path_of
 from ..server import BILLING
 from . import cache_options, options
-from .command import option
 from .loading import require_alone
 from .options import n_bytes
 from .process import listen
@@ -34,25 +35,37 @@ PREFIX_FILES = "20GB"
 
 @dataclass(frozen=True)
 class HTTPOptions:
-    host: str = option("Address to listen on.", "127.0.0.1")
-    port: int = option("Port to listen on; 0 means any free port.", 8080)
-    api_key: str | None = option(
-        "Key that clients must send (or set MLX_SNAPKV_API_KEY); required unless --host is a loopback address."
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port to listen on; 0 means any free port.")] = 8080
+    api_key: Annotated[
+        str | None,
+        Option(
+            help="Key that clients must send (or set MLX_SNAPKV_API_KEY); required unless --host is a loopback address."
+        ),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None, Option(help="Origin whose pages may send requests (CORS); repeatable.")
+    ] = None
+    allow_host: Annotated[
+        list[str] | None,
+        Option(
+            help="Another name of this machine by which clients without a key may reach it, such as "
+            "host.docker.internal; "
+            "repeatable."
+        ),
+    ] = None
+    alias: Annotated[list[str] | None, Option(help="Another name for the model; repeatable.")] = (
+        None
     )
-    allow_origin: list[str] | None = option(
-        "Origin whose pages may send requests (CORS); repeatable."
-    )
-    allow_host: list[str] | None = option(
-        "Another name of this machine by which clients without a key may reach it, such as host.docker.internal; "
-        "repeatable."
-    )
-    alias: list[str] | None = option("Another name for the model; repeatable.")
-    timeout: float | None = option("Maximum seconds per request.", min=0.1)
-    volatile_header: list[str] = option(
-        "NAME of header lines 'NAME: …' to drop from the start of a system prompt, so that the prefix cache matches "
-        "the rest; repeatable; '' drops none. Default: Claude Code's.",
-        [BILLING],
-    )
+    timeout: Annotated[float | None, Option(min=0.1, help="Maximum seconds per request.")] = None
+    volatile_header: Annotated[
+        list[str],
+        Option(
+            help="NAME of header lines 'NAME: …' to drop from the start of a system prompt, so that the prefix "
+            "cache matches "
+            "the rest; repeatable; '' drops none. Default: Claude Code's."
+        ),
+    ] = field(default_factory=lambda: [BILLING])
 
     def settings(self) -> Settings:
         from ..server.access import Settings
@@ -70,25 +83,34 @@ class HTTPOptions:
 
 @dataclass(frozen=True)
 class LimitOptions(options.TogetherOptions):
-    queue: int = option("Maximum number of waiting requests; further ones get a 429.", 64, min=0)
-    max_context: int | None = option(
-        "Maximum prompt length in tokens; longer prompts get a 400.", min=1
-    )
+    queue: Annotated[
+        int, Option(min=0, help="Maximum number of waiting requests; further ones get a 429.")
+    ] = 64
+    max_context: Annotated[
+        int | None, Option(min=1, help="Maximum prompt length in tokens; longer prompts get a 400.")
+    ] = None
 
 
 @dataclass(frozen=True)
 class PrefixOptions:
     """What stays of the prompts that have been read."""
 
-    prefix_bytes: int | None = option(
-        f"Size of the prefix cache; default: 4GB in memory, {PREFIX_FILES} in files, or what a prompt of the model's "
-        "context takes, up to half of what is free.",
-        parser=n_bytes,
-    )
-    prefix_dir: str | None = option("Also keep prefixes in this folder, across restarts.")
-    prefix_dir_bytes: int = option(
-        "Size limit of --prefix-dir; the oldest prefixes are deleted.", PREFIX_FILES, parser=n_bytes
-    )
+    prefix_bytes: Annotated[
+        int | None,
+        Option(
+            parser=n_bytes,
+            help=f"Size of the prefix cache; default: 4GB in memory, {PREFIX_FILES} in files, or what a prompt "
+            f"of the model's "
+            "context takes, up to half of what is free.",
+        ),
+    ] = None
+    prefix_dir: Annotated[
+        str | None, Option(help="Also keep prefixes in this folder, across restarts.")
+    ] = None
+    prefix_dir_bytes: Annotated[
+        Any,
+        Option(parser=n_bytes, help="Size limit of --prefix-dir; the oldest prefixes are deleted."),
+    ] = PREFIX_FILES
 
     def files(self, setting: dict[str, str], loaded: Loaded) -> PrefixFiles | None:
         """The folder of prefixes, if there is one, for this model and what is set about its entries."""
@@ -105,9 +127,15 @@ class PrefixOptions:
 class AnswerOptions(options.SamplingOptions):
     """Sampling and length where a request does not say."""
 
-    max_tokens: int = option(
-        "Maximum number of answer tokens, where a request does not set it.", 32768, "-m", min=1
-    )
+    max_tokens: Annotated[
+        int,
+        Option(
+            "--max-tokens",
+            "-m",
+            min=1,
+            help="Maximum number of answer tokens, where a request does not set it.",
+        ),
+    ] = 32768
 
 
 def serve(

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from typer import Option
 
 from mlx_snapkv.cli.cache_options import RetentionOptions
-from mlx_snapkv.cli.command import option
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
 from mlx_snapkv.cli.prompts import read_file
@@ -36,7 +37,7 @@ class AskedOptions:
     model: Model = "demo"
     policy: Policies = None
     sparse: Sparses = None
-    setting: str = option(WHETHER, "both", parser=one_of(*SETTINGS, "both"))
+    setting: Annotated[str, Option(parser=one_of(*SETTINGS, "both"), help=WHETHER)] = "both"
 
     @property
     def settings(self) -> list[str]:
@@ -71,12 +72,14 @@ class AskedOptions:
 class GridOptions(AskedOptions):
     """Who is asked for facts at which depths of prompts of which lengths."""
 
-    setting: str = option(WHETHER, "known", parser=one_of(*SETTINGS, "both"))
-    length: Any = option(
-        "Prompt lengths in tokens, separated by commas.", "2048,4096", parser=lengths(256)
-    )
-    depths: int = option("Number of depths, evenly spaced from start to end.", 5, min=1, max=101)
-    questions: int = option("Questions per length and depth.", 1, min=1)
+    setting: Annotated[str, Option(parser=one_of(*SETTINGS, "both"), help=WHETHER)] = "known"
+    length: Annotated[
+        Any, Option(parser=lengths(256), help="Prompt lengths in tokens, separated by commas.")
+    ] = "2048,4096"
+    depths: Annotated[
+        int, Option(min=1, max=101, help="Number of depths, evenly spaced from start to end.")
+    ] = 5
+    questions: Annotated[int, Option(min=1, help="Questions per length and depth.")] = 1
     seed: DocumentSeed = 0
 
     def ask(
@@ -95,10 +98,12 @@ class GridOptions(AskedOptions):
 
 @dataclass(frozen=True)
 class NeedleOptions(GridOptions):
-    needles: int = option(
-        "Facts to hide in a document, of which one is asked for.", 1, min=1, max=1000
-    )
-    haystack: list[str] | None = option("Text file to hide the facts in; repeatable.")
+    needles: Annotated[
+        int, Option(min=1, max=1000, help="Facts to hide in a document, of which one is asked for.")
+    ] = 1
+    haystack: Annotated[
+        list[str] | None, Option(help="Text file to hide the facts in; repeatable.")
+    ] = None
 
 
 def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
@@ -127,17 +132,21 @@ def lines(*, options: GridOptions, result: ScoreOptions) -> None:
 @dataclass(frozen=True)
 class SuiteOptions(AskedOptions):
     model: Model = "demo-tasks"
-    by_mask: list[str] | None = option(
-        'Head-wise budget to measure by masking entries: "adakv of POLICY" or fastgen; repeatable.'
-    )
-    task: list[str] | None = option(
-        f"One of {', '.join(TASKS)}; repeatable. Default: all.", parser=one_of(*TASKS)
-    )
-    length: Any = option(
-        "Prompt lengths in tokens, separated by commas.", "2048", parser=lengths(512)
-    )
-    documents: int = option("Documents per task and length.", 4, min=1)
-    questions: int = option("Maximum number of questions per document.", 5, min=1)
+    by_mask: Annotated[
+        list[str] | None,
+        Option(
+            help='Head-wise budget to measure by masking entries: "adakv of POLICY" or fastgen; repeatable.'
+        ),
+    ] = None
+    task: Annotated[
+        list[str] | None,
+        Option(parser=one_of(*TASKS), help=f"One of {', '.join(TASKS)}; repeatable. Default: all."),
+    ] = None
+    length: Annotated[
+        Any, Option(parser=lengths(512), help="Prompt lengths in tokens, separated by commas.")
+    ] = "2048"
+    documents: Annotated[int, Option(min=1, help="Documents per task and length.")] = 4
+    questions: Annotated[int, Option(min=1, help="Maximum number of questions per document.")] = 5
     seed: DocumentSeed = 0
 
 
@@ -161,13 +170,19 @@ def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ScoreOp
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(AskedOptions):
-    data: str = option(
-        "A .parquet or .jsonl file, or a folder of them, with the columns context, question, answer and "
-        "max_new_tokens, and optionally answer_prefix, task and length.",
-        ...,
-    )
-    task: list[str] | None = option("Task of the data set; repeatable. Default: all.")
-    documents: int | None = option("Use the first documents of each task. Default: all.", min=1)
+    data: Annotated[
+        str,
+        Option(
+            help="A .parquet or .jsonl file, or a folder of them, with the columns context, question, answer and "
+            "max_new_tokens, and optionally answer_prefix, task and length."
+        ),
+    ]
+    task: Annotated[
+        list[str] | None, Option(help="Task of the data set; repeatable. Default: all.")
+    ] = None
+    documents: Annotated[
+        int | None, Option(min=1, help="Use the first documents of each task. Default: all.")
+    ] = None
     ignore_chat_template: IgnoreChatTemplate = False
 
 

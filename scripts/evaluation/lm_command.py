@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from mlx_snapkv.cli.command import option
+from typer import Option
+
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.options import ChatTemplateConfig, Model, adapt_tokenizer
 from mlx_snapkv.cli.results import Policies, Sparses, methods_of, results_in
@@ -19,31 +20,50 @@ from .results import ScoreOptions
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    tasks: list[str] = option(
-        "Tasks, groups or tags of lm-evaluation-harness, separated by commas; repeatable; * matches any characters.",
-        ...,
+    tasks: Annotated[
+        list[str],
+        Option(
+            help="Tasks, groups or tags of lm-evaluation-harness, separated by commas; repeatable; * matches "
+            "any characters."
+        ),
+    ]
+    include_path: Annotated[Path | None, Option(help="Folder with yaml files of more tasks.")] = (
+        None
     )
-    include_path: Path | None = option("Folder with yaml files of more tasks.")
-    length: int | None = option(
-        "Prompt length in tokens for tasks that make their prompts, such as RULER.", min=256
+    length: Annotated[
+        int | None,
+        Option(
+            min=256,
+            help="Prompt length in tokens for tasks that make their prompts, such as RULER.",
+        ),
+    ] = None
+    limit: Annotated[int | None, Option(min=1, help="Use the first documents of each task.")] = None
+    num_shots: Annotated[
+        int | None, Option(min=0, help="Solved examples before each question.")
+    ] = None
+    batch_size: Annotated[int, Option(min=1, help="Prompts to read and answer together.")] = 8
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            "--max-tokens",
+            "-m",
+            min=1,
+            help="Maximum number of answer tokens, in place of the task's; for multiple choice, of prompt and "
+            "choice (8192).",
+        ),
+    ] = None
+    apply_chat_template: Annotated[
+        bool | None,
+        Option(
+            "--apply-chat-template/--no-apply-chat-template",
+            help="Use the chat template; default: if there is one.",
+        ),
+    ] = None
+    fewshot_as_multiturn: Annotated[bool, Option(help="Give each solved example as a turn.")] = (
+        False
     )
-    limit: int | None = option("Use the first documents of each task.", min=1)
-    num_shots: int | None = option("Solved examples before each question.", min=0)
-    batch_size: int = option("Prompts to read and answer together.", 8, min=1)
-    max_tokens: int | None = option(
-        "Maximum number of answer tokens, in place of the task's; for multiple choice, of prompt and choice (8192).",
-        None,
-        "-m",
-        min=1,
-    )
-    apply_chat_template: bool | None = option(
-        "Use the chat template; default: if there is one.",
-        None,
-        "--apply-chat-template/--no-apply-chat-template",
-    )
-    fewshot_as_multiturn: bool = option("Give each solved example as a turn.", False)
     chat_template_config: ChatTemplateConfig = None
-    seed: int = option("Seed of random prompts.", 123, min=0)
+    seed: Annotated[int, Option(min=0, help="Seed of random prompts.")] = 123
 
 
 def lm(

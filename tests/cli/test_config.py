@@ -3,10 +3,6 @@ import json
 import pytest
 from command_lines import LEAD
 
-from mlx_snapkv.cli.command import in_flags
-from mlx_snapkv.errors import gone
-
-GONE = in_flags(gone("refresh")).removeprefix("--refresh ")
 ASK = ["generate", "--ignore-chat-template", "--prompt", LEAD]
 FILE = """
 model = "demo"
@@ -106,8 +102,6 @@ def test_config_tells_what_applies_and_where_it_is_from(run):
         ('[generate]\nmax_tokens = "many"', "FILE, [generate], max-tokens: "),
         ('policy = "keydif"', "(--policy is from FILE, policy)"),
         ('model = "demo', "FILE: "),
-        ('refresh = "token"', f"FILE: refresh {GONE}"),
-        ('[generate]\nrefresh = "token"', f"FILE, [generate]: refresh {GONE}"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_file_names_the_file_and_the_key(run, text, words):
@@ -127,5 +121,3 @@ def test_what_a_policy_would_need_waits_in_the_file_for_one(run):
 def test_a_mistake_in_a_variable_names_it(run):
     _, _, err = run("", *ASK, "--model", "demo", MLX_SNAPKV_KV_BITS="5")
     assert err == "mlx-snapkv: MLX_SNAPKV_KV_BITS must be 2, 3, 4, 6 or 8, got '5'\n"
-    _, _, err = run("", *ASK, "--model", "demo", MLX_SNAPKV_REFRESH="token")
-    assert err == f"mlx-snapkv: MLX_SNAPKV_REFRESH {GONE}\n"

@@ -91,10 +91,8 @@ compare --prompt x --model demo --sparse top_k=4 --verify all --memory recall:fi
 eval fidelity --text {}/text                             | needs --policy or --sparse
 generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: add that, or drop
 generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens does nothing without --draft-model
-generate --prompt x --model demo --policy snapkv --refresh turn | --refresh is gone: --sparse budget=6.25% lets every
 generate --prompt x --model demo --memory recall --store-dir . | --store-dir does nothing without --memory recall:file
 serve --model demo --port 0 --prefix-dir-bytes 4GB       | --prefix-dir-bytes does nothing without --prefix-dir
-chat --model demo --refresh=turn                          | and a policy with --memory recall chooses once a turn
 plan --model demo --kv-memory 3MB                        | --kv-memory does nothing without --policy auto
 """
 ROWS = [re.split(r" +\| ", line) for line in MISTAKES.splitlines() if line]
