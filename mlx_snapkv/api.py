@@ -12,8 +12,8 @@ from .engine.generate import stream_generate as stream_generate
 from .engine.prefill import prefill as prefill
 from .engine.report import CompressionReport as CompressionReport
 from .errors import SnapKVError as SnapKVError
-from .inspecting.inspection import Inspection as Inspection
-from .inspecting.inspection import inspect_prompt as inspect_prompt
+from .measure.inspection import Inspection as Inspection
+from .measure.inspection import inspect_prompt as inspect_prompt
 from .models.patch import patch_for_snapkv as patch_for_snapkv
 from .models.patch import unpatch_snapkv as unpatch_snapkv
 from .planning.memory_plan import MemoryPlan as MemoryPlan

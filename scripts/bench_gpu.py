@@ -24,12 +24,12 @@ from mlx_snapkv import SnapKVError, generate_step
 from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
-from mlx_snapkv.evals.methods import FULL
+from mlx_snapkv.measure.diagnosis import as_table, diagnosis
+from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.tables import Table, as_markdown
 from mlx_snapkv.planning.machine import this_machine
 from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.units import format_bytes
-from mlx_snapkv.reporting.diagnosis import as_table, diagnosis
-from mlx_snapkv.reporting.table import Table, as_markdown
 
 MODEL = "mlx-community/Llama-3.2-3B-Instruct-4bit"
 SHARE = "budget=6.25%"

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_snapkv.bench.contenders import Contender, decoding_cache, make_random_model
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine.loop_model import observing
+from mlx_snapkv.measure.contenders import Contender, decoding_cache, make_random_model
 from mlx_snapkv.policies import SnapKV, Sparse
 
 LENGTHS = [4096, 12288, 262144]

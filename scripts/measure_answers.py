@@ -27,8 +27,8 @@ from mlx_snapkv import generate_step
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
 from mlx_snapkv.entries import device
-from mlx_snapkv.evals.divergence import divergence
-from mlx_snapkv.evals.tables import grouped
+from mlx_snapkv.measure.divergence import divergence
+from mlx_snapkv.measure.intervals import grouped
 
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery")
 SUMMARY = "Summarise the text above in three sentences."

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from results_page import Result, Row, shared_options
 
 from mlx_snapkv import CompressedBatchGenerator
-from mlx_snapkv.bench.contenders import Contender, compressed, decoding_cache, random_prompt
 from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.measure.contenders import Contender, compressed, decoding_cache, random_prompt
 from mlx_snapkv.policies import SnapKV
 
 ANSWER = 128  # tokens decoded after each prompt: mlx-lm's own default

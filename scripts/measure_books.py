@@ -15,9 +15,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import Result, shared_options, watched
 
-from mlx_snapkv.bench.contenders import RANDOM, make_random_model, random_prompt
-from mlx_snapkv.bench.speed import ANSWER, Row, ask
 from mlx_snapkv.caches.layers import file_bytes, held_tokens, kv_bytes
+from mlx_snapkv.measure.contenders import RANDOM, make_random_model, random_prompt
+from mlx_snapkv.measure.speed import ANSWER, Row, ask
 from mlx_snapkv.policies import Sparse
 
 READS = Sparse(budget=1664, n_sink=128, n_window=512, read_top_k=1024)

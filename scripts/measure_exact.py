@@ -19,17 +19,17 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import clock, figures, options
 
-from mlx_snapkv.bench.contenders import (
-    VOCABULARY,
-    Contender,
-    decoding_cache,
-    make_random_model,
-)
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine import self_speculation
 from mlx_snapkv.engine.loop_model import observing
 from mlx_snapkv.engine.report import Verified
 from mlx_snapkv.engine.self_speculation import SelfSpeculation
+from mlx_snapkv.measure.contenders import (
+    VOCABULARY,
+    Contender,
+    decoding_cache,
+    make_random_model,
+)
 from mlx_snapkv.policies import Sparse
 
 SEED = 0

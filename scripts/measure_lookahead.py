@@ -23,14 +23,14 @@ from evaluation.columns import string_match_all
 from results_page import ROOT, Result, shared_options
 
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.evals import loop
-from mlx_snapkv.evals.decoding import decode
-from mlx_snapkv.evals.divergence import Reference, divergence
-from mlx_snapkv.evals.loop import Record, Results
-from mlx_snapkv.evals.methods import FULL
-from mlx_snapkv.evals.reading import Reading, read_once
-from mlx_snapkv.evals.tables import difference, grouped
-from mlx_snapkv.evals.texts import Piece, Texts, around, frame_of
+from mlx_snapkv.measure import records as loop
+from mlx_snapkv.measure.decoding import decode
+from mlx_snapkv.measure.divergence import Reference, divergence
+from mlx_snapkv.measure.intervals import difference, grouped
+from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.reading import Reading, read_once
+from mlx_snapkv.measure.records import Record, Results
+from mlx_snapkv.measure.texts import Piece, Texts, around, frame_of
 from mlx_snapkv.policies import resolve_policy
 
 LENGTHS = (0, 8, 16, 32, 64)

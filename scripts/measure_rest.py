@@ -26,8 +26,8 @@ from results_page import ROOT, Result, Row, shared_options
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
 from mlx_snapkv.entries import clusters
-from mlx_snapkv.evals.divergence import divergence
-from mlx_snapkv.evals.tables import grouped
+from mlx_snapkv.measure.divergence import divergence
+from mlx_snapkv.measure.intervals import grouped
 from mlx_snapkv.models.rope import longest_trained_length
 from mlx_snapkv.policies.sparse import CHUNK
 

@@ -7,8 +7,8 @@ from typing import Any
 from evaluation.scores import before_compression
 from results_page import table, written_by
 
-from mlx_snapkv.evals.methods import FULL
-from mlx_snapkv.evals.tables import interval
+from mlx_snapkv.measure.intervals import interval
+from mlx_snapkv.measure.methods import FULL
 from mlx_snapkv.planning.units import format_bytes
 
 HOW = """## How it was measured

@@ -5,7 +5,7 @@ from typing import Any
 
 from results_page import Row, load, right, table
 
-from mlx_snapkv.evals.methods import FULL
+from mlx_snapkv.measure.methods import FULL
 from mlx_snapkv.planning.units import format_bytes
 
 CONTEXT, LONG = 32768, 16384

@@ -17,8 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_snapkv.cli.results import write_json
+from mlx_snapkv.measure.environment import setting
 from mlx_snapkv.planning.units import format_bytes
-from mlx_snapkv.reporting.setting import setting
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,7 +2,7 @@
 
 from results_page import load, measured, table
 
-from mlx_snapkv.evals.tables import grouped
+from mlx_snapkv.measure.intervals import grouped
 
 
 def answers() -> list[str]:

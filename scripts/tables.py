@@ -13,11 +13,11 @@ import readme_results
 import sparse_page
 from results_page import Row, figures, load, measured, right, table, written_by
 
-from mlx_snapkv.bench import tables as bench
 from mlx_snapkv.cli.listings import CHOICES
-from mlx_snapkv.evals.methods import FULL
-from mlx_snapkv.evals.tables import grouped, interval
-from mlx_snapkv.reporting.table import as_markdown, setting_text
+from mlx_snapkv.measure import speed_tables as bench
+from mlx_snapkv.measure.intervals import grouped, interval
+from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.tables import as_markdown, setting_text
 
 
 def filled(page: str) -> str:

@@ -23,8 +23,8 @@ from unittest import mock
 
 CAN_FORK = sys.platform == "linux"
 AT_MOST = 900  # seconds: a command that takes that long hangs, on any machine
-IMPORTED = """fork_helpers mlx_lm prompt_toolkit transformers mlx_snapkv.api mlx_snapkv.bench.speed mlx_snapkv.cli.app
-mlx_snapkv.evals.compare""".split()
+IMPORTED = """fork_helpers mlx_lm prompt_toolkit transformers mlx_snapkv.api mlx_snapkv.measure.speed mlx_snapkv.cli.app
+mlx_snapkv.measure.compare""".split()
 
 
 @dataclass

@@ -76,11 +76,11 @@ class BenchOptions:
 
 def bench(*, options: BenchOptions) -> None:
     """Measure prefill and decoding by context length: the full cache, mlx-lm's options, policies, sparse attention."""
-    from ..bench.contenders import RANDOM, make_random_model
-    from ..bench.speed import Plan, measure_speed
-    from ..bench.tables import figure, markdown, speed
     from ..engine.wired_memory import hold_memory
-    from ..reporting.files import put_figure
+    from ..measure.contenders import RANDOM, make_random_model
+    from ..measure.files import put_figure
+    from ..measure.speed import Plan, measure_speed
+    from ..measure.speed_tables import figure, markdown, speed
     from .progress import StepBars
 
     model, policies = options.model, options.methods()

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from ..measure.tables import Table
 from ..paths import put_result
 from ..planning.units import format_bytes
-from ..reporting.table import Table
 from . import cache_options, options
 from .prompts import PromptOptions
 from .reading import Reading
 from .results import methods_of, print_table, require_page
 
 if TYPE_CHECKING:
-    from ..evals.compare import Compared
-    from ..evals.methods import Method
+    from ..measure.compare import Compared
+    from ..measure.methods import Method
 
 REMARK = (
     "Entries are per KV head. KL is the divergence from the full cache over the full cache's own answer, in nats per "
@@ -66,8 +66,8 @@ def compare(
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --policy snapkv:top_k=1024 --policy keydiff:budget=25% -o compared.html
     """
-    from ..evals.compare import compare as compared
-    from ..evals.compare import page
+    from ..measure.compare import compare as compared
+    from ..measure.compare import page
 
     path = require_page(shown.output, ".html")
     methods_of(shown.policy, shown.sparse, retention=retention)  # which finds mistakes

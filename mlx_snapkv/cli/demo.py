@@ -161,8 +161,8 @@ def _column(
 
 def _speed(model: Any) -> str:
     """A token's time at `LONG` random entries, from all of them, those that SnapKV keeps, and those that it chooses."""
-    from ..bench.contenders import Contender, compressed, decoding_cache
-    from ..bench.speed import entries_bytes, step_in_turn
+    from ..measure.contenders import Contender, compressed, decoding_cache
+    from ..measure.speed import entries_bytes, step_in_turn
     from ..policies import SnapKV, Sparse
 
     few = LONG // SHARE

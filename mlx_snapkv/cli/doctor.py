@@ -29,7 +29,7 @@ def doctor(
       mlx-snapkv doctor
       mlx-snapkv doctor --model MODEL
     """
-    from ..reporting.diagnosis import as_table, diagnosis
+    from ..measure.diagnosis import as_table, diagnosis
     from .loading import load_without_weights
     from .results import print_table
 

@@ -69,8 +69,8 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
 
     mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy kvzip:budget=25%
     """
-    from ..evals import fidelity as measuring
-    from ..evals.texts import Texts
+    from ..measure import fidelity as measuring
+    from ..measure.texts import Texts
 
     settings = list(dict.fromkeys(options.setting or [measuring.TEXT]))
     methods = methods_of(options.policy, options.sparse, lengths=[options.length])

@@ -18,7 +18,7 @@ from .results import require_page
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..inspecting.inspection import Inspection
+    from ..measure.inspection import Inspection
 
 SHADES = " ░▒▓█"
 SENTENCES = 10
@@ -58,9 +58,9 @@ def inspect(
       mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --policy keydiff:budget=25% --policy streaming_llm:budget=25% -o kept.png
     """
-    from ..inspecting.inspection import inspect_prompt
-    from ..inspecting.page import page, write_picture
-    from ..inspecting.sentences import special_tokens
+    from ..measure.inspection import inspect_prompt
+    from ..measure.inspection_page import page, write_picture
+    from ..measure.sentences import special_tokens
 
     chosen = cache_options.each_method(shown.policy, shown.snapkv)
     if len(chosen) not in (1, 2):

@@ -75,8 +75,8 @@ CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES.strip().split("\n\n"
 
 def models(as_json: AsJson = False) -> None:
     """List the model types that can be compressed, and those that are refused, with the reason."""
+    from ..measure.tables import Table
     from ..models.table import refused, supported
-    from ..reporting.table import Table
     from .results import print_table
 
     tables = {}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
+from ..measure.tables import Table
 from ..planning.units import format_bytes
-from ..reporting.table import Table
 from .cache_options import AutoPolicyOptions, CacheOptions
 from .options import AsJson, MaxTokens, Model, n_bytes, n_tokens, tokens_text
 from .results import print_table

@@ -15,16 +15,16 @@ from typer import Option
 
 from .._version import __version__
 from ..errors import SnapKVError
+from ..measure import files as reported
+from ..measure.tables import Table
 from ..paths import path_of, put_result, refusing, require_place
-from ..reporting import files as reported
-from ..reporting.table import Table
 from .cache_options import RetentionOptions, each_method
 from .options import AsJson
 
 if TYPE_CHECKING:
-    from ..evals.loop import Record, Results
-    from ..evals.methods import Method
-    from ..evals.tables import Page
+    from ..measure.intervals import Page
+    from ..measure.methods import Method
+    from ..measure.records import Record, Results
 
     Run = Callable[[Results, Callable[..., None]], list[Record]]
     Plots = Callable[[dict[str, Any], Path], list[Path]]
@@ -93,7 +93,7 @@ def _is_replaced(path: Path) -> bool:
 
 def about(program: str = "mlx-snapkv") -> dict[str, Any]:
     """How and where a result was measured: the command, versions, commit and machine."""
-    from ..reporting.setting import setting
+    from ..measure.environment import setting
 
     return {"command": shlex.join([*program.split(), *sys.argv[1:]]), **setting()}
 
@@ -205,7 +205,7 @@ class ResultOptions:
 
 def results_in(files: ResultFiles | None, fixed: dict[str, Any]) -> Results:
     """What the files hold; SnapKVError if they are of another run, or by another version."""
-    from ..evals.loop import Results
+    from ..measure.records import Results
 
     return Results({**fixed, **VERSION}, None if files is None else files.path(".jsonl"))
 
@@ -221,7 +221,7 @@ def methods_of(
 
     Raises: SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
     """
-    from ..evals.methods import Method, require_compression
+    from ..measure.methods import Method, require_compression
     from ..planning.config import CompressionConfig
     from ..planning.exclusions import When, require_compatible
 

@@ -18,13 +18,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes
 from mlx_snapkv.engine.prefill import prefill
-from mlx_snapkv.evals import loop
-from mlx_snapkv.evals.decoding import Kept, decode
-from mlx_snapkv.evals.divergence import Reference
-from mlx_snapkv.evals.loop import Record, Results
-from mlx_snapkv.evals.methods import SETTINGS, Method
-from mlx_snapkv.evals.reading import Reading, n_before, read_once
-from mlx_snapkv.evals.tables import grouped
+from mlx_snapkv.measure import records as loop
+from mlx_snapkv.measure.decoding import Kept, decode
+from mlx_snapkv.measure.divergence import Reference
+from mlx_snapkv.measure.intervals import grouped
+from mlx_snapkv.measure.methods import SETTINGS, Method
+from mlx_snapkv.measure.reading import Reading, n_before, read_once
+from mlx_snapkv.measure.records import Record, Results
 
 from .datasets import Dataset, Document
 from .headwise import HeadWise, masked, scoring

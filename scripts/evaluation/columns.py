@@ -18,8 +18,8 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.loop import Record
-from mlx_snapkv.evals.texts import around, digest_of
+from mlx_snapkv.measure.records import Record
+from mlx_snapkv.measure.texts import around, digest_of
 from mlx_snapkv.models.rope import trained_length
 from mlx_snapkv.paths import path_of, reason
 

@@ -15,8 +15,8 @@ from mlx_snapkv.cli.prompts import read_file
 from mlx_snapkv.cli.results import Policies, ResultFiles, Sparses, methods_of
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.methods import SETTINGS, Method
-from mlx_snapkv.evals.tables import Page
+from mlx_snapkv.measure.intervals import Page
+from mlx_snapkv.measure.methods import SETTINGS, Method
 
 from . import heatmap, tasks
 from .answering import run

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_snapkv.chat.prompts import common_prefix
-from mlx_snapkv.evals.loop import Record
+from mlx_snapkv.measure.records import Record
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from mlx_snapkv.entries.attention import attention_weights
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.selection import nan_scores, top_positions
 from mlx_snapkv.errors import SnapKVError, UnknownOptionError, UnsupportedModelError
-from mlx_snapkv.evals.methods import Method, require_compression
-from mlx_snapkv.evals.reading import AnyPolicy, Reading, shares_reading
+from mlx_snapkv.measure.methods import Method, require_compression
+from mlx_snapkv.measure.reading import AnyPolicy, Reading, shares_reading
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import reason_to_leave
 from mlx_snapkv.policies import Policy, SnapKV, resolve_policy

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mlx_snapkv.reporting.files import put_figure
-from mlx_snapkv.reporting.setting import title
+from mlx_snapkv.measure.environment import title
+from mlx_snapkv.measure.files import put_figure
 
 LONGEST = 200  # characters of a method in a file's name
 

@@ -28,10 +28,10 @@ from mlx_snapkv.batch.generate import batch_generate
 from mlx_snapkv.engine.prefill import prefill
 from mlx_snapkv.engine.report import CompressionReport
 from mlx_snapkv.errors import SnapKVError, brief
-from mlx_snapkv.evals import loop
-from mlx_snapkv.evals.loop import Record, Results
-from mlx_snapkv.evals.methods import FULL, KNOWN, Method
-from mlx_snapkv.evals.reading import judged, read_sparsely
+from mlx_snapkv.measure import records as loop
+from mlx_snapkv.measure.methods import FULL, KNOWN, Method
+from mlx_snapkv.measure.reading import judged, read_sparsely
+from mlx_snapkv.measure.records import Record, Results
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import Method as AnyMethod

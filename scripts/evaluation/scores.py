@@ -5,11 +5,11 @@ from collections.abc import Callable
 from operator import itemgetter
 from statistics import fmean
 
-from mlx_snapkv.evals.loop import Record
-from mlx_snapkv.evals.methods import FULL, SETTINGS
-from mlx_snapkv.evals.tables import Page, Summary, difference, grouped, interval, table_of
+from mlx_snapkv.measure.intervals import Page, Summary, difference, grouped, interval, table_of
+from mlx_snapkv.measure.methods import FULL, SETTINGS
+from mlx_snapkv.measure.records import Record
+from mlx_snapkv.measure.tables import Table
 from mlx_snapkv.planning.units import format_bytes
-from mlx_snapkv.reporting.table import Table
 
 from .headwise import BY_MASK
 

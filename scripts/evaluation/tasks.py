@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 from mlx_snapkv.demo.documents import fact_sentence, filler_sentence, make_facts, make_subject
 from mlx_snapkv.demo.questions import question_prompt, token_counter
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.loop import Record
-from mlx_snapkv.evals.texts import digest_of
-from mlx_snapkv.inspecting.sentences import sentences_of
+from mlx_snapkv.measure.records import Record
+from mlx_snapkv.measure.sentences import sentences_of
+from mlx_snapkv.measure.texts import digest_of
 
 from . import suite_tasks
 from .datasets import Dataset, Document, Question, n_shared

@@ -12,9 +12,9 @@ import pytest
 from tiny_models import make_llama
 
 from mlx_snapkv.entries import device
+from mlx_snapkv.measure import diagnosis
 from mlx_snapkv.planning.machine import this_machine
 from mlx_snapkv.planning.units import format_bytes
-from mlx_snapkv.reporting import diagnosis
 
 
 def test_a_bug_reports_figures_are_this_machines(call, tmp_path, monkeypatch):

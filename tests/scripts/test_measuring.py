@@ -5,11 +5,11 @@ import pytest
 from model_configs import make_model
 
 from mlx_snapkv import SnapKV, generate_step
-from mlx_snapkv.bench.contenders import Contender, compressed
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.evals.divergence import divergence
-from mlx_snapkv.evals.methods import FULL
-from mlx_snapkv.evals.texts import Piece
+from mlx_snapkv.measure.contenders import Contender, compressed
+from mlx_snapkv.measure.divergence import divergence
+from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.texts import Piece
 from mlx_snapkv.policies.sparse import PAGE, WINDOW
 from scripts import (
     measure_batches,

@@ -8,8 +8,8 @@ from evaluation.scores import summarise, tables
 from evaluation.tasks import Grid, needle, suite
 
 from mlx_snapkv import stream_generate
-from mlx_snapkv.evals.loop import Results
-from mlx_snapkv.evals.methods import KNOWN, LATER, SETTINGS, Method
+from mlx_snapkv.measure.methods import KNOWN, LATER, SETTINGS, Method
+from mlx_snapkv.measure.records import Results
 from mlx_snapkv.policies import method_named
 
 SNAPKV = "snapkv:budget=48,n_window=16,obs_window=16,lookahead=0,on_full=slide"

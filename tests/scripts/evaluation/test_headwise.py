@@ -17,8 +17,8 @@ from mlx_snapkv import SnapKVError, stream_generate
 from mlx_snapkv.caches.layers import held_tokens
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.evals.decoding import decode
-from mlx_snapkv.evals.reading import read_once
+from mlx_snapkv.measure.decoding import decode
+from mlx_snapkv.measure.reading import read_once
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.policies.budgets import Quota
 

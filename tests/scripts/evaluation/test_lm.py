@@ -24,8 +24,8 @@ from mlx_snapkv import prefill
 from mlx_snapkv.batch.generate import batch_generate
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.loop import Results
-from mlx_snapkv.evals.methods import Method
+from mlx_snapkv.measure.methods import Method
+from mlx_snapkv.measure.records import Results
 from mlx_snapkv.policies import resolve_policy
 
 SNAPKV = resolve_policy(policy="snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=0,lookahead=2")

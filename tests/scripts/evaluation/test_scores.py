@@ -3,7 +3,7 @@
 import pytest
 from evaluation.scores import tables
 
-from mlx_snapkv.evals.methods import FULL
+from mlx_snapkv.measure.methods import FULL
 
 pytest.importorskip("lm_eval", reason="needs pip install -e '.[dev]'")
 

@@ -6,7 +6,7 @@ import pytest
 from evaluation.tasks import FACTS, LONGEVAL, Grid, contains, filled, joined, lines, needle
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.inspecting.sentences import sentences_of
+from mlx_snapkv.measure.sentences import sentences_of
 
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 BOOK = "It was a long and quiet winter.\nNobody came to the house.\n\n" * 5

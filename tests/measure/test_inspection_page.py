@@ -10,8 +10,8 @@ from page_helpers import NO_BROWSER, Page, browsing, contrast, numbers
 
 from mlx_snapkv import SnapKVError, inspect_prompt
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
-from mlx_snapkv.inspecting.page import page as page_of
-from mlx_snapkv.inspecting.sentences import special_tokens
+from mlx_snapkv.measure.inspection_page import page as page_of
+from mlx_snapkv.measure.sentences import special_tokens
 
 HOSTILE = (
     "</script><script>window.done = 1</script><!-- <script> --><img src=x onerror='window.done = 1'>"

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..content_policy import content_policy
 from ..errors import SnapKVError
-from ..reporting.files import put_figure
+from .files import put_figure
 from .inspection import Inspection
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("inspection.html")
 SENTENCES = 10
 COLUMNS = 256  # of the picture: parts of the prompt
 TICKS = 16  # layers named, at most

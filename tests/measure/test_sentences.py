@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlx_snapkv.inspecting.sentences import ranked, special_tokens, token_spans
+from mlx_snapkv.measure.sentences import ranked, special_tokens, token_spans
 
 
 @given(text=st.text(max_size=60))

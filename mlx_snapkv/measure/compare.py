@@ -20,15 +20,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..caches.layers import attention_layers, held_tokens, kv_bytes
 from ..content_policy import content_policy
 from ..engine.report import CompressionReport
-from ..inspecting.sentences import token_spans
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
-from ..reporting.table import Table
 from .decoding import Answer, Kept, decode
 from .divergence import Reference
 from .methods import Method
 from .reading import AnyPolicy, Reading, read_once
 from .reading import n_before as decoded_before
+from .sentences import token_spans
+from .tables import Table
 
 PAGE = Path(__file__).with_name("compare.html")
 BEFORE = 8  # tokens shown before the first that differs

@@ -3,10 +3,10 @@
 import pytest
 
 from mlx_snapkv import Sparse, generate
-from mlx_snapkv.evals.compare import compare
-from mlx_snapkv.evals.fidelity import KNOWN, judge, read_piece
-from mlx_snapkv.evals.methods import Method
-from mlx_snapkv.evals.texts import Frame, Piece
+from mlx_snapkv.measure.compare import compare
+from mlx_snapkv.measure.fidelity import KNOWN, judge, read_piece
+from mlx_snapkv.measure.methods import Method
+from mlx_snapkv.measure.texts import Frame, Piece
 from mlx_snapkv.policies import resolve_policy
 
 POLICIES = [

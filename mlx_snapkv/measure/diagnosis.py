@@ -17,8 +17,8 @@ from ..errors import SnapKVError
 from ..planning.machine import this_machine
 from ..planning.shapes import METAL
 from ..planning.units import format_bytes
-from .setting import setting
-from .table import Table
+from .environment import setting
+from .tables import Table
 
 
 def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:

@@ -5,12 +5,12 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_c
 from model_configs import make_model
 
 from mlx_snapkv import SnapKVCache, Sparse
-from mlx_snapkv.bench import tables
-from mlx_snapkv.bench.contenders import Contender, contenders, decoding_cache
-from mlx_snapkv.bench.speed import Plan, decoding, measure_speed
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.entries.clusters import SIZE
+from mlx_snapkv.measure import speed_tables
+from mlx_snapkv.measure.contenders import Contender, contenders, decoding_cache
+from mlx_snapkv.measure.speed import Plan, decoding, measure_speed
 from mlx_snapkv.policies import resolve_policy
 
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
@@ -105,7 +105,7 @@ def test_only_what_reads_little_reads_long_prompts(speed):
 
 
 def test_the_table(speed):
-    table = tables.speed(speed)
+    table = speed_tables.speed(speed)
     rows = {(row[0], row[1]): row for row in table.rows}
     assert rows["1,024", "full cache"][3].endswith(", 1.00x")
     assert rows["1,024", "full cache"][5].endswith(" s, 1.00x")

@@ -12,11 +12,11 @@ from request_helpers import assert_unpatched, plain
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.divergence import divergence, log_softmax
-from mlx_snapkv.evals.fidelity import SETTINGS, TEXT, run, summarise, tables, without_lookahead
-from mlx_snapkv.evals.loop import Results
-from mlx_snapkv.evals.methods import FULL, KNOWN, LATER, Method
-from mlx_snapkv.evals.texts import Piece, frame_of
+from mlx_snapkv.measure.divergence import divergence, log_softmax
+from mlx_snapkv.measure.fidelity import SETTINGS, TEXT, run, summarise, tables, without_lookahead
+from mlx_snapkv.measure.methods import FULL, KNOWN, LATER, Method
+from mlx_snapkv.measure.records import Results
+from mlx_snapkv.measure.texts import Piece, frame_of
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import resolve_policy

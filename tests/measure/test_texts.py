@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.texts import Texts
+from mlx_snapkv.measure.texts import Texts
 
 
 class Letters:

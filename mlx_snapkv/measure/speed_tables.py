@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..planning.units import format_bytes
-from ..reporting.setting import title
-from ..reporting.table import Table, as_page
+from .environment import title
 from .speed import Row
+from .tables import Table, as_page
 
 REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
 
@@ -17,7 +17,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
 
 
 def speed(rows: list[Row]) -> Table:
-    """What `bench.speed` has measured, a line a contender and context length."""
+    """What `measure_speed` has measured, a line a contender and context length."""
     table = Table(
         "Decoding and prefill by context length",
         "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_snapkv.evals.tables import difference, interval
+from mlx_snapkv.measure.intervals import difference, interval
 
 
 def test_the_difference_is_the_mean_of_pairs_and_of_tasks():

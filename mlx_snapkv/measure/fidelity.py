@@ -20,13 +20,13 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import n_bytes
 from ..planning.units import format_bytes
 from ..policies import Stages
-from ..reporting.table import Table
-from . import loop
+from . import records as loop
 from .divergence import Reference
-from .loop import Record, Results
+from .intervals import Page, Summary, difference, grouped, interval, table_of
 from .methods import FULL, KNOWN, LATER, Method
 from .reading import AnyPolicy, Reading, read_once, read_sparsely, shares_reading
-from .tables import Page, Summary, difference, grouped, interval, table_of
+from .records import Record, Results
+from .tables import Table
 from .texts import Frame, Piece, frame_of
 
 TEXT = "text"

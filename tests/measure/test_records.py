@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.loop import Results
+from mlx_snapkv.measure.records import Results
 
 SETTING = {"task": "needle", "seed": 0}
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..reporting.table import Table, as_page
+from .tables import Table, as_page
 
 RESAMPLES = 10_000
 Record = dict[str, Any]

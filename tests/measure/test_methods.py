@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.methods import Method, require_compression
+from mlx_snapkv.measure.methods import Method, require_compression
 from mlx_snapkv.policies import method_named
 
 

@@ -1,1 +1,0 @@
-"""How well a compressed cache serves the model."""

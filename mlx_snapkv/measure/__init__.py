@@ -1,0 +1,1 @@
+"""What users measure on their own texts and machine: fidelity, comparisons, inspections, speed."""
