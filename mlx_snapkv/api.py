@@ -23,7 +23,6 @@ from .policies import TOVA as TOVA
 from .policies import ExpectedAttention as ExpectedAttention
 from .policies import KeyDiff as KeyDiff
 from .policies import KeyNorm as KeyNorm
-from .policies import KVzip as KVzip
 from .policies import LagKV as LagKV
 from .policies import RandomRows as RandomRows
 from .policies import ScissorHands as ScissorHands

@@ -65,7 +65,7 @@ ASKED_MORE = (
 )
 KEPT_FOR_LATER = ("h2o", "expected_attention", "keydiff", "lagkv", "streaming_llm")
 LATER = (
-    *("snapkv:budget=25%", "kvzip:budget=25%"),
+    "snapkv:budget=25%",
     *(f"{name}:budget=25%,schedule=once" for name in KEPT_FOR_LATER),
 )
 SPARSE = ("budget=6.25%",)

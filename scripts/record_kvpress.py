@@ -5,15 +5,13 @@ Run in an environment of its own, since kvpress wants a torch and transformers o
     python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install kvpress==0.5.5
     /tmp/kvpress/bin/python scripts/record_kvpress.py
 
-Only token ids, the kept positions (sorted, by layer and KV head) and the scores at the compression are stored. Of
-KVzip, which drops entries of all layers and heads at once, it is the scores.
+Only token ids, the kept positions (sorted, by layer and KV head) and the scores at the compression are stored.
 """
 
 from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -21,13 +19,12 @@ from kvpress import (
     ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
-    KVzipPress,
     LagKVPress,
     SnapKVPress,
     StreamingLLMPress,
     TOVAPress,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "mlx_snapkv" / "demo" / "models" / "llama"
@@ -67,34 +64,6 @@ def recording(press):
     return press, recorded
 
 
-def record_kvzip(model, tokenizer, tokens, chunk: int) -> dict[str, np.ndarray]:
-    """KVzip's scores, and the token ids that it reads before each chunk is repeated, -1 behind the shorter ones."""
-    press, found = KVzipPress(0.5, chunk_size=chunk), {}
-    prepare, compress = press.prepare, press.compress_post
-
-    def preparing(*args):
-        pairs = prepare(*args)
-        leads = [ids[0, : -part.shape[1]].tolist() for part, ids in pairs]
-        longest = max(map(len, leads))
-        found["leads"] = np.array([ids + [-1] * (longest - len(ids)) for ids in leads])
-        return pairs
-
-    def compressing(*args):
-        found["scores"] = press.score_val[:, 0].float().numpy().copy()
-        return compress(*args)
-
-    press.prepare, press.compress_post = preparing, compressing
-    # It finds the tokenizer by the model's name, and takes what its chat template begins with to be no context.
-    with TemporaryDirectory() as folder, torch.no_grad():
-        tokenizer.chat_template = None
-        tokenizer.save_pretrained(folder)
-        model.config.name_or_path = folder
-        with press(model):
-            # It reads on from the cache that it is shown.
-            model(tokens, past_key_values=DynamicCache())
-    return found
-
-
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -114,9 +83,6 @@ def main() -> None:
         arrays[f"{name}/positions"] = np.sort(best, axis=-1).astype(np.uint16)
         arrays[f"{name}/scores"] = scores.astype(np.float32)
         arrays[f"{name}/settings"] = np.array([*options.values(), kept])
-    for chunk in (2048, 200):
-        found = record_kvzip(model, tokenizer, tokens, chunk)
-        arrays |= {f"kvzip/{chunk}/{name}": array for name, array in found.items()}
     np.savez_compressed(OUT, **arrays)
     print(f"{T} tokens, {OUT.stat().st_size} bytes: {OUT}")
 

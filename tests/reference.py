@@ -159,20 +159,3 @@ def expected_attention(keys, values, queries, rotations, n_sink, scale):
         logits = [scale * k @ mean + scale**2 * (k @ covariance @ k) / 2 for k in keys[n_sink:]]
         total += softmax(np.array(logits)) / len(queries)
     return total * np.sqrt((values[n_sink:] ** 2).sum(axis=1))
-
-
-def kvzip(queries, keys, n_sink, asked, again, scale):
-    """KVzip's scores of one KV head's entries `asked`, a query at a time.
-
-    Args:
-        queries: `(group, n, D)` of the tokens that end with the last entry; keys: `(T, D)`.
-        asked: a range; again: the first entry of the repetition.
-    """
-    queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
-    out, first = np.zeros(len(asked)), min(n_sink, asked.start)
-    for head in queries:
-        for own, query in enumerate(head, start=len(keys) - len(head)):
-            seen = [*range(first), *asked, *range(again, own + 1)]
-            weights = softmax(keys[seen] @ query * scale)
-            out = np.maximum(out, weights[first : first + len(asked)])
-    return out

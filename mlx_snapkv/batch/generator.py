@@ -52,8 +52,7 @@ class CompressedBatchGenerator(BatchGenerator):
         on_report: receives a request's number and its `CompressionReport`.
         on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
             from, and those tokens; entries of `memory="drop"` are gone.
-        turns: caches that hold tokens already are compressed again, as those of a `Conversation` are, unless the
-            policy reads a prompt again as a whole, such as kvzip.
+        turns: caches that hold tokens already are compressed again, as those of a `Conversation` are.
         reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
             fewer and fuller steps.
         on_pause: called about once a second while a chunk is read; what it raises fails the request.

@@ -50,7 +50,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
     index: KeyIndex | None = None
     growing: KVCache  # of the entries since the last `offload`, or of all
     keys = keys_of(attrgetter("growing"))
-    repeated: Any = None  # what reading the prompt again has measured; see `Entries`
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __init__(
@@ -133,7 +132,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
             self.voters(self.queries, self.query_positions, keys.shape) if self.n_queries else None,
             layer=self.layer,
             statistics=self.statistics,
-            given_repeated=self.repeated,
             shared_votes=self._shared_votes,
         )
 

@@ -93,11 +93,6 @@ class Conversation:
         self.far = config.far
         if self.policy is None:
             self._config.require(model)
-        elif self.policy.stages[1].repeats is not None:
-            raise SnapKVError(
-                f"{self.policy.stages[1].name} reads the whole prompt again, which a conversation's turns can't do: "
-                "save the text with cache-prompt and ask with generate --prompt-cache-file, or use another policy"
-            )
         else:
             require_servable(model, self._config, generation)
         self.system = system

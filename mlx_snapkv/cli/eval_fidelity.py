@@ -67,7 +67,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
 
     It needs no questions with right answers. Policies that choose after prefill share one reading of a piece.
 
-    mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy kvzip:budget=25%
+    mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy keydiff:budget=25%
     """
     from ..measure import fidelity as measuring
     from ..measure.texts import Texts

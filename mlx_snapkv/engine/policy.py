@@ -6,13 +6,12 @@ from typing import Any, final
 import mlx.core as mx
 
 from ..caches.layers import AttentionLayer, copies_but_entries
-from ..planning.prompt_plan import ProgressCallback, fits_reason
+from ..planning.prompt_plan import fits_reason
 from ..planning.request_plan import Plan
 from .compress import KeptCallback, choose_entries, note_choices, put_chosen
 from .decode import offload
 from .pieces import Pieces
 from .read import require_unchanged
-from .repetition import Repetition
 from .report import CompressionReport
 
 
@@ -37,14 +36,6 @@ class PolicyMode:
         self._prompt_cache, self._on_kept = prompt_cache, on_kept
         # A block is as long as what fits between two evictions, and not split any further.
         self._call: Any = model if plan.options.reads_in_blocks else pieces
-        self._repetition: Repetition | None = None
-        if plan.options.reads_again:
-            self._repetition = Repetition(pieces, layers, plan.decode_policy, plan.n_new)
-            self._call = self._repetition.read
-
-    def progress(self, callback: ProgressCallback) -> ProgressCallback:
-        """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
-        return callback if self._repetition is None else self._repetition.progress(callback)
 
     def read(self, inputs: mx.array, cache: list, compress: Callable[[], list]) -> mx.array:
         """The model's call for a chunk; nothing is compressed before the prompt's end."""
@@ -65,9 +56,6 @@ class PolicyMode:
         else:
             self._prompt_cache[:] = caches
             report.reason = _fits_still(plan, report)
-        if self._repetition is not None:
-            report.prefill_seconds -= self._repetition.seconds
-            report.selection_seconds += self._repetition.seconds
 
 
 def _fits_still(plan: Plan, report: CompressionReport) -> str | None:

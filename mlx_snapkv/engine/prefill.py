@@ -78,7 +78,7 @@ def prefill(
     request = make_request(model, plan, cache, owned=prompt_cache is None)
     options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),
-        "prompt_progress_callback": request.progress(prompt_progress_callback),
+        "prompt_progress_callback": prompt_progress_callback,
     }
     with request.recording():
         if isinstance(request, Uncompressed):

@@ -12,7 +12,6 @@ from ..caches.sparse_prefill import SparsePrefillKVCache
 from ..errors import SnapKVError
 from ..planning.request_plan import Plan
 from ..policies.budgets import Quota
-from .repetition import most_repeated
 
 
 def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
@@ -51,8 +50,6 @@ def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: lis
     held = {layer.entries_in(prompt_cache).n_entries for layer in layers}
     uniform = len(set(plan.prefill_quotas)) == len(held) == 1
     n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held
-    if plan.options.reads_again:
-        n_new += most_repeated(plan.decode_policy, plan.n_new)
     accumulates, once = plan.options.accumulates_attention, not plan.options.reads_in_blocks
     for layer, quota in zip(layers, plan.prefill_quotas):
         cache: LayerCache

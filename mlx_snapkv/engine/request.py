@@ -12,7 +12,6 @@ from ..caches.layers import attention_layers
 from ..caches.memories import recalling_caches
 from ..models import attention_classes
 from ..models.patch import recording
-from ..planning.prompt_plan import ProgressCallback
 from ..planning.request_plan import Plan
 from .compress import KeptCallback, measured
 from .decode import verifying
@@ -27,9 +26,6 @@ from .sparse import SparseMode
 
 class Mode(Protocol):
     """What a policy (`policy.py`) and sparse attention (`sparse.py`) each do in their own way."""
-
-    def progress(self, callback: ProgressCallback) -> ProgressCallback:
-        """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
 
     def read(self, inputs: mx.array, cache: list, compress: Callable[[], list]) -> mx.array:
         """The model's call for tokens `(1, L)` of the prompt, on the caches that it is read on: logits `(1, n,
@@ -90,10 +86,6 @@ class Request:
 
     def step_size(self, limit: int | None) -> int:
         return self.plan.chunk_size(limit)
-
-    def progress(self, callback: ProgressCallback | None) -> ProgressCallback | None:
-        """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
-        return None if callback is None else self._mode.progress(callback)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -170,9 +162,6 @@ class Uncompressed:
 
     def step_size(self, limit: int) -> int:
         return limit
-
-    def progress(self, callback: ProgressCallback | None) -> ProgressCallback | None:
-        return callback
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the model's attention classes for the block, if caches ask for queries."""

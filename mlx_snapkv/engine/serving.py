@@ -66,7 +66,6 @@ def served(
     loop_options |= {
         "prompt_cache": request.caches,
         "prefill_step_size": request.step_size(loop_options.get("prefill_step_size")),
-        "prompt_progress_callback": request.progress(loop_options.get("prompt_progress_callback")),
     }
     items = start(request.model, **loop_options)
     if turns or not config.retains:

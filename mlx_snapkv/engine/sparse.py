@@ -17,7 +17,6 @@ from ..entries.queries import Queries
 from ..entries.selection import nan_scores
 from ..models import attention_classes
 from ..models.patch import recording
-from ..planning.prompt_plan import ProgressCallback
 from ..planning.request_plan import Plan
 from ..policies.budgets import Quota
 from .decode import offload
@@ -50,10 +49,6 @@ class SparseMode:
         # Caches without the latest tokens' part, but for entries, and those tokens `(1, n)` each.
         self._before_latest: list | None = None
         self._latest: list[mx.array] = []
-
-    def progress(self, callback: ProgressCallback) -> ProgressCallback:
-        """For mlx-lm's loop: each token counts once."""
-        return callback
 
     def read(self, inputs: mx.array, cache: list, compress: Callable[[], list]) -> mx.array:
         """The model's call for a chunk `(1, L)`, the last tokens of the prompt in a call of their own: they read more.

@@ -24,8 +24,6 @@ from .spans import spans
 READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
 READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for any longer prompt
 KEPT_BYTES = 64 << 20  # of logits, below which the keys' blocks are read once; if queries are few
-# Of logits made at a time for the largest weights of queries.
-MOST_BYTES = 32 << 20
 
 # Softmax by powers of two, which a CPU takes in a third of the time of exp.
 LOG2_E = 1.4426950408889634
@@ -87,29 +85,6 @@ def above_average(keys: Keys, observed: Queries) -> mx.array:
     seen = mx.minimum(_own_places(observed, group) + 1, keys.shape[2])
     least = -mx.log2(seen.astype(mx.float32))[:, None]
     return _sums(keys, observed, lambda logs: (logs >= least).sum(axis=2)) / group
-
-
-def most_attention(
-    keys: Keys, observed: Queries, n_sink: int, asked: range, again: int
-) -> mx.array:
-    """The most attention that any query gives each of the entries `asked`, `(B, n_kv_heads, len(asked))` float32.
-
-    Logarithms, base 2, of weights, the largest of all queries and of a GQA group's heads, in blocks of queries. Softmax
-    over the first `n_sink` entries, those asked for, and those from `again` on, up to the query's own.
-    """
-    B, n_heads, n, _ = observed.heads.shape
-    width = n_sink + len(asked) + keys.shape[2] - again
-    size = max(1, MOST_BYTES // (4 * B * n_heads * width))
-    most: list[mx.array] = []
-    for first in range(0, n, size):
-        part = observed.between(first, first + size)
-        queries = _grouped(keys, part)
-        spans = [(asked.start, asked.stop), (again, part.places.stop), (0, n_sink)]
-        logits = [_logits(keys, part, queries, span, most[-1:]) for span in spans]
-        total = _with_sinks(part, _log_sum(mx.concatenate(logits, axis=-1)))
-        weights = total.share(logits[0]).max(axis=2)
-        most.append(mx.maximum(weights, most[-1]) if most else weights)
-    return most[-1]
 
 
 def attention_weights(keys: Keys, observed: Queries) -> mx.array:

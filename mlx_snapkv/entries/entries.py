@@ -49,11 +49,10 @@ class Entries:
     stored_keys: Stored
     stored_values: Stored
     observed: Queries | None = None  # those that vote
-    # `(B, n_kv_heads, T)` each: uint32 positions in the prompt, if some are missing; float32 attention received so far,
-    # and while the prompt was read again (see `repeated`); uint32 positions that keys are turned to, if not their own.
+    # `(B, n_kv_heads, T)` each: uint32 positions in the prompt, if some are missing; float32 attention received so far;
+    # uint32 positions that keys are turned to, if not their own.
     given_positions: mx.array | None = None
     received: mx.array | None = None
-    given_repeated: mx.array | None = None
     given_rotations: mx.array | None = None
     quantization: Quantization | None = None
     layer: Any = None
@@ -164,15 +163,6 @@ class Entries:
         """`(B, n_heads, n, head_dim)`: the observed queries, post-RoPE."""
         return self.voters.heads
 
-    @property
-    def repeated(self) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: `most_attention` of the queries of the prompt read again."""
-        if self.given_repeated is None:
-            raise SnapKVError(
-                "the policy needs the prompt to be read twice: give the policy to mlx_snapkv.prefill"
-            )
-        return self.given_repeated
-
     @cached_property
     def raw_queries(self) -> mx.array:
         """`(B, n_heads, n, head_dim)` float32: the observed queries as they were before the layer's RoPE."""
@@ -225,7 +215,7 @@ class Entries:
 
     def _of(self, part: Callable[[mx.array], mx.array]) -> Entries:
         """Some of the entries: `part` of every array `(B, n_kv_heads, T, ...)`."""
-        names = ("stored_keys", "stored_values", "received", "given_repeated", "given_rotations")
+        names = ("stored_keys", "stored_values", "received", "given_rotations")
         held = {name: getattr(self, name) for name in names} | {"given_positions": self.positions}
         return replace(self, **{n: x if x is None else each(part, x) for n, x in held.items()})
 

@@ -37,13 +37,13 @@ MORE = 256  # tokens that there is room for behind a prompt
 def shares_reading(policy: AnyPolicy | None) -> bool:
     """Whether a policy chooses from full caches, by queries that are recorded while others' are; None keeps all.
 
-    Others read for themselves: block policies evict meanwhile, h2o counts all attention, kvzip reads twice, and with
-    sparse attention chunks choose what they read.
+    Others read for themselves: block policies evict meanwhile, h2o counts all attention, and with sparse attention
+    chunks choose what they read.
     """
     if policy is None or policy.reads_in_blocks or not policy.evicts:
         return policy is None
     _, chooses = policy.stages
-    return not chooses.accumulates_attention and chooses.repeats is None
+    return not chooses.accumulates_attention
 
 
 def n_before(model: Any, policy: AnyPolicy, n_prompt: int) -> int:

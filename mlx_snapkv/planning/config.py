@@ -39,8 +39,7 @@ class CompressionConfig:
     Attributes:
         memory: by default "recall" with sparse attention, which evicts nothing, and "drop" otherwise.
         quantization: of the entries kept.
-        turns: caches that hold tokens already are compressed again, as those of a conversation are, unless the policy
-            reads a prompt again as a whole.
+        turns: caches that hold tokens already are compressed again, as those of a conversation are.
         max_kv_size, has_draft_model: of mlx-lm's own, what compression can't be combined with.
         is_text: a text is read on its own, for questions to come.
 
@@ -131,11 +130,6 @@ class CompressionConfig:
         return self.policy is not None and any(
             stage.accumulates_attention for stage in self.policy.stages
         )
-
-    @property
-    def reads_again(self) -> bool:
-        """Whether the prompt is read a second time, for votes."""
-        return self.policy is not None and self.policy.stages[1].repeats is not None
 
     def require(self, model) -> None:
         """Raises: SnapKVError: options exclude each other, or this can't be done on this model."""

@@ -115,12 +115,6 @@ EXCLUSIONS = (
         lambda o: _needs_other_policy(o, "sums the attention of all queries"),
     ),
     Exclusion(
-        ("policy", "memory"),
-        When.GIVEN,
-        lambda o: o.evicts and o.retains and o.reads_again,
-        lambda o: _needs_other_policy(o, "chooses once for all questions"),
-    ),
-    Exclusion(
         ("draft_model", "sparse"),
         When.CHOSEN,
         lambda o: o.has_draft_model and o.is_sparse,

@@ -132,10 +132,6 @@ class Planner:
         return found, found.kv if is_quantised else need.most
 
     def _made(self, config: CompressionConfig) -> Footprint:
-        if config.reads_again:
-            raise SnapKVError(
-                f"{config.policy.stages[1].name} reads a prompt twice, which plan can't count: choose another policy"  # type: ignore[union-attr]
-            )
         return Footprint(self._sizes, config, self._step_size)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:

@@ -224,8 +224,7 @@ def _reason(
         return NO_POLICY_REASON
     if is_embedded:
         return EMBEDDINGS_REASON
-    goes_on = options.retains or (options.turns and not options.reads_again)
-    if prompt_cache is None or not goes_on:
+    if prompt_cache is None or not (options.retains or options.turns):
         return gate(policy, n_new, prompt_cache, max_tokens)
     if is_compressed(prompt_cache):
         return None

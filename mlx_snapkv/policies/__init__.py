@@ -20,7 +20,6 @@ from .key_norm import KeyNorm as KeyNorm
 from .lagkv import LagKV as LagKV
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .scissorhands import ScissorHands as ScissorHands
-from .kvzip import KVzip as KVzip
 from .random_rows import RandomRows as RandomRows
 
 # isort: on
@@ -41,7 +40,7 @@ class Stages:
 
     The first, with schedule="block" and its own `min_ctx`, keeps at least the sink and recent entries that the other
     wants, which decides who votes when the prompt has been read, and how the answer is decoded. It is a SnapKVError if
-    the first is no block policy, or the other needs all entries.
+    the first is no block policy.
     """
 
     prefill_policy: Policy
@@ -51,10 +50,6 @@ class Stages:
         if self.prefill_policy.schedule != "block":
             raise SnapKVError(
                 f"only a policy with schedule=block can be followed by another, not {self.prefill_policy}"
-            )
-        if self.decode_policy.repeats is not None:
-            raise SnapKVError(
-                f"{self.decode_policy.name} reads the whole prompt again, so no policy can precede it: give it alone"
             )
 
     reads_in_blocks = reads_little = evicts = True

@@ -12,8 +12,6 @@ from ..entries.entries import Entries
 from ..errors import SnapKVError
 from .method import Method, count
 
-LEAD = 8  # tokens before those that are read again, as their context
-
 POLICIES: dict[str, type[Policy]] = {}  # by name; defining a subclass with a name registers it
 
 
@@ -57,7 +55,3 @@ class Policy(Method, ABC):
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32, higher means keep: a lazy graph, of what it asks `entries` for."""
-
-    def lead_in(self, tokens: mx.array, start: int) -> mx.array:
-        """Token ids to read before those of the prompt `(T,)` from `start` on are read again."""
-        return tokens[max(0, start - LEAD) : start]

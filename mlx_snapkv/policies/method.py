@@ -74,8 +74,6 @@ class Method:
     obs_window: ClassVar[int] = 0  # how many of the last queries vote
     accumulates_attention: ClassVar[bool] = False  # all queries vote, see `Entries.received`
     query_statistics: ClassVar[int | None] = None  # first tokens that `statistics` leave out
-    # Tokens in a chunk of a second reading, whose queries vote, for `Entries.repeated`; None is no second reading.
-    repeats: ClassVar[int | None] = None
     lookahead: ClassVar[int] = 0  # answer tokens that vote, decoded on all entries
     prefill_chunk: ClassVar[int | None] = None  # under "once"; None follows `prefill_step_size`
     closes_gaps: ClassVar[bool] = False  # entries are seen as if none were missing between them
@@ -103,7 +101,7 @@ class Method:
     @property
     def observes(self) -> bool:
         """Whether the policy asks for queries, or for what is computed from them."""
-        votes = self.obs_window > 0 or self.accumulates_attention or self.repeats is not None
+        votes = self.obs_window > 0 or self.accumulates_attention
         return votes or self.query_statistics is not None
 
     @property

@@ -137,14 +137,12 @@ class Checkpoints:
         recalls = options.get("memory", "drop") != "drop"
         # Then a request that is answered from all entries shares nothing with the others.
         self._reads_sparsely = policy is not None and not policy.evicts and policy.reads_little
-        # A policy that reads a prompt twice has to read all of it.
-        self._keeps_nothing = policy is not None and policy.stages[1].repeats is not None
         self._keeps_all = policy is None or recalls
         # Where a kept cache can't be trimmed to a shorter prefix, several prefixes are kept.
         trims = can_trim_prompt_cache(make_prompt_cache(loaded.model))
-        self._keeps_prefixes = not (self._keeps_nothing or in_blocks or (self._keeps_all and trims))
+        self._keeps_prefixes = not (in_blocks or (self._keeps_all and trims))
         # What has been read of a prompt serves whoever reads on, unless entries are evicted meanwhile.
-        self._reads_on = not (self._keeps_nothing or in_blocks)
+        self._reads_on = not in_blocks
         self._n_voters = 1 if policy is None else max(1, policy.stages[1].obs_window)
         # Tokens that are always read, so that the observation window is whole.
         self._n_last = 1
@@ -153,7 +151,7 @@ class Checkpoints:
 
     def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
         """Caches that have read a prefix of the prompt, if there are any, and the prefix's length."""
-        if self._keeps_nothing or (full_cache and self._reads_sparsely):
+        if full_cache and self._reads_sparsely:
             return None, 0
         exact = self._policy is not None and self._policy.fits(len(prompt))  # it is left to mlx-lm
         return self._prefixes.fetch(prompt, self._n_last, exact)
@@ -199,8 +197,6 @@ class Checkpoints:
     def answered(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Keep the caches of an answered request, also in a file."""
         # Others would compress what is left of an answer from all entries without an observation window.
-        if self._keeps_nothing:
-            return
         if request.body.full_cache and (self._reads_sparsely or not self._keeps_all):
             return
         self.read(request, caches, tokens)

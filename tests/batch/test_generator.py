@@ -21,7 +21,6 @@ POLICIES = [
     "snapkv:n_sink=4,budget=84,n_window=64,on_full=slide,lookahead=4",
     f"keydiff:budget=90,block=32 then {SNAPKV},budget=pyramid:50",
     "h2o:budget=48,block=16",
-    "kvzip:budget=60",
 ]
 
 

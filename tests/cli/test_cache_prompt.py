@@ -167,11 +167,6 @@ def test_what_is_foretold_of_a_text_is_of_no_answer(cache):
     assert re.match(r"300 of 6\d\d entries will be kept: KV memory", said)
 
 
-def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
-    file, err = cache("again.safetensors", "--policy", "kvzip:budget=75%")
-    assert "entries kept" in err and ask(file)[:2] == (0, book[2] + "\n")
-
-
 @pytest.mark.parametrize(
     "saved, options, message",
     [

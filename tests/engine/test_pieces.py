@@ -22,7 +22,6 @@ PAIR = 4 * 4  # bytes of float32 scores of 4 heads
 SNAPKV = {"policy": "snapkv:top_k=128,n_window=64"}
 WAYS = {
     "snapkv": (SNAPKV, 1e-4),
-    "kvzip": ({"policy": "kvzip:budget=256"}, 1e-4),
     "dense": ({"sparse": "top_k=128,read=dense"}, 1e-4),
     "sparse": ({"sparse": "top_k=128,read_top_k=128"}, 0.5),  # pieces choose for themselves
 }

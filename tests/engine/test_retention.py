@@ -38,7 +38,6 @@ WRONG = [
     ({"memory": "remember"}, "memory must be drop, recall"),
     ({"verify": "all", "memory": "recall:file", **SPARSE}, "with memory=recall:file they are not there"),
     ({"policy": "h2o:budget=64,schedule=once", "memory": "recall"}, "sums the attention of all queries"),
-    ({"policy": "kvzip:budget=64", "memory": "recall"}, "chooses once for all questions"),
     ({"policy": STAGES, "memory": "recall"}, f"^memory=recall keeps all entries, but .* {READS_ANY}"),
     ({"policy": "h2o:budget=64", "memory": "recall"}, f"h2o:budget=64 {READS_ANY} memory=drop$"),
 ]  # fmt: skip

@@ -16,7 +16,6 @@ FEW = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
 SNAPKV = f"{FEW},lookahead=4"
 MANY = "snapkv:budget=56,lookahead=4"  # voters, more than the window keeps
 VOTING = [SNAPKV, MANY, SNAPKV.replace("56", "pyramid:56")]
-ONCE = [*VOTING, "kvzip:budget=48,n_sink=2"]
 BLOCK = [
     "keydiff:budget=48,n_sink=2,block=16",
     "h2o:budget=48,n_sink=2,block=16",
@@ -61,7 +60,7 @@ def stepped(kept, tiny_model, tokens):
     )
 
 
-@pytest.mark.parametrize("policy, step", [*((p, 5) for p in ONCE), *((p, 500) for p in BLOCK)])
+@pytest.mark.parametrize("policy, step", [*((p, 5) for p in VOTING), *((p, 500) for p in BLOCK)])
 def test_prefill_in_other_chunks_keeps_the_same(kept, stepped, tiny_model, tokens, policy, step):
     found = kept(lambda: prefill(tiny_model, tokens.tolist(), policy, prefill_step_size=step))
     assert_same_entries(found, stepped(policy))

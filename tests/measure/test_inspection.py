@@ -114,16 +114,6 @@ def test_the_answer_looked_at_what_it_says(demo_llama, asked):
     assert found.kept.any(axis=(0, 1))[late[late >= 0]].all()
 
 
-def test_reading_again_is_not_taken_for_the_answer(demo_llama, asked):
-    model, tokenizer = demo_llama
-    tokens, fact = asked
-    found = inspect_prompt(model, tokenizer, tokens, 12, policy="kvzip:budget=25%")
-    assert found.answer.strip() == fact.value
-    # every token's own place is behind the prompt: what it gave to the answer grows from nothing
-    assert found.attended.own[0] == pytest.approx(0, abs=1e-6)
-    assert (found.attended.own[1:, -1] > 0).all()
-
-
 @pytest.mark.parametrize("prompt, n, told", [([], 1, "is empty"), ([1, 2], 0, "max_tokens")])
 def test_what_can_t_be_inspected_is_refused(demo_llama, prompt, n, told):
     with pytest.raises(SnapKVError, match=told):

@@ -10,13 +10,12 @@ import mlx_lm.models
 import numpy as np
 import pytest
 from attention_spy import calls_of, heads_read, read_and_spy, softmax_votes
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from model_configs import LAYERS, LLAMA4_ROPE, REFUSED_CONFIGS, config, make_model
 from request_helpers import plain, steps
 
-from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, KVzip, SnapKVCache, generate_step, prefill
+from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, SnapKVCache, generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers, members
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.models import REFUSED, SUPPORTED
@@ -26,15 +25,6 @@ from mlx_snapkv.policies import SnapKV
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
 SIZES = {"top_k": 6, "n_sink": 2, "n_window": 8, "obs_window": 8}
 POLICY = SnapKV(**SIZES, pool_kernel=1, lookahead=0, on_full="slide")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadAgain(KVzip):
-    repeats = 20
-
-
-READ_AGAIN = ReadAgain(budget=12, n_window=2)
-READ_ONCE = KeyDiff(budget=12, n_window=2, schedule="once")
 
 
 def add_adapters(model):
@@ -128,27 +118,6 @@ def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model):
     for _, logprobs in generate_step(TOKENS, model, max_tokens=15, **options):
         assert mx.all(mx.isfinite(logprobs)) and all(c.size() <= 22 for c in bounded(cache))
     assert len(bounded(cache)) == len(layers_of(model))
-
-
-def test_a_prompt_that_is_read_again_is_put_back(model):
-    """Linear states and sliding windows to the bit, and no entry is written over."""
-    caches = [prefill(model, TOKENS, policy)[0] for policy in (READ_AGAIN, READ_ONCE)]
-    layers = layers_of(model)
-    full = make_prompt_cache(model)
-    for chunk in (TOKENS[:-1], TOKENS[-1:]):  # as mlx-lm's loop feeds them
-        model(chunk[None], cache=full)
-    for layer in layers:
-        ours, keys = layer.cache_in(caches[0]), layer.cache_in(full).keys_and_values()[0]
-        assert ours.offset == TOKENS.size and ours.size() == READ_AGAIN.budget
-        held = ours.held()
-        wanted = mx.take_along_axis(keys, held.positions[..., None], axis=2)
-        assert mx.allclose(held.plain()[0], wanted, atol=1e-5)
-        for cache in caches:
-            layer.put(cache, None)
-    states = [[c.state for c in members(cache) if c is not None] for cache in caches]
-    ours, theirs = (dict(tree_flatten(state)) for state in states)
-    assert ours.keys() == theirs.keys()
-    assert all(mx.array_equal(x, theirs[n]) for n, x in ours.items() if isinstance(x, mx.array))
 
 
 def test_a_cache_whose_budget_is_not_reached_equals_mlx_lm(model):

@@ -16,7 +16,6 @@ REFUSED = [  # in the table's order
     ("sparse", {"kv_bits": 4}),
     ("keydiff", {"memory": "recall"}),
     ("h2o:schedule=once", {"memory": "recall"}),
-    ("kvzip", {"memory": "recall:4bit"}),
     ("sparse", {"draft_model": object()}),
     ("snapkv", {"memory": "recall:8bit", "draft_model": object()}),
     ("snapkv", {"verify": "all"}),

@@ -29,10 +29,6 @@ def test_a_request_is_served(name, way, tokens):
     """A hybrid model's, of policies that are asked for alone."""
     text, options = text_of(name, way), {"memory": "recall:file"} if way == "a book" else {}
     model = make_qwen() if way in ("once", "block") else make_llama()
-    if name == "kvzip" and way in ("block", "first stage", "a book"):
-        with pytest.raises(SnapKVError, match=r"kvzip (option schedule|reads the whole)"):
-            steps(model, tokens, policy=text, **options)
-        return
     policy, reports = resolve_policy(policy=text), []
     options = options | {"policy": policy, "on_report": reports.append}
     if way == "a book":

@@ -103,18 +103,6 @@ def test_a_system_prompt_is_read_once(document, memory):
             assert memory == "drop" or found == pytest.approx(logprobs, abs=1e-3)
 
 
-def test_what_is_read_again_as_a_whole_is_read_anew(document):
-    """Of a prompt whose beginning was known, kvzip could repeat but the rest."""
-    text, facts = document
-    system = {"role": "system", "content": text}
-    with serving(policy="kvzip:budget=50%,min_ctx=256", memory="drop") as served:
-        for fact in facts[:2]:
-            answer, cached, found = ask(served, [system, *talk(fact.question)])
-            assert answer == fact.value and cached == 0
-            assert found["mlx_snapkv"]["reason"] is None
-        assert served.metric('mlx_snapkv_kv_bytes{kind="prefixes"}') == 0
-
-
 def test_a_full_disk_is_no_mistake_of_the_client(caplog):
     body = {"messages": talk("The oak is quick. " * 200), "max_tokens": 4}
     with serving(memory="recall:file") as served:

@@ -111,7 +111,7 @@ def test_names_and_mistakes():
         "adakv:alpha=1 of snapkv": "unknown adakv option 'alpha'; known: safeguard",
         "adakv:safeguard=2 of snapkv": "safeguard must be 0 to 1, got 2",
         "fastgen:recovery=much": "recovery must be 0 to 1, got 'much'",
-        "adakv of kvzip": "chooses from full caches",
+        "adakv of h2o:schedule=once": "chooses from full caches",
         "adakv of keydiff:budget=8000 then snapkv": "needs one policy",
     }.items():
         with pytest.raises(SnapKVError, match=words):
