@@ -21,7 +21,7 @@ N_TOKENS, N_ANSWER = 250, 4
 ALWAYS = "n_sink=4,n_window=32,lookahead=4"
 # One of each kind that layers or heads elsewhere matter to, and one in blocks that they don't.
 POLICIES = {
-    "shared": f"snapkv:budget=96,{ALWAYS},heads=shared",
+    "snapkv": f"snapkv:budget=96,{ALWAYS}",
     "pyramid": f"snapkv:budget=pyramid:96,{ALWAYS}",
     "tova": "tova:budget=96,block=96",
     "random": "random:budget=96,block=96",
@@ -29,7 +29,7 @@ POLICIES = {
 }
 # By name, how an answer is decoded.
 ANSWERS = {
-    "recall": {"policy": POLICIES["shared"], "memory": "recall"},
+    "recall": {"policy": POLICIES["snapkv"], "memory": "recall"},
     "sparse": {"sparse": "budget=96,n_window=32"},
     "verify": {"sparse": "budget=96,n_window=32", "verify": "all"},
     "bits": {"policy": POLICIES["tova"], "kv_bits": 8},

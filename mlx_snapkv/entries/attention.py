@@ -93,25 +93,6 @@ def attention_weights(keys: Keys, observed: Queries) -> mx.array:
     return (weights * share[..., None]).reshape(*observed.heads.shape[:3], -1)
 
 
-def shared_logits(keys: Keys, observed: Queries) -> mx.array:
-    """One score for all heads of a layer: `(B, n_kv_heads, T)` float32.
-
-    Queries averaged over each GQA group, then the highest logit over KV heads and queries.
-    """
-    B, H, T, _ = keys.shape
-
-    def mean(heads: mx.array) -> mx.array:
-        return mx.unflatten(heads.astype(mx.float32), 1, (H, -1)).mean(axis=2)
-
-    observed = observed.of(mean)
-    queries = _grouped(keys, observed)
-    scores: list[mx.array] = []
-    for span in _spans(observed, T, _block(queries)):
-        logits = _logits(keys, observed, queries, span, scores[-1:])
-        scores.append(logits.max(axis=(1, 2)))
-    return mx.broadcast_to(mx.concatenate(scores, axis=-1)[:, None] / LOG2_E, (B, H, T))
-
-
 def _weights(keys: Keys, observed: Queries, block: int) -> tuple[mx.array, mx.array]:
     """All weights `(B, n_kv_heads, group * n, T)`, and their factor `(B, n_kv_heads, group * n)` to be a softmax."""
     queries, T = _grouped(keys, observed), keys.shape[2]

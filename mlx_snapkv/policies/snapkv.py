@@ -5,7 +5,6 @@ from functools import reduce
 
 import mlx.core as mx
 
-from ..entries.attention import shared_logits
 from ..entries.entries import Entries
 from ..errors import SnapKVError
 from .base import Policy
@@ -35,8 +34,6 @@ class SnapKV(Policy):
             before them, averaged over the entry and the `pool_kernel - 1` entries before it. A model that looks a value
             up attends to the words before the value and reads on from there. Entries that all queries attend to, such
             as line breaks, have no contrast.
-        heads: "per_head" ranks the entries of every KV head separately, as in the paper; "shared" keeps one set for
-            all heads, by the highest logit over heads and queries.
         lookahead: number of answer tokens that are decoded on all entries before the compression and whose queries
             also vote.
         min_ctx: shorter prompts are not compressed.
@@ -65,7 +62,6 @@ class SnapKV(Policy):
     min_ctx: int = 0  # type: ignore[misc]
     prefill_chunk: int | None = count(None, least=1)  # type: ignore[misc]
     pool: str = choice("forward", "avg", "max")
-    heads: str = choice("per_head", "shared")
     lookahead: int = count(0, most=256)  # type: ignore[misc]
     on_full: str = choice(*ON_FULL)  # type: ignore[misc]
     schedule: str = "once"  # type: ignore[misc]
@@ -108,10 +104,7 @@ class SnapKV(Policy):
         With pool="forward" they are means over the queries, else sums.
         """
         forward = self.pool == "forward"
-        if self.heads == "shared":
-            votes = entries.layer.heads.max(shared_logits(entries.blocks(), entries.voters))
-            to_pool = [votes]
-        elif forward:
+        if forward:
             votes, to_pool = mean_and_contrasts(entries)
         else:
             votes, to_pool = entries.votes, [entries.votes]

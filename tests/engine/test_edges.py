@@ -25,7 +25,7 @@ SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3"
 FEW = f"snapkv:budget=6,{SMALL}"
 SNAPKV = f"{FEW},lookahead=4"
 SHORT = [
-    f"{SNAPKV},on_full=slide,heads=shared",
+    f"{SNAPKV},on_full=slide",
     "snapkv:budget=3,n_sink=0,lookahead=4",
     f"{FEW},lookahead=9",
     f"snapkv:budget=pyramid:8,{SMALL},lookahead=4",

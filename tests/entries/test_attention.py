@@ -9,7 +9,7 @@ from entry_helpers import asked, computing, make_entries, normal, votes_of
 from mlx_snapkv import KeyDiff, KeyNorm
 from mlx_snapkv.entries import attention as votes
 from mlx_snapkv.entries import device
-from mlx_snapkv.entries.attention import KeyBlocks, attention_votes, shared_logits
+from mlx_snapkv.entries.attention import KeyBlocks, attention_votes
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Pages, Queries
@@ -29,18 +29,11 @@ def test_equals_the_float64_reference(shape, sinks, blocks, kind, monkeypatch):
     if blocks:
         computing(monkeypatch, held_bytes=0, block_bytes=1)
     entries = make_entries(**shape)
-    observed = entries.observed = dataclasses.replace(entries.observed, sinks=sinks)
-    (B, H, T, D), wanted = entries.keys.shape, reference.weights(*asked(entries), sinks)
+    entries.observed = dataclasses.replace(entries.observed, sinks=sinks)
+    wanted = reference.weights(*asked(entries), sinks)
     assert entries.votes.dtype == mx.float32
     assert np.allclose(entries.votes, votes_of(entries), atol=1e-5)
     assert np.allclose(entries.attention, wanted, atol=1e-5)
-    # The highest logit over heads and queries, these averaged over a group.
-    queries, keys, *_ = asked(entries)
-    mean = np.asarray(queries, np.float64).reshape(B, H, -1, len(observed.places), D).mean(2)
-    logits = np.einsum("bhid,bhtd->bhit", mean, keys) * observed.scale
-    seen = np.arange(T) <= np.array(observed.places)[:, None]
-    wanted = np.where(seen, logits, -np.inf).max((1, 2))[:, None].repeat(H, 1)
-    assert np.allclose(shared_logits(entries.keys, observed), wanted, atol=1e-5)
 
 
 def seen_otherwise(page):
@@ -76,12 +69,11 @@ def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monk
     (32, lambda entries: entries.votes),
     (32, lambda entries: (entries.latest_votes(5), entries.votes)),
     (32, lambda entries: entries.above_average),
-    (32, lambda entries: shared_logits(entries.keys, entries.observed)),
     (8, lambda entries: Entries(entries.keys, None, entries.observed.latest(2)).attention),
     (32, lambda entries: entries.packed(Quantization(4, 64)).votes),
     (32, KeyNorm(budget=9).score),
     (32, KeyDiff(budget=9).score),
-], ids=["votes", "latest", "above average", "shared", "attention", "4 bits", "key norm", "keydiff"])  # fmt: skip
+], ids=["votes", "latest", "above average", "attention", "4 bits", "key norm", "keydiff"])  # fmt: skip
 def test_no_float32_copy_of_all_keys_is_made(n_heads, found):
     T = 32_768
     keys = mx.random.normal((1, 8, T, 64)).astype(mx.bfloat16)
