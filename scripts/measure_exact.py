@@ -47,7 +47,7 @@ COLUMNS = {
 def small_caches(model, full: list, share: int, n: int) -> list:
     """Caches whose tokens choose 1/`share` of the full caches' entries, and see the rest by its means."""
     sparse = Sparse(budget=f"{100 / share}%")
-    contender = Contender("drafts", sparse.quotas(n, 1)[0].entries, sparse)
+    contender = Contender("drafts", sparse.quota(n).entries, sparse)
     small = make_prompt_cache(model)
     for layer in attention_layers(model, small):
         entries = layer.cache_in(full).keys_and_values()

@@ -45,7 +45,5 @@ SPECS = [spec(name, schedule) for name, cls in POLICIES.items() for schedule in 
 SPECS += [
     f"{KEYDIFF} then snapkv:budget=24,n_sink=2,n_window=8,obs_window=8",
     f"{spec('h2o', 'block')} then tova:budget=30,block=8",
-    "h2o:budget=pyramid:40,block=16",
-    "keydiff:budget=pyramid:40,schedule=once,n_window=8",
     f"{SNAPKV},on_full=slide",
 ]

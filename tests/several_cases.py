@@ -22,7 +22,6 @@ ALWAYS = "n_sink=4,n_window=32,lookahead=4"
 # One of each kind that layers or heads elsewhere matter to, and one in blocks that they don't.
 POLICIES = {
     "snapkv": f"snapkv:budget=96,{ALWAYS}",
-    "pyramid": f"snapkv:budget=pyramid:96,{ALWAYS}",
     "tova": "tova:budget=96,block=96",
     "random": "random:budget=96,block=96",
     "stages": "keydiff:budget=192,block=96 then snapkv:budget=80,n_sink=4,n_window=32",

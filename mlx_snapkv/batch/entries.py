@@ -227,10 +227,7 @@ class BatchedEntries(Batched, Quantised):
         """Of requests that share the arrays, and mlx-lm's one mask for all layers."""
         member, how = self.members[0], self.quantization
         n, fixed = member.n_after_next, member.n_after_next == member.n_entries
-        if member.uniform:
-            return fixed, n.bit_length(), how
-        # Padded layers of different lengths would need a mask each.
-        return fixed, n if fixed else id(member), how
+        return fixed, n.bit_length(), how
 
     def extend(self, other: BatchedEntries) -> None:
         super().extend(other)

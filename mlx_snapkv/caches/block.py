@@ -180,7 +180,6 @@ class BlockKVCache(EvictingCache):
             return None
         if not return_array:
             return "causal"
-        self._require_uniform()
         n = min(self._n, self.quota.entries) if self.is_due(N) else self._n
         return create_causal_mask(N, n)
 

@@ -33,7 +33,6 @@ class LayerCache(ABC):
     quantization: Quantization | None = None  # how the entries are stored; None is plain
     store: Store | None = None  # where all entries are kept between turns, if they are
     is_compressed: bool = False  # entries were chosen from, or are going to be
-    uniform: bool = True  # all layers hold equally many entries: mlx-lm makes one mask for all
     observes: bool = False  # it records queries to come: the attention class must be patched
     chooses: bool = False  # tokens that come together choose together what they read
     stacks: bool = False  # a batch holds its entries in one array with others', a slot each, and asks where each goes

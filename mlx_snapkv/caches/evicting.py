@@ -189,14 +189,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         newest = mx.broadcast_to(newest, (*self._heads, n))
         return newest if kept is None else mx.concatenate([kept, newest], axis=2)
 
-    def _require_uniform(self) -> None:
-        """Raises: SnapKVError: this cache's mask fits no other layer's."""
-        if not self.uniform:
-            raise SnapKVError(
-                "this model makes one mask for all layers, so they must keep equally many entries: "
-                "give budget as a number or a share"
-            )
-
     def _rows(self, **more: Any) -> Entries:
         return Entries(
             *self.keys_and_values(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ from ..errors import Option, OptionError, UnsupportedModelError
 from ..models import attentions, type_of
 from ..models.family import AttentionFamily
 from ..models.rope import mean_rotation, turn, undo_rope
-from ..policies.budgets import Quota
 from ..several.ranks import ALONE, Ranks
 from ..several.shard import WHOLE, Shard, shard_of
 from .adapter import has_all_entries, layer_cache
@@ -187,14 +185,6 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
     if quantization.group_size not in fitting:
         allowed = f"one of {fitting} for heads of size {sorted(sizes)}"
         raise OptionError("kv_group_size", allowed, quantization.group_size)
-
-
-def quotas_of(
-    layers: list[AttentionLayer], quotas: Callable[[int, int], list[Quota]], n_prompt: int
-) -> list[Quota]:
-    """What each of `layers` may hold of a prompt of `n_prompt` tokens."""
-    by_number = quotas(n_prompt, layers[0].n_layers)
-    return [by_number[layer.number] for layer in layers]
 
 
 def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:

@@ -1,7 +1,5 @@
 """The decoding cache of a compressed prompt: pinned entries, and those of the newest tokens."""
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
@@ -142,7 +140,7 @@ class SnapKVCache(EvictingCache):
     def _flushes(self, L: int) -> bool:
         """Whether the pending tokens move into the window before an update of `L`."""
         full = L == 1 or self._n + L > self.n_keep + SLACK
-        return self._mark is None and (full or not self.uniform)
+        return self._mark is None and full
 
     def _flush(self) -> None:
         """Write the pending tokens over the window's oldest entries."""
@@ -175,22 +173,9 @@ class SnapKVCache(EvictingCache):
         if self._flushes(N):
             m, oldest = min(m, w), (oldest + max(0, m - w)) % w
         all_seen = m + N <= w or (N == 1 and m == w and self._mark is None)
-        all_seen |= not (self.uniform or return_array)
         if all_seen and (N == 1 or not return_array):
             return None if N == 1 else "causal"
-        if return_array:
-            self._require_uniform()
         return visible(p, m, w, N, oldest)
-
-    def hide(self, queries: mx.array, keys: Any, mask: Any) -> Any:
-        """The mask of the newest queries `(B, n_heads, L, head_dim)`, for a patched attention class.
-
-        Where layers differ in entries, `mask`, one for all, shows an update's tokens what earlier ones overwrite.
-        """
-        L = queries.shape[2]
-        m = self._n - self.n_pin - L
-        hides = not self.uniform and m + L > self.n_window
-        return visible(self.n_pin, m, self.n_window, L, self._oldest) if hides else mask
 
     def _n_free(self) -> int:
         return self._newest

@@ -86,7 +86,7 @@ def bench(*, options: BenchOptions) -> None:
     model, policies = options.model, options.methods()
     all_lengths = [*options.context, *options.prompt_tokens, *options.long_prompts]
     for policy, n in product(policies, all_lengths):
-        policy.prefill_quotas(n, 1)  # which finds mistakes
+        policy.prefill_quota(n)  # which finds mistakes
     endings = ".json", ".md", ".png"
     files = None if options.output is None else ResultFiles(options.output, endings)
     listen()

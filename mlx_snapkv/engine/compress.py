@@ -123,14 +123,13 @@ def choose_entries(
         queries: as of `compress_prompt_cache`.
     """
 
-    def scored(layer: AttentionLayer, quota: Quota) -> Scored:
+    def scored(layer: AttentionLayer) -> Scored:
         entries, _ = competing(layer, caches, plan, queries)
-        found = score(entries, plan.decode_policy, quota)
+        found = score(entries, plan.decode_policy, plan.decode_quota)
         entries.release()
         return found
 
-    quotas = plan.decode_quotas
-    chosen = map(choose, map(scored, layers, quotas), quotas)
+    chosen = (choose(scored(layer), plan.decode_quota) for layer in layers)
     return layers[0].shard.ranks.agreed(lambda: list(chosen), SnapKVError)
 
 
@@ -186,11 +185,8 @@ def put_chosen(
 
     The full entries of each layer that nobody else holds are freed at once.
     """
-    uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
     for layer, choice in zip(layers, choices):
-        cache = _small_cache(layer, full, plan, choice, on_kept)
-        cache.uniform = uniform
-        layer.put(small, cache)
+        layer.put(small, _small_cache(layer, full, plan, choice, on_kept))
 
 
 def _small_cache(

@@ -166,12 +166,6 @@ def _refuse(role: str, model, caches: list) -> None:
 def _require_exact(plan: Plan, num_draft: int) -> None:
     """Refuse policies whose entries would not be those of decoding token by token."""
     decode_policy = plan.decode_policy
-    if len({quota.entries for quota in plan.decode_quotas}) > 1:
-        raise SnapKVError(
-            "a draft model needs a policy that keeps equally many entries in every layer: give budget as a number or a "
-            "share, or drop {}",
-            Option("draft_model"),
-        )
     if decode_policy.schedule == "once":
         return
     if num_draft >= decode_policy.block:

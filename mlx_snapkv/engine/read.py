@@ -47,18 +47,15 @@ def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: li
 def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
     """Copies that begin with the entries of earlier turns: the new tokens' queries vote over these and their own."""
     caches = copies_but_entries(prompt_cache, layers)
-    held = {layer.entries_in(prompt_cache).n_entries for layer in layers}
-    uniform = len(set(plan.prefill_quotas)) == len(held) == 1
     n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held
     accumulates, once = plan.options.accumulates_attention, not plan.options.reads_in_blocks
-    for layer, quota in zip(layers, plan.prefill_quotas):
+    for layer in layers:
         cache: LayerCache
         if once and not accumulates and not plan.n_held:
             cache = RecordingKVCache(plan.first, plan.last, n_new, layer)
             cache.statistics_from = plan.statistics_from
         else:
-            cache = _block_cache(plan, layer, prompt_cache, quota, n_new)
-            cache.uniform = uniform
+            cache = _block_cache(plan, layer, prompt_cache, n_new)
         layer.put(caches, cache)
     return caches
 
@@ -67,11 +64,11 @@ def _block_cache(
     plan: Plan,
     layer: AttentionLayer,
     prompt_cache: list,
-    quota: Quota,
     n_new: int,
 ) -> BlockKVCache:
     """A cache for `n_new` tokens whose entries are evicted, or counted, or come after those of an earlier turn."""
-    policy, once = plan.prefill_policy, not plan.options.reads_in_blocks
+    policy, quota = plan.prefill_policy, plan.prefill_quota
+    once = not plan.options.reads_in_blocks
     before = layer.cache_in(prompt_cache)
     entries = layer.entries_in(prompt_cache).held() if plan.n_held else None
     expected = n_new

@@ -106,8 +106,8 @@ class SparseMode:
         n = self.layers[0].cache_in(self._prompt_cache).offset - latest.shape[1]
         shared, rereads = self._shared(n)
         report.entries_kept, report.attention_share = [None] * len(caches), [None] * len(caches)
-        for layer, quota, again in zip(self.layers, self.plan.decode_quotas, rereads):
-            cache = SparseKVCache(self._ranking(layer, quota, shared, n), again)
+        for layer, again in zip(self.layers, rereads):
+            cache = SparseKVCache(self._ranking(layer, self.plan.decode_quota, shared, n), again)
             layer.put(caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
@@ -165,7 +165,7 @@ class SparseMode:
     def _shared(self, n: int) -> tuple[mx.array | None, list[Reread | None]]:
         """Positions, among an answer's first `n` entries, that all heads read beyond the trained length, and what each
         layer has of them when their tokens are read again."""
-        quota, shared = self.plan.decode_quotas[0], None
+        quota, shared = self.plan.decode_quota, None
         if self.plan.compacted_to is not None:
             shared = most_attended(self.layers, quota, n, self._voted)
         if shared is None:
@@ -178,7 +178,7 @@ class SparseMode:
         """A layer's entries, with the prompt's last queries as they vote for those that a token reads."""
         view = self.full_view(layer)
         entries = view.voted_by(self._voters(layer, view))
-        entries.budget = max(self.plan.decode_quotas[0].entries, device.used.exact_votes)
+        entries.budget = max(self.plan.decode_quota.entries, device.used.exact_votes)
         return entries
 
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:

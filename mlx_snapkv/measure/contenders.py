@@ -52,7 +52,7 @@ class Contender:
             cache.update_and_fetch(keys, values)
             return cache if self.bits is None else cache.to_quantized(self.group_size, self.bits)
         _, policy = self.policy.stages
-        (quota,) = policy.quotas(context, 1)
+        quota = policy.quota(context)
         if self.is_sparse:
             everything = FullView([MemoryStore(cache=full_cache(entries))], layer)
             everything.index = everything.make_index(None)
@@ -87,7 +87,7 @@ def random_prompt(n_tokens: int) -> mx.array:
 def compressed(context: int, policies: list[Method | Stages]) -> list[Contender]:
     """The policies that drop entries of a prompt of `context` tokens."""
     return [
-        Contender(str(policy), policy.stages[1].quotas(context, 1)[0].entries, policy)
+        Contender(str(policy), policy.stages[1].quota(context).entries, policy)
         for policy in policies
         if policy.min_ctx <= context and not policy.fits(context)
     ]

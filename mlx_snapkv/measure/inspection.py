@@ -205,7 +205,7 @@ def _inspection(
     end = spans[n - 1][1]
     sentences: tuple[Sentence, ...] = ()
     if policy is not None and recorder.kept:
-        counts = recorder.counts(policy.stages[1].quotas(n, len(layers)))
+        counts = recorder.counts(policy.stages[1].quota(n))
         special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         sentences = ranked(whole[:end], spans[:n], special, counts, bool(recorder.votes))
     with_entries = [layer.index for layer in layers]

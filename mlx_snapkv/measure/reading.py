@@ -226,15 +226,12 @@ def read_sparsely(
 def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
     """Logits `(n, vocab_size)` after each of `n` known tokens, as if they came one by one; the cache holds them then.
 
-    That is one call of the model, or one between two evictions, and one for each token where layers hold different
-    numbers of entries and have to share a mask, or tokens choose what they read.
+    That is one call of the model, or one between two evictions, and one for each token where tokens choose what they
+    read.
     """
     layers = attention_layers(model, prompt_cache)
     caches = [layer.entries_in(prompt_cache) for layer in layers]
-    alike = all(cache.uniform for cache in caches)
-    masked = all(layer.family.asks_to_hide and not layer.borrowers for layer in layers)
-    chooses = any(cache.chooses for cache in caches)
-    at_once = len(tokens) if (alike or masked) and not chooses else 1
+    at_once = 1 if any(cache.chooses for cache in caches) else len(tokens)
     pieces = [list(tokens[i : i + at_once]) for i in range(0, len(tokens), at_once)]
     going_on = one_by_one(model, prompt_cache)
     with recording(attention_classes(model)):

@@ -113,14 +113,14 @@ class Recorder:
             layer[: rows.shape[0], : rows.shape[1]] = rows
         return found
 
-    def counts(self, quotas: list[Quota]) -> np.ndarray:
-        """What `ranked` needs of every token, `(5, n_tokens)`, if the layers were to keep `quotas`.
+    def counts(self, quota: Quota) -> np.ndarray:
+        """Return what `ranked` needs of every token, `(5, n_tokens)`, if the layers were to keep `quota`.
 
         A head has the choice unless it keeps the token anyway, as one of the first or most recent entries.
         """
         n = self._n_prompt
         counts = np.zeros((5, n))
-        for number, (quota, n_heads) in enumerate(zip(quotas, self.n_heads, strict=True)):
+        for number, n_heads in enumerate(self.n_heads):
             positions = self.kept[number].ravel()
             weights = self.votes.get(number, np.zeros(positions.size)).ravel()
             kept, votes = (np.bincount(positions, w, minlength=n) for w in (None, weights))

@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -130,7 +129,7 @@ class Footprint:
         self.quantization = self.config.quantization
         if self.config.policy is not None and self.sizes.refusal is not None:
             raise self.sizes.refusal
-        self.row_bytes = self.sizes.of_token(self.quantization)
+        self.row_bytes = sum(self.sizes.of_token(self.quantization))  # of a token's entries
 
     def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
         """A request's on an empty cache: of a prefix that is there when it starts, nobody knows yet.
@@ -152,8 +151,8 @@ class Footprint:
             return Need(0, n_prompt * size, whole * size + rest)
         last = plan.decode_policy
         chosen = self.kept(plan)
-        grown = [_grown(n, last, max_tokens) for n in chosen]
-        kept, held = total_bytes(self.row_bytes, chosen), total_bytes(self.row_bytes, grown)
+        kept = self.row_bytes * chosen
+        held = self.row_bytes * _grown(chosen, last, max_tokens)
         stored = self.stored(n_prompt + max_tokens)
         # Entries that go to where they stay have gone there before the answer's first token chooses.
         gone = plan.sparse_reading is not None and self.config.memory != "recall"
@@ -192,9 +191,9 @@ class Footprint:
         """Of `n` tokens, those whose codes and means are in memory: where entries are in files, not all."""
         return min(n, RESIDENT + BLOCK) if in_files(self.config.memory) else n
 
-    def kept(self, plan: Plan) -> list[int]:
-        """By layer whose entries the policy chooses, how many the answer is decoded from."""
-        return [min(plan.n_prompt, quota.entries) for quota in plan.decode_quotas]
+    def kept(self, plan: Plan) -> int:
+        """Return how many entries the answer is decoded from in each layer whose entries the policy chooses."""
+        return min(plan.n_prompt, plan.decode_quota.entries)
 
     def bytes_read(self, plan: Plan) -> int:
         """Of the entries that the policy chooses, while its prompt is read: where it evicts they are quantised."""
@@ -205,22 +204,17 @@ class Footprint:
             if self.config.memory == "recall":
                 return stay
             return stay + reading.n_before * sum(self.sizes.of_token())
-        sizes = self.row_bytes if self.config.reads_in_blocks else self.sizes.of_token()
-        return total_bytes(sizes, self.rows_read(plan))
+        size = self.row_bytes if self.config.reads_in_blocks else sum(self.sizes.of_token())
+        return size * self.rows_read(plan)
 
-    def rows_read(self, plan: Plan) -> list[int]:
-        """By layer whose entries the policy chooses, how many its prompt is read with."""
+    def rows_read(self, plan: Plan) -> int:
+        """Return how many entries the prompt is read with in each layer whose entries the policy chooses."""
         more = max(plan.prefill_policy.block, plan.n_ahead + 1)
-        most = plan.n_prompt + plan.n_ahead + 1
-        return [min(most, quota.entries + more) for quota in plan.prefill_quotas]
+        return min(plan.n_prompt + plan.n_ahead + 1, plan.prefill_quota.entries + more)
 
 
 def weight_bytes(model) -> int:
     return sum(x.nbytes for _, x in cast(list, tree_flatten(model.parameters())))
-
-
-def total_bytes(sizes: Iterable[int], counts: Iterable[int]) -> int:
-    return sum(size * n for size, n in zip(sizes, counts))
 
 
 def window_of(cache: Any) -> int | None:

@@ -8,7 +8,7 @@ from ..policies import Method, Stages
 from ..policies.sparse import LAST, SHARE
 from .auto import AutoRequest, recommended, worth_comparing
 from .config import RETENTION, CompressionConfig
-from .footprint import EntrySizes, Footprint, total_bytes
+from .footprint import EntrySizes, Footprint
 from .machine import this_machine
 from .memory_plan import Planner
 from .request_plan import Plan, plan_request
@@ -117,8 +117,7 @@ def _where_stored(sizes: EntrySizes, memory: str, n: int) -> str:
 def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
     """What will be kept of a prompt, or read, whose entries take so many bytes `before`."""
     n, kept, last, sizes = plan.n_prompt, footprint.kept(plan), plan.decode_policy, footprint.sizes
-    least, most = min(kept), max(kept)
-    count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
+    count = f"{kept:,}"
     if plan.options.is_sparse:
         stay = f"all of them stay in {_where_stored(sizes, plan.options.memory, n)}"
         if plan.sparse_reading is None or (most := plan.sparse_reading.reach.most) >= n:
@@ -132,7 +131,7 @@ def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
     if plan.options.retains:
         return f"the answer will read {count} of {n:,} entries{since}; all of them stay"
     beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
-    after = total_bytes(footprint.row_bytes, [k + beside for k in kept]) + n * sum(sizes.plain)
+    after = footprint.row_bytes * (kept + beside) + n * sum(sizes.plain)
     saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"
     room = f", room for a block of {beside:,} included" if beside else ""
     return f"{count} of {n:,} entries will be kept{since}: {saved}{room}"

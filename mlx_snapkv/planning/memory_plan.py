@@ -16,7 +16,7 @@ from ..models.rope import trained_length
 from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_method
 from ..policies.budgets import UNLIMITED
 from .config import CompressionConfig
-from .footprint import EntrySizes, Footprint, Need, total_bytes, weight_bytes
+from .footprint import EntrySizes, Footprint, Need, weight_bytes
 from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, SparseReading, plan_request
 from .scores import scores_limit
@@ -160,7 +160,7 @@ class Planner:
                 for end, bits in ends
             )
         in_blocks = plan.options.reads_in_blocks
-        most, chunk = max(footprint.rows_read(plan)), min(n, plan.chunk_size(self._step_size))
+        most, chunk = footprint.rows_read(plan), min(n, plan.chunk_size(self._step_size))
         entries = footprint.bytes_read(plan) + sum(self._sizes.plain) * _rows(n)
         if in_blocks:
             entries += int(EVICTED * self._widest * most)
@@ -178,10 +178,10 @@ class Planner:
 
     def _choosing(self, footprint: Footprint, plan: Plan) -> int:
         """The most in use while a policy chooses among a layer's entries; all entries read are there until then."""
-        sizes, rows = self._sizes, footprint.rows_read(plan)
+        sizes, most = self._sizes, footprint.rows_read(plan)
         if self._max_tokens < plan.n_ahead:  # the answer ends before
             return 0
-        heads, most = self._heads, max(rows)
+        heads = self._heads
         entries = footprint.bytes_read(plan) + sum(sizes.plain) * _rows(plan.n_prompt)
         entries += self._widest * most  # a layer's, in order
         entries += self._recalled(footprint, plan.n_prompt)
@@ -213,13 +213,12 @@ class Planner:
             seen = n_prompt
         else:
             kept, last = footprint.kept(plan), plan.decode_policy
-            grown = [n + _added(last, n, self._max_tokens) for n in kept]
-            entries = total_bytes(footprint.row_bytes, grown)
+            entries = footprint.row_bytes * (kept + _added(last, kept, self._max_tokens))
             if plan.options.retains:
                 entries += self._recalled(footprint, n_prompt + self._max_tokens)
                 entries += footprint.means(plan)
             entries += sum(sizes.plain) * (n_prompt + _added(last, n_prompt, self._max_tokens))
-            seen = max((*kept, n_prompt) if sizes.plain else kept)
+            seen = max(kept, n_prompt) if sizes.plain else kept
         held = max(x.held(1, n_prompt, seen) for x in self._shapes)
         logits = 3 * 4 * self._vocabulary  # as they are, normalised, and what is sampled from
         return entries + sizes.rest(n_prompt + self._max_tokens, self._step_size) + logits + held

@@ -11,7 +11,7 @@ from ..caches.layers import members
 from ..entries import device
 from ..errors import OptionError, SnapKVError
 from ..policies import Method, Stages
-from ..policies.budgets import is_share, is_whole
+from ..policies.budgets import is_whole
 
 ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
 
@@ -54,7 +54,7 @@ def plan_prompt(policy: Method | Stages, n_prompt: int) -> PromptPlan:
     _, decode_policy = policy.stages
     n_voters = decode_policy.obs_window
     if policy.reads_in_blocks:
-        n_voters = min(n_voters, max(1, policy.prefill_quotas(n_prompt, 1)[0].n_window))
+        n_voters = min(n_voters, max(1, policy.prefill_quota(n_prompt).n_window))
     return PromptPlan(n_prompt, max(0, n_prompt - n_voters), n_prompt + decode_policy.lookahead)
 
 
@@ -75,9 +75,9 @@ def gate(
             f"the prompt's {n_prompt} tokens are below min_ctx={policy.min_ctx}; "
             "set min_ctx=0 to force compression"
         )
-    if any(is_share(stage.budget) for stage in policy.stages):
+    if any(isinstance(stage.budget, str) for stage in policy.stages):
         try:
-            policy.prefill_quotas(n_prompt, 1)
+            policy.prefill_quota(n_prompt)
         except SnapKVError as error:
             return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
     answer_fits = max_tokens >= 0 and policy.fits(n_prompt + max_tokens)
@@ -88,7 +88,7 @@ def gate(
 def fits_reason(n: int, policy: Method | Stages) -> str:
     prefill_policy, _ = policy.stages
     parts = " (n_sink + top_k + n_window)" if prefill_policy.name == "snapkv" else ""
-    budget = prefill_policy.budget or prefill_policy.quotas(n, 1)[0].entries
+    budget = prefill_policy.budget or prefill_policy.quota(n).entries
     purpose = "compress" if prefill_policy.evicts else "read fewer"
     return f"the prompt's {n} entries fit the budget of {budget}{parts}; lower it to {purpose}"
 

@@ -14,7 +14,6 @@ from ..caches.layers import (
     attention_layers,
     held_tokens,
     is_compressed,
-    quotas_of,
     require_quantizable,
 )
 from ..caches.matching import n_tokens
@@ -61,8 +60,8 @@ class Plan(PromptPlan):
         reason: why the prompt is left to mlx-lm as it is, as its report says; None if it is not. What follows is then
             empty.
         n_new: tokens to read, after those of earlier turns.
-        prefill_quotas: by full-attention layer, what it holds while the prompt is read.
-        decode_quotas: by full-attention layer, what the answer is decoded from, or reads.
+        prefill_quota: what each full-attention layer holds while the prompt is read.
+        decode_quota: what the answer is decoded from, or reads, in each full-attention layer.
         compaction: to what positions are compacted, if they are.
         sparse_reading: how chunks of the prompt choose what they read, if they do.
     """
@@ -70,8 +69,8 @@ class Plan(PromptPlan):
     options: CompressionConfig
     reason: str | None = None
     n_new: int = 0
-    prefill_quotas: tuple[Quota, ...] = ()
-    decode_quotas: tuple[Quota, ...] = ()
+    prefill_quota: Quota = None  # type: ignore[assignment]  # a value unless there is a reason
+    decode_quota: Quota = None  # type: ignore[assignment]
     compaction: Compaction | None = None
     sparse_reading: SparseReading | None = None
 
@@ -198,15 +197,15 @@ def plan_compression(
 ) -> Plan:
     """How caches of `n_prompt` tokens that were read by others are compressed, by the queries that come with them."""
     policy: Any = options.policy
-    quotas = tuple(quotas_of(layers, policy.stages[1].quotas, n_prompt))
-    fits = all(n_prompt <= quota.entries for quota in quotas)
+    quota = policy.stages[1].quota(n_prompt)
+    fits = n_prompt <= quota.entries
     return Plan(
         n_prompt=n_prompt,
         first=n_prompt,
         last=n_prompt,
         options=options,
         reason=fits_reason(n_prompt, policy.stages[1]) if fits else None,
-        decode_quotas=quotas,
+        decode_quota=quota,
     )
 
 
@@ -241,20 +240,18 @@ def _planned(
         **vars(voters),
         options=options,
         n_new=n_new,
-        prefill_quotas=tuple(quotas_of(layers, policy.prefill_quotas, n_prompt)),
-        decode_quotas=tuple(quotas_of(layers, policy.stages[1].quotas, n_prompt)),
+        prefill_quota=policy.prefill_quota(n_prompt),
+        decode_quota=policy.stages[1].quota(n_prompt),
         compaction=options.compaction(model, n_prompt),
     )
     if not options.is_sparse:
         return plan
-    most = _most_at_once(plan)
-    quotas = (
-        Quota(min(q.entries, most), q.n_sink, q.n_window).shrunk() for q in plan.decode_quotas
-    )
+    most, quota = _most_at_once(plan), plan.decode_quota
+    quota = replace(quota, entries=min(quota.entries, most)).shrunk()
     reading = None
     if policy.reads_little:
         reading = _sparse_reading(plan, most, _cheap_entries(model, policy, layers))
-    return replace(plan, decode_quotas=tuple(quotas), sparse_reading=reading)
+    return replace(plan, decode_quota=quota, sparse_reading=reading)
 
 
 def _most_at_once(plan: Plan) -> int:

@@ -65,14 +65,11 @@ class Stages:
     def fits(self, n_prompt: int) -> bool:
         return all(stage.fits(n_prompt) for stage in self.stages)
 
-    def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """What each full-attention layer keeps while the prompt is read."""
-        wanted = self.decode_policy.quotas(n_prompt, n_layers)
-        own = self.prefill_policy.quotas(n_prompt, n_layers)
-        return [
-            Quota(mine.entries, max(mine.n_sink, n.n_sink), max(mine.n_window, n.n_window)).shrunk()
-            for mine, n in zip(own, wanted)
-        ]
+    def prefill_quota(self, n_prompt: int) -> Quota:
+        """Return what each full-attention layer keeps while the prompt is read."""
+        wanted, own = self.decode_policy.quota(n_prompt), self.prefill_policy.quota(n_prompt)
+        n_sink, n_window = max(own.n_sink, wanted.n_sink), max(own.n_window, wanted.n_window)
+        return Quota(own.entries, n_sink, n_window).shrunk()
 
     def __str__(self) -> str:
         return f"{self.prefill_policy}{THEN}{self.decode_policy}"

@@ -20,8 +20,7 @@ class Policy(Method, ABC):
     """Base of the policies, each a frozen dataclass of hyper-parameters and a `score`.
 
     Attributes:
-        budget: entries kept per KV head: a number, a share of the prompt ("25%"), or either of them as a mean
-            over the layers ("pyramid:2048"), where lower layers keep more.
+        budget: entries kept per KV head: a number, or a share of the prompt ("25%").
         n_sink: number of first entries, which are always kept.
         n_window: number of most recent entries, which are always kept, or a share of the budget ("10%").
         min_ctx: shorter prompts are not compressed.

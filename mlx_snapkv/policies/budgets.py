@@ -1,4 +1,4 @@
-"""How many entries a policy keeps of one prompt, layer by layer."""
+"""How many entries a policy keeps of one prompt."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import mlx.core as mx
 
 from ..entries.selection import select_positions
 
-PYRAMID = "pyramid"
 UNLIMITED = 2**30  # entries of a quota that is never reached
-STEEPNESS = 20  # PyramidKV's beta: the top layer keeps 1/20 of the mean, if that is enough for sink and window
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What one layer keeps per KV head: `entries` in all, the first `n_sink` and the newest `n_window` for certain."""
+    """What each layer keeps per KV head: `entries` in all, the first `n_sink` and the newest `n_window` for certain."""
 
     entries: int
     n_sink: int
@@ -70,35 +68,3 @@ def _share(text: str) -> float:
     """0.25 of "25%"; NaN of what is no share."""
     match = re.fullmatch(r"(\d*\.?\d+)%", text)
     return float(match[1]) / 100 if match else math.nan
-
-
-def shape_and_mean(budget: Any) -> tuple[str, Any]:
-    """How a budget is shared out among the layers, and the amount that they have on average."""
-    shape, colon, mean = budget.rpartition(":") if isinstance(budget, str) else ("", "", budget)
-    return shape, int(mean) if colon and mean.isdecimal() else mean
-
-
-def is_budget(value: object) -> bool:
-    """An amount of at least one entry, shared out evenly or as a pyramid."""
-    shape, mean = shape_and_mean(value)
-    return shape in ("", PYRAMID) and is_amount(mean, least=1)
-
-
-def is_share(budget: int | str) -> bool:
-    return isinstance(shape_and_mean(budget)[1], str)
-
-
-def mean_entries(budget: int | str, n_prompt: int) -> int:
-    """Entries that a budget grants each layer of a prompt, on average."""
-    return amount(shape_and_mean(budget)[1], n_prompt)
-
-
-def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -> list[int]:
-    """Entries by full-attention layer, lowest first; a pyramid falls linearly around the mean, to no fewer than `least`
-    (PyramidKV, arXiv:2406.02069, section 4.2)."""
-    mean = mean_entries(budget, n_prompt)
-    if shape_and_mean(budget)[0] != PYRAMID or n_layers == 1:
-        return [mean] * n_layers
-    top = min(mean, max(least, mean // STEEPNESS))
-    spread = 2 * (mean - top)
-    return [top + spread * (n_layers - 1 - i) // (n_layers - 1) for i in range(n_layers)]

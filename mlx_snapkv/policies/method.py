@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import SnapKVError, UnknownOptionError, suggestion
-from .budgets import Quota, amount, is_amount, is_budget, is_whole, layer_entries, mean_entries
+from .budgets import Quota, amount, is_amount, is_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,8 +61,7 @@ class Method:
     """Base of the policies and of sparse attention: a frozen dataclass of hyper-parameters.
 
     Attributes:
-        budget: entries kept, or read, per KV head: a number, a share of the prompt ("25%"), or either of them as a
-            mean over the layers ("pyramid:2048"), where lower layers have more.
+        budget: entries kept, or read, per KV head: a number, or a share of the prompt ("25%").
         n_sink: number of first entries, which are always among them.
         n_window: number of most recent entries, which are always among them, or a share of the budget ("10%").
     """
@@ -79,11 +78,7 @@ class Method:
     closes_gaps: ClassVar[bool] = False  # entries are seen as if none were missing between them
     _implied: ClassVar[str | None] = None  # the option whose value follows from the others'
 
-    budget: int | str = option(
-        8192,
-        is_budget,
-        'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" and either',
-    )
+    budget: int | str = entry_count(8192, least=1)
     n_sink: int = count(0)
     n_window: int | str = entry_count("10%")
 
@@ -135,23 +130,24 @@ class Method:
     def window(self, budget: int) -> int:
         return amount(self.n_window, budget)
 
-    def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """What each full-attention layer keeps of a prompt; SnapKVError if a share of it is less than one entry."""
-        mean = mean_entries(self.budget, n_prompt)
-        self._require_entries(mean)
-        quota = Quota(mean, self.n_sink, self.window(mean)).shrunk()
-        least = max(1, quota.n_sink + quota.n_window)
-        counts = layer_entries(self.budget, n_prompt, n_layers, least)
-        return [dataclasses.replace(quota, entries=n) for n in counts]
+    def quota(self, n_prompt: int) -> Quota:
+        """Return what each full-attention layer keeps of a prompt of `n_prompt` tokens.
 
-    def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """What each full-attention layer keeps while the prompt is read: under "once", everything."""
-        quotas = self.quotas(n_prompt, n_layers)
-        least = 0 if self.schedule == "block" else n_prompt
-        return [dataclasses.replace(q, entries=max(q.entries, least)) for q in quotas]
+        Raises: SnapKVError: the budget's share of it is less than one entry.
+        """
+        n = amount(self.budget, n_prompt)
+        self._require_entries(n)
+        return Quota(n, self.n_sink, self.window(n)).shrunk()
+
+    def prefill_quota(self, n_prompt: int) -> Quota:
+        """Return what each full-attention layer keeps while the prompt is read: under "once", all entries."""
+        quota = self.quota(n_prompt)
+        if self.schedule == "block":
+            return quota
+        return dataclasses.replace(quota, entries=max(quota.entries, n_prompt))
 
     def fits(self, n_prompt: int) -> bool:
-        return n_prompt <= mean_entries(self.budget, n_prompt)
+        return n_prompt <= amount(self.budget, n_prompt)
 
     @classmethod
     def options(cls) -> list[str]:

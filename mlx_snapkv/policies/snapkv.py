@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..entries.entries import Entries
 from ..errors import SnapKVError
 from .base import Policy
-from .budgets import Quota, mean_entries, smallest_budget
+from .budgets import Quota, amount, smallest_budget
 from .method import choice, count, entry_count
 
 ON_FULL = ("grow", "slide")
@@ -23,8 +23,8 @@ class SnapKV(Policy):
         top_k: entries kept per KV head by their votes.
         n_sink: number of first entries, which are always kept.
         n_window: number of most recent entries, which are always kept, or a share of the budget ("25%").
-        budget: all entries kept, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
-            layers ("pyramid:2048"). By default the smallest budget that holds `top_k` voted entries.
+        budget: all entries kept, instead of `top_k`: a number, or a share of the prompt ("25%"). By default the
+            smallest budget that holds `top_k` voted entries.
         obs_window: number of prompt queries that vote (the paper's L_obs).
         pool_kernel: width of the pooling over the votes, about the length of the values to be found; 1 turns pooling
             off (section 4.1).
@@ -108,7 +108,7 @@ class SnapKV(Policy):
             votes, to_pool = mean_and_contrasts(entries)
         else:
             votes, to_pool = entries.votes, [entries.votes]
-        budget = entries.budget or mean_entries(self.budget, len(entries))
+        budget = entries.budget or amount(self.budget, len(entries))
         n_window = self.window(budget) if entries.n_window is None else entries.n_window
         middle = slice(self.n_sink, votes.shape[-1] - n_window)
         if middle.stop <= middle.start:

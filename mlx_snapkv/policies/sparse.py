@@ -113,11 +113,11 @@ class Sparse(Method):
             return max(LEAST, n_prompt // SHARE)
         return amount(self.budget, n_prompt)
 
-    def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """The same in each full-attention layer, with sink and window."""
+    def quota(self, n_prompt: int) -> Quota:
+        """Return what a token of the answer reads of a prompt in each full-attention layer."""
         n = self.entries(n_prompt)
         self._require_entries(n)
-        return [Quota(n, self.n_sink, self.window(n)).shrunk()] * n_layers
+        return Quota(n, self.n_sink, self.window(n)).shrunk()
 
     def fits(self, n_prompt: int) -> bool:
         return n_prompt <= self.entries(n_prompt)

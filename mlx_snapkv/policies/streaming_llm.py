@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from .base import Policy
-from .budgets import Quota, layer_entries
+from .budgets import Quota, amount
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,10 @@ class StreamingLLM(Policy):
     def window(self, budget: int) -> int:
         return budget - (self.n_sink if budget > self.n_sink else budget // 2)
 
-    def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """A layer's recent entries fill its own budget, also in a pyramid."""
-        counts = layer_entries(self.budget, n_prompt, n_layers, self.n_sink + 1)
-        self._require_entries(min(counts))
-        return [Quota(n, n - self.window(n), self.window(n)) for n in counts]
+    def quota(self, n_prompt: int) -> Quota:
+        n = amount(self.budget, n_prompt)
+        self._require_entries(n)
+        return Quota(n, n - self.window(n), self.window(n))
 
     def score(self, entries: Entries) -> mx.array:
         B, H, T, _ = entries.keys.shape

@@ -13,7 +13,7 @@ from unicodedata import category
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlx_snapkv.caches.layers import attention_layers, kv_bytes, quotas_of
+from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.engine.compress import score
 from mlx_snapkv.engine.report import CompressionReport
@@ -247,8 +247,8 @@ def masked(
         raise SnapKVError(f"{heads} would hide none of {n_prompt} tokens: {reason}")
     caches, kinds = reading.request(policy, answering).caches, kinds_of(tokenizer, reading.tokens)
     layers = attention_layers(reading.model, caches)
-    shares = []
-    for layer, quota in zip(layers, quotas_of(layers, policy.quotas, n_prompt)):
+    shares, quota = [], policy.quota(n_prompt)
+    for layer in layers:
         family, held = layer.family, layer.cache_in(caches)
         if family.tiled or not family.asks_to_hide:
             raise UnsupportedModelError(

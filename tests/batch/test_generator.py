@@ -19,7 +19,7 @@ POLICIES = [
     f"{SNAPKV},min_ctx=100,budget=40%",
     f"{PLAIN},budget=56,lookahead=0",
     "snapkv:n_sink=4,budget=84,n_window=64,on_full=slide,lookahead=4",
-    f"keydiff:budget=90,block=32 then {SNAPKV},budget=pyramid:50",
+    f"keydiff:budget=90,block=32 then {SNAPKV},budget=50",
     "h2o:budget=48,block=16",
 ]
 

@@ -24,8 +24,6 @@ WAYS = [
     (SPARSE, {}),
     (SPARSE, {"memory": "recall:4bit", "verify": "all"}),
     (SPARSE, {"memory": "recall:file"}),
-    # Layers that read different numbers of entries decode alone.
-    (SNAPKV.replace("budget=56", "budget=pyramid:56"), {"memory": "recall"}),
 ]
 
 

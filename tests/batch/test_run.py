@@ -94,7 +94,7 @@ def test_a_damaged_line_is_named_and_nothing_is_lost(failing, tmp_path):
 
 KEYDIFF = "keydiff:budget=64,block=64"
 STAGES = f"{KEYDIFF} then {SNAPKV}"
-PYRAMID = "snapkv:budget=pyramid:64,n_sink=4,n_window=16,obs_window=16,lookahead=4"
+SLIDES = "snapkv:budget=64,on_full=slide,n_sink=4,n_window=16,obs_window=16,lookahead=4"
 
 
 def options_of(policy, **more):
@@ -102,7 +102,7 @@ def options_of(policy, **more):
 
 
 EIGHT_BITS = options_of(f"{SNAPKV},on_full=grow", kv_bits=8, kv_group_size=32)
-WAYS = [options_of(None), EIGHT_BITS, options_of(PYRAMID), options_of(STAGES)]
+WAYS = [options_of(None), EIGHT_BITS, options_of(SLIDES), options_of(STAGES)]
 
 
 def needed(loaded, options, n_prompt, max_tokens):

@@ -121,7 +121,6 @@ def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, t
     [
         ({"policy": "h2o:budget=40"}, "h2o with schedule=block lets every answer token vote"),
         ({"policy": KEYDIFF, "num_draft_tokens": 16}, "num_draft_tokens must be less than the policy's block of 16"),
-        ({"policy": "keydiff:budget=pyramid:50"}, "equally many entries in every layer"),
         ({"policy": RING, "kv_bits": 8}, "kv_bits"),
         ({"policy": RING, "max_tokens": -1}, "max_tokens must be at least 1"),
         ({"policy": RING, "max_tokens": 0}, "max_tokens must be at least 1"),

@@ -28,12 +28,11 @@ SHORT = [
     f"{SNAPKV},on_full=slide",
     "snapkv:budget=3,n_sink=0,lookahead=4",
     f"{FEW},lookahead=9",
-    f"snapkv:budget=pyramid:8,{SMALL},lookahead=4",
     "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4,lookahead=4",
     f"{FEW},schedule=block,block=3",
     "h2o:budget=4,n_window=2,schedule=once",
     "keydiff:budget=25%,block=2",
-    "keydiff:budget=pyramid:5,n_window=0,block=2",
+    "keydiff:budget=5,n_window=0,block=2",
     f"h2o:budget=12,n_window=1,block=1 then {FEW},lookahead=6",
 ]
 

@@ -21,7 +21,7 @@ POLICIES = [
     SnapKV(**VOTED, n_window=64, on_full="slide"),
     SnapKV(**VOTED, n_window=64),
     H2O(**ROWS),
-    KeyDiff(**ROWS | {"budget": "pyramid:40"}),
+    KeyDiff(**ROWS),
 ]
 TURN = mx.array(np.random.default_rng(1).integers(1, 64, 90))
 

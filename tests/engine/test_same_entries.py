@@ -15,7 +15,7 @@ from mlx_snapkv.engine import compress
 FEW = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
 SNAPKV = f"{FEW},lookahead=4"
 MANY = "snapkv:budget=56,lookahead=4"  # voters, more than the window keeps
-VOTING = [SNAPKV, MANY, SNAPKV.replace("56", "pyramid:56")]
+VOTING = [SNAPKV, MANY]
 BLOCK = [
     "keydiff:budget=48,n_sink=2,block=16",
     "h2o:budget=48,n_sink=2,block=16",

@@ -27,7 +27,7 @@ SNAPKV = f"{BASE},lookahead=4"
 POLICIES = [
     f"{SNAPKV},on_full=slide",
     f"{BASE},lookahead=0",
-    "snapkv:budget=pyramid:25%,n_sink=4,n_window=16,obs_window=48,lookahead=4,on_full=slide",
+    "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=48,lookahead=4,on_full=slide",
     "keydiff:budget=25%,n_sink=4,block=32",
     f"tova:budget=60%,block=32 then {SNAPKV}",
 ]

@@ -40,7 +40,6 @@ def test_the_fact_asked_for_is_among_the_most_kept_sentences(demo_model, ask):
     "policy",
     [
         f"snapkv:budget=100,{SMALL},lookahead=0,on_full=grow",
-        f"snapkv:budget=pyramid:100,{SMALL},lookahead=0,on_full=grow",
         "keydiff:budget=200,block=100 then snapkv:budget=96,n_sink=4,n_window=32,on_full=grow,lookahead=0",
         "tova:budget=100,schedule=once",
     ],

@@ -17,14 +17,12 @@ from mlx_snapkv.policies import resolve_policy
 
 BASE = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
 SNAPKV = f"{BASE},lookahead=4"
-PYRAMID = SNAPKV.replace("budget=56", "budget=pyramid:56")
 MANY = SNAPKV.replace("obs_window=8", "obs_window=48")  # more than are pooled forwards
 SHARING = [
     SNAPKV,
     f"{BASE},lookahead=0",
     f"{BASE},lookahead=20,on_full=grow",
     f"{MANY},on_full=slide",
-    f"{PYRAMID},on_full=slide",
     "streaming_llm:budget=48,schedule=once",
     "expected_attention:budget=48,n_sink=16,schedule=once",
 ]
@@ -129,16 +127,15 @@ def test_every_kind_of_layer(tokens, model_type):
 JUDGED = [
     (None, f"{SNAPKV},on_full=grow"),
     (None, f"{SNAPKV},on_full=slide"),
-    (None, f"{PYRAMID},on_full=slide"),
-    (None, "keydiff:budget=pyramid:48,n_sink=2,block=16"),
-    # Layers that share a mask, or read each other's entries: different numbers in each take a pass for every token.
-    *((name, f"{PYRAMID},on_full=slide") for name in ("gemma2", "deepseek_v3", "gemma3n")),
+    (None, "keydiff:budget=48,n_sink=2,block=16"),
+    # Layers that share a mask, or read each other's entries.
+    *((name, f"{SNAPKV},on_full=slide") for name in ("gemma2", "deepseek_v3", "gemma3n")),
 ]
 
 
 @pytest.mark.parametrize("model_type, policy", JUDGED)
 def test_one_pass_is_as_one_by_one(tokens, model_type, policy):
-    """More tokens than any window has; also where layers hold different numbers of entries."""
+    """More tokens than any window has."""
     model = make_model(model_type) if model_type else make_llama(num_hidden_layers=3)
     known = [*TAIL, *tokens.tolist()[: 60 if model_type else 140]]
     cache, _ = prefill(model, tokens, policy_of(policy))

@@ -165,16 +165,3 @@ def test_lent_entries_need_a_cache_that_knows_its_readers():
         pytest.raises(SnapKVError, match="other layers read these entries, too"),
     ):
         model(TOKENS[None], cache=caches)
-
-
-@pytest.mark.parametrize(
-    "name, again, on_full", [("gemma2", False, "grow"), ("deepseek_v3", True, "slide")]
-)
-def test_one_mask_for_unlike_layers_is_refused_in_a_sentence(name, again, on_full):
-    """The first answer takes none; a longer message after it does."""
-    model = make_model(name)
-    policy = f"{SNAPKV.replace('top_k=10', 'budget=pyramid:40')},on_full={on_full}"
-    cache, _ = prefill(model, TOKENS, policy)
-    assert len({layer.cache_in(cache).n_entries for layer in layers_of(model, cache)}) > 1
-    with pytest.raises(SnapKVError, match="must keep equally many entries"):
-        steps(model, TOKENS[:12], policy=policy if again else None, prompt_cache=cache)

@@ -188,7 +188,6 @@ def test_machines():
         (4096, {"policy": SnapKV(budget=512)}, "KV memory 12.6 MB → 1.57 MB"),
         (4096, {"policy": SnapKV(budget=512), "kv_bits": 8}, "KV memory 12.6 MB → 442 kB"),
         (4096, {"policy": KeyDiff(budget=512)}, "KV memory 12.6 MB → 3.15 MB, room for a block of 512"),
-        (4096, {"policy": SnapKV(budget="pyramid:512")}, "132 to 892, by layer, of 4,096 entries"),
         (300, {"policy": SnapKV(budget=512)}, "nothing will be evicted: the prompt's 300 entries fit the budget"),
         (300, {"policy": SnapKV(budget=512)}, "for example --policy snapkv:top_k=32"),
         (4096, {"policy": SnapKV(budget=512), "memory": "recall"}, "from the answer's token 3 on; all of them stay"),

@@ -51,7 +51,7 @@ def test_a_request_does_what_is_planned(short, method, memory):
     )
     (report,) = reports
     assert report.pulled_to == plan.compacted_to
-    assert report.entries == max(quota.entries for quota in plan.decode_quotas)
+    assert report.entries == plan.decode_quota.entries
     if how.is_sparse:
         assert report.read_per_chunk <= plan.sparse_reading.last.most
 
@@ -74,7 +74,7 @@ def test_beyond_the_trained_length_what_is_read_at_once_is_half_of_it(short):
     """A chunk is at most a quarter; counts of memory and lines before reading say no more than that."""
     plan = plan_request(short, config(SPARSE), N)
     assert plan.compacted_to == LENGTH
-    assert set(plan.decode_quotas) == {Quota(128, 4, 32)}
+    assert plan.decode_quota == Quota(128, 4, 32)
     assert plan.chunk_size(2048) == 64
     reading = plan.sparse_reading
     assert reading.near == 192 and max(reading.reach.most, reading.last.most) <= 128
@@ -82,7 +82,7 @@ def test_beyond_the_trained_length_what_is_read_at_once_is_half_of_it(short):
     assert "a token of the answer at most 128; all" in told
     near = plan_request(short, config(SPARSE, far="keep"), N)
     assert near.compacted_to is None and near.chunk_size(2048) == 512
-    assert near.decode_quotas[0].entries == 400
+    assert near.decode_quota.entries == 400
     planner = Planner(short)
     assert planner.counted(plan)[0].reading < planner.counted(near)[0].reading
 

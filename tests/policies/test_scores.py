@@ -80,7 +80,7 @@ def test_lagkv(lag, n_sink, n_bytes, monkeypatch):
 )
 def test_the_newest_of_a_few_and_the_sink_stay(policy, monkeypatch):
     monkeypatch.setattr(lagkv, "LAG", 128)
-    kept = policy.quotas(70, 1)[0].select(policy.score(make_entries()))
+    kept = policy.quota(70).select(policy.score(make_entries()))
     assert kept[0, 0].tolist() == [*range(3), *range(53, 70)]
 
 

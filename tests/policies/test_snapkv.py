@@ -42,7 +42,7 @@ def test_forward_scores_equal_the_reference(n_voters, kernel, n_sink, n_window, 
 
 
 def test_what_is_kept_anyway_is_the_windows_share_of_the_budget():
-    """Without a quota a policy takes its own budget's window; a layer of a pyramid is given the mean's."""
+    """Without a quota a policy takes its own budget's window."""
     entries = make_entries(T=200, n=6)
     policy = SnapKV(budget="30%", pool="avg", pool_kernel=3)
     for budget, given_window, n_window in ((None, None, 15), (100, None, 25), (100, 40, 40)):

@@ -18,12 +18,10 @@ LAST = "snapkv:top_k=8,n_sink=4,n_window=16,obs_window=8,lookahead=0"
 def text_of(name, way):
     schedule = "block" if way in ("block", "first stage") else "once"
     text = spec(name, schedule)
-    if way == "pyramid":
-        return text.replace("budget=40", "budget=pyramid:40")
     return {"first stage": f"{text} then {LAST}", "a book": f"{KEYDIFF} then {text}"}.get(way, text)
 
 
-@pytest.mark.parametrize("way", ["once", "block", "first stage", "pyramid", "a book"])
+@pytest.mark.parametrize("way", ["once", "block", "first stage", "a book"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_request_is_served(name, way, tokens):
     """A hybrid model's, of policies that are asked for alone."""

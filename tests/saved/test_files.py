@@ -22,7 +22,7 @@ KINDS = [
     spec("h2o", "block"),
     TOVA := spec("tova", "block"),
     spec("expected_attention", "block"),
-    "keydiff:budget=pyramid:40,schedule=once,n_window=8",
+    "keydiff:budget=40,schedule=once,n_window=8",
     f"{KEYDIFF} then snapkv:budget=24,n_sink=2,n_window=8,obs_window=8",
 ]
 

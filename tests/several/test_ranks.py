@@ -61,7 +61,7 @@ def test_a_rank_that_fails_ends_both_with_its_sentence(tmp_path, how, other, own
 
 
 LAUNCH = str(Path(sys.executable).with_name("mlx.launch"))
-POLICY = "snapkv:budget=pyramid:128,n_sink=4,n_window=32,lookahead=4"
+POLICY = "snapkv:budget=128,n_sink=4,n_window=32,lookahead=4"
 
 
 def one(*command, **options):
