@@ -31,7 +31,7 @@ class Run:
             on_recall=lambda uid, *told: self.recalled.update({uid: told}),
             **options,
         )
-        retained = {name: options[name] for name in ("memory", "verify") if name in options}
+        retained = {name: options[name] for name in ("memory",) if name in options}
         self.alone = functools.partial(alone, model, policy=policy, **retained)
 
     def insert(self, prompts, max_tokens, **options):

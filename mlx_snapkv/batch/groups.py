@@ -129,8 +129,8 @@ def _is_nan(logprobs: mx.array) -> bool:
 
 
 class Single(Group):
-    """A request by itself: its prompt is compressed when some tokens of the answer have been fed, or the answer reads
-    entries that were compressed away, or its failure has yet to be reported."""
+    """A request by itself: its prompt is compressed when some tokens of the answer have been fed, or its failure has
+    yet to be reported."""
 
     job: Job
     _n_fed = 0
@@ -150,7 +150,7 @@ class Single(Group):
             return [failure(job.uid, job.error)]
         responses = super().next()
         self._n_fed += 1
-        if self.uids and not job.is_compressed and self._n_fed >= job.request.n_ahead:
+        if self.uids and not job.joins and self._n_fed >= job.request.n_ahead:
             try:
                 job.compress(self.tokens[0])
                 self.model, self.prompt_cache = decoding(job)
@@ -160,11 +160,6 @@ class Single(Group):
 
     def _recorded(self) -> list[Sequence[mx.array]]:
         return [cache.recorded for cache in layer_caches(self.prompt_cache)]
-
-    def filter(self, keep: list[int]) -> None:
-        if not keep and self.uids:
-            self.job.end(self.tokens[0])
-        super().filter(keep)
 
     def extract_cache(self, idx: int) -> list:
         """The caches of the answer that has ended, compressed."""

@@ -44,11 +44,10 @@ class Job:
                 self._report()
         except Exception as error:
             self.error = error
-        self.is_compressed = self.joins  # nothing more is to be done to its caches
 
     @property
     def joins(self) -> bool:
-        """Whether others can decode with it: it is compressed, and not going to be verified."""
+        """Whether others can decode with it: it is compressed, or left to mlx-lm."""
         return self.error is None and isinstance(self.request, Uncompressed)
 
     def _report(self) -> None:
@@ -57,23 +56,16 @@ class Job:
 
     def compress(self, tokens: list[int]) -> None:
         """Compress the caches, unless they are already; `tokens` have been read."""
-        if self.is_compressed or isinstance(self.request, Uncompressed):
-            return
-        self.request.compress()
-        self.is_compressed = True
-        if self.request.plan.options.verify is None:  # which goes on reading into them
-            self.end(tokens)
-        self._report()
-
-    def end(self, tokens: list[int]) -> None:
-        """Nothing more is read into all entries; once compressed, they are handed on. `tokens` have been read."""
         request = self.request
         if isinstance(request, Uncompressed):
             return
+        request.compress()
         self.request = Uncompressed(self.model, request.caches, request.report)
-        if not self.is_compressed:
-            return
-        request.end()
+        self._hand_on(request, tokens)
+        self._report()
+
+    def _hand_on(self, request: Request, tokens: list[int]) -> None:
+        """Give the caches of all entries to `on_recall`; `tokens` have been read."""
         if self._settings.on_recall is None or not request.plan.options.retains:
             return
         caches = request.prompt_cache

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..completions.answer import Completion, answer_body
@@ -194,7 +194,6 @@ class Run:
                 extra |= {"entries": report.entries, "kv_bytes": report.kv_bytes_after}
                 extra |= {"kv_bytes_before": report.kv_bytes_before}
                 extra |= {name: n for name in STAYING if (n := getattr(report, name))}
-                extra |= {"verified": asdict(report.verified)} if report.verified else {}
         return extra | ({"ignored": request.asked.ignored} if request.asked.ignored else {})
 
     def _fail(self, line: Line, code: str, error: Exception) -> None:

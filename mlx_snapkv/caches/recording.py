@@ -149,12 +149,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
             self.store.append(Entries(*self.growing.keys_and_values()))
             self.growing = KVCache()
 
-    def growing_cache(self) -> Any:
-        """mlx-lm's cache of all entries, none in files, to read on with; what it is fed is held here, too."""
-        self.growing.step = KVCache.step
-        self.offload()
-        return self.store.cache
-
     def views(self) -> list[Store]:
         """Where its entries can be read from, in order of position."""
         stores = [*([self.store] if self._n_stored else []), MemoryStore(cache=self.growing)]

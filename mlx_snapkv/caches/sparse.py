@@ -43,9 +43,9 @@ class SparseKVCache(Choosing, LayerCache):
         # Every token reads sink, shared, window and the answer's recent entries.
         self._gathered = Gathered()
         for entries in ranking.always_read(reread) if n else ():
-            self.append(entries)
+            self._gathered.append(*entries.plain())
+            self._seen = self._gathered.always()
             mx.eval(self._seen)
-        self.offset = n
         self.n_seen = self.size()  # entries that the last token saw
 
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
@@ -60,12 +60,6 @@ class SparseKVCache(Choosing, LayerCache):
 
     def add(self, keys: mx.array, values: mx.array) -> None:
         self._gathered.append(keys, values)
-
-    def append(self, entries: Entries) -> None:
-        """Add entries that were made elsewhere, of the next tokens: they are always read."""
-        self._gathered.append(*entries.plain())
-        self._seen = self._gathered.always()
-        self.offset += len(entries)
 
     def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
         self.n_seen, self.bias = self.size(), None

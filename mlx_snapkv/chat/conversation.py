@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ class Conversation:
         model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
         policy: a policy object or string; without one the full cache is kept. "auto" takes a policy, and a memory,
             that suit the model and this machine, as docs/choose.md has it.
-        sparse, memory, verify, far: as of `generate_step`. With a policy and "drop" later turns vote over the entries
+        sparse, memory, far: as of `generate_step`. With a policy and "drop" later turns vote over the entries
             that are left and their own; with another memory over all that were ever read.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer. With a policy, `kv_bits` and
@@ -70,7 +69,6 @@ class Conversation:
         policy: Policy | Stages | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
         memory: str | None = None,
-        verify: str | None = None,
         far: str | None = None,
         system: str | None = None,
         **generation: Any,
@@ -82,15 +80,14 @@ class Conversation:
             model,
             None,
             CONVERSATION,
-            {**generation, "memory": memory, "verify": verify, "far": far},
+            {**generation, "memory": memory, "far": far},
             policy=policy,
             sparse=sparse,
             max_tokens=generation.get("max_tokens", MAX_TOKENS),
         )
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
         self._rendered = Rendering(tokenizer)
-        self.policy, self.memory, self.verify = config.policy, config.memory, config.verify
-        self.far = config.far
+        self.policy, self.memory, self.far = config.policy, config.memory, config.far
         if self.policy is None:
             self._config.require(model)
         else:
@@ -100,18 +97,11 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
-        return CompressionConfig(self.policy, self.memory, self.verify, self.far, turns=True)
+        return CompressionConfig(self.policy, self.memory, self.far, turns=True)
 
     def warning(self) -> str | None:
         """A sentence, if the conversation is longer than the model was trained on and nothing is done about it."""
         return self._config.warning(self.model, len(self.read))
-
-    def verify_answers(self, verify: str | None) -> None:
-        """Let later answers be verified so, or not at all. Raises: SnapKVError: the memory or policy forbids it."""
-        config = replace(self._config, verify=verify)
-        config.require(self.model)
-        config.require_dense(self.prompt_cache)
-        self.verify = verify
 
     def reset(self) -> None:
         """Forget everything but the options and the system prompt."""

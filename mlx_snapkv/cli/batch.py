@@ -116,7 +116,7 @@ def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
     policy = keywords["policy"]
     about = {"policy": None if policy is None else str(policy), "kv_bits": kv_bits}
     if keywords["memory"] != "drop":
-        about |= {name: keywords[name] for name in ("memory", "verify")}
+        about["memory"] = keywords["memory"]
     return about
 
 

@@ -251,21 +251,7 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True)
-class RetentionOptions(MemoryOptions):
-    """The same, and what an answer does with these entries."""
-
-    verify: Annotated[
-        str | None,
-        Option(
-            help="all: give the full cache's own answer, by self-speculative decoding. --sparse drafts its "
-            "tokens, and they are "
-            "checked against all entries, as --memory stores them."
-        ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class CompressionOptions(RetentionOptions, AutoPolicyOptions):
+class CompressionOptions(MemoryOptions, AutoPolicyOptions):
     """The policy, or what suits the prompt and the machine, and what becomes of what it does not keep."""
 
     def require_valid(self) -> None:

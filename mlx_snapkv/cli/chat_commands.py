@@ -15,12 +15,11 @@ from ..chat.conversation import Conversation
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..paths import path_of, put, refusing, require_place
 from ..planning.auto import CONVERSATION
-from ..planning.config import VERIFY
 from ..planning.units import format_bytes
 from ..policies import AUTO, POLICIES, Sparse, method_named
 from ..saved import require_writable
 from .cache_options import CompressionOptions, keywords_of
-from .chat_session import Session, is_sparse, options_of
+from .chat_session import Session, options_of
 from .loading import ALONE_ONLY
 from .options import SamplingOptions
 from .prompts import read_file
@@ -168,16 +167,6 @@ def _set(session: Session, rest: str) -> None:
     session.say(", ".join(f"{name} {value:g}" for name, value in vars(session.sampling).items()))
 
 
-@_command("all|none", *VERIFY, "none")
-def _verify(session: Session, text: str) -> None:
-    """show or set whether later answers are verified against all entries"""
-    if text not in ("", *VERIFY, "none"):
-        raise SnapKVError(f"/verify takes {', '.join(VERIFY)} or none, got {text!r}")
-    if text:
-        session.conversation.verify_answers(None if text == "none" else text)
-    session.say(f"verify: {session.conversation.verify or 'none'}")
-
-
 @_command()
 def _stats(session: Session, _: str) -> None:
     """show the last turn's entries, memory and speed"""
@@ -219,8 +208,6 @@ def _load(session: Session, path: str) -> None:
     now = session.conversation
     options: Any = {**session.options, "far": now.far}
     loaded = Conversation.load(path, now.model, now.tokenizer, **options, **now.generation)
-    if is_sparse(loaded):
-        loaded.verify_answers(now.verify)
     session.replace(loaded)
     whose = "" if options_of(loaded) == session.options else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{whose}")
@@ -262,7 +249,6 @@ def _policy(session: Session, text: str) -> None:
             policy=AUTO,
             memory=session.options["memory"],
             far=now.far,
-            verify=now.verify,
             kv_memory=session.context.params["kv_memory"],
         )
         max_tokens = now.generation.get("max_tokens")

@@ -24,7 +24,7 @@ from .progress import stderr_console
 from .prompts import require_text
 from .reading import LONG, Reading
 
-SETTINGS = "policy", "memory", "verify", "far"
+SETTINGS = "policy", "memory", "far"
 
 
 class Lines:
@@ -195,11 +195,9 @@ class Session:
             return
         now = self.conversation
         self.options |= {name: changes[name] for name in self.options if name in changes}
-        kept = {name: getattr(now, name) for name in ("system", "far", "verify")}
+        kept = {name: getattr(now, name) for name in ("system", "far")}
         options = {**kept, **self.options, **changes}
         options["memory"] = None if options["memory"] == "drop" else options["memory"]
-        if options["policy"] is None or options["policy"].evicts:
-            options["verify"] = None
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
         if changes:
             self.conversation.attached = now.attached

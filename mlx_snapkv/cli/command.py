@@ -60,7 +60,7 @@ NEEDS = {
     "prefix_dir_bytes": ("prefix_dir", ""),
 }
 # Only a policy or sparse attention has a use for these; some commands choose one without being told.
-FOR_METHOD = {"memory", "verify", "far"}
+FOR_METHOD = {"memory", "far"}
 CHOOSING = {"chat", "compare"}
 
 

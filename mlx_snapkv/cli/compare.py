@@ -53,7 +53,7 @@ def compare(
     prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
-    retention: cache_options.RetentionOptions,
+    retention: cache_options.MemoryOptions,
     shown: CompareOptions,
 ) -> None:
     """Answer your own prompt with the full cache and with policies, and show what differs.
@@ -103,7 +103,7 @@ def compare(
         reading.say(f"wrote {path}")
 
 
-def _default_methods(n_prompt: int, retention: cache_options.RetentionOptions) -> list[Method]:
+def _default_methods(n_prompt: int, retention: cache_options.MemoryOptions) -> list[Method]:
     """The full cache, sparse attention and two policies that suit the prompt's length."""
     from ..planning.auto import worth_comparing
     from ..policies import Sparse
@@ -113,8 +113,6 @@ def _default_methods(n_prompt: int, retention: cache_options.RetentionOptions) -
     policies, sparse = worth_comparing(n_prompt), ["budget=6.25%" if is_short else ""]
     if retention.memory == "drop":
         sparse = []  # which evicts nothing
-    elif retention.verify:
-        policies = []  # only sparse attention drafts what is verified
     elif retention.memory is not None:
         # The second evicts while it reads, and --memory would keep everything.
         policies = policies[:1]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # What a saved prompt has settled, and what it has its own of, unless the command line says otherwise.
 SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
-OVERRIDING = ("snapkv", "policy", "sparse", "memory", "verify", "far", "kv_bits")
+OVERRIDING = ("snapkv", "policy", "sparse", "memory", "far", "kv_bits")
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
 
 

@@ -50,11 +50,6 @@ Each prompt is read and compressed on its own, and the small caches are decoded 
 mlx-snapkv batch requests.jsonl -o answers.jsonl --model MODEL --snapkv top_k=4096
 batches.md#what-it-gains
 
-an answer that must equal the full cache's
-Tokens are drafted from few entries and checked against all. Models with linear or sliding-window layers can't do this.
-{ASK} --sparse budget=6.25% --verify all
-sparse.md#exact-answers
-
 a text too long for memory, such as a book
 Every entry goes to a file, from which chunks of the prompt and tokens of the answer read few.
 mlx-snapkv chat --model MODEL --sparse top_k=1024 --memory recall:file

@@ -18,7 +18,7 @@ from ..errors import SnapKVError
 from ..measure import files as reported
 from ..measure.tables import Table
 from ..paths import path_of, put_result, refusing, require_place
-from .cache_options import RetentionOptions, each_method
+from .cache_options import MemoryOptions, each_method
 from .options import AsJson
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def methods_of(
     sparse: Sequence[str] | None = None,
     *,
     lengths: Sequence[int] = (),
-    retention: RetentionOptions | None = None,
+    retention: MemoryOptions | None = None,
 ) -> list[Method]:
     """The full cache, and each policy and sparse attention, with one `retention` for all.
 

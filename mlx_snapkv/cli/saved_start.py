@@ -56,7 +56,7 @@ class SavedStart:
             how = "compressed" if compressed else "quantised"
             raise SnapKVError(f"{file} is already {how}, and its entries stay so: drop --kv-bits")
         retains = keeps_all(memory)
-        changes = {flag: policy, "--memory": retains, "--verify": compression.verify}
+        changes = {flag: policy, "--memory": retains}
         if self._stored_in != "drop":
             self._require_nothing_else(policy, memory, quantization)
             policy, memory = method_named(self._saved.policy), memory or self._stored_in

@@ -1,12 +1,8 @@
-"""What an answer is decoded from: what stays beside it, what a token reads, and what verifies it."""
-
-from typing import Any
+"""Where a prompt's entries stay while its answer is decoded, and what the report notes of it."""
 
 from ..caches.layers import AttentionLayer, file_bytes, kv_bytes, kv_dtype
 from ..planning.request_plan import Plan
-from .pieces import Pieces
-from .report import CompressionReport, Verified
-from .self_speculation import SelfSpeculation
+from .report import CompressionReport
 
 
 def offload(layers: list[AttentionLayer], prompt_cache: list) -> None:
@@ -33,20 +29,3 @@ def note_memory(
     report.kv_dtype = kv_dtype(layers[0].entries_in(caches))
     if plan.decode_policy.schedule == "block":
         report.block = plan.decode_policy.block
-
-
-def verifying(
-    model: Any,
-    layers: list[AttentionLayer],
-    prompt_cache: list,
-    caches: list,
-    pieces: Pieces,
-    report: CompressionReport,
-) -> SelfSpeculation:
-    """Makes the model's calls for an answer that `caches` draft, and all entries of a prompt verify."""
-    full = list(prompt_cache)
-    for layer in layers:
-        layer.put(full, layer.cache_in(full).growing_cache())
-    stored = layers[0].cache_in(prompt_cache).store.quantization
-    report.verified = Verified(bits=None if stored is None else stored.bits)
-    return SelfSpeculation(model, full, list(caches), report.verified, pieces)

@@ -17,7 +17,6 @@ from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import Plan, plan_request
 from ..policies import Policy, SnapKV, Sparse, Stages
 from .draft_model import DraftedAnswer, require_rewindable
-from .draft_speed import UNTIMED, timed_rounds
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, served
@@ -50,8 +49,6 @@ def generate_step(
             "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory,
             quantised or in files, and in a `prompt_cache` that was given, without the answer's. With a policy every
             turn scores all of them again, and is decoded from a small cache; with `sparse`, "recall" is the default.
-        verify: "all": self-speculative decoding, for the full cache's own answer: sparse attention drafts its tokens,
-            and they are verified on all entries. None: they are not.
         far: "pull": positions are compacted by the model's own RoPE, so that no distance exceeds the trained length,
             with a policy that evicts while the prompt is read. "keep": they are not. By default they are if the prompt
             is longer than that, and it is possible.
@@ -121,7 +118,7 @@ def stream_generate(
     if plan.reason is None:
         answer = DraftedAnswer(model, draft_model, tokenizer, tokens, max_tokens, plan, options)
         return answer.responses(serve, on_report)
-    return timed_rounds(serve(tokenizer, {"draft_model": draft_model, **options}, on_report))
+    return serve(tokenizer, {"draft_model": draft_model, **options}, on_report)
 
 
 def _plan_beside_draft(
@@ -196,11 +193,10 @@ def _resolved(
 
 def figures(response: Any) -> str:
     """mlx-lm's lines about a response, or the statistics of a batch."""
-    speed = response.generation_tps
-    how = "too few to time" if speed == UNTIMED else f"{speed:.3f} tokens-per-sec"
     return (
         f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
-        f"Generation: {response.generation_tokens} tokens, {how}\n"
+        f"Generation: {response.generation_tokens} tokens, "
+        f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )
 

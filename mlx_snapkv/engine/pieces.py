@@ -43,9 +43,9 @@ class Pieces:
             inputs = inputs[:, n:]
         return self._model(inputs, cache=cache)
 
-    def at_once(self, cache: list, least: int = LEAST) -> int:
+    def at_once(self, cache: list) -> int:
         """How many tokens to read at once after what `cache` holds."""
         if not self._pair_bytes:
             return UNLIMITED
         n_before = max(layer.entries_in(cache).n_before_next for layer in self._layers)
-        return tokens_at_once(n_before, self._pair_bytes, self._limit, least)
+        return tokens_at_once(n_before, self._pair_bytes, self._limit)

@@ -15,34 +15,6 @@ ENDED_IN_BLOCKS = (
 
 
 @dataclass
-class Verified:
-    """What `verify="all"` did, counted as the answer goes on."""
-
-    tokens: int = 0  # fed to the model after the compression
-    drafted: int = 0
-    accepted: int = 0
-    seconds: float = 0.0  # until drafting stopped
-    plain_seconds: float = 0.0  # what a token takes on the full cache; 0 if that is not known
-    # Tokens after which drafting stopped, as it did not pay; None while it goes on.
-    stopped: int | None = None
-    # Of the entries against which drafts are checked, if those are quantised.
-    bits: int | None = None
-
-    def __str__(self) -> str:
-        against = "" if self.bits is None else f", checked against entries in {self.bits} bits"
-        did = (
-            f"{self.accepted / max(1, self.tokens):.0%} of the tokens were drafted "
-            f"({self.drafted} drafts, {self.accepted} accepted{against})"
-        )
-        if self.stopped is not None:
-            return f"{did}, none after {self.stopped} tokens: drafts were no faster than the full cache"
-        if not self.plain_seconds or not self.seconds:
-            return did
-        gain = self.tokens * self.plain_seconds / self.seconds
-        return f"{did}, {gain:.2f} times as fast as the full cache"
-
-
-@dataclass
 class CompressionReport:
     """One request's compression; where several Macs hold a model, the figures are this one's.
 
@@ -62,7 +34,6 @@ class CompressionReport:
             prompt votes.
         prefill_seconds: from the first chunk to the compression, without the selection.
         selection_seconds: scoring, ranking and gathering, including all evictions during prefill.
-        verified: the answer's drafts and their checks, with `verify`.
         read_per_chunk: entries per KV head that a chunk of the prompt reads at most, of those before it, if it does not
             read all.
         read_per_token: entries per KV head, the most of any layer, that every answer token chooses again, if it does.
@@ -87,7 +58,6 @@ class CompressionReport:
     attention_share: list[float | None] = field(default_factory=list)
     prefill_seconds: float = 0.0
     selection_seconds: float = 0.0
-    verified: Verified | None = None
     read_per_chunk: int | None = None
     read_per_token: int | None = None
     means: int = 0
@@ -115,7 +85,7 @@ class CompressionReport:
     def warnings(self) -> list[str]:
         """What a user loses by the compression, a sentence each: speed or memory."""
         found = []
-        if self.full_token_seconds and self.token_seconds and self.verified is None:
+        if self.full_token_seconds and self.token_seconds:
             times = self.full_token_seconds / self.token_seconds
             if times < SLOWER:
                 found.append(f"{times:.2f} times as fast as the full cache at this length")
@@ -162,10 +132,10 @@ class CompressionReport:
 
     @property
     def notes_text(self) -> str:
-        """Verified drafts and compacted positions, each after a comma; empty if there are neither."""
-        pulled = f"positions compacted to the trained length of {self.pulled_to} tokens"
-        parts = (self.verified, None if self.pulled_to is None else pulled)
-        return "".join(f", {part}" for part in parts if part is not None)
+        """Compacted positions, after a comma; empty if there are none."""
+        if self.pulled_to is None:
+            return ""
+        return f", positions compacted to the trained length of {self.pulled_to} tokens"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,13 +14,11 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.request_plan import Plan
 from .compress import KeptCallback, measured
-from .decode import verifying
 from .loop_model import RequestModel, observing, one_by_one
 from .pieces import Pieces
 from .policy import PolicyMode
 from .read import reading_caches, require_unchanged
 from .report import NO_POLICY, CompressionReport
-from .self_speculation import SelfSpeculation
 from .sparse import SparseMode
 
 
@@ -63,15 +61,14 @@ class Request:
         )
         self.layers = attention_layers(model, prompt_cache)
         self._model, self._observed = model, attention_classes(model)
-        self._pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
+        pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
         self._mode: Mode
         if plan.options.is_sparse:
-            self._mode = SparseMode(model, plan, self.layers, prompt_cache, self._pieces)
+            self._mode = SparseMode(model, plan, self.layers, prompt_cache, pieces)
         else:
-            self._mode = PolicyMode(model, plan, self.layers, prompt_cache, self._pieces, on_kept)
+            self._mode = PolicyMode(model, plan, self.layers, prompt_cache, pieces, on_kept)
         self.caches = reading_caches(plan, self.layers, prompt_cache)
         self.is_compressed = False
-        self._speculation: SelfSpeculation | None = None
         self._started: float | None = None
         self._prefill_seconds: float | None = None
 
@@ -101,8 +98,6 @@ class Request:
         """The model's call for tokens `(1, L)`, as mlx-lm's loop makes it: of the prompt, or of the answer."""
         if not self.is_compressed:
             return self._mode.read(inputs, cache, self._compressed_caches)
-        if self._speculation is not None:
-            return self._speculation(inputs, cache)
         return self._model(inputs, cache=cache)
 
     def prompt_is_read(self) -> None:
@@ -122,25 +117,11 @@ class Request:
         with measured(self.plan, self.layers, self.prompt_cache, self.caches, self.report):
             self._mode.compress(self.caches, self.report)
         self.is_compressed = True
-        if self.plan.options.verify is not None:
-            self._speculation = verifying(
-                self._model,
-                self.layers,
-                self.prompt_cache,
-                self.caches,
-                self._pieces,
-                self.report,
-            )
         return self.report
 
     def _compressed_caches(self) -> list:
         self.compress()
         return self.caches
-
-    def end(self) -> None:
-        """The answer has ended: leave the caller's caches ready to go on from."""
-        if self._speculation is not None:
-            self._speculation.close()
 
 
 class Uncompressed:

@@ -92,7 +92,6 @@ def require_servable(
     require_compatible(config, When.COMPRESSING)
     caches = make_caches(model, "drop" if config.policy is None else config.memory)
     layers = attention_layers(model, caches)
-    config.require_rollback(caches, len(layers))
     if config.quantization is not None:
         require_quantizable(model, layers, config.quantization)
     return config
@@ -149,18 +148,15 @@ def _compressed(
     if item is None:
         return
     timed = _Timed(items)
-    try:
-        with request.recording():
+    with request.recording():
+        yield item
+        for item in timed:
+            report.token_seconds = timed.mean
+            if isinstance(item, GenerationResponse):  # its speed is without the compression
+                n = item.generation_tokens
+                tps = n / (n / item.generation_tps - seconds)
+                item = dataclasses.replace(item, generation_tps=tps)
             yield item
-            for item in timed:
-                report.token_seconds = timed.mean
-                if isinstance(item, GenerationResponse):  # its speed is without the compression
-                    n = item.generation_tokens
-                    tps = n / (n / item.generation_tps - seconds)
-                    item = dataclasses.replace(item, generation_tps=tps)
-                yield item
-    finally:
-        request.end()
 
 
 class _Timed(Iterator[Any]):

@@ -141,7 +141,6 @@ class SparseMode:
         """What tokens that read `quota` entries choose from: the first `n`, all before the latest, but for those that
         are `shared` by all heads."""
         cache = layer.cache_in(self._prompt_cache)
-        # Of its own length: the store may go on to hold what a verified answer adds.
         view = self.full_view(layer).beginning(n)
         ranking = TokenRanking(view, quota, shared, self.plan.n_prompt)
         if self.plan.policy.rest is not None and self.no_means is None and cache.n_queries:

@@ -22,7 +22,6 @@ class Device:
         scales_logits: logits are scaled, not queries. Matrix units of GPUs may round float32 factors to TensorFloat-32,
             which has as many digits as float16: products of half-precision queries and keys are exact then, those of
             scaled queries would not be.
-        blockwise: attention of several tokens is faster block by block than by MLX's attention function.
         largest_chunk: tokens of a prompt to read at a time at most. A chunk's attention also computes what the causal
             mask hides: on a CPU a prompt is read faster in smaller chunks (docs/benchmarks.md), which would leave a
             large GPU idle.
@@ -38,7 +37,6 @@ class Device:
     block_bytes: int
     held_bytes: int
     scales_logits: bool
-    blockwise: bool
     largest_chunk: int
     exact_votes: int
     quantised: int
@@ -54,7 +52,6 @@ CPU = Device(
     block_bytes=3 << 19,
     held_bytes=8 << 20,
     scales_logits=False,
-    blockwise=True,
     largest_chunk=512,
     exact_votes=8192,
     quantised=1 << 10,
@@ -65,7 +62,6 @@ GPU = Device(
     block_bytes=8 << 20,
     held_bytes=64 << 20,
     scales_logits=True,
-    blockwise=False,
     largest_chunk=2048,
     exact_votes=1024,
     quantised=1 << 14,

@@ -173,9 +173,8 @@ def _from_own_reading(prompt: _Prompt, method: Method, reference: Reference) -> 
     kept = _share_kept(prompt.model, held[0], n) if held else None
     if held and not policy.stages[1].lookahead:  # type: ignore[union-attr]
         logprobs = reference.predictions(held[0])
-    else:  # what all of the answer's tokens are decoded from, whether or not they are verified
-        for name in ("verify", "prompt_progress_callback"):
-            options.pop(name, None)
+    else:
+        options.pop("prompt_progress_callback", None)
         logprobs = reference.generated(**options)  # type: ignore[arg-type]
     return _Attempt(_compared(method.name, answer, n, None), kept, logprobs)
 

@@ -73,7 +73,6 @@ class _Thread(threading.local):
         self.call: Call | None = None
         # By the id of an array of keys: itself, and the recorder that gave it.
         self.lent: dict[int, tuple[Any, Any]] = {}
-        self.blockwise = False
 
 
 _thread = _Thread()
@@ -91,20 +90,6 @@ def capturing(call: Call) -> Iterator[None]:
         queries, *_ = call.captured
         scale = call.family.scale_of(call.attention, queries.shape[3])
         call.recorder.record(Captured(queries, scale))
-
-
-@contextlib.contextmanager
-def blockwise() -> Iterator[None]:
-    """Let this thread's patched attention classes read all entries block by block, for the block."""
-    _thread.blockwise = True
-    try:
-        yield
-    finally:
-        _thread.blockwise = False
-
-
-def reads_blockwise() -> bool:
-    return _thread.blockwise
 
 
 def forget() -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..entries.blockwise import blockwise_attention, suits
 from ..errors import UnsupportedModelError
 from . import attention_classes, capture
 from .capture import Call
@@ -32,8 +31,6 @@ def _attend_and_record(attend):
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, *args, **kwargs):
         keys, values = capture.record(queries, keys, values, scale, kwargs.get("sinks"))
         mask = capture.masked(queries, keys, mask)
-        if capture.reads_blockwise() and suits(queries, keys, mask, kwargs.get("sinks")):
-            return blockwise_attention(queries, keys, values, scale)
         return attend(queries, keys, values, cache, scale, mask, *args, **kwargs)
 
     return scaled_dot_product_attention

@@ -88,7 +88,7 @@ class AutoRequest:
     Attributes:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
         task: one of `SETTINGS`.
-        retention: `memory`, `verify` and `far` as of `generate_step`, where the caller set them.
+        retention: `memory` and `far` as of `generate_step`, where the caller set them.
         may_retain: whether all entries may stay if the caller set no memory.
         kv_bits: of the entries, as of `generate_step`.
         kv_memory: limit of the entries in bytes.
@@ -102,18 +102,16 @@ class AutoRequest:
     kv_memory: int | None = None
 
     def settings(self) -> tuple[Setting, ...]:
-        """The candidates, best first. A memory that the caller set, and verified answers, need all entries."""
-        memory, verify = self.retention.get("memory"), self.retention.get("verify")
+        """The candidates, best first. A memory that the caller set needs all entries."""
+        memory = self.retention.get("memory")
         if keeps_all(memory):
             return tuple(s._replace(memory=memory) for s in (SPARSE, SNAPKV))
-        if verify is not None:
-            return SPARSE, PACKED
         may_retain = self.may_retain and memory is None
         return SETTINGS[self.task] if may_retain else EVICTING
 
     def config(self, setting: Setting, is_far: bool) -> CompressionConfig:
         """How a request is compressed by a setting. Raises: SnapKVError: options conflict."""
-        if setting.method is None:  # whose answers are what others are verified by
+        if setting.method is None:
             pull = is_far and self.retention.get("far") == "pull"  # which it can't
             return CompressionConfig(far="pull" if pull else None)
         found = setting.chosen
@@ -194,7 +192,7 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
         return least.recommended(f"no setting fits {room}, and it takes the least memory", False)
     best = next((x for x in fit if x.plan.beyond is None), fit[0])
     if best is first:
-        return best.recommended(_why_first(first.setting, request, n))
+        return best.recommended(_why_first(first.setting, n))
     if first in fit:
         return best.recommended(NEARER)
     of_kv, of_all = (first.kv_bytes, kv_most), (first.plan.peak, usable)
@@ -227,12 +225,10 @@ def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candida
     return found
 
 
-def _why_first(setting: Setting, request: AutoRequest, n: int) -> str:
+def _why_first(setting: Setting, n: int) -> str:
     """Why the first of the candidates for a prompt of `n` tokens is the best."""
     if setting is FULL:
-        verified = ", and its own answer needs no verifying"
-        more = verified if request.retention.get("verify") else ""
-        return f"at {n:,} tokens reading all entries costs little{more}"
+        return f"at {n:,} tokens reading all entries costs little"
     if not setting.is_sparse:
         return "the question chooses the entries that the answer needs from a long prompt"
     bits = re.search(r"(\d+)bit", setting.memory)
@@ -257,7 +253,7 @@ def resolve(
 
     Args:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
-        options: `memory`, `verify`, `far`, and mlx-lm's. With a caller's `prompt_cache` or a `draft_model`
+        options: `memory`, `far`, and mlx-lm's. With a caller's `prompt_cache` or a `draft_model`
             the answer needs entries in memory, so none are put in files unless `memory` says so.
         kv_memory: limit of the entries in bytes.
 
@@ -286,8 +282,7 @@ def resolve(
 
 def require_for_auto(retention: dict[str, Any]) -> None:
     """Raises: SnapKVError: an option of retention is invalid, or none of the settings could have it."""
-    leaves_open = retention.get("memory") is None and retention.get("verify") is not None
-    CompressionConfig(**retention | ({"memory": "recall"} if leaves_open else {}))
+    CompressionConfig(**retention)
 
 
 def worth_comparing(n_prompt: int) -> list[str]:

@@ -8,11 +8,10 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.compaction import Compaction
-from ..caches.layers import attention_layers, first_sparse, head_sizes, members
+from ..caches.layers import attention_layers, head_sizes
 from ..caches.memories import keeps_all, require_memory
 from ..entries.quantization import Quantization, taken_from
 from ..errors import (
-    ConflictError,
     Option,
     OptionError,
     SnapKVError,
@@ -25,9 +24,8 @@ from ..policies import Method, Stages, resolve_method
 from .exclusions import When, require_compatible
 from .prompt_plan import require_step_size
 
-VERIFY = ("all",)
-ALLOWED = {"verify": (None, *VERIFY), "far": (None, "keep", "pull")}
-RETENTION = ("memory", *ALLOWED)
+FAR = (None, "keep", "pull")
+RETENTION = ("memory", "far")
 METHODS = ("snapkv", "policy", "sparse")
 
 
@@ -48,7 +46,6 @@ class CompressionConfig:
 
     policy: Method | Stages | None = None
     memory: str = None  # type: ignore[assignment]  # a value once the config is made
-    verify: str | None = None
     far: str | None = None
     quantization: Quantization | None = None
     turns: bool = False
@@ -60,14 +57,9 @@ class CompressionConfig:
         if self.memory is None:
             object.__setattr__(self, "memory", "recall" if self.is_sparse else "drop")
         require_memory(self.memory)
-        for name, allowed in ALLOWED.items():
-            if (got := getattr(self, name)) not in allowed:
-                values = " or ".join(filter(None, allowed))
-                raise OptionError(name, values, got)
+        if self.far not in FAR:
+            raise OptionError("far", " or ".join(filter(None, FAR)), self.far)
         require_compatible(self, When.GIVEN)
-        if self.is_sparse and self.verify is not None:
-            # What verifies is to be the full cache, whose prompt is read densely.
-            object.__setattr__(self, "policy", replace(self.policy, read="dense"))  # type: ignore[type-var]
 
     @classmethod
     def taken_from(
@@ -144,28 +136,6 @@ class CompressionConfig:
         if self.far == "pull" and (error := self._compaction_error(model)) is not None:
             raise error
 
-    def require_rollback(self, prompt_cache: list, n_full: int) -> None:
-        """Raises: SnapKVError: answers can't be verified where only `n_full` of a model's caches hold entries."""
-        n_caches = len(members(prompt_cache))
-        if self.verify == "all" and n_full < n_caches:
-            raise SnapKVError(
-                "{} rolls tokens back, and {} of {} layers can't (linear or sliding-window attention): drop {}",
-                Option("verify", "all"),
-                n_caches - n_full,
-                n_caches,
-                Option("verify"),
-            )
-
-    def require_dense(self, prompt_cache: list) -> None:
-        """Raises: SnapKVError: answers can't be verified, since what was read before was read sparsely."""
-        if self.verify == "all" and first_sparse(prompt_cache) is not None:
-            raise SnapKVError(
-                "{} gives the full cache's own answer, which a text that was read sparsely can't have: drop {}, "
-                "or read the text anew with it",
-                Option("verify", "all"),
-                Option("verify"),
-            )
-
     def compaction(self, model, n_prompt: int) -> Compaction | None:
         """How the positions of a prompt's tokens are compacted; None leaves them as they are."""
         length = longest_trained_length(model)
@@ -194,9 +164,6 @@ class CompressionConfig:
     def _compaction_error(self, model) -> SnapKVError | None:
         """The error if positions can't be compacted; None if they can."""
         far = Option("far", "pull")
-        if self.is_sparse and self.verify is not None:
-            because = "for which the prompt is read as the full cache reads it"
-            return ConflictError(far, Option("verify", self.verify), because)
         if not self.reads_little:
             reads = f"{self.policy} reads the whole prompt first"
             what = "no policy was given" if self.policy is None else reads

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from ..caches.memories import in_files
 from ..errors import ConflictError, Option, SnapKVError
 
 
@@ -51,11 +50,6 @@ def _needs_sparse(option: Option, does: str, why: str) -> SnapKVError:
     )
 
 
-def _verifies_nothing(o: Any, why: str) -> SnapKVError:
-    does = "gives the full cache's own answer by sparse attention"
-    return _needs_sparse(Option("verify", o.verify), does, why)
-
-
 def _keeps_a_text(o: Any, why: str) -> SnapKVError:
     return _needs_sparse(
         Option("memory", o.memory), "keeps a text's entries for questions to come", why
@@ -63,19 +57,6 @@ def _keeps_a_text(o: Any, why: str) -> SnapKVError:
 
 
 EXCLUSIONS = (
-    Exclusion(
-        ("verify", "memory"),
-        When.GIVEN,
-        lambda o: o.verify is not None and in_files(o.memory),
-        lambda o: SnapKVError(
-            "{} needs all entries in memory, and with {} they are not there: give {}, recall:8bit or recall:4bit, or "
-            "drop {}",
-            Option("verify", "all"),
-            Option("memory", o.memory),
-            Option("memory", "recall"),
-            Option("verify"),
-        ),
-    ),
     Exclusion(
         ("sparse", "memory"),
         When.GIVEN,
@@ -125,18 +106,6 @@ EXCLUSIONS = (
         When.CHOSEN,
         lambda o: o.has_draft_model and o.retains,
         lambda o: ConflictError(Option("draft_model"), Option("memory", o.memory)),
-    ),
-    Exclusion(
-        ("verify", "policy"),
-        When.CHOSEN,
-        lambda o: o.verify is not None and o.evicts,
-        lambda o: _verifies_nothing(o, f"{o.policy} evicts the entries that it needs"),
-    ),
-    Exclusion(
-        ("verify", "sparse"),
-        When.CHOSEN,
-        lambda o: o.verify is not None and o.policy is None,
-        lambda o: _verifies_nothing(o, "without a policy the full cache gives that answer anyway"),
     ),
     Exclusion(
         ("max_kv_size", "policy", "sparse"),

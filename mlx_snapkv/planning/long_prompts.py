@@ -70,7 +70,6 @@ class LongPrompts:
         )
         if plan.reason is not None:
             return _foretold_in_full(plan)
-        self._config.require_rollback(sizes.caches, len(sizes.layers))
         return _foretold(Footprint(sizes, self._config), plan, before)
 
     def _too_large(self, n_prompt: int) -> str | None:

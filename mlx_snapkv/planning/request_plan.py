@@ -56,7 +56,7 @@ class Plan(PromptPlan):
     """What is decided about one request.
 
     Attributes:
-        options: what was asked for: the policy or sparse attention, where entries lie, how answers are verified.
+        options: what was asked for: the policy or sparse attention and where entries lie.
         reason: why the prompt is left to mlx-lm as it is, as its report says; None if it is not. What follows is then
             empty.
         n_new: tokens to read, after those of earlier turns.
@@ -168,7 +168,6 @@ def plan_request(
             n_new=n_new,
         )
     require_compatible(options, When.COMPRESSING)
-    cache = prompt_cache
     if not layers:
         cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
         layers = attention_layers(model, cache)
@@ -181,9 +180,6 @@ def plan_request(
             f"{options.policy} can't score models that cap their logits, such as model type "
             f"{type_of(model)!r}: give another policy, such as snapkv"
         )
-    if cache is not None:
-        options.require_rollback(cache, len(layers))
-        options.require_dense(cache)
     return plan
 
 

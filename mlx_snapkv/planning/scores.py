@@ -19,13 +19,13 @@ def scores_limit() -> int:
     return min(MOST_BYTES, this_machine().memory // SHARE)
 
 
-def tokens_at_once(n_before: int, pair_bytes: int, limit: int, least: int = LEAST) -> int:
+def tokens_at_once(n_before: int, pair_bytes: int, limit: int) -> int:
     """How many tokens to read at once, after `n_before` entries, so that a layer's scores take `limit` bytes at most.
 
-    They see those entries and each other. From 32 on it is a multiple of that; and never less than `least`.
+    They see those entries and each other. It is a multiple of `LEAST`, and never less.
 
     Args:
         pair_bytes: stored for each query and entry, of all of a layer's heads; see `shapes.score_bytes`.
     """
     n = (math.isqrt(n_before * n_before + 4 * (limit // pair_bytes)) - n_before) // 2
-    return max(least, n // LEAST * LEAST or n)
+    return max(LEAST, n // LEAST * LEAST)

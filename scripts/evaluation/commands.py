@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from mlx_snapkv.cli.cache_options import RetentionOptions
+from mlx_snapkv.cli.cache_options import MemoryOptions
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
 from mlx_snapkv.cli.prompts import read_file
@@ -150,7 +150,7 @@ class SuiteOptions(AskedOptions):
     seed: DocumentSeed = 0
 
 
-def suite(*, options: SuiteOptions, retention: RetentionOptions, result: ScoreOptions) -> None:
+def suite(*, options: SuiteOptions, retention: MemoryOptions, result: ScoreOptions) -> None:
     """Ask harder questions: look-alikes, several facts, overwritten values and chains.
 
     python scripts/evaluate.py suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
@@ -186,7 +186,7 @@ class DataOptions(AskedOptions):
     ignore_chat_template: IgnoreChatTemplate = False
 
 
-def data(*, options: DataOptions, retention: RetentionOptions, result: ScoreOptions) -> None:
+def data(*, options: DataOptions, retention: MemoryOptions, result: ScoreOptions) -> None:
     """Ask the questions of a data set in kvpress' columns: RULER, LongBench, InfiniteBench, LooGLE or your own.
 
     python scripts/evaluate.py data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%

@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVError, generate_step, prefill, saved
+from mlx_snapkv import generate_step, prefill, saved
 from mlx_snapkv.caches.layers import first_sparse
 from mlx_snapkv.caches.memories import recalling_caches
 from mlx_snapkv.policies.sparse import CHUNK, PAGE
@@ -53,10 +53,3 @@ def test_a_file_that_does_not_say_what_was_read_sparsely_is_taken_to_be_so(tmp_p
             saved.save(tmp_path / "text.safetensors", model, caches, TEXT, policy)
         loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
         assert first_sparse(loaded) == wanted
-
-
-def test_what_was_read_sparsely_can_not_be_verified():
-    model = make_llama()
-    cache, _ = prefill(model, TEXT, sparse=OPTIONS)
-    with pytest.raises(SnapKVError, match="a text that was read sparsely can't have: drop verify"):
-        generate_step(QUESTION, model, prompt_cache=cache, sparse=OPTIONS, verify="all")

@@ -63,38 +63,6 @@ def test_a_turn_with_a_document_chooses_what_its_chunks_read(demo_llama):
     assert is_answered(conversation, other) and conversation.report.read_per_chunk is None
 
 
-def test_answers_are_verified(demo_llama):
-    conversation, facts = about_a_text(*demo_llama, 1024, 3, verify="all")
-    assert all(is_answered(conversation, fact) for fact in facts)
-    assert conversation.report.verified.tokens > 0
-    assert held(conversation) == {len(conversation.read)}
-
-
-def test_answers_about_what_was_read_sparsely_can_not_be_verified(demo_llama, path):
-    """A conversation goes on as it was; one without such chunks is verified from then on."""
-    conversation, (fact, other) = about_a_text(*demo_llama, 2048, 2)
-    assert is_answered(conversation, fact)
-    with pytest.raises(SnapKVError, match="read sparsely"):
-        conversation.verify_answers("all")
-    assert conversation.verify is None and is_answered(conversation, other)
-    conversation.save(path)
-    loaded = Conversation.load(path, *demo_llama, verify="all", max_tokens=12)
-    with pytest.raises(SnapKVError, match="read sparsely"):
-        ask(loaded, fact.question)
-    short, (fact, other) = about_a_text(*demo_llama, 300, 2)
-    assert is_answered(short, fact)
-    short.verify_answers("all")
-    assert is_answered(short, other) and short.report.verified.tokens > 0
-
-
-def test_a_policy_drafts_nothing(demo_llama):
-    for options in ({"policy": "snapkv", "memory": "recall"}, {"policy": None}):
-        conversation = Conversation(*demo_llama, **options)
-        with pytest.raises(SnapKVError, match=r"by sparse attention, but .*: give sparse instead"):
-            conversation.verify_answers("all")
-        assert conversation.verify is None
-
-
 def held(conversation):
     layers = attention_layers(conversation.model, conversation.prompt_cache)
     caches = [layer.cache_in(conversation.prompt_cache) for layer in layers]

@@ -32,26 +32,15 @@ def test_generate_says_what_it_takes(call, story, few):
     assert "auto: keydiff:" in err and "would take" in err and "3 MB is available" in err
 
 
-@pytest.mark.parametrize(
-    "more", ["--verify all --memory recall", "--verify all", "--memory recall:4bit", "--far pull"]
-)
+@pytest.mark.parametrize("more", ["--memory recall", "--memory recall:4bit", "--far pull"])
 def test_a_short_prompt_keeps_the_full_cache(call, more):
     asked = ["-p", "Hello", "-m", "2", *more.split()]
     code, _, err = call("generate", *AUTO, *asked)
     assert code == 0 and "auto: the full cache, because at 6 tokens" in err
-    assert ("its own answer needs no verifying" in err) == ("--verify" in more)
     assert "prompt tokens, full cache | prompt " in err
     report = json.loads(call("generate", *AUTO, *asked, "--json")[1])["compression"]
     assert report["reason"].startswith("at 6 tokens reading all entries costs little")
     assert report["auto"] == f"auto: the full cache, because {report['reason']}"
-
-
-def test_verified_answers_get_all_entries_in_memory(call, story, few):
-    path, facts = story
-    asked = ["generate", *AUTO, "--prompt-file", str(path), "-p", facts[0].question]
-    code, out, err = call(*asked, "--verify", "all")
-    assert (code, out.strip()) == (0, facts[0].value)
-    assert f"auto: {SPARSE}, because all entries" in err and "of the tokens were drafted" in err
 
 
 def test_a_chat_and_a_batch_take_it(call, batch, story, few):

@@ -86,14 +86,13 @@ def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
             ["--policy", SNAPKV.replace("lookahead=4", "lookahead=0"), "--kv-bits", "8"],
             {"kv_bits": 8},
         ),
-        (["--sparse", "top_k=24", "--verify", "all"], {"memory": "recall", "verify": "all"}),
+        (["--sparse", "top_k=24"], {"memory": "recall"}),
     ],
 )
 def test_bits_and_memories_are_the_runs(batch, options, words):
     _, found, _ = batch([chat("a", 24, max_tokens=8)], *options)
     ours = found["a"]["response"]["body"]["mlx_snapkv"]
     assert answer(found["a"]) == "482913" and words.items() <= ours.items()
-    assert "verify" not in words or ours["verified"]["tokens"] > 0
 
 
 # Of the file's lines; what is wrong with bodies: tests/completions, tests/server.

@@ -175,7 +175,7 @@ def test_what_is_foretold_of_a_text_is_of_no_answer(cache):
         ([], ["--system-prompt", "x"], "--system-prompt can't be combined"),
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),
         (HALF, ["--policy", "keydiff"], "is already compressed, and the evicted entries are gone: drop --policy"),
-        (HALF, ["--memory", "recall", "--verify", "all"], "the evicted entries are gone: drop --memory and --verify"),
+        (HALF, ["--memory", "recall"], "the evicted entries are gone: drop --memory"),
         (HALF, ["--kv-bits", "4"], "is already compressed, and its entries stay so"),
         (HALF, ["--sparse", ""], "is already compressed, and the evicted entries are gone: drop --sparse"),
         (SPARSE, HALF, f"has its own setting, sparse:{SPARSE[1]}: drop --policy"),

@@ -21,12 +21,10 @@ def script(call):
 
 def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(script, document):
     path, facts = document
-    *questions, last = (fact.question for fact in facts)
-    lines = [f'/file "{path}"', *questions, "/stats", "/verify all", last, "/stats", "/help"]
-    code, out, err = script([*lines, "/reset", "/verify", "/verify none"], *SPARSE)
+    questions = (fact.question for fact in facts)
+    lines = [f'/file "{path}"', *questions, "/stats", "/help"]
+    code, out, err = script([*lines, "/reset"], *SPARSE)
     assert (code, out) == (0, [fact.value for fact in facts])
-    assert err.count("verify: all") == 2 and err.endswith("verify: none\n")
-    assert re.search(r", \d+% of the tokens were drafted", err)
     assert "notes of today.txt: " in err and "100 entries and" in err
     assert "entries: 100 in layers 0 to 2\n" in err and "tokens/s" in err
     assert "\n/file FILE               attach a document to the next message\n" in err
@@ -170,7 +168,6 @@ def test_a_conversation_is_exported_as_markdown(script, document, tmp_path):
         ("/set temp 200", "/set temp must be from 0 to 100, got '200'"),
         ("/set max-tokens 1.5", "/set max_tokens: "),
         ("/files detach 1", "detach and the number or name of a file that has not been read"),
-        ("/verify maybe", "/verify takes all or none, got 'maybe'"),
         ("/export nowhere/talk.md", "nowhere/talk.md can't be written: there is no folder"),
         ("\udcff", "standard input is not UTF-8 text: convert it to text first"),
     ],

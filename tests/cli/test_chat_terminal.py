@@ -51,7 +51,6 @@ def test_tab_completes_commands_and_file_names(terminal, document):
         ("", PROMPT),
         ("/he\t\r", "leave the chat (also Ctrl-D)"),
         ("/policy keyd\t\r", "policy keydiff"),
-        ("/verify all\r", "keydiff evicts the entries that it needs"),
         ("/file no\t\r", "notes of today.txt: "),
     )
     chat.leave()

@@ -18,7 +18,6 @@ MISTAKES = r"""
 nonsense                                                 | No such command 'nonsense'.
 generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and --policy both name a policy
 generate --prompt x --model demo --snapkv top_k=4 --policy auto | --snapkv and --policy both name a policy
-generate --prompt x --model demo --policy auto --verify all --memory recall:file | give --memory recall, recall:8bit
 generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
 generate --prompt x --model demo --memory recall:file --store-dir {}/text | --store-dir must be a writable folder, got
 generate --prompt "" --model demo                        | the prompt is empty: give some text
@@ -53,8 +52,6 @@ generate --prompt x --model demo --json-schema '"a"'      | --json-schema must b
 generate --prompt x --model demo --json-schema 7          | --json-schema must be a JSON object, such as '{"type": "obj
 generate --prompt x --model demo --json-schema '{"uniqueItems": true}' | --json-schema can't be enforced: unsupported
 generate --prompt x --model demo --json-schema true --prefill-response y | drop --prefill-response
-chat --model demo --verify all --memory recall           | but without a policy the full cache gives that answer
-compare --prompt x --model demo --policy snapkv --verify all | evicts the entries that it needs: give --sparse
 generate --prompt x --model demo --sparse "" --policy tova | says which entries stay, and --sparse says which are
 generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
 generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
@@ -87,7 +84,6 @@ plan --model demo --memory 16                            | from 1,000,000, such 
 eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress none of the prompts
 eval fidelity --text {}/text --policy tova:budget=9 --output {}/ | is a folder
 bench --context 4k                                       | --context must be whole numbers from 1024 to 10000000, sep
-compare --prompt x --model demo --sparse top_k=4 --verify all --memory recall:file | --verify all needs all entries in
 eval fidelity --text {}/text                             | needs --policy or --sparse
 generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: add that, or drop
 generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens does nothing without --draft-model

@@ -67,10 +67,6 @@ def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, 
     assert ("of files" in err) == bool(memory)
     result = json.loads(ask_saved(path, fact.question, "--json")[1])
     assert result["prompt_cache"]["policy"] == result["compression"]["policy"] == NAME
-    if not memory:  # files can't be verified at all
-        code, out, err = ask_saved(path, fact.question, "--verify", "all")
-        assert (code, out) == (2, "")
-        assert "which a text that was read sparsely can't have: drop --verify" in err
 
 
 def test_a_saved_full_cache_is_asked_with_it(ask_saved, save, story, path):
@@ -79,8 +75,6 @@ def test_a_saved_full_cache_is_asked_with_it(ask_saved, save, story, path):
     code, out, err = ask_saved(path, fact.question, *SPARSE)
     assert (code, out) == (0, fact.value + "\n")
     assert re.search(READ, err.splitlines()[-1])
-    code, out, err = ask_saved(path, fact.question, *SPARSE, "--verify", "all")
-    assert (code, out) == (0, fact.value + "\n") and "of the tokens were drafted" in err
 
 
 def test_a_chat_goes_on_from_it_and_says_what_long_turns_write(call, save, story, path):
@@ -118,13 +112,13 @@ def test_a_chat_starts_again_with_it(call, document):
 @pytest.mark.parametrize("options", [SPARSE, ["--snapkv", "top_k=60", "--memory", "recall"]])
 def test_a_chat_compares_with_the_answer_from_all_entries(call, story, options):
     path, facts = story
-    lines = [f"/file {path}", facts[0].question, "/compare", "/stats", "/policy", "/verify"]
+    lines = [f"/file {path}", facts[0].question, "/compare", "/stats", "/policy"]
     chat = ["chat", "--model", "demo", "-m", "12", *options]
     code, out, err = call(*chat, stdin="\n".join([*lines, facts[1].question]).encode())
     assert (code, out.splitlines()) == (0, [*[facts[0].value] * 2, facts[1].value])
     assert "from all entries: the same answer\n" in err
     assert "not compressed: the prompt's" in err
-    assert f"\npolicy: {options[0][2:]}:" in err and "\nverify: none\n" in err
+    assert f"\npolicy: {options[0][2:]}:" in err
 
 
 def test_nothing_is_compared_where_entries_are_gone(call, document):
@@ -143,9 +137,6 @@ def test_compare_shows_it_beside_policies_by_default(call, story):
     ]
     assert names[0] == "full cache" and names[-1] == "sparse:budget=6.25%"
     assert [name.partition(":")[0] for name in names[1:-1]] == ["snapkv", "keydiff"]
-    _, out, _ = call("compare", "--model", "demo", *asked, "--verify", "all")
-    names = [m["name"] for m in json.loads(out)["methods"]]
-    assert names == ["full cache", "sparse:budget=6.25%, verify all"]
 
 
 def test_plans_count_it(call):

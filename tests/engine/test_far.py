@@ -57,7 +57,6 @@ def test_streaming_llm_has_the_papers_positions(short):
         ("needs sparse attention", {"sparse": "read=dense"}),
         ("no policy was given", {}),
         ("far must be keep or pull, got 'yes'", {"far": "yes"}),
-        ("combined with verify=all", {"sparse": True, "verify": "all"}),
     ],
 )
 def test_refused_by_name(short, sentence, options):

@@ -10,7 +10,6 @@ from model_configs import make_model
 from request_helpers import plain, steps
 
 from mlx_snapkv import KeyDiff, prefill
-from mlx_snapkv.engine.draft_length import DraftLength
 from mlx_snapkv.entries import device
 from mlx_snapkv.planning import scores
 from mlx_snapkv.planning.scores import tokens_at_once
@@ -76,17 +75,6 @@ def test_the_peak_is_a_fraction_of_mlx_lm_s(monkeypatch):
     of_piece = 4 * 4 * 8 * 256 * tokens_at_once(0, pair, limit)
     most = 1.25 * (limit + 2 * entries + of_piece)
     assert theirs > pair * n * n and ours < most < 0.4 * theirs
-
-
-def test_no_more_drafts_are_checked_at_once(calls, monkeypatch):
-    monkeypatch.setattr(scores, "MOST_BYTES", PAIR * 10 * (N + 30))
-    monkeypatch.setattr(DraftLength, "next", lambda self: 16)
-    model = make_model("llama", WIDE)
-    found = steps(model, TOKENS[:N], 12, sparse="top_k=128", verify="all")
-    checked = [n for n, _ in calls[-20:] if n > 2]  # a draft's call is of one or two tokens
-    assert max(checked) == 10  # not 17
-    calls.clear()
-    assert [token for token, _ in found] == [token for token, _ in plain(model, TOKENS[:N], 12)]
 
 
 def test_what_is_read_in_one_call_per_chunk(calls, monkeypatch):

@@ -1,29 +1,22 @@
-"""Requests whose entries all stay: what they refuse and leave alone, and exact answers."""
+"""Requests whose entries all stay: what they refuse and leave alone, and what they keep."""
 
 import functools
 
-import mlx.core as mx
 import numpy as np
 import pytest
 import reference
 from entry_helpers import computing
-from mlx_lm.models.cache import KVCache, make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, prefill
-from mlx_snapkv.caches import sparse as caches_sparse
-from mlx_snapkv.caches.layers import layer_caches
 from mlx_snapkv.caches.memories import make_caches
-from mlx_snapkv.caches.sparse import SparseKVCache
-from mlx_snapkv.engine import policy, self_speculation
+from mlx_snapkv.engine import policy
 from mlx_snapkv.engine.compress import choose_entries, competing
-from mlx_snapkv.engine.draft_length import AT_FIRST, DraftLength
-from mlx_snapkv.engine.prefill import mlx_generate, read
+from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.engine.serving import served
-from mlx_snapkv.entries import blockwise
 from mlx_snapkv.planning.config import CompressionConfig
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,lookahead=0"
@@ -32,11 +25,7 @@ RECALLING = ["recall", "recall:8bit", "recall:file"]
 STAGES = f"keydiff:budget=64,block=32 then {POLICY}"
 READS_ANY = "evicts while it reads: give sparse instead, which reads a prompt of any length in little memory, or"
 WRONG = [
-    ({"verify": "all"}, "but snapkv:.* evicts the entries that it needs: give sparse instead, or drop verify$"),
-    ({"verify": "all", "policy": None}, "without a policy the full cache gives that answer anyway: give sparse"),
-    ({"verify": "some", **SPARSE}, "verify must be all, got 'some'"),
     ({"memory": "remember"}, "memory must be drop, recall"),
-    ({"verify": "all", "memory": "recall:file", **SPARSE}, "with memory=recall:file they are not there"),
     ({"policy": "h2o:budget=64,schedule=once", "memory": "recall"}, "sums the attention of all queries"),
     ({"policy": STAGES, "memory": "recall"}, f"^memory=recall keeps all entries, but .* {READS_ANY}"),
     ({"policy": "h2o:budget=64", "memory": "recall"}, f"h2o:budget=64 {READS_ANY} memory=drop$"),
@@ -75,7 +64,6 @@ KEEPING = [
     {"policy": POLICY, "memory": "recall"},
     {"policy": POLICY, "memory": "recall:file"},
     SPARSE,
-    SPARSE | {"verify": "all"},
     SPARSE | {"memory": "recall:file"},
 ]
 
@@ -130,130 +118,11 @@ def test_a_compressed_prompt_cache_has_nothing_to_recall(wide, tokens, memory):
         steps(wide, tokens, policy=POLICY, memory=memory, prompt_cache=cache)
 
 
-ALL = SPARSE | {"verify": "all"}
-
-
-def in_turn(draft, further):
-    """`DraftLength.took` by another clock, on which a token of the full cache takes one second."""
-    took = DraftLength.took
-    return lambda self, n, *_: took(self, n, n * draft, 1 + n * further)
-
-
-@pytest.fixture
-def drafting(monkeypatch):
-    """A clock on which drafts pay, which a model as small as this needs; they are verified in several blocks."""
-    monkeypatch.setattr(DraftLength, "took", in_turn(draft=0.1, further=0.1))
-    monkeypatch.setattr(blockwise, "BLOCK", 64)
-
-
-def ids(items):
-    return [token for token, _ in items]
-
-
-@pytest.mark.parametrize("read", ["dense", "sparse"])
-@pytest.mark.parametrize("rest", ["means", "none"])
-def test_the_full_caches_own_answer(drafting, tokens, read, rest):
-    model = make_llama(seed=3)
-    reports = []
-    sparse = f"budget=40,n_sink=4,n_window=16,read={read},rest={rest}"
-    found = steps(model, tokens, 200, sparse=sparse, verify="all", on_report=reports.append)
-    wanted = plain(model, tokens, 200)
-    assert ids(found) == ids(wanted)
-    for (_, a), (_, b) in zip(found, wanted):
-        assert mx.allclose(a, b, atol=1e-4)
-    verified = reports[0].verified
-    assert 100 < verified.accepted <= verified.drafted and verified.tokens >= 199
-
-
-@pytest.mark.parametrize("few", [0, 8192])
-def test_a_verified_answer_that_outgrows_what_its_drafts_always_read(
-    drafting, tokens, few, monkeypatch
-):
-    """The answer's entries among which drafts choose are not those that verifying adds to the full cache."""
-    computing(monkeypatch, exact_votes=few)
-    monkeypatch.setattr(caches_sparse, "RECENT", 32)
-    model, reports = make_llama(seed=3), []
-    found = steps(model, tokens, 200, **ALL, on_report=reports.append)
-    assert ids(found) == ids(plain(model, tokens, 200))
-    assert reports[0].verified.accepted > 100
-
-
-def test_drafts_choose_by_themselves_and_see_the_rest(drafting, tokens, monkeypatch):
-    """Each from a cache that reads 36 of 200 entries, and a mean of the others."""
-    small, read = [], SparseKVCache.choice
-    monkeypatch.setattr(
-        SparseKVCache, "choice", lambda self, asked: small.append(self) or read(self, asked)
-    )
-    reports = []
-    steps(make_llama(seed=3), tokens, 40, **ALL, on_report=reports.append)
-    assert len(small) == reports[0].verified.drafted * len({*map(id, small)})
-    assert all(cache.n_means == 1 and cache.bias is not None for cache in small)
-
-
-def test_drafts_follow_what_was_said(drafting, tokens, monkeypatch):
-    """What was rejected is rolled back from small and full caches; what only the full ones read, the small ones get."""
-    catch_up, apart, same = self_speculation.SelfSpeculation._catch_up, [], []
-
-    def catching_up(self):
-        full, small = (layer_caches(caches)[0] for caches in (self._full, self._small))
-        apart.append(n := full.offset - small.offset)
-        catch_up(self)
-        assert full.offset == small.offset
-        for wanted, found in zip(full.entries(full.offset - n, full.offset), small.sample):
-            same.append(mx.array_equal(found[:, :, found.shape[2] - n :], wanted).item())
-
-    monkeypatch.setattr(self_speculation.SelfSpeculation, "_catch_up", catching_up)
-    steps(make_llama(seed=3), tokens, 60, **ALL)
-    assert len(apart) > 5 and apart[0] == AT_FIRST and set(apart[1:]) <= {0, 1} and all(same)
-
-
-def test_samples_and_processors_see_the_full_caches_logits(drafting, tokens):
-    model = make_llama(seed=3)
-    for temp in (0.0, 0.7):
-        options = {"sampler": make_sampler(temp, top_p=0.9)}
-        options["logits_processors"] = make_logits_processors(repetition_penalty=1.3)
-        answers = []
-        for keywords in ({}, ALL):
-            mx.random.seed(5)
-            answers.append(ids(steps(model, tokens, 60, **options, **keywords)))
-        assert answers[0] == answers[1]
-
-
-def test_quantised_entries_give_the_quantised_caches_answer(drafting, tokens):
-    model = make_llama(seed=3, head_dim=32)
-    cache = [KVCache() for _ in model.layers]
-    first = mx.argmax(read(model, tokens, cache, {}), axis=-1)
-    # The first token of the answer is fed before entries are quantised.
-    (second, _), *_ = mlx_generate.generate_step(first, model, max_tokens=1, prompt_cache=cache)
-    for c in cache:
-        c.trim(1)
-    cache = [c.to_quantized(32, 8) for c in cache]
-    rest = mlx_generate.generate_step(mx.array([second]), model, max_tokens=60, prompt_cache=cache)
-    wanted = [first.item(), second, *ids(rest)]
-    reports = []
-    found = steps(model, tokens, 62, **ALL | {"memory": "recall:8bit"}, on_report=reports.append)
-    assert ids(found) == wanted and "checked against entries in 8 bits" in str(reports[0])
-
-
-def test_goes_on_as_the_full_cache_when_drafts_gain_nothing(tokens, monkeypatch):
-    """A draft step of three layers takes as long as a token of the full cache, by any clock."""
-    monkeypatch.setattr(DraftLength, "took", in_turn(draft=1.0, further=0.5))
-    model = make_llama(seed=3)
-    reports = []
-    found = steps(model, tokens, 80, **ALL, on_report=reports.append)
-    wanted = plain(model, tokens, 80)
-    verified = reports[0].verified
-    assert verified.stopped < 20 and verified.drafted == 2 and verified.tokens == 79
-    assert f"none after {verified.stopped} tokens" in str(reports[0])
-    assert ids(found) == ids(wanted)
-
-
 IN_MEMORY = ["recall", "recall:8bit", "recall:4bit"]
 WAYS = [
     *(SPARSE | {"memory": memory} for memory in [*IN_MEMORY, "recall:file", "recall:file:8bit"]),
     {"sparse": "budget=40,n_window=16", "memory": "recall:8bit"},
     *({"policy": POLICY, "memory": memory} for memory in ("recall", "recall:file:8bit")),
-    SPARSE | {"memory": "recall:8bit", "verify": "all"},
 ]
 
 

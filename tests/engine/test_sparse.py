@@ -84,7 +84,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"verify": "all"}, {"memory": "recall:file"}, {"policy": SNAPKV, "memory": "recall"}]
+    "options", [{}, {"memory": "recall:file"}, {"policy": SNAPKV, "memory": "recall"}]
 )  # fmt: skip
 def test_tokens_that_choose_by_themselves_begin_at_once(options):
     """The first was computed together with the prompt's end; the second chooses already. A policy looks ahead."""
@@ -99,12 +99,10 @@ def test_tokens_that_choose_by_themselves_begin_at_once(options):
     assert len(list(answer)) == 40 - n_before
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "recall:file"}, {"verify": "all"}])
+@pytest.mark.parametrize("options", [{}, {"memory": "recall:file"}])
 def test_a_prompt_that_fits_the_budget_is_mlx_lms_bit_for_bit_and_touches_no_class(
     tiny_model, tokens, options, monkeypatch
 ):
-    if "verify" in options and type(tiny_model) is not type(make_llama()):
-        options = {}  # a hybrid can't roll tokens back
     monkeypatch.delattr(patch, "_wrapped")
     for sparse in ("budget=200", Sparse(top_k=196, n_window=50), {"budget": "100%"}):
         reports = []

@@ -1,19 +1,15 @@
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models import llama, qwen3_next
-from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import PATCHED, assert_unpatched
 from tiny_models import make_llama
 
 from mlx_snapkv import patch_for_snapkv, unpatch_snapkv
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.entries import device
-from mlx_snapkv.models import capture, patch
 from mlx_snapkv.models.patch import recording
 
 OTHER = qwen3_next.Qwen3NextAttention
@@ -37,27 +33,6 @@ def test_queries_before_a_gap_are_forgotten(tokens):
             model(tokens[None, start : start + 20], cache=caches)
     assert caches[0].query_positions == range(40, 60) and caches[0].queries.shape[2] == 20
     assert caches[0].keys.shape[2] == 200  # allocated once
-
-
-def test_several_tokens_read_all_entries_block_by_block(tokens, monkeypatch):
-    """Only where asked to: the same numbers as mlx-lm's but for rounding, and bit by bit those of a single token."""
-    monkeypatch.setattr(device, "used", device.CPU)
-    calls, attend = [], patch.blockwise_attention
-    monkeypatch.setattr(patch, "blockwise_attention", lambda *a: calls.append(a) or attend(*a))
-    model = make_llama()
-
-    def logits(n, context):
-        cache = make_prompt_cache(model)
-        with recording([llama.Attention]):
-            model(tokens[None, :100], cache=cache)
-            with context:
-                return model(tokens[None, 100 : 100 + n], cache=cache)
-
-    for n, n_calls in ((1, 0), (5, len(model.layers))):
-        wanted, found = logits(n, nullcontext()), logits(n, capture.blockwise())
-        assert len(calls) == n_calls and mx.allclose(found, wanted, atol=1e-4)
-        assert mx.array_equal(found, wanted) or n > 1
-    assert not capture.reads_blockwise()
 
 
 def test_threads_do_not_mix(tokens):

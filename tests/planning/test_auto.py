@@ -1,7 +1,5 @@
 """`policy="auto"`: what is taken for which prompt, task and machine, and why."""
 
-from dataclasses import replace
-
 import pytest
 
 from mlx_snapkv import (
@@ -128,7 +126,7 @@ def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
 @pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
 def test_python_takes_it_and_the_report_tells(demo_llama, asked):
     reports = []
-    options = {"max_tokens": 1, "on_report": reports.append, "verify": None}
+    options = {"max_tokens": 1, "on_report": reports.append}
     next(generate_step(list(range(5, 105)), demo_llama[0], **options, **asked))
     (report,) = reports
     assert report.auto.startswith("auto: the full cache, because at 100 tokens")
@@ -199,8 +197,6 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
         ({"far": "pull"}, SPARSE),
         ({"far": "keep"}, SPARSE),
         ({"memory": "recall:file:8bit"}, FILED._replace(memory="recall:file:8bit")),
-        ({"verify": "all"}, SPARSE),
-        ({"verify": "all", "memory": "recall:8bit"}, SPARSE._replace(memory="recall:8bit")),
         # Whoever gives a cache goes on from entries in memory.
         ({"prompt_cache": []}, SMALL),
         ({"draft_model": "a model"}, SMALL),
@@ -209,15 +205,11 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
 def test_a_question_beyond_the_trained_length(demo_llama, options, setting):
     config, _, taken = resolve(demo_llama[0], FAR, QUESTION, options, policy=AUTO)
     assert taken.setting == setting and config.memory == setting.memory
-    wanted = method_named(setting.method)
-    if "verify" in options:  # by what the full cache would hold
-        wanted = replace(wanted, read="dense")
-    assert config.policy == wanted
+    assert config.policy == method_named(setting.method)
     config.require(demo_llama[0])
     where = "stay in files in 8 bits" if "file" in setting.memory else "fit in memory"
     assert not setting.is_sparse or f"all entries {where}" in taken.why
-    asked = {name: options.get(name) for name in ("verify", "far")}
-    assert config.retention == {"memory": setting.memory, **asked}
+    assert config.retention == {"memory": setting.memory, "far": options.get("far")}
 
 
 def test_a_batch_beyond_the_trained_length_keeps_distances_within_it(demo_llama):
@@ -235,8 +227,6 @@ def test_a_conversation_that_pulls_takes_what_can(demo_llama):
 
 def test_what_no_setting_can_be_combined_with(demo_llama):
     for options, words in (
-        ({"verify": "all", "memory": "recall:file"}, "give memory=recall"),
-        ({"verify": "all", "far": "pull"}, "drop one of them"),
         ({"refresh": "turn"}, "refresh is gone: sparse=budget=6.25% lets every token choose"),
     ):
         with pytest.raises(SnapKVError, match=words):

@@ -59,7 +59,6 @@ def test_a_request_does_what_is_planned(short, method, memory):
 @pytest.mark.parametrize(
     "method, more, words",
     [
-        (None, {"verify": "all"}, "without a policy the full cache gives that answer anyway"),
         (None, {"memory": "recall"}, "without a policy it is decoded from all"),
         ("snapkv:budget=64", {"far": "pull"}, "far=pull needs sparse attention, or a policy that"),
     ],

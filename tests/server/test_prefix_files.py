@@ -65,14 +65,6 @@ def test_a_killed_servers_conversation_goes_on_from_compressed_entries(document,
             assert known(url, document, 2, max_tokens=2) == 0
 
 
-def test_a_server_that_verifies_uses_nothing_that_was_read_sparsely(document, tmp_path):
-    flags = ("--sparse", "budget=256,read_top_k=64", "--prefix-dir", str(tmp_path))
-    for verify, is_known in (((), False), ((), True), (("--verify", "all"), False)):
-        with served_process(*flags, *verify) as (url, process):
-            assert (known(url, document, 0) > 1400) == is_known
-            process.kill()
-
-
 def test_a_book_of_a_killed_server_goes_on_unless_it_is_damaged(document, tmp_path):
     """Damage is found when entries are first read, by a request that goes on from them; it is answered all the same."""
     flags = ("--sparse", "budget=256", "--memory", "recall:file", "--prefix-dir", str(tmp_path))

@@ -9,7 +9,7 @@ from pathlib import Path
 import fork_helpers
 import pytest
 from batch_file_helpers import COLD, FACT
-from several_cases import ANSWERS, POLICIES, REFUSED, run
+from several_cases import ANSWERS, POLICIES, run
 from several_helpers import LIMIT, ROOT, free_ports, started
 
 KINDS = {"tensor": "demo", "pipeline": "demo-qwen3-next"}
@@ -23,7 +23,7 @@ def found(request, tmp_path_factory):
         assert code == 0, said
     two = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     model = request.getfixturevalue("demo_llama" if kind == "tensor" else "demo_qwen")
-    return kind, run(*model, REFUSED[KINDS[kind]]), two
+    return kind, run(*model), two
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *ANSWERS])

@@ -3,7 +3,7 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -169,8 +169,6 @@ class CompletionFormatter(ResponseFormatter):
         about["entries"] = report.entries if report.compressed else None
         about["memory"] = self._memory
         about |= {name: n for name in STAYING if (n := getattr(report, name))}
-        if report.verified is not None:
-            about["verified"] = asdict(report.verified)
         return {"usage": used, "mlx_snapkv": about, **self.warnings}
 
 

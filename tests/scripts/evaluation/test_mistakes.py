@@ -7,7 +7,6 @@ import pytest
 
 # A command line, and what its one line says. {} is a folder with `text`, a few words.
 MISTAKES = r"""
-suite --sparse top_k=4 --verify all --memory recall:file | --verify all needs all entries in memory, and with
 needle --policy snapkv:top_k=8000                   | would compress none of the prompts: the prompt's 4096 entries
 needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, sep
 needle --haystack /dev/null                         | --haystack /dev/null: there is no text
