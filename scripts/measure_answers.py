@@ -13,7 +13,6 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +25,7 @@ from results_page import Result, clock, shared_options
 from mlx_snapkv import generate_step
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
-from mlx_snapkv.entries import device
+from mlx_snapkv.entries import key_index
 from mlx_snapkv.measure.divergence import divergence
 from mlx_snapkv.measure.intervals import grouped
 
@@ -37,7 +36,7 @@ LAST_TOKENS = 64  # of a prompt, which hold its question and are read for every 
 ONCE, SPARSE = "snapkv:budget={}%", "budget={}%,read=dense"
 # By name: options of an answer that reads so many percent, and the most entries whose exact votes rank them.
 WAYS = {
-    "SnapKV, once": ({"policy": ONCE, "memory": "recall"}, device.used.exact_votes),
+    "SnapKV, once": ({"policy": ONCE, "memory": "recall"}, key_index.EXACT_ENTRIES),
     "sparse, by its votes": ({"sparse": SPARSE}, sys.maxsize),
     "sparse, by the index": ({"sparse": SPARSE}, 0),
 }
@@ -88,7 +87,7 @@ def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[s
     full, plain_seconds = answered(model, caches, last, tokens)
     for share, (way, (options, few)) in itertools.product(shares, WAYS.items()):
         given = {name: text.format(100 / share) for name, text in options.items()}
-        with patch.object(device, "used", replace(device.used, exact_votes=few)):
+        with patch.object(key_index, "EXACT_ENTRIES", few):
             found, seconds = answered(model, caches, last, tokens, **given)
         same = mx.argmax(full, axis=-1) == mx.argmax(found, axis=-1)
         yield {

@@ -1,5 +1,4 @@
-"""Runs an mlx-snapkv command, or a script, as quality is measured on a CPU: with attention's exponentials by NumPy, and
-with tokens that rank entries as on a Mac's GPU.
+"""Runs an mlx-snapkv command, or a script, as quality is measured on a CPU: with attention's exponentials by NumPy.
 
     python scripts/numpy_attention.py eval fidelity --model real-models/smollm2-135m-instruct ...
     python scripts/numpy_attention.py scripts/evaluate.py data --model real-models/smollm2-135m-instruct ...
@@ -7,20 +6,14 @@ with tokens that rank entries as on a Mac's GPU.
 MLX's CPU backend takes exponentials one by one: 75 ms for a softmax that NumPy's vectors finish in 3. With this a real
 model of 135 million parameters reads faster, in float32, and its log-probabilities change by less than
 1e-4. Scripts that measure quality use it; the package does not, and a Mac does not need it.
-
-A GPU ranks by an index of the keys what a CPU can afford to rank by exact votes. By those, answers are a little nearer
-to the full cache's, but no Mac's user gets them.
 """
 
 import runpy
 import sys
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-
-from mlx_snapkv.entries import device
 
 FEW = 4096  # of logits, below which MLX is as fast
 
@@ -60,10 +53,9 @@ def _hidden(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 def install() -> None:
-    """Let MLX and mlx-lm use it, unless they compute on a GPU, and rank as there."""
+    """Let MLX and mlx-lm use it, unless they compute on a GPU."""
     if mx.default_device().type == mx.cpu:
         mx.fast.scaled_dot_product_attention = attention
-        device.used = replace(device.used, exact_votes=device.GPU.exact_votes)
 
 
 if __name__ == "__main__":

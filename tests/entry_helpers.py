@@ -1,12 +1,10 @@
 """Random entries of a layer, queries that vote for them, and their votes in float64."""
 
-from dataclasses import replace
-
 import mlx.core as mx
 import numpy as np
 import reference
 
-from mlx_snapkv.entries import device
+from mlx_snapkv.entries import attention, key_index
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 
@@ -32,6 +30,12 @@ def votes_of(entries):
     return reference.votes(*asked(entries), entries.observed.sinks)
 
 
-def computing(monkeypatch, **changes):
-    """As if the device that computes were otherwise; see `Device`."""
-    monkeypatch.setattr(device, "used", replace(device.used, **changes))
+def exact_up_to(monkeypatch, n):
+    """Let tokens rank more than `n` entries by an index."""
+    monkeypatch.setattr(key_index, "EXACT_ENTRIES", n)
+
+
+def in_blocks(monkeypatch, n_bytes, one_pass=attention.ONE_PASS_BYTES):
+    """Compute votes in blocks of `n_bytes`, unless they take `one_pass` bytes or less."""
+    monkeypatch.setattr(attention, "BLOCK_BYTES", n_bytes)
+    monkeypatch.setattr(attention, "ONE_PASS_BYTES", one_pass)

@@ -9,11 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..entries import device
 from ..entries.attention import latest_votes
 from ..entries.entries import Entries
 from ..entries.held_rows import MakeAside
-from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
+from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex, ranks_by_index
 from ..entries.queries import Queries
 from ..entries.spans import spans
 from .compaction import Compaction
@@ -36,7 +35,7 @@ class FullView(Entries):
         super().__init__(None, None, layer=layer)
         self._compaction = compaction or Compaction(ANY)
         self._entries = JoinedView(views)
-        self.index = index if device.used.ranks_by_index(len(self)) else None
+        self.index = index if ranks_by_index(len(self)) else None
 
     def __len__(self) -> int:
         return self._entries.n_entries
@@ -90,7 +89,7 @@ class FullView(Entries):
         """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`, their readers in turn; None if the
         keys are few."""
         n = len(self)
-        if not device.used.ranks_by_index(n):
+        if not ranks_by_index(n):
             return None
         length = SAMPLE // SAMPLED
         starts = range(0, n, math.ceil(n / SAMPLED))
@@ -104,7 +103,7 @@ class FullView(Entries):
     def grown_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
         """An index of the first keys with the others added, or what `make_index` makes if it is outgrown or none."""
         n = len(self)
-        if index is None or not device.used.ranks_by_index(n) or index.outgrown_by(n):
+        if index is None or not ranks_by_index(n) or index.outgrown_by(n):
             return self.make_index(queries)
         return self._completed(index)
 

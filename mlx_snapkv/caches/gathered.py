@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +10,6 @@ from mlx_lm.models.cache import KVCache
 from ..entries.compiled import compiled
 from ..entries.quantization import grown, join, n_rows, rows, write
 from ..entries.rest import Rest
-from ..entries.threads import at_once
 
 Pair = tuple[mx.array, mx.array]  # keys and values `(B, n_kv_heads, n, head_dim)`
 
@@ -86,6 +84,5 @@ class Gathered:
 @compiled
 def _written(held: Pair, start: int, chosen: Pair) -> Pair:
     """Buffers with what was chosen from row `start` on."""
-    _, H, n, _ = chosen[0].shape
-    at_once(H * n, [partial(write, held[i], start, chosen[i]) for i in range(2)])
+    write(held, start, chosen)
     return held

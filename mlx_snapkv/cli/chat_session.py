@@ -22,8 +22,9 @@ from ..several.ranks import Ranks, here
 from .options import SamplingOptions
 from .progress import stderr_console
 from .prompts import require_text
-from .reading import LONG, Reading
+from .reading import Reading
 
+SHORT_TURN = 2048  # tokens; what shorter turns write to files is not worth a line
 SETTINGS = "policy", "memory", "far"
 
 
@@ -220,4 +221,4 @@ class Session:
     def _cost(self, n_new: int) -> FileCost | None:
         """What a turn with a document will write to files."""
         now = self.conversation
-        return file_cost(now.model, now.memory, n_new) if n_new > LONG else None
+        return file_cost(now.model, now.memory, n_new) if n_new > SHORT_TURN else None

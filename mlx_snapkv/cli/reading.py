@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..engine.report import CompressionReport
     from ..planning.footprint import FileCost
     from ..planning.prompt_plan import ProgressCallback
@@ -23,8 +18,6 @@ Result = TypeVar("Result")
 TOKENISING = "tokenising the text"
 PATIENCE = 0.5  # seconds in which nothing is shown
 LISTEN = 0.1  # seconds until Ctrl-C is noticed
-LONG = 2048  # tokens; shorter prompts are read in no time with any BLAS
-OPENBLAS = "libopenblas0-pthread"  # Debian's package
 
 
 class Reading:
@@ -96,23 +89,7 @@ class Reading:
                     self.say(
                         "\n".join([str(file_cost), *(f"warning: {x}" for x in file_cost.warnings)])
                     )
-                if total >= LONG:
-                    _hint_slow_blas(self.console)
             bar.update(done, total)
 
         with bar:
             yield update
-
-
-@functools.cache
-def _hint_slow_blas(console: Console) -> None:
-    """One line on a terminal, once, if MLX's Linux wheel has brought its own slow BLAS."""
-    libraries = Path("/proc/self/maps")
-    text = libraries.read_text() if console.is_terminal and libraries.exists() else ""
-    if "/mlx_cpu.libs/libblas" not in text or re.search(r"/lib(openblas|mkl_rt|blis)", text):
-        return
-    places = ("lib*/*/openblas-pthread/libopenblas.so.0", "lib*/libopenblas.so.0")
-    installed = [f"LD_PRELOAD={f}" for place in places for f in sorted(Path("/usr").glob(place))]
-    missing = f"OpenBLAS: install {OPENBLAS} and set LD_PRELOAD to its libopenblas.so.0"
-    line = f"Prefill of long prompts is several times faster with {[*installed, missing][0]}"
-    console.print(line, soft_wrap=True, highlight=False, markup=False)

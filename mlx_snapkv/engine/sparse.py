@@ -11,7 +11,7 @@ from ..caches.layers import AttentionLayer, copies_but_entries
 from ..caches.reread import Reread
 from ..caches.sparse import SparseKVCache
 from ..caches.token_ranking import TokenRanking
-from ..entries import device
+from ..entries import key_index
 from ..entries.entries import Entries
 from ..entries.queries import Queries
 from ..entries.selection import nan_scores
@@ -177,7 +177,7 @@ class SparseMode:
         """A layer's entries, with the prompt's last queries as they vote for those that a token reads."""
         view = self.full_view(layer)
         entries = view.voted_by(self._voters(layer, view))
-        entries.budget = max(self.plan.decode_quota.entries, device.used.exact_votes)
+        entries.budget = max(self.plan.decode_quota.entries, key_index.EXACT_ENTRIES)
         return entries
 
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:

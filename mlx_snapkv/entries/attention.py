@@ -6,8 +6,8 @@ for the one before it. MLX allocates some operations ahead of the one that it co
 Half-precision keys are multiplied as a float32 copy of a block. MLX would round their products to their own type:
 float16 ends at 65,504, which logits may pass (those of Qwen2.5, whose keys have large biases), and bfloat16 has three
 digits, too few to rank large logits by. For the many queries of a vote the copy takes less than converting the logits
-would. A token of the answer, of few queries, reads five times the bytes so, but of few entries: of more than
-`Device.exact_votes` it asks an index.
+would. A token of the answer, of few queries, reads five times the bytes so, but of few entries: more are ranked by an
+index (`key_index.ranks_by_index`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from . import device
 from .queries import Queries
 from .spans import spans
 
+# Bytes of float32 logits made at a time. Every operation on a block is a launch on a GPU, and of smaller blocks the
+# launches would take most of a vote's time.
+BLOCK_BYTES = 8 << 20
+ONE_PASS_BYTES = 64 << 20  # of logits and float32 keys, below which they are made in one block
 READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
 READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for any longer prompt
 KEPT_BYTES = 64 << 20  # of logits, below which the keys' blocks are read once; if queries are few
@@ -62,7 +65,7 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
     n, group = len(observed.places), _group(keys, observed)
     B, H, T, D = keys.shape
     held = group * n + (0 if keys.dtype == mx.float32 else D)
-    in_one = not _waits(keys) and 4 * B * H * T * held <= device.used.held_bytes
+    in_one = not _waits(keys) and 4 * B * H * T * held <= ONE_PASS_BYTES
     late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
     late = mx.tile(late.astype(mx.float32), (1, group))
     if in_one:
@@ -193,21 +196,23 @@ def _group(keys: Keys, observed: Queries) -> int:
 
 def _grouped(keys: Keys, observed: Queries) -> mx.array:
     """Queries `(B, n_kv_heads, group * n, head_dim)` float32, as `_logits` takes them."""
-    queries = observed.heads.astype(mx.float32)
-    if not device.used.scales_logits:
-        queries = queries * (observed.scale * LOG2_E)
     B, H, _, D = keys.shape
-    return queries.reshape(B, H, -1, D)
+    return observed.heads.astype(mx.float32).reshape(B, H, -1, D)
 
 
 def _waits(keys: Keys) -> bool:
     return isinstance(keys, KeyBlocks) and keys.waits
 
 
+def block_size(entry_bytes: int, n_bytes: int | None = None) -> int:
+    """Return how many entries of `entry_bytes` to compute at a time: `n_bytes`, by default `BLOCK_BYTES`."""
+    return max(64, (n_bytes or BLOCK_BYTES) // entry_bytes)
+
+
 def _block(queries: mx.array, n_bytes: int | None = None) -> int:
     """Entries whose logits are held at a time; for few queries their float32 keys are what counts."""
     B, H, n, D = queries.shape
-    return max(64, (n_bytes or device.used.block_bytes) // (4 * B * H * max(n, D // 2)))
+    return block_size(4 * B * H * max(n, D // 2), n_bytes)
 
 
 def _spans(observed: Queries, T: int, block: int) -> Iterator[tuple[int, int]]:
@@ -232,9 +237,9 @@ def _logits(
         part = keys.read(start, stop, after)
     else:
         part = mx.depends(keys[:, :, start:stop], list(after))
-    logits = queries @ part.astype(mx.float32).mT
-    if device.used.scales_logits:
-        logits = logits * (observed.scale * LOG2_E)
+    # Matrix units of GPUs may round float32 factors to TensorFloat-32, which has as many digits as float16: products of
+    # half-precision queries and keys are exact then, and those of scaled queries would not be.
+    logits = (queries @ part.astype(mx.float32).mT) * (observed.scale * LOG2_E)
     if observed.cap is not None:
         cap = observed.cap * LOG2_E
         logits = cap * mx.tanh(logits / cap)

@@ -8,7 +8,7 @@ answer 256 entries come at a time, which are one cluster.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,7 +16,6 @@ import mlx.core as mx
 from .quantization import join, rows
 from .selection import counted
 from .spans import BLOCK, spans
-from .threads import by_heads
 
 SIZE = 256  # entries of a cluster, on average
 EACH = BLOCK // SIZE  # clusters of a whole block
@@ -59,7 +58,7 @@ class Clusters(NamedTuple):
 
     def sizes(self, places: mx.array) -> mx.array:
         """How many of uint32 `places` `(B, n_kv_heads, k)` are in each cluster, int32 `(B, n_kv_heads, n_clusters)`."""
-        return by_heads(partial(_sizes, self.n), self.n_entries, self.ids, places)
+        return _sizes(self.n, self.ids, places)
 
     def sizes_between(self, start: int, stop: int) -> mx.array:
         """The same of the entries `[start, stop)`, evaluated."""

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from . import device
-
 HELD = 128  # graphs of a function, of the shapes that were used last
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,14 +25,14 @@ def compiled(function: F) -> F:
     """
 
     @lru_cache(HELD)
-    def graph(thread: int, used: device.Device, shapes: tuple) -> Callable[..., Any]:
+    def graph(thread: int, shapes: tuple) -> Callable[..., Any]:
         # MLX holds a graph by thread and by the function's place in memory: the other threads' would stay when it is
         # dropped, for what comes to be in that place.
         return mx.compile(partial(function))
 
     @wraps(function)
     def call(*args: Any) -> Any:
-        return graph(get_ident(), device.used, _shapes(args))(*args)
+        return graph(get_ident(), _shapes(args))(*args)
 
     return call  # type: ignore[return-value]
 

@@ -11,8 +11,7 @@ import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
 from ..several.ranks import ALONE
-from . import device
-from .attention import KeyBlocks, above_average, attention_weights, latest_votes
+from .attention import KeyBlocks, above_average, attention_weights, block_size, latest_votes
 from .quantization import KEYS, VALUES, Quantization, Stored, each, n_rows, pack, rows, unpack
 from .queries import Queries
 from .spans import spans
@@ -131,7 +130,7 @@ class Entries:
     def of_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
         """`function` of the keys in float32, `by_block`, where it makes `width` numbers of each key."""
         B, H, _, D = self.blocks().shape
-        size = max(64, device.used.block_bytes // (4 * B * H * max(D, width)))
+        size = block_size(4 * B * H * max(D, width))
         return self.by_block(
             lambda *block: function(self.read_keys(*block).astype(mx.float32)),
             spans(0, len(self), size),

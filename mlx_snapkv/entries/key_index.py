@@ -17,13 +17,11 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 
-from . import device
 from .attention import latest_votes
 from .compiled import compiled
 from .held_rows import HeldRows, MakeAside
@@ -31,8 +29,9 @@ from .quantization import Stored, join, n_rows
 from .queries import Queries
 from .selection import nan_scores, top_of_groups
 from .spans import spans
-from .threads import by_heads
 
+EXACT_ENTRIES = 8192  # a token ranks as many entries by its exact attention, and more by an index
+QUANTISED = 4096  # keys that are quantised at a time; MLX's CPU backend takes 50 bytes for each of their numbers
 SAMPLE = 4096  # keys that the components should be taken from, at most
 MODE: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 WIDTH = 32  # components that share a power of two
@@ -43,6 +42,11 @@ CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compa
 
 # Queries' components `(B, n_kv_heads, group * m, components)`, and their logits of the mean key, if those differ.
 Asking = tuple[mx.array, mx.array | None]
+
+
+def ranks_by_index(n: int) -> bool:
+    """Return whether a token ranks `n` entries by an index of their keys."""
+    return n > EXACT_ENTRIES
 
 
 class KeyIndex:
@@ -93,7 +97,7 @@ class KeyIndex:
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
         new = []
-        for start, stop in spans(0, keys.shape[2], device.used.quantised):
+        for start, stop in spans(0, keys.shape[2], QUANTISED):
             own = keys[:, :, start:stop].astype(mx.float32) - self._mean
             new.append(mx.quantize(own @ self._of_keys, **MODE))
             mx.eval(new[-1])
@@ -209,7 +213,7 @@ class KeyIndex:
         queries, *others = self._factors(asking, start, stop)
         queries = mx.depends(queries, list(after)) if after else queries
         n = stop - start
-        logits = by_heads(partial(_logits, n), n, queries, *others)
+        logits = _logits(n, queries, *others)
         if self.codes.waits:
             mx.eval(logits)
         return logits
@@ -274,7 +278,7 @@ def _relevance(
 ) -> mx.array:
     """`KeyIndex.relevance` of the first `n` keys of codes that lie together."""
     queries = _scaled(heads, scale, factors.shape[1]) @ factors
-    return by_heads(lambda *of_heads: _below(_logits(n, *of_heads)), n, queries, codes, powers)
+    return _below(_logits(n, queries, codes, powers))
 
 
 def _below(logits: mx.array) -> mx.array:

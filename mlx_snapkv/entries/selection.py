@@ -1,13 +1,12 @@
 """Which entries stay: scores to positions. Pure functions of arrays, no model and no cache."""
 
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import mlx.core as mx
 
 from ..errors import SnapKVError
 from .compiled import compiled
-from .threads import at_once, by_heads
 
 GROUP = 2048  # scores that a GPU sorts in one step
 PLACE = GROUP - 1  # low bits of a cost, which are the place in a group
@@ -83,7 +82,7 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> mx.ar
     dealt = mx.unflatten(bits, -1, (size, n_groups))
     costs = _costs(dealt, counted(size)[:, None])
     each = max(1, k // n_groups)
-    best = by_heads(partial(_lowest, each), m, costs)
+    best = mx.partition(costs, each - 1, axis=-2)[..., :each, :]
     return _places(best, counted(n_groups), n_groups).flatten(-2)
 
 
@@ -95,10 +94,6 @@ def n_of_groups(m: int, k: int, n: int = 0) -> int:
 
 def _groups(n: int) -> int:
     return math.ceil(n / GROUP)
-
-
-def _lowest(k: int, costs: mx.array) -> mx.array:
-    return mx.partition(costs, k - 1, axis=-2)[..., :k, :]
 
 
 def _costs(bits: mx.array, place: mx.array) -> mx.array:
@@ -124,7 +119,7 @@ def take_entries(buffers: tuple[mx.array, ...], positions: mx.array) -> list[mx.
     # 2 to 6 times faster than to take them along an axis; a buffer that is not contiguous would be copied.
     B, H, T, _ = buffers[0].shape
     places = (positions + counted(B * H, T).reshape(B, H, 1)).flatten()
-    return at_once(places.size, [partial(_take, x, places) for x in buffers])
+    return [_take(x, places) for x in buffers]
 
 
 def _take(buffer: mx.array, places: mx.array) -> mx.array:

@@ -12,9 +12,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, head_sizes
-from ..entries import device
 from ..errors import SnapKVError
 from ..planning.machine import this_machine
+from ..planning.scores import is_fused
 from ..planning.shapes import METAL
 from ..planning.units import format_bytes
 from .environment import setting
@@ -70,9 +70,7 @@ def kernels(model: Any) -> str:
     except SnapKVError as error:
         return str(error)
     heads = f"heads of {' and '.join(map(str, sizes))}"
-    if not device.used.fused:
-        return f"{heads}, no fused kernel for a prompt's chunks on a CPU"
-    unfused = [str(size) for size in sizes if size not in device.used.fused]
+    unfused = [str(size) for size in sizes if not is_fused(size)]
     if not unfused:
         return f"{heads}, fused for a prompt's chunks"
     return f"{heads}, not fused for a prompt's chunks with {' and '.join(unfused)}"

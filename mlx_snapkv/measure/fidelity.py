@@ -12,7 +12,6 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
@@ -136,13 +135,11 @@ def read_piece(
         text = text or read_once(model, [*frame.start, *piece.tokens], bare)
         # The full cache says which token comes first after a piece; it is fed, and those after it are judged.
         found[TEXT] = text, Reference(text, piece.following, n_fed=1)
-    for _, reference in found.values():
-        reference.logprobs  # noqa: B018  # computed now, and not by the stream of whoever asks first
     return found
 
 
 def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolicy | None) -> Record:
-    """A policy's figures, or the full cache's; some of them are arrays that are still to be computed."""
+    """A policy's figures, or the full cache's; some of them are arrays."""
     known = setting == KNOWN
     is_sparse = policy is not None and not policy.evicts
     predictions, held = None, []
@@ -158,11 +155,10 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolic
             chosen = policy if known else without_lookahead(policy)
             cache, report = reading.compressed(chosen, answering=known)
         held.append(_held(reading, cache, report))
-    with mx.stream(loop.next_stream()):
-        if predictions is None:
-            predictions = reference.predictions(cache) if policy else reference.logprobs
-        figures = reference.figures(predictions)
-        figures["loss"] = reference.loss(predictions) if setting == TEXT else None
+    if predictions is None:
+        predictions = reference.predictions(cache) if policy else reference.logprobs
+    figures = reference.figures(predictions)
+    figures["loss"] = reference.loss(predictions) if setting == TEXT else None
     return {"tokens": len(reference), "judged": len(predictions), **figures, **held[0]}
 
 

@@ -19,13 +19,13 @@ from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, Uncompressed, make_request
-from ..entries import device
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.request_plan import Plan, plan_request
+from ..planning.scores import largest_chunk
 from ..policies import Method, Stages
 from .shared_cache import SharedKVCache
 
@@ -84,7 +84,7 @@ class Reading:
                 shared.share(before, before.offset)
             layer.put(caches, shared)
         # Not in a policy's own chunks: what is read must not depend on who asks.
-        given = {"prefill_step_size": device.used.largest_chunk, **options}
+        given = {"prefill_step_size": largest_chunk(), **options}
         with recording(attention_classes(model)):
             # Log-probabilities `(vocab_size,)` of the token after the prompt.
             self.following = read(model, mx.array(list(unread)), caches, given)[0]
@@ -185,7 +185,7 @@ def read_once(
     Args:
         policies: all that will be asked for.
         suffixes: token ids that may follow it, which `Reading.followed_by` reads.
-        **options: of mlx-lm's `generate_step`; by default, a chunk is what the device reads fastest.
+        **options: of mlx-lm's `generate_step`; by default, chunks are of `largest_chunk()` tokens.
 
     Raises: SnapKVError: the model is not supported, or a budget has no room for what is always kept.
     """

@@ -1,10 +1,7 @@
 """The loop of all evaluations: measure, document by document, what a file of records does not hold yet."""
 
-import functools
-import itertools
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ Record = dict[str, Any]
 Measure = Callable[[list[Record]], Iterable[Record]]
 
 KEYS = ("method", "setting", "task", "length", "document", "piece", "question")
-WAITING = 32  # records that a CPU computes at a time, each of which holds a compressed cache
 
 
 class Results:
@@ -86,40 +82,14 @@ def run(
 
     Args:
         documents: the keys of each document's records, and a function that measures the missing ones. Its records may
-            hold arrays: a CPU computes them while the next document is read (see `next_stream`).
+            hold arrays.
         on_document: called after each document, with whether anything of it was measured.
     """
     wanted: list[Record] = []
-    pending: deque[Record] = deque()
-    most = WAITING if _on_cpu() else 0
-
-    def flush(n: int = 0) -> None:
-        while len(pending) > n:
-            results.add(pending.popleft())
-
     for places, measure in documents:
         wanted += places
         missing = [place for place in places if results.get(place) is None]
         for record in measure(missing) if missing else ():
-            arrays = [x for x in record.values() if isinstance(x, mx.array)]
-            mx.async_eval(arrays)
-            pending.append(record)
-            flush(most if arrays else 0)
+            results.add(record)
         on_document(bool(missing))
-    flush()
     return [results.get(place) for place in wanted]  # type: ignore[misc]  # all were added
-
-
-def next_stream() -> Any:
-    """Where a record's arrays are computed: on a CPU, one of two cores beside the one that reads."""
-    return next(_cpu_streams()) if _on_cpu() else mx.default_stream(mx.default_device())
-
-
-def _on_cpu() -> bool:
-    return mx.default_device().type == mx.cpu
-
-
-@functools.cache
-def _cpu_streams() -> Any:
-    """Each has a thread, as long as the process runs."""
-    return itertools.cycle([mx.new_stream(mx.cpu) for _ in range(2)])

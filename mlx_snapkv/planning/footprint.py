@@ -14,10 +14,9 @@ from ..caches.adapter import has_all_entries
 from ..caches.layers import AttentionLayer, attention_layers, members, token_caches
 from ..caches.memories import in_files, memory_quantization
 from ..caches.page_means import means_held_as
-from ..entries import device
 from ..entries.clusters import SIZE
 from ..entries.held_rows import BLOCK, RESIDENT
-from ..entries.key_index import index_bytes
+from ..entries.key_index import index_bytes, ranks_by_index
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
 from ..policies import Method
@@ -167,7 +166,7 @@ class Footprint:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
         if not self.config.retains:
             return 0
-        indexed = with_room(self.with_rows(n)) if device.used.ranks_by_index(n) else 0
+        indexed = with_room(self.with_rows(n)) if ranks_by_index(n) else 0
         return n * self.sizes.of_memory(self.config.memory) + indexed * self.sizes.of_index()
 
     def means(self, plan: Plan) -> int:

@@ -8,7 +8,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import require_quantizable
-from ..entries import device
+from ..entries.attention import BLOCK_BYTES, ONE_PASS_BYTES
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..models.counts import query_heads, vocabulary
@@ -189,12 +189,10 @@ class Planner:
             return entries
         queries = plan.n_voters * heads * sizes.of_head()
         logits = 4 * heads * plan.n_voters * most
-        if logits <= device.used.held_bytes:
+        if logits <= ONE_PASS_BYTES:
             held = int(VOTED * logits)
         else:
-            held = VOTED_BLOCKS * max(
-                device.used.block_bytes, 4 * heads * plan.n_voters * LEAST_BLOCK
-            )
+            held = VOTED_BLOCKS * max(BLOCK_BYTES, 4 * heads * plan.n_voters * LEAST_BLOCK)
         return entries + queries + held
 
     def _recalled(self, footprint: Footprint, n: int) -> int:
@@ -234,7 +232,7 @@ class Planner:
         """Bytes held to sum all queries' attention: that of early chunks is summed in one pass, up to 8 MiB."""
         step = max(x.scores for x in self._shapes) * chunk * min(chunk, rows)
         layers = min(len(self._sizes.layers), 7)  # as many as are under way at once
-        passes = device.used.held_bytes // step if step else 0
+        passes = ONE_PASS_BYTES // step if step else 0
         return int(2.2 * layers * step * min(passes, -(-rows // chunk)))
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..caches.layers import members
-from ..entries import device
 from ..errors import OptionError, SnapKVError
 from ..policies import Method, Stages
 from ..policies.budgets import is_whole
+from .scores import largest_chunk
 
 ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
 
@@ -105,7 +105,7 @@ def chunk_size(policy: Method | Stages, limit: int | None, plan: PromptPlan, n_n
     prefill_policy, _ = policy.stages
     if policy.reads_in_blocks:
         return min(limit or prefill_policy.block, prefill_policy.block)
-    largest = device.used.largest_chunk
+    largest = largest_chunk()
     size = prefill_policy.prefill_chunk or min(limit or largest, largest)
     if policy.reads_little:
         return size

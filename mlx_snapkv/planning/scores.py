@@ -1,17 +1,38 @@
 """The scores of a chunk's attention, where MLX stores them: how much they may take, and how many tokens that is.
 
 MLX's attention function computes many queries without storing their scores only on a GPU, and only for heads of some
-sizes (`Device.fused`). For others, and on a CPU for all, it stores a number for each query, entry and head: 8.6 GB in
+sizes (`is_fused`). For others, and on a CPU for all, it stores a number for each query, entry and head: 8.6 GB in
 half precision for 2,048 tokens after 131,072, of 16 heads.
 """
 
 import math
 
+import mlx.core as mx
+
 from .machine import this_machine
+
+FUSED = (64, 80, 128)  # head sizes of MLX's GPU kernels (0.32)
 
 MOST_BYTES = 512 << 20
 SHARE = 32  # of a machine's memory, one part in so many where that is less
 LEAST = 32  # tokens of a prompt that are read at once in any case
+
+
+def on_gpu() -> bool:
+    return mx.default_device().type == mx.gpu
+
+
+def is_fused(head_size: int) -> bool:
+    """Return whether MLX computes the attention of such heads, for many queries, without storing scores."""
+    return on_gpu() and head_size in FUSED
+
+
+def largest_chunk() -> int:
+    """Return the largest number of tokens to read at a time.
+
+    mlx-lm's own default on a GPU. A CPU computes the scores that the causal mask hides, too: fewer in smaller chunks.
+    """
+    return 2048 if on_gpu() else 512
 
 
 def scores_limit() -> int:

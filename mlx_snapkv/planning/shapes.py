@@ -13,7 +13,6 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.utils import load_config, load_model
 
 from ..caches.layers import members
-from ..entries import device
 from ..errors import UnsupportedModelError
 from ..models import attentions
 from ..models.counts import experts_per_token, hidden_size, query_heads
@@ -21,7 +20,7 @@ from ..models.family import AttentionFamily
 from ..models.rope_parameters import taken_over
 from ..policies.budgets import UNLIMITED
 from .footprint import EntrySizes, window_of
-from .scores import LEAST, tokens_at_once
+from .scores import LEAST, is_fused, tokens_at_once
 
 METAL = mx.metal.is_available()
 _PRECISE = 0 if METAL else 4  # bytes of a number in norms and RoPE, at least
@@ -138,7 +137,7 @@ def score_bytes(attention: Any, family: AttentionFamily | None, head_size: int, 
         arrays = 2 if family is None or family.factor is None else 1
     elif family is not None and family.sinks_of(attention) is not None:
         arrays = 3  # a column is joined to them for the sinks, and taken off again
-    if head_size in device.used.fused:
+    if is_fused(head_size):
         arrays = int(arrays == 2)
     return item * query_heads(attention) * arrays
 

@@ -2,7 +2,7 @@
 
 import pytest
 from batch_helpers import Run, prompts_of
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from model_configs import make_model
 
 from mlx_snapkv import SnapKVError
@@ -26,7 +26,7 @@ CHOOSING = ["qwen3_next", "gpt_oss", "deepseek_v3", "gemma3n"]
     ],
 )
 def test_a_batch_answers_as_each_alone(name, memory, few, monkeypatch):
-    computing(monkeypatch, exact_votes=few)
+    exact_up_to(monkeypatch, few)
     model = make_model(name)
     prompts = prompts_of(40, 30, 55, vocab_size=120)
     try:

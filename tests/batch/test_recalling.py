@@ -5,7 +5,7 @@ import copy
 import mlx.core as mx
 import pytest
 from batch_helpers import Run, prompts_of
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_unpatched
 from tiny_models import make_llama
@@ -72,7 +72,7 @@ def test_several_go_on_with_the_index_of_what_one_has_read(model, memory, monkey
             super().__init__(*args)
             made.append(self)
 
-    computing(monkeypatch, exact_votes=100)
+    exact_up_to(monkeypatch, 100)
     monkeypatch.setattr(full_view, "KeyIndex", Counted)
     (document,) = prompts_of(200)
     prefixes, run = PrefixCache(1 << 32), Run(model, SPARSE, turns=True, memory=memory)

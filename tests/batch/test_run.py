@@ -7,7 +7,7 @@ import batch_helpers
 import mlx.core as mx
 import pytest
 from batch_file_helpers import COMPLETIONS, SNAPKV, answer, chat, line, read, said, text, write
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, Sparse
@@ -156,7 +156,7 @@ def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, m
 @pytest.mark.parametrize("read_top_k", [None, 64])
 def test_the_index_and_means_of_a_recalled_request_are_counted(demo_llama, monkeypatch, read_top_k):
     """Chunks hold means where they choose by them."""
-    computing(monkeypatch, exact_votes=1000)
+    exact_up_to(monkeypatch, 1000)
     sparse = Sparse(budget=256, read_top_k=read_top_k)
     options = options_of(sparse, memory="recall:file") | {"prefill_step_size": 64}
     run = batch_helpers.Run(demo_llama[0], **options)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -136,7 +136,7 @@ def test_chunks_that_go_to_the_store_one_after_the_other_lose_nothing(
 
 def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
     """Late keys lie elsewhere than early ones; an index made of those alone would see no difference among them."""
-    computing(monkeypatch, exact_votes=50)
+    exact_up_to(monkeypatch, 50)
     few, values = rows_of(800, width=16)
     # In fewer directions than an index holds, and along others.
     keys = (
@@ -161,7 +161,7 @@ def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
 
 def test_an_index_grows_with_a_recording_cache_and_is_as_if_made_of_it_at_once(monkeypatch):
     """What is rolled back leaves it, and where it was marked it is as it was there."""
-    computing(monkeypatch, exact_votes=50)
+    exact_up_to(monkeypatch, 50)
     model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=64)
     (layer,) = attention_layers(model, make_prompt_cache(model))
     cache, rows, others = RecordingKVCache(0, 0, KVCache.step, layer), rows_of(400), rows_of(90, 1)

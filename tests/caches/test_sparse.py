@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 from batch_helpers import Run, prompts_of
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import steps
 from tiny_models import make_llama
@@ -33,7 +33,7 @@ TOKENS = mx.random.randint(0, 64, (N + 120,), key=mx.random.key(0))
 @pytest.fixture(params=[True, False], ids=["index", "no index"])
 def index(request, monkeypatch):
     """Whether what the answer chooses from has an index."""
-    computing(monkeypatch, exact_votes=0 if request.param else 8192)
+    exact_up_to(monkeypatch, 0 if request.param else 8192)
     return request.param
 
 

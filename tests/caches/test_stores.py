@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference
 from disk_helpers import cut_short, full_disk, unreadable
-from entry_helpers import computing
+from entry_helpers import in_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,7 +112,7 @@ def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
 
 @pytest.mark.parametrize("kind, how", [(MemoryStore, None), (MemoryStore, HOW), (FileStore, None)])
 def test_votes_over_several_stores(kind, how, monkeypatch):
-    computing(monkeypatch, block_bytes=50_000)
+    in_blocks(monkeypatch, 50_000, one_pass=0)
     monkeypatch.setattr(attention, "READ_BYTES", 50_000)
     every, T = rows_of(321, dtype=mx.float32), 321
     parts = [[x[:, :, :300] for x in every], [x[:, :, 300:] for x in every]]

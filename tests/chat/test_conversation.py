@@ -7,7 +7,7 @@ import re
 import mlx.core as mx
 import pytest
 from chat_helpers import RECALLS, SMALL, all_right, ask, begun, is_answered
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.utils import load_tokenizer
 from model_configs import make_model
@@ -106,7 +106,7 @@ def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, me
             super().__init__(*args)
             made.append(self)
 
-    computing(monkeypatch, exact_votes=200)
+    exact_up_to(monkeypatch, 200)
     monkeypatch.setattr(full_view, "KeyIndex", Counted)
     conversation = begun(demo_llama, haystack, sparse="budget=64,n_window=32", memory=memory)
     for taken_back, fact in zip([False, True, False], haystack[1]):

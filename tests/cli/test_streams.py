@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from command_lines import MODULE, PLAIN
 
-OPENBLAS = "*/openblas-pthread/libopenblas.so.0"
 STOPPED = 130, "", "\nmlx-snapkv: stopped\n"
 
 
@@ -51,17 +50,6 @@ def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path)
         return "tokenising the text" in process.stderr.readline()
 
     assert interrupted(tokenising, *PLAIN, "--prompt-file", str(file)) == STOPPED
-
-
-@pytest.mark.skipif(not list(Path("/usr/lib").glob(OPENBLAS)), reason="OpenBLAS is not here")
-def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(terminal, tmp_path):
-    file = tmp_path / "long.txt"
-    file.write_text("It was cold at the market. " * 320)
-    (library,) = Path("/usr/lib").glob(OPENBLAS)
-    hint = f"Prefill of long prompts is several times faster with LD_PRELOAD={library}"
-    asked = [*PLAIN, "--prompt-file", str(file)]
-    terminal(*asked, start=subprocess.Popen, LD_PRELOAD="").wait_for(hint)  # before it reads
-    assert hint not in terminal(*asked, start=subprocess.Popen, LD_PRELOAD=str(library)).leave("")
 
 
 def interrupted(ready, *args):

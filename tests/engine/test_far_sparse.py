@@ -5,7 +5,7 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from far_helpers import LENGTH, asked, short_model
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -118,7 +118,7 @@ def test_just_beyond_the_trained_length_the_sink_is_turned_with_what_is_chosen(
 @pytest.mark.parametrize("memory, few", [("recall", 0), ("recall:file", 8192)])
 def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory, few, monkeypatch):
     """No key that is read, of a chunk or a token, stands farther from its queries than the trained length."""
-    computing(monkeypatch, exact_votes=few)
+    exact_up_to(monkeypatch, few)
     turned, lined_up = [], full_view.FullView.lined_up
 
     def seen(self, places, start, end):

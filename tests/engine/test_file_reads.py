@@ -5,7 +5,7 @@ import copy
 import mlx.core as mx
 import pytest
 from disk_helpers import cut_short, unreadable
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, steps
 from saved_helpers import SNAPKV
@@ -51,7 +51,7 @@ def test_a_request_fails_and_its_caches_are_as_they_were(tokens, how, which):
 @pytest.mark.parametrize("how", WAYS[1:], ids=str)
 def test_an_answer_under_way_fails_and_leaves_its_prompt(tokens, how, monkeypatch):
     """Each of its tokens reads the files. Its prompt's caches go on when they are mended, as if it had been stopped."""
-    computing(monkeypatch, exact_votes=0)
+    exact_up_to(monkeypatch, 0)
     model, made = make_llama(head_dim=32), []
     options = {"memory": "recall:file"} | how
     for damaged in (False, True):

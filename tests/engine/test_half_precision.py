@@ -14,8 +14,6 @@ from mlx.utils import tree_map_with_path
 from model_configs import CONFIGS, make_model
 from request_helpers import plain, steps
 
-from mlx_snapkv.entries import device
-
 F16, B16 = mx.float16, mx.bfloat16
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 1100))
 ANSWER = [5, 17, 99, 3]
@@ -72,9 +70,8 @@ def divergence(model, how, n):
     ("gemma3_text", 30, None, None, F16, "sparse", 1100), ("gemma3_text", 30, 8, 8, F16, "snapkv", 100),
     ("gemma3_text", 5, 4, None, B16, "keydiff", 100), ("gemma3_text", 1, None, 8, B16, "sparse", 300),
 ])  # fmt: skip
-def test_they_are_as_near(name, larger, weights, entries, dtype, method, n, monkeypatch):
+def test_they_are_as_near(name, larger, weights, entries, dtype, method, n):
     """Of 1,100 tokens some chunks choose what they read, too."""
-    monkeypatch.setattr(device, "used", device.GPU)
     model, how = model_of(name, larger, weights), dict(METHODS[method])
     if method == "sparse":
         how["memory"] = "recall" if entries is None else f"recall:{entries}bit"

@@ -4,7 +4,7 @@ import gc
 
 import mlx.core as mx
 import pytest
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, plain, steps
 from tiny_models import make_llama, make_qwen
@@ -100,7 +100,7 @@ def test_memory_stays_flat_while_a_prompt_is_read():
 
 def test_an_answer_is_the_same_where_little_of_index_and_means_is_in_memory(wide, monkeypatch):
     """Over turns, the last of them behind fewer entries."""
-    computing(monkeypatch, exact_votes=64)
+    exact_up_to(monkeypatch, 64)
     made, held = [], []
     for resident, block in ((1 << 16, 1 << 15), (128, 64)):
         monkeypatch.setattr(held_rows, "RESIDENT", resident)
@@ -119,7 +119,7 @@ def test_an_answer_is_the_same_where_little_of_index_and_means_is_in_memory(wide
 
 
 def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, monkeypatch):
-    computing(monkeypatch, exact_votes=64)
+    exact_up_to(monkeypatch, 64)
     made, make = [], FullView.make_index
     monkeypatch.setattr(
         FullView, "make_index", lambda self, queries: made.append(len(self)) or make(self, queries)

@@ -10,7 +10,6 @@ from model_configs import make_model
 from request_helpers import plain, steps
 
 from mlx_snapkv import KeyDiff, prefill
-from mlx_snapkv.entries import device
 from mlx_snapkv.planning import scores
 from mlx_snapkv.planning.scores import tokens_at_once
 
@@ -85,7 +84,7 @@ def test_what_is_read_in_one_call_per_chunk(calls, monkeypatch):
     assert calls == 2 * [(N - 1, 0), (1, 0), (1, 0)]
     prefill(model, TOKENS[:N], KeyDiff(budget=256, block=200))
     assert max(n for n, _ in calls[6:]) == 200
-    monkeypatch.setattr(device, "used", device.GPU)
+    monkeypatch.setattr(scores, "on_gpu", lambda: True)
     calls.clear()
     steps(make_model("llama", WIDE | {"head_dim": 128}), TOKENS[:N], 1, policy="snapkv:top_k=128")
     assert max(n for n, _ in calls) == N - 1

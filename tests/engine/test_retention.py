@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import reference
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import plain, steps
 from tiny_models import make_llama
@@ -130,7 +130,7 @@ WAYS = [
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, monkeypatch):
     """Every array once: what a token reads, the index among it, and beside that what stays."""
-    computing(monkeypatch, exact_votes=few)
+    exact_up_to(monkeypatch, few)
     config, _ = CompressionConfig.taken_from(options, turns=True)
     caches, found = make_caches(wide, config.memory), []
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
@@ -39,7 +39,7 @@ FAMILIES = "llama deepseek_v3 gpt_oss qwen3_next gemma2 gemma3n minicpm3 gpt2".s
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_room_for_all_but_one_it_is_the_full_answer(name, index, monkeypatch):
-    computing(monkeypatch, exact_votes=0 if index else 8192)
+    exact_up_to(monkeypatch, 0 if index else 8192)
     model = make_model(name)
     prompt = random_tokens(100)
     full = plain(model, prompt, 8)
@@ -137,7 +137,7 @@ def test_what_can_not_be_done_is_one_sentence(tokens, options, sentence):
 @pytest.mark.parametrize("few, layer", [(0, 0), (8192, 0), (0, -1)])
 def test_attention_that_gives_nan_is_one_sentence(tokens, few, layer, monkeypatch):
     """And nothing is written where no entry is."""
-    computing(monkeypatch, exact_votes=few)
+    exact_up_to(monkeypatch, few)
     model = make_llama()
     projection = model.layers[layer].self_attn.k_proj
     projection.weight = projection.weight * mx.nan

@@ -7,7 +7,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from entry_helpers import computing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure_plan import HELD_OUT, POLICIES, measure, model_named
@@ -18,8 +17,7 @@ from tiny_models import make_llama
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, Sparse, generate_step, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.entries import device
-from mlx_snapkv.planning import long_prompts
+from mlx_snapkv.planning import long_prompts, scores
 from mlx_snapkv.planning.auto import EVICTING, QUESTION, SETTINGS, SMALL, AutoRequest, recommended
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.long_prompts import LongPrompts
@@ -96,10 +94,10 @@ def test_a_longer_prompt_takes_no_less_and_fewer_bits_no_more(planners, n, more,
 def test_metals_kernel_holds_no_scores(demo_llama, monkeypatch):
     """Of heads of 64, 80 or 128; others are computed as on a CPU."""
     n, cpu = 65_537, plan_memory(demo_llama[0], 65_537)
-    computing(monkeypatch, fused=device.GPU.fused)
-    scores = 4 * 2048 * (n - 1) * 4
-    assert cpu.reading - plan_memory(demo_llama[0], n).reading == scores
-    assert plan_memory(make_llama(hidden_size=128, num_hidden_layers=3), n).reading > scores
+    monkeypatch.setattr(scores, "on_gpu", lambda: True)
+    stored = 4 * 2048 * (n - 1) * 4
+    assert cpu.reading - plan_memory(demo_llama[0], n).reading == stored
+    assert plan_memory(make_llama(hidden_size=128, num_hidden_layers=3), n).reading > stored
 
 
 def test_a_plan_computes_nothing_and_takes_less_than_a_second(demo_llama):

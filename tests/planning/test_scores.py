@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from measure_plan import measure
 from model_configs import make_model
 
-from mlx_snapkv.entries import device
 from mlx_snapkv.planning import scores
 from mlx_snapkv.planning.machine import Machine
 from mlx_snapkv.planning.memory_plan import Planner
@@ -40,7 +39,7 @@ def test_a_smaller_machine_allows_less(monkeypatch):
 ])  # fmt: skip
 def test_scores_are_stored_where_no_kernel_is_fused(size, kind, stored, monkeypatch):
     """Of 16 heads, in half precision."""
-    monkeypatch.setattr(device, "used", getattr(device, kind))
+    monkeypatch.setattr(scores, "on_gpu", lambda: kind == "GPU")
     assert score_bytes(SimpleNamespace(n_heads=16), None, size, 2) == stored
 
 

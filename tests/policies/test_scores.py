@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from entry_helpers import asked, computing, make_entries, votes_of
+from entry_helpers import asked, in_blocks, make_entries, votes_of
 
 from mlx_snapkv import H2O, TOVA, KeyDiff, KeyNorm, LagKV, RandomRows, ScissorHands, StreamingLLM
 from mlx_snapkv.entries.entries import Entries
@@ -22,7 +22,7 @@ HEADS = list(np.ndindex(2, 2))
 @pytest.mark.parametrize("similarity", ["cosine", "dot", "euclidean"])
 def test_keydiff(anchor, similarity, dtype, monkeypatch):
     """In float32, whatever the keys are."""
-    computing(monkeypatch, block_bytes=1)  # blocks of 64 keys
+    in_blocks(monkeypatch, 1)  # blocks of 64 keys
     entries = make_entries(B=2, dtype=dtype)
     scores = np.asarray(KeyDiff(anchor=anchor, similarity=similarity).score(entries))
     assert scores.dtype == np.float32

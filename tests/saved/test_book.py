@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from disk_helpers import full_disk
-from entry_helpers import computing
+from entry_helpers import exact_up_to
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from request_helpers import assert_same, plain, steps
 from saved_helpers import question, saved_file
@@ -91,7 +91,7 @@ def test_a_policy_chooses_from_a_book_s_entries(path, tokens, memory):
 @pytest.mark.parametrize("resident", [1 << 16, 64])
 def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
     """Its codes are in files of their own, as many as stay in memory are read."""
-    computing(monkeypatch, exact_votes=50)
+    exact_up_to(monkeypatch, 50)
     monkeypatch.setattr(held_rows, "RESIDENT", resident)
     monkeypatch.setattr(held_rows, "BLOCK", 32)
     model = make_llama(head_dim=32)
