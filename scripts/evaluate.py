@@ -9,8 +9,7 @@ scripts/evaluation/README.md says what each command measures.
 from typing import Any
 
 import typer
-from evaluation.commands import data, lines, needle, suite
-from evaluation.lm_command import lm
+from evaluation.commands import data, needle, suite
 
 from mlx_snapkv.cli.app import main
 from mlx_snapkv.cli.command import Command, with_options
@@ -24,7 +23,7 @@ class ScriptCommand(Command):
 
 
 app = typer.Typer(help=__doc__.splitlines()[0], add_completion=False, rich_markup_mode=None)
-for function in (needle, lines, suite, data, lm):
+for function in (needle, suite, data):
     app.command(cls=ScriptCommand)(with_options(function))
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ import errno
 import os
 import re
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from .._version import __version__
 from ..errors import SnapKVError, brief, sentence
@@ -47,23 +46,8 @@ def _help(context: typer.Context) -> None:
         print(context.get_help())
 
 
-class Evaluations(TyperGroup):
-    """The commands of `eval`; those that became scripts are named with what to run in their place."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in SCRIPTS:
-            raise SnapKVError(
-                f"eval {args[0]} has left the package: in a checkout of mlx-snapkv's repository, run "
-                f"python scripts/evaluate.py {args[0]}"
-            )
-        return super().resolve_command(ctx, args)
-
-
-SCRIPTS = ("needle", "lines", "suite", "data", "lm")
 EVALUATIONS = "Measure on your own texts how far a model's predictions move."
-evaluations = typer.Typer(
-    cls=Evaluations, help=EVALUATIONS, callback=_help, invoke_without_command=True
-)
+evaluations = typer.Typer(help=EVALUATIONS, callback=_help, invoke_without_command=True)
 COMMANDS = (
     generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench, doctor,
 )  # fmt: skip

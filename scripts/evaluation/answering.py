@@ -16,7 +16,7 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_snapkv.caches.layers import file_bytes, kv_bytes
+from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.engine.prefill import prefill
 from mlx_snapkv.measure import records as loop
 from mlx_snapkv.measure.decoding import Kept, decode
@@ -27,7 +27,6 @@ from mlx_snapkv.measure.reading import Reading, n_before, read_once
 from mlx_snapkv.measure.records import Record, Results
 
 from .datasets import Dataset, Document
-from .headwise import HeadWise, masked, scoring
 
 
 def run(
@@ -85,7 +84,7 @@ class Answers:
         self._model, self._tokenizer, self._questions = model, tokenizer, document.questions
         self._document = document.questions[0].prompt[: document.n_shared]
         self._suffixes = {i: self._questions[i].prompt[document.n_shared :] for i in known}
-        self._policies = [scoring(m.policy) for m in methods if m.shares_reading]
+        self._policies = [m.policy for m in methods if m.shares_reading]
         self._full: dict[int, Record] = {}  # by question: the same in both settings
 
     @cached_property
@@ -101,7 +100,7 @@ class Answers:
                 continue
             prompt = prompt or self._reading.followed_by(self._suffixes[i])
             full = prompt.answer(self._questions[i].max_tokens, self._tokenizer.eos_token_ids)
-            kept = self._compressed(prompt, method, answering=True)
+            kept = prompt.compressed(method.policy, answering=True)
             if method.policy is None:
                 self._full[i] = self._answer(method, i, kept, full)
                 yield self._full[i]
@@ -124,19 +123,12 @@ class Answers:
         return self._full[i]
 
     def _document_kept(self, method: Method) -> Kept:
-        policy: Any = method.policy
         if method.shares_reading:
-            return self._compressed(self._reading, method, answering=False)
-        if method.options and policy.evicts:
-            return self._reading.full(), None
-        memory = method.options.get("memory", "drop")
-        cache, report = prefill(self._model, self._document, policy, memory=memory)
-        return cache, None if method.options else report
-
-    def _compressed(self, reading: Reading, method: Method, answering: bool) -> Kept:
-        if isinstance(method.policy, HeadWise):
-            return masked(reading, method.policy, self._tokenizer, answering)
-        return reading.compressed(method.policy, answering)
+            return self._reading.compressed(method.policy)
+        policy: Any = method.policy
+        cache, report = prefill(self._model, self._document, policy)
+        # With sparse attention the question is read as a turn, which has a report of its own.
+        return cache, report if policy.evicts else None
 
     def _answer(
         self,
@@ -156,11 +148,10 @@ class Answers:
             kept,
             question.max_tokens,
             policy=method.policy,
-            **method.options,
         )
         report = answer.report
         n_bytes = report.kv_bytes_after if report.compressed else kv_bytes(answer.cache)
-        n_tokens, before, policy = len(answer.tokens), 0, scoring(method.policy)
+        n_tokens, before, policy = len(answer.tokens), 0, method.policy
         if kept[1] is None:
             before = answer.n_before + 1
         elif ahead and policy is not None:
@@ -174,6 +165,5 @@ class Answers:
             "before": min(n_tokens, before),
             "entries": report.entries if report.compressed else None,
             "kv_bytes": n_bytes,
-            "file_bytes": file_bytes(answer.cache),
             "reason": None if method.policy is None else report.reason,
         }

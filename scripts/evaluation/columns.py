@@ -1,4 +1,4 @@
-"""Data whose rows have the columns that kvpress' data sets share: RULER, LongBench, InfiniteBench, LooGLE.
+"""Data whose rows have the columns that kvpress' data sets share, such as RULER's.
 
 A task that no column names is the file's name, or its folder's if the file is a split (`test-00000-of-00001`); a length
 that none gives is a folder's name (`4096/test.parquet`). Rows of one context are questions about one document.
@@ -8,10 +8,9 @@ import importlib
 import itertools
 import json
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,18 +29,15 @@ MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't separate
 SPLIT = re.compile(r"(train|test|validation|data)\b")
 PAGE = scores_page(
     "Questions of a data set",
-    "Each task has its own score. RULER: the share of the references that the output contains; for qa, whether it "
-    "contains one. LongBench: its own scores, computed by lm-evaluation-harness. InfiniteBench and LooGLE: F1 of words "
-    "for English questions, the chosen letter for multiple choice. All other tasks get RULER's score, which is not "
-    "their own.",
+    "Every task has RULER's score: the share of the references that the output contains; for qa, whether it contains "
+    "one.",
 )
 
 Text = Annotated[str, Field(min_length=1)]
 
 
 class Row(BaseModel, strict=True, frozen=True):
-    """A question about a context; `answer_prefix` is what the answer begins with, `length` what tables call it, and
-    `all_classes` what LongBench's classifications choose from."""
+    """A question about a context; `answer_prefix` is what the answer begins with, `length` what tables call it."""
 
     context: Text
     question: str
@@ -52,7 +48,6 @@ class Row(BaseModel, strict=True, frozen=True):
     ]
     max_new_tokens: PositiveInt
     answer_prefix: str = ""
-    all_classes: list[str] | None = None
     task: str
     length: int | None
 
@@ -64,8 +59,7 @@ def read_columns(
 
     They are a list a document, by length and task: at most the first `most` of each, of these tasks or of all.
 
-    Raises: SnapKVError: there is no such file, it can't be read or lacks a column, it has no such task, or one whose
-    score is not installed.
+    Raises: SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
     """
     place = path_of(name, "--data")
     endings = "*.jsonl", "*.parquet"
@@ -86,8 +80,6 @@ def read_columns(
             own = row if separate else row.model_copy(update={"length": None})
             groups[own.length or 0, row.task][row.context].append(own)
     chosen = [own for _, texts in sorted(groups.items()) for own in [*texts.values()][:most]]
-    for first, *_ in chosen:
-        score_of(first)
     return chosen, digest_of(json.dumps([(path.name, path.stat().st_size) for path in paths]))
 
 
@@ -182,8 +174,7 @@ def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -
         )
 
 
-# Scores, 0 to 1, of an output given its references. RULER's two are those of its own evaluation, as kvpress computes
-# them; the choice of a letter is InfiniteBench's.
+# Scores, 0 to 1, of an output given its references: those of RULER's own evaluation, as kvpress computes them.
 def string_match_all(references: Sequence[str], output: str) -> float:
     """The share of the references that stand in the output, whatever their case (RULER's niah, vt, cwe and fwe)."""
     text = re.sub(r"[\x00-\x1f]", "", output.strip()).lower()
@@ -195,53 +186,9 @@ def string_match_part(references: Sequence[str], output: str) -> float:
     return float(string_match_all(references, output) > 0)
 
 
-def choice(references: Sequence[str], output: str) -> float:
-    """Whether the reference is the output's letter: the last of A to D that stands alone, of its first such line."""
-    found = re.search(r"\b[A-D]\b(?!.*\b[A-D]\b)", output)
-    return float(found is not None and found.group() in references)
-
-
-METRICS = {
-    **dict.fromkeys(("qa_1", "qa_2", "longdialogue_qa_eng"), string_match_part),
-    **dict.fromkeys(("longbook_choice_eng", "code_debug"), choice),
-}
-LONGBENCH = set(
-    """narrativeqa qasper multifieldqa_en multifieldqa_zh hotpotqa 2wikimqa musique dureader gov_report qmsum multi_news
-    vcsum trec triviaqa samsum lsht passage_count passage_retrieval_en passage_retrieval_zh lcc repobench-p""".split()
-)
-F1_OF_WORDS = {"longbook_qa_eng", "shortdep_qa", "longdep_qa"}  # as LongBench's English questions
+PARTIAL = {"qa_1", "qa_2"}  # RULER's questions, which one reference answers
 
 
 def score_of(row: Row) -> Callable[[str], float]:
-    """A row's score of an output; of LongBench-E's tasks (`-e`, `_e`) that of LongBench's.
-
-    Raises: SnapKVError: it is one of LongBench's, and lm-evaluation-harness is not installed.
-    """
-    task = re.sub(r"[-_]e$", "", row.task)
-    if task in LONGBENCH | F1_OF_WORDS:
-        about = {"answers": row.answer, "all_classes": row.all_classes}
-        return partial(longbench("qasper" if task in F1_OF_WORDS else task), about)
-    return partial(METRICS.get(task, string_match_all), row.answer)
-
-
-@cache
-def longbench(task: str) -> Callable[[dict[str, Any], str], float]:
-    """The score of a task of LongBench's, as lm-evaluation-harness has it."""
-    try:
-        from lm_eval import tasks
-        from lm_eval.tasks._yaml_loader import load_yaml
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a slow fuzzywuzzy
-            found = load_yaml(Path(tasks.__file__).with_name("longbench") / f"{task}.yaml")
-    except ImportError as error:
-        raise SnapKVError(
-            f"the score of {task} needs lm-evaluation-harness: run pip install -e '.[dev]' ({error})"
-        ) from error
-    of_first_line = "\n" in found["generation_kwargs"]["until"]
-
-    def score(about: dict[str, Any], output: str) -> float:
-        text = output.lstrip().partition("\n")[0] if of_first_line else output
-        return float(found["process_results"](about, [text])["score"])
-
-    return score
+    """Return a row's score of an output."""
+    return partial(string_match_part if row.task in PARTIAL else string_match_all, row.answer)

@@ -1,35 +1,29 @@
-"""`needle`, `lines`, `suite` and `data`: questions about documents, whose right answers are known."""
+"""`needle`, `suite` and `data`: questions about documents, whose right answers are known."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from mlx_snapkv.cli.cache_options import MemoryOptions
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
 from mlx_snapkv.cli.prompts import read_file
 from mlx_snapkv.cli.results import Policies, ResultFiles, Sparses, methods_of
-from mlx_snapkv.demo import MODELS
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.intervals import Page
 from mlx_snapkv.measure.methods import SETTINGS, Method
 
-from . import heatmap, tasks
+from . import tasks
 from .answering import run
 from .columns import PAGE, columns, read_columns, require_room
 from .datasets import Dataset
-from .headwise import by_mask
 from .results import ScoreOptions
 from .suite_tasks import TASKS
-from .tasks import RETRIEVAL, Grid
+from .tasks import Grid
 
 WHETHER = "When the policy sees the question: in the prompt (known), after the compression (later), or both."
-POOLED = "snapkv:budget=12.5%,n_window=32,obs_window=32,lookahead=0"
-POOLING = [*(f"{POOLED},pool=avg,pool_kernel={width}" for width in (1, 7, 21)), POOLED]
 
 
 @dataclass(frozen=True)
@@ -60,18 +54,15 @@ class AskedOptions:
         result: ScoreOptions,
         files: ResultFiles | None,
         page: Page,
-        plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
     ) -> None:
         """Ask about the documents, print the result, and write it; see `ResultOptions.measure`."""
         fixed = {**dataset.setting, "model": self.model}
         ask = partial(run, model, dataset, methods, self.settings)
-        result.measure(files, fixed, len(dataset.places), ask, page, plots)
+        result.measure(files, fixed, len(dataset.places), ask, page)
 
 
 @dataclass(frozen=True)
-class GridOptions(AskedOptions):
-    """Who is asked for facts at which depths of prompts of which lengths."""
-
+class NeedleOptions(AskedOptions):
     setting: Annotated[str, Option(parser=one_of(*SETTINGS, "both"), help=WHETHER)] = "known"
     length: Annotated[
         Any, Option(parser=lengths(256), help="Prompt lengths in tokens, separated by commas.")
@@ -80,30 +71,13 @@ class GridOptions(AskedOptions):
         int, Option(min=1, max=101, help="Number of depths, evenly spaced from start to end.")
     ] = 5
     questions: Annotated[int, Option(min=1, help="Questions per length and depth.")] = 1
-    seed: DocumentSeed = 0
-
-    def ask(
-        self, make: Callable[[Any, Grid], Dataset], policies: Sequence[str], result: ScoreOptions
-    ) -> None:
-        """Ask, and draw a heat map of every method."""
-        if not self.length:
-            raise SnapKVError("--length is empty: give at least one number of tokens")
-        methods = methods_of(policies, self.sparse, lengths=self.length)
-        maps = [heatmap.ending(method.name, s) for method in methods for s in self.settings]
-        files = result.files(*maps)
-        model, tokenizer = self.load()
-        dataset = make(tokenizer, Grid(self.length, self.depths, self.questions, self.seed))
-        self.measure(model, dataset, methods, result, files, RETRIEVAL, heatmap.write_heatmaps)
-
-
-@dataclass(frozen=True)
-class NeedleOptions(GridOptions):
     needles: Annotated[
         int, Option(min=1, max=1000, help="Facts to hide in a document, of which one is asked for.")
     ] = 1
     haystack: Annotated[
         list[str] | None, Option(help="Text file to hide the facts in; repeatable.")
     ] = None
+    seed: DocumentSeed = 0
 
 
 def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
@@ -111,33 +85,21 @@ def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
 
     python scripts/evaluate.py needle --policy keydiff:budget=12.5% --policy snapkv:budget=12.5%,lookahead=0
     """
+    if not options.length:
+        raise SnapKVError("--length is empty: give at least one number of tokens")
     files = options.haystack or []
     text = "\n\n".join(read_file("--haystack", file) for file in files)
-    make = partial(tasks.needle, needles=options.needles, text=text or None)
-    options.ask(make, options.policy or [], result)
-
-
-def lines(*, options: GridOptions, result: ScoreOptions) -> None:
-    """Ask for one of many lines that differ only in a name and a number (LongEval's lines task).
-
-    Without --policy and --sparse it measures SnapKV with 1/8 of the entries: without pooling, with the paper's pooling
-    over 7 and 21, and with its default pooling. All use lookahead=0, since with a lookahead the full cache would answer
-    the whole number. The embedded models, which don't know LongEval's words, get lines of their own.
-    """
-    wording = tasks.FACTS if options.model in MODELS else tasks.LONGEVAL
-    policies = options.policy or ([] if options.sparse else POOLING)
-    options.ask(partial(tasks.lines, wording=wording), policies, result)
+    methods = methods_of(options.policy, options.sparse, lengths=options.length)
+    written = result.files()
+    model, tokenizer = options.load()
+    grid = Grid(options.length, options.depths, options.questions, options.seed)
+    dataset = tasks.needle(tokenizer, grid, options.needles, text or None)
+    options.measure(model, dataset, methods, result, written, tasks.RETRIEVAL)
 
 
 @dataclass(frozen=True)
 class SuiteOptions(AskedOptions):
     model: Model = "demo-tasks"
-    by_mask: Annotated[
-        list[str] | None,
-        Option(
-            help='Head-wise budget to measure by masking entries: "adakv of POLICY" or fastgen; repeatable.'
-        ),
-    ] = None
     task: Annotated[
         list[str] | None,
         Option(parser=one_of(*TASKS), help=f"One of {', '.join(TASKS)}; repeatable. Default: all."),
@@ -150,15 +112,12 @@ class SuiteOptions(AskedOptions):
     seed: DocumentSeed = 0
 
 
-def suite(*, options: SuiteOptions, retention: MemoryOptions, result: ScoreOptions) -> None:
+def suite(*, options: SuiteOptions, result: ScoreOptions) -> None:
     """Ask harder questions: look-alikes, several facts, overwritten values and chains.
 
     python scripts/evaluate.py suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
-    methods = methods_of(
-        options.policy, options.sparse, lengths=options.length, retention=retention
-    )
-    methods += by_mask(options.by_mask or [], options.length)
+    methods = methods_of(options.policy, options.sparse, lengths=options.length)
     files = result.files()
     model, tokenizer = options.load()
     named = list(dict.fromkeys(options.task or TASKS))
@@ -186,12 +145,12 @@ class DataOptions(AskedOptions):
     ignore_chat_template: IgnoreChatTemplate = False
 
 
-def data(*, options: DataOptions, retention: MemoryOptions, result: ScoreOptions) -> None:
-    """Ask the questions of a data set in kvpress' columns: RULER, LongBench, InfiniteBench, LooGLE or your own.
+def data(*, options: DataOptions, result: ScoreOptions) -> None:
+    """Ask the questions of a data set in kvpress' columns: RULER, or your own.
 
     python scripts/evaluate.py data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
     """
-    methods = methods_of(options.policy, options.sparse, retention=retention)
+    methods = methods_of(options.policy, options.sparse)
     found, digest = read_columns(options.data, options.task, options.documents)
     files = result.files()
     model, tokenizer = load_model(options.model)

@@ -11,8 +11,6 @@ from mlx_snapkv.measure.records import Record
 from mlx_snapkv.measure.tables import Table
 from mlx_snapkv.planning.units import format_bytes
 
-from .headwise import BY_MASK
-
 SCORES = (
     "All methods answer the same questions. The score, 0 to 100, is the mean over tasks of equal weight. The "
     "difference to the full cache is paired, with a 95% interval bootstrapped over documents. Question known: the "
@@ -23,10 +21,6 @@ SCORES = (
 BEFORE = (
     "Before compression: the share of the answers' tokens that were decoded before the prompt was compressed, on all "
     "entries or on those that block prefill had kept. These tokens say nothing about the entries kept."
-)
-MASKED = (
-    'By mask: all entries are held, and every head sees only those that it would keep; "entries" is the mean. The '
-    "answer's own entries stay. This measures accuracy, not memory or speed."
 )
 
 
@@ -55,7 +49,6 @@ def summarise(records: list[Record]) -> Summary:
                 "by_task": by_task,
                 "difference": difference(scores, [full[place(r)] for r in own], documents, tasks),
                 **{key: max(r[key] or 0 for r in own) or None for key in ("entries", "kv_bytes")},
-                "file_bytes": max(r["file_bytes"] for r in own),
                 **{key: _total(own, key) for key in ("answer_tokens", "before")},
                 "uncompressed": len(reasons),
                 "reason": reasons[0] if reasons else None,
@@ -94,15 +87,10 @@ def _scores(summary: Summary, heading: str) -> Table:
         return interval(found, "+.1f", 100) if changed else "0, each scored the same"
 
     def memory(s: Record) -> str:
-        if s["method"].endswith(BY_MASK):
-            return "by mask"
-        held = "" if s["kv_bytes"] is None else format_bytes(s["kv_bytes"])
-        return held + (f", {format_bytes(s['file_bytes'])} on disk" if s["file_bytes"] else "")
+        return "" if s["kv_bytes"] is None else format_bytes(s["kv_bytes"])
 
     left = "Not compressed: {uncompressed} of {asked} prompts of {method} ({reason}).".format_map
     remarks = [left(s) for s in summary if s["reason"]]
-    if any(s["method"].endswith(BY_MASK) for s in summary):
-        remarks.append(MASKED)
     columns: dict[str, Callable[[Record], str]] = {
         "method": itemgetter("method"),
         "n": "{asked}".format_map,

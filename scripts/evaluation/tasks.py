@@ -1,11 +1,8 @@
-"""The tasks that are made here: `needle`, `lines` and `suite`.
+"""The tasks that are made here: `needle` and `suite`.
 
 Needle in a haystack: a fact in a long document (Kamradt, "Needle In A Haystack: Pressure Testing LLMs", 2023; SnapKV's
 section 4.1). The facts are those of `mlx_snapkv/demo/documents.py`: invented values of several tokens, which no model
 can guess.
-
-Lines (LongEval's: Li et al., "How Long Can Open-Source LLMs Truly Promise on Context Length?", 2023): they differ in a
-name and a number only, so a policy that keeps part of a number shows. SnapKV's ablation of pooling.
 
 Suite: the tasks of `suite_tasks.py`, which tell policies apart, with many questions about each document.
 
@@ -19,9 +16,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from mlx_snapkv.demo.documents import fact_sentence, filler_sentence, make_facts, make_subject
+from mlx_snapkv.demo.documents import fact_sentence, filler_sentence, make_facts
 from mlx_snapkv.demo.questions import question_prompt, token_counter
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.records import Record
@@ -37,16 +34,6 @@ ALONE = "An answer is right if it consists of the value and nothing else."
 SUITE = scores_page("Tasks that tell policies apart", ALONE)
 HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # of an answer
 QUESTION_TOKENS = 60  # of the suite's prompts, template included
-
-
-class Hidden(NamedTuple):
-    """What a document hides and is asked for: `parts` of text with their depths (0 to 1), in endless `filler`."""
-
-    parts: Sequence[tuple[float, str]]
-    filler: Iterator[str]
-    question: str
-    value: str
-    introduction: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,34 +53,6 @@ class Grid:
             {"task": task, "length": length, "document": f"{i} at {depth:g}", "depth": depth}
             for length, depth, i in each
         ]
-
-
-def haystack(
-    task: str,
-    tokenizer: Any,
-    grid: Grid,
-    hide: Callable[[random.Random, float], Hidden],
-    **setting: Any,
-) -> Dataset:
-    """Documents in which `hide` hides what is asked for at each depth; `setting` is what that depends on."""
-
-    def make(place: Record) -> Document:
-        named = {key: place[key] for key in ("task", "length", "document")}
-        hidden = hide(random.Random(f"{grid.seed} {named}"), place["depth"])
-
-        def prompt_of(text: str, question: str = hidden.question) -> list[int]:
-            return question_prompt(tokenizer, hidden.introduction + text, question)
-
-        n_prompt = lambda text: len(prompt_of(text))  # noqa: E731
-        text = filled(place["length"], hidden.parts, hidden.filler, n_prompt)
-        prompt = prompt_of(text)
-        asked = Question(
-            prompt, hidden.value, partial(contains, value=hidden.value), HAYSTACK_TOKENS
-        )
-        return Document([asked], n_shared(prompt, prompt_of(text, "Why?")))
-
-    fixed = {"task": task, "seed": grid.seed, **setting}
-    return Dataset(tokenizer, fixed, grid.places(task), make)
 
 
 def contains(answer: str, value: str) -> bool:
@@ -137,77 +96,28 @@ def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None
     the embedded models were trained on.
     """
 
-    def hide(rng: random.Random, depth: float) -> Hidden:
+    def make(place: Record) -> Document:
+        named = {key: place[key] for key in ("task", "length", "document")}
+        rng = random.Random(f"{grid.seed} {named}")
         facts = make_facts(rng, needles)
         sentences = [fact_sentence(fact, rng) + " " for fact in facts]
         others = ((i + 0.5) / (needles - 1) for i in range(needles - 1))  # in the middles of parts
+        parts = list(zip([place["depth"], *others], sentences))
         filler: Iterator[str] = (f"{filler_sentence(rng)} " for _ in itertools.count())
         if text is not None:
             filler = itertools.cycle(sentences_of(text.strip() + "\n\n"))
-        parts = list(zip([depth, *others], sentences))
-        return Hidden(parts, filler, facts[0].question, facts[0].value)
+        prompt_of = partial(question_prompt, tokenizer)
+        question, value = facts[0].question, facts[0].value
+        document = filled(
+            place["length"], parts, filler, lambda made: len(prompt_of(made, question))
+        )
+        prompt = prompt_of(document, question)
+        asked = Question(prompt, value, partial(contains, value=value), HAYSTACK_TOKENS)
+        return Document([asked], n_shared(prompt, prompt_of(document, "Why?")))
 
     made = "synthetic" if text is None else digest_of(text)
-    return haystack("needle", tokenizer, grid, hide, needles=needles, haystack=made)
-
-
-class Wording(NamedTuple):
-    """How lines and questions are put; `line` and `question` have places for a name and a number."""
-
-    name: str
-    introduction: str
-    line: str
-    question: str
-    digits: int
-    space: str  # between a name's words
-
-
-LONGEVAL = Wording(
-    "longeval",
-    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
-    "'<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize its "
-    "corresponding <REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding "
-    "<REGISTER_CONTENT> of a certain line index. Now the record start:\n\n",
-    "line {name}: REGISTER_CONTENT is <{number}>\n",
-    "Now the record is over. Tell me what is the <REGISTER_CONTENT> in line {name}? I need the number.",
-    digits=5,
-    space="-",
-)
-# The embedded models know one kind of sentence only: LongEval's words are too hard even for their full cache.
-FACTS = Wording(
-    "facts",
-    "",
-    "The account number of the {name} is {number}.\n",
-    "What is the account number of the {name}?",
-    digits=8,
-    space=" ",
-)
-
-
-def lines(tokenizer: Any, grid: Grid, wording: Wording = LONGEVAL) -> Dataset:
-    """One line of a long list is asked for."""
-
-    def hide(rng: random.Random, depth: float) -> Hidden:
-        pairs = _names_and_numbers(rng, wording)
-        name, number = next(pairs)
-        others = (wording.line.format(name=name, number=number) for name, number in pairs)
-        asked = [(depth, wording.line.format(name=name, number=number))]
-        question = wording.question.format(name=name)
-        return Hidden(asked, others, question, number, wording.introduction)
-
-    return haystack("lines", tokenizer, grid, hide, wording=wording.name)
-
-
-def _names_and_numbers(rng: random.Random, wording: Wording) -> Iterator[tuple[str, str]]:
-    """Without end; each name only once."""
-    seen: set[str] = set()
-    low = 10 ** (wording.digits - 1)
-    while True:
-        name = make_subject(rng)
-        while name in seen:
-            name = make_subject(rng, made_up=1.0)
-        seen.add(name)
-        yield name.replace(" ", wording.space), str(rng.randrange(low, 10 * low))
+    setting = {"task": "needle", "seed": grid.seed, "needles": needles, "haystack": made}
+    return Dataset(tokenizer, setting, grid.places("needle"), make)
 
 
 def suite(

@@ -43,7 +43,7 @@ def test_the_list_of_commands_is_whole_on_a_narrow_terminal(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for args in (["--help"], ["eval", "--help"]):
         listed = " ".join(call(*args)[1].partition("Commands:")[2].split())
-        assert listed.endswith(".") and "..." not in listed.replace("LongBench, ...)", "")
+        assert listed.endswith(".") and "..." not in listed
 
 
 def test_options_are_written_as_their_reader_writes_them():

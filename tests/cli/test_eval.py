@@ -1,15 +1,7 @@
 import json
 import re
 
-import pytest
-
 from mlx_snapkv.cli.progress import StepBars
-
-
-@pytest.mark.parametrize("name", ["needle", "lines", "suite", "data", "lm"])
-def test_an_evaluation_that_left_names_its_script(refused, name):
-    for options in ((), ("--help",), ("--policy", "snapkv")):
-        assert f"run python scripts/evaluate.py {name}\n" in refused("eval", name, *options)
 
 
 def test_it_says_how_long_it_will_take(capsys, monkeypatch):

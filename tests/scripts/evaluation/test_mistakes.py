@@ -12,8 +12,6 @@ needle --length 4k                                  | --length must be whole num
 needle --haystack /dev/null                         | --haystack /dev/null: there is no text
 needle --output {}/                                 | is a folder
 data --data {}/text --model none                    | text: line 1 is not a JSON object
-suite --by-mask keydiff:budget=64                   | --by-mask must be
-suite --store-dir .                                      | --store-dir does nothing without --memory recall:file
 """
 ROWS = [re.split(r" +\| ", line) for line in MISTAKES.splitlines() if line]
 
@@ -25,7 +23,7 @@ def test_a_mistake_is_one_line(refused, tmp_path, line, words):
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-@pytest.mark.parametrize("ending", [".json", "-full-cache-known.png", ".jsonl"])
+@pytest.mark.parametrize("ending", [".json", ".jsonl"])
 def test_a_result_replaces_only_results(refused, tmp_path, ending):
     file = tmp_path / f"r{ending}"
     file.write_text("my notes")

@@ -1,9 +1,9 @@
-"""What needle and lines ask: where it is hidden, and what is beside it."""
+"""What needle asks: where it is hidden, and what is beside it."""
 
 import itertools
 
 import pytest
-from evaluation.tasks import FACTS, LONGEVAL, Grid, contains, filled, joined, lines, needle
+from evaluation.tasks import Grid, contains, filled, joined, needle
 
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.sentences import sentences_of
@@ -11,24 +11,22 @@ from mlx_snapkv.measure.sentences import sentences_of
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 BOOK = "It was a long and quiet winter.\nNobody came to the house.\n\n" * 5
 TASKS = {
-    "needle": (needle, {}),
-    "needles": (needle, {"needles": 6}),
-    "haystack": (needle, {"text": BOOK}),
-    "lines": (lines, {"wording": FACTS}),
+    "needle": {},
+    "needles": {"needles": 6},
+    "haystack": {"text": BOOK},
 }
 
 
-def questions(tokenizer, make, grid=None, **more):
+def questions(tokenizer, grid=None, **more):
     """Depths and questions of a task's documents."""
-    dataset = make(tokenizer, grid or Grid([2048]), **more)
+    dataset = needle(tokenizer, grid or Grid([2048]), **more)
     return [(place["depth"], dataset.make(place).questions[0]) for place in dataset.places]
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_answer_is_at_its_depth_and_the_prompt_has_its_length(demo_llama, name):
     tokenizer = demo_llama[1]
-    make, fields = TASKS[name]
-    found = questions(tokenizer, make, **fields)
+    found = questions(tokenizer, **TASKS[name])
     assert [depth for depth, _ in found] == DEPTHS
     for depth, question in found:
         prompt = question.prompt
@@ -50,33 +48,19 @@ def test_the_document_ends_before_the_question(demo_llama):
         assert question.score(f"It is {question.expected}0.") == 0
 
 
-@pytest.mark.parametrize("make, value", [(needle, "5851658"), (lines, "57409")])
-def test_every_document_and_seed_is_another(demo_llama, make, value):
+def test_every_document_and_seed_is_another(demo_llama):
     grids = [Grid([700, 900], n_depths=2, n_documents=2, seed=seed) for seed in (0, 1)]
-    first, second = (questions(demo_llama[1], make, grid) for grid in grids)
+    first, second = (questions(demo_llama[1], grid) for grid in grids)
     assert len({question.expected for _, question in first + second}) == 16
     # and stays what it was, or files of results would go on with other questions
-    ((_, question),) = questions(demo_llama[1], make, Grid([700], n_depths=1))
-    assert question.expected == value
-
-
-def test_longevals_lines(demo_llama):
-    tokenizer = demo_llama[1]
-    ((_, question),) = questions(tokenizer, lines, Grid([2048], n_depths=1), wording=LONGEVAL)
-    text = tokenizer.decode(question.prompt)
-    listed = [line for line in text.splitlines() if line.startswith("line ")]
-    names = [line.split(":")[0] for line in listed]
-    assert len(set(names)) == len(names) > 20
-    (asked,) = [line for line in listed if question.expected in line]
-    assert asked.endswith(f": REGISTER_CONTENT is <{question.expected}>")
-    assert f"<REGISTER_CONTENT> in {asked.split(':')[0]}?" in text
+    ((_, question),) = questions(demo_llama[1], Grid([700], n_depths=1))
+    assert question.expected == "5851658"
 
 
 def test_what_the_prompts_depend_on_is_in_the_setting():
     grid = Grid([])
     texts = [needle(None, grid, text=text).setting for text in ("a b.", "a c.", None)]
-    wordings = [lines(None, grid, wording).setting for wording in (FACTS, LONGEVAL)]
-    assert len({str(setting) for setting in [*texts, *wordings]}) == 5
+    assert len({str(setting) for setting in texts}) == 3
 
 
 def n_words(text):

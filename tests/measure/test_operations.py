@@ -1,7 +1,7 @@
 """A decoded token launches few operations, one sort, and waits for nothing, however long the text."""
 
 import pytest
-from count_operations import contenders, count
+from graph_operations import contenders, count
 from tiny_models import make_llama
 
 MORE = [
