@@ -134,7 +134,7 @@ def _answer_all(
         stop_tokens=[[token] for token in tokenizer.eos_token_ids],
         on_report=lambda uid, report: setattr(answers[uid], "report", report),
         reads_first=True,
-        **config.retention,
+        **config.keywords,
         **options,
     )
     with contextlib.closing(generator), generator.stats() as stats:

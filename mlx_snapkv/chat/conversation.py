@@ -43,13 +43,15 @@ class Conversation:
         model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
         policy: a policy object or string; without one the full cache is kept. "auto" takes a policy, and a memory,
             that suit the model and this machine, as docs/choose.md has it.
-        sparse, memory, far: as of `generate_step`. With a policy and "drop" later turns vote over the entries
-            that are left and their own; with another memory over all that were ever read.
+        sparse: as of `generate_step`.
         system: a system prompt.
-        **generation: options of mlx-lm's `stream_generate` for every answer. With a policy, `kv_bits` and
+        **options: those of `RequestOptions`, and of mlx-lm's `stream_generate`, for every answer. With a policy and
+            memory "drop" later turns vote over the entries that are left and their own; with another memory over all
+            that were ever read. With a policy, `kv_bits` and
             `kv_group_size` apply to compressed entries; a turn that is not compressed stays plain until one is.
 
     Attributes:
+        options: how the conversation is served beside its policy: `RequestOptions` as keywords.
         messages: the chat so far, as the chat template takes it.
         report: what the last turn's compression did; None before the first turn.
         prompt_cache: what the next turn continues.
@@ -68,26 +70,24 @@ class Conversation:
         *,
         policy: Policy | Stages | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
-        memory: str | None = None,
-        far: str | None = None,
         system: str | None = None,
-        **generation: Any,
+        **options: Any,
     ):
-        _require_options(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
-        config, _, _ = resolve(
+        config, generation, _ = resolve(
             model,
             None,
             CONVERSATION,
-            {**generation, "memory": memory, "far": far},
+            options,
             policy=policy,
             sparse=sparse,
-            max_tokens=generation.get("max_tokens", MAX_TOKENS),
+            max_tokens=options.get("max_tokens", MAX_TOKENS),
         )
+        _require_options(generation)
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
         self._rendered = Rendering(tokenizer)
-        self.policy, self.memory, self.far = config.policy, config.memory, config.far
+        self.policy, self.options = config.policy, config.keywords
         if self.policy is None:
             self._config.require(model)
         else:
@@ -97,7 +97,12 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
-        return CompressionConfig(self.policy, self.memory, self.far, turns=True)
+        return CompressionConfig(self.policy, **self.options, turns=True)
+
+    @property
+    def memory(self) -> str:
+        """Where all entries stay, if they do."""
+        return self.options["memory"]
 
     def warning(self) -> str | None:
         """A sentence, if the conversation is longer than the model was trained on and nothing is done about it."""
@@ -210,23 +215,22 @@ class Conversation:
         *,
         policy: Policy | Stages | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
-        memory: str | None = None,
-        **generation: Any,
+        **options: Any,
     ) -> "Conversation":
         """Continue a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
 
         The system prompt is the file's. mlx-lm's files have it in the cache only, so that a `reset` loses it.
 
         Args:
-            policy, sparse, memory: for a file without either, whose entries the next message, or every token of an
-                answer, then chooses among; a conversation that was saved with one keeps its own.
-            **generation: options of the answers, which are not saved.
+            policy, sparse: for a file without either, whose entries the next message, or every token of an answer,
+                then chooses among; a conversation that was saved with one keeps its own, and its `RequestOptions`.
+            **options: as of a new conversation; mlx-lm's are not saved.
 
         Raises: SnapKVError: the file is damaged, another model's, or can't be used with that policy.
         """
         method = policy if sparse is None else resolve_method(policy=policy, sparse=sparse)
-        options, state = load(path, model, method, memory)
-        conversation = cls(model, tokenizer, **options, **generation)
+        own, state = load(path, model, method, options)
+        conversation = cls(model, tokenizer, **options | own)
         vars(conversation).update(state)
         return conversation
 

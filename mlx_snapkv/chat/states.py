@@ -12,9 +12,10 @@ from ..engine.report import NO_POLICY
 from ..engine.rewind import Rewind
 from ..errors import Option, SnapKVError
 from ..planning.config import CompressionConfig
+from ..planning.options import OPTIONS
 from ..policies import Method, Stages, method_named
 
-NOTED = ("messages", "said", "attached", "pending_tokens", "memory", "system", "n_unknown")
+NOTED = ("messages", "said", "attached", "pending_tokens", "options", "system", "n_unknown")
 REPLACED = ("messages", "said", "read", "pending_tokens", "report")  # by every turn
 
 
@@ -39,7 +40,7 @@ class Before(Rewind):
 
 
 def load(
-    path: str | Path, model, policy: Method | Stages | str | None, memory: str | None
+    path: str | Path, model, policy: Method | Stages | str | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a saved conversation, or a text that waits for its first question: what a `Conversation` is made with, and
     attributes that it then gets; see `Conversation.load`."""
@@ -49,13 +50,13 @@ def load(
         raise SnapKVError(
             f"{path} holds a prompt, but neither a conversation nor a text to ask about"
         )
-    policy, memory = _resumed(path, prompt, notes, policy, memory)
+    policy, own = _resumed(path, prompt, notes, policy, options)
     method = method_named(policy) if isinstance(policy, str) else policy
-    memory = CompressionConfig(method, memory).memory
+    config = CompressionConfig(method, **own)
     caches = list(prompt.prompt_cache)
     try:
         if method is not None:
-            empty = make_caches(model, memory)
+            empty = make_caches(model, config.memory)
             for layer in attention_layers(model, empty):
                 layer.put(
                     caches, moved_into(layer.cache_in(empty), layer.cache_in(prompt.prompt_cache))
@@ -71,20 +72,25 @@ def load(
     if prompt.tokens is None:
         n = n_tokens(prompt.prompt_cache)
         state |= {"n_unknown": n, "read": [0] * n}
-    options = {"policy": method, "memory": memory, "system": system}
-    return options, state | options
+    state |= {"policy": method, "options": config.keywords, "system": system}
+    return {"policy": method, "sparse": None, "system": system, **config.keywords}, state
 
 
 def _resumed(
-    path, prompt: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str | None
+    path, prompt: saved.SavedPrompt, notes: dict[str, Any], policy, options: dict[str, Any]
 ) -> tuple:
-    """The policy and memory to continue with, given what was asked for. Raises: SnapKVError: the caches can't."""
+    """Return the policy and `RequestOptions` to continue with, given what was asked for.
+
+    Raises: SnapKVError: the caches can't be continued so.
+    """
     book = book_memory(prompt.prompt_cache)
+    given, own = {name: options.get(name) for name in OPTIONS}, notes.get("options", {})
+    memory = given["memory"]
     if prompt.policy != NO_POLICY:
         policy = prompt.policy
         stays = book is not None or not method_named(policy).evicts  # type: ignore[union-attr]
         if not (stays and keeps_all(memory)):
-            memory = notes.get("memory")
+            memory = own.get("memory")
     if book is not None:
         memory = memory if keeps_all(memory) else book
     what = "a book" if book else "a compressed prompt"
@@ -98,4 +104,6 @@ def _resumed(
                 what,
                 Option("memory", "drop"),
             )
-    return policy, memory
+    # What was read under an option goes on under it.
+    kept = {name: value for name, value in own.items() if value is not None}
+    return policy, given | kept | {"memory": memory}

@@ -10,6 +10,7 @@ from typer import Argument, Exit, Option
 
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
+from ..planning.options import OPTIONS
 from . import cache_options, options
 from .reading import Reading
 
@@ -69,7 +70,7 @@ def batch(
     from ..completions.request import Defaults
 
     reading = Reading(files.quiet)
-    keywords = compression.keywords()
+    keywords = compression.served()
     compression.require_use()
     keywords |= cache_options.keywords_of(
         compression.recommend(model.model, None, "batch", reading.say, vars(cache))
@@ -116,7 +117,7 @@ def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
     policy = keywords["policy"]
     about = {"policy": None if policy is None else str(policy), "kv_bits": kv_bits}
     if keywords["memory"] != "drop":
-        about["memory"] = keywords["memory"]
+        about |= {name: keywords[name] for name in OPTIONS}
     return about
 
 

@@ -14,6 +14,7 @@ from typer import Option
 
 from ..errors import SnapKVError, UnsupportedModelError
 from ..paths import path_of
+from ..planning.options import RequestOptions
 from .command import flag_of
 from .options import n_bytes, one_of
 
@@ -202,33 +203,15 @@ class AutoPolicyOptions(PolicyOptions):
         return None if self.is_auto else super().resolve()
 
 
-@dataclass(frozen=True)
-class MemoryOptions:
-    memory: Annotated[
-        str | None,
-        Option(
-            help="What happens to evicted entries: they are gone (drop), or all entries stay available to later "
-            "turns, in "
-            "memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, "
-            "recall:file:4bit). With "
-            "--sparse it says where all entries are. Default: drop, and with --sparse recall."
-        ),
-    ] = None
+@dataclass(frozen=True, kw_only=True)
+class StoredOptions(RequestOptions):
+    """The options of a request, and the folder of its files."""
+
     store_dir: Annotated[
         Path | None, Option(help="Folder for --memory recall:file; default: TMPDIR.")
     ] = None
-    far: Annotated[
-        str | None,
-        Option(
-            help="Positions of entries farther away than the trained length: compact them so that distances fit "
-            "(pull), or "
-            "leave them as they are (keep). Default: pull if the prompt is longer than the trained length and "
-            "no chunk of "
-            "it reads everything."
-        ),
-    ] = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.require_valid()
         if self.store_dir is None:
             return
@@ -241,17 +224,11 @@ class MemoryOptions:
         """Raises: SnapKVError: an option is invalid or conflicts with another."""
         from ..planning.config import CompressionConfig
 
-        CompressionConfig(**self.retention())
-
-    def retention(self) -> dict[str, Any]:
-        """The same as keywords of `stream_generate`, `Conversation` and batches."""
-        from ..planning.config import RETENTION
-
-        return {name: x for name, x in vars(self).items() if name in RETENTION}
+        CompressionConfig(**self.keywords)
 
 
 @dataclass(frozen=True)
-class CompressionOptions(MemoryOptions, AutoPolicyOptions):
+class CompressionOptions(StoredOptions, AutoPolicyOptions):
     """The policy, or what suits the prompt and the machine, and what becomes of what it does not keep."""
 
     def require_valid(self) -> None:
@@ -260,13 +237,14 @@ class CompressionOptions(MemoryOptions, AutoPolicyOptions):
             return
         from ..planning.auto import require_for_auto
 
-        require_for_auto(self.retention())
+        require_for_auto(self.keywords)
 
-    def keywords(self) -> dict[str, Any]:
+    def served(self) -> dict[str, Any]:
+        """Return the keywords of `generate_step` that these options stand for."""
         from ..planning.config import CompressionConfig
 
         method = self.resolve()
-        return {"policy": method, **CompressionConfig(method, **self.retention()).retention}
+        return {"policy": method, **CompressionConfig(method, **self.keywords).keywords}
 
     def require_use(self) -> None:
         """Raises: SnapKVError: an option would do nothing, or what it needs is not there."""
@@ -274,7 +252,7 @@ class CompressionOptions(MemoryOptions, AutoPolicyOptions):
         from ..planning.exclusions import When, require_compatible
 
         if not self.is_auto:
-            require_compatible(CompressionConfig(self.resolve(), **self.retention()), When.CHOSEN)
+            require_compatible(CompressionConfig(self.resolve(), **self.keywords), When.CHOSEN)
 
     def recommend(
         self,
@@ -304,7 +282,7 @@ class CompressionOptions(MemoryOptions, AutoPolicyOptions):
             model,
             n_prompt,
             task,
-            generation | self.retention(),
+            generation | self.keywords,
             policy=self.policy,
             max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
             kv_memory=self.kv_memory,

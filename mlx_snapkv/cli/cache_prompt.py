@@ -20,7 +20,7 @@ def cache_prompt(
     prompt: TextOptions,
     cache: cache_options.CacheOptions,
     policy: cache_options.PolicyOptions,
-    retention: cache_options.MemoryOptions,
+    request: cache_options.StoredOptions,
     quiet: options.Quiet = False,
 ) -> None:
     """Read a long text once and save its KV cache: all entries, or what a policy keeps.
@@ -44,7 +44,7 @@ def cache_prompt(
     from .progress import writing_bar
 
     chosen = policy.resolve()
-    config = CompressionConfig(chosen, **retention.retention(), is_text=True).beside(vars(cache))
+    config = CompressionConfig(chosen, **request.keywords, is_text=True).beside(vars(cache))
     require_compatible(config, When.CHOSEN)
     memory = config.memory
     path, text = saved.require_writable(output), prompt.read()
@@ -54,15 +54,18 @@ def cache_prompt(
     now, reading = datetime.now(), Reading(quiet)
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = reading.wait_for(opening)
-    keywords = {"policy": chosen, "memory": memory, "far": config.far, **vars(cache)}
+    keywords = {"policy": chosen, **config.keywords, **vars(cache)}
     reading.warn(loaded, len(tokens), was_chosen=chosen is None, is_text=True, **keywords)
     cost = partial(file_cost, loaded, memory, saved_in=path.resolve().parent)
     with reading.bar(cost) as bar:
-        read, report = _read(loaded, tokens, **keywords, prompt_progress_callback=bar)
-    notes = {"text": text, "system_prompt": prompt.system_prompt, "time": now.isoformat()}
+        read, report = _read(
+            loaded, tokens, chosen, config.keywords, **vars(cache), prompt_progress_callback=bar
+        )
+    notes: dict[str, Any] = {"text": text, "system_prompt": prompt.system_prompt}
+    notes |= {"time": now.isoformat(), "options": config.keywords}
     used = report.policy if report.compressed else NO_POLICY
     if memory != "drop":
-        notes["memory"], used = memory, str(chosen)
+        used = str(chosen)
     where = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
     writing, forms = writing_bar(reading.console), saved_forms(loaded, read)
     with writing as update:
@@ -86,7 +89,7 @@ def _kept_text(report: CompressionReport, memory: str) -> str:
 
 
 def _read(
-    model: Any, tokens: list[int], *, policy: Any, memory: str, far: str | None, **keywords: Any
+    model: Any, tokens: list[int], policy: Any, options: dict[str, Any], **loop_options: Any
 ) -> tuple[list, CompressionReport]:
     """The text's caches, as the policy and the memory want them, and what was done."""
     import mlx.core as mx
@@ -96,6 +99,6 @@ def _read(
 
     if policy is None:
         cache = make_prompt_cache(model)
-        read(model, mx.array(tokens), cache, keywords)
+        read(model, mx.array(tokens), cache, loop_options)
         return cache, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
-    return prefill(model, tokens, policy, memory=memory, far=far, **keywords)
+    return prefill(model, tokens, policy, **options, **loop_options)

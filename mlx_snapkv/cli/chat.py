@@ -38,25 +38,25 @@ def chat(
     from .chat_session import Lines, Session
     from .reading import Reading
 
-    keywords = compression.keywords()
-    keywords |= cache.generation(keywords["policy"])
+    own = {"policy": compression.resolve(), **compression.keywords}
+    keywords = cache.generation(own["policy"])
     lines = Lines(sys.stdin, CommandCompleter())
     loaded, tokenizer = model.load()
     cache.require(loaded)
     options.seed_sampling(seed)
     reading = Reading(quiet)
-    keywords |= cache_options.keywords_of(
+    own |= cache_options.keywords_of(
         compression.recommend(
             loaded, None, "conversation", reading.say, vars(cache), sampling.max_tokens
         )
     )
     keywords |= sampling.generation(tokenizer)
-    conversation = Conversation(loaded, tokenizer, system=system_prompt, **keywords)
-    if keywords["policy"] is None and keywords["memory"] != "drop":
+    conversation = Conversation(loaded, tokenizer, system=system_prompt, **own, **keywords)
+    if own["policy"] is None and conversation.memory != "drop":
         reading.say(
-            f"note: --memory {keywords['memory']} does nothing until /policy chooses what is read"
+            f"note: --memory {conversation.memory} does nothing until /policy chooses what is read"
         )
-    session = Session(model.model, conversation, sampling, lines, reading, context)
+    session = Session(model.model, conversation, sampling, lines, reading, context, own)
     if lines.interactive:
         how = "You can paste several lines, or end a line with a backslash. /help lists commands."
         reading.say(f"{session.model}, {session.settings}\n{how}")

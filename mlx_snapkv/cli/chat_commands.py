@@ -15,11 +15,12 @@ from ..chat.conversation import Conversation
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..paths import path_of, put, refusing, require_place
 from ..planning.auto import CONVERSATION
+from ..planning.config import CompressionConfig
 from ..planning.units import format_bytes
 from ..policies import AUTO, POLICIES, Sparse, method_named
 from ..saved import require_writable
 from .cache_options import CompressionOptions, keywords_of
-from .chat_session import Session, options_of
+from .chat_session import Session
 from .loading import ALONE_ONLY
 from .options import SamplingOptions
 from .prompts import read_file
@@ -206,10 +207,12 @@ def _load(session: Session, path: str) -> None:
     if not session.may_replace():
         return
     now = session.conversation
-    options: Any = {**session.options, "far": now.far}
-    loaded = Conversation.load(path, now.model, now.tokenizer, **options, **now.generation)
+    given: Any = session.options
+    loaded = Conversation.load(path, now.model, now.tokenizer, **given, **now.generation)
     session.replace(loaded)
-    whose = "" if options_of(loaded) == session.options else ", as it was saved"
+    config = CompressionConfig(**session.options)
+    is_same = (config.policy, config.keywords) == (loaded.policy, loaded.options)
+    whose = "" if is_same else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{whose}")
 
 
@@ -245,12 +248,8 @@ def _policy(session: Session, text: str) -> None:
         session.say(f"policy: {now.policy or 'none'}")
         return
     if text == AUTO:
-        options = CompressionOptions(
-            policy=AUTO,
-            memory=session.options["memory"],
-            far=now.far,
-            kv_memory=session.context.params["kv_memory"],
-        )
+        given = session.options | {"policy": AUTO}
+        options = CompressionOptions(**given, kv_memory=session.context.params["kv_memory"])
         max_tokens = now.generation.get("max_tokens")
         changes = keywords_of(
             options.recommend(

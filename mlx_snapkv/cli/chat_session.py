@@ -25,7 +25,6 @@ from .prompts import require_text
 from .reading import Reading
 
 SHORT_TURN = 2048  # tokens; what shorter turns write to files is not worth a line
-SETTINGS = "policy", "memory", "far"
 
 
 class Lines:
@@ -92,17 +91,6 @@ class Lines:
         return require_text(line, "standard input").rstrip("\n")
 
 
-def options_of(conversation: Conversation) -> dict[str, Any]:
-    """A conversation's options: its policy or sparse attention, and a memory, unless that is sparse's own."""
-    policy, memory = conversation.policy, conversation.memory
-    is_implied = memory == "recall" and is_sparse(conversation)
-    return {"policy": policy, "memory": None if is_implied or memory == "drop" else memory}
-
-
-def is_sparse(conversation: Conversation) -> bool:
-    return conversation.policy is not None and not conversation.policy.evicts
-
-
 @dataclass
 class Session:
     """A conversation and the terminal or script that it is with. Answers go to stdout, all else to stderr."""
@@ -113,14 +101,15 @@ class Session:
     lines: Lines
     reading: Reading  # quiet if the chat is
     context: Context  # the command's
+    options: dict[
+        str, Any
+    ]  # of a new conversation: its policy and `RequestOptions`, as they were given
     names: dict[str, str] = field(default_factory=dict)  # of attached documents, by their text
     exported: set[Path] = field(default_factory=set)  # files that hold this chat already
     speed: str = ""  # of the last turn, in words
     ranks: Ranks = field(default_factory=here)
 
     def __post_init__(self) -> None:
-        # Of a new conversation, whatever a loaded one has brought with it.
-        self.options = options_of(self.conversation)
         self._console = stderr_console()
         self._in_file: list[dict[str, str]] = []  # the messages that are in a file
         self._warned: Any = None  # of which policy a warning has been said
@@ -135,7 +124,7 @@ class Session:
         n_tokens = self.reading.wait_for(partial(now.count, text))
         now.attached.append(text)
         has_policy = now.policy is not None  # otherwise the rest does nothing
-        settings = {name: getattr(now, name) for name in SETTINGS if has_policy}
+        settings = {"policy": now.policy, **now.options} if has_policy else {}
         self.reading.warn(now.model, n_tokens, len(now.read), **settings, **now.generation)
         return n_tokens
 
@@ -159,7 +148,7 @@ class Session:
     @property
     def settings(self) -> str:
         now = self.conversation
-        values = {name: getattr(now, name) for name in SETTINGS} | {"policy": now.policy or "none"}
+        values = {"policy": now.policy or "none", **now.options}
         return ", ".join(f"{name} {value}" for name, value in values.items() if value)
 
     @property
@@ -196,8 +185,7 @@ class Session:
             return
         now = self.conversation
         self.options |= {name: changes[name] for name in self.options if name in changes}
-        kept = {name: getattr(now, name) for name in ("system", "far")}
-        options = {**kept, **self.options, **changes}
+        options = {"system": now.system, **self.options, **changes}
         options["memory"] = None if options["memory"] == "drop" else options["memory"]
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
         if changes:

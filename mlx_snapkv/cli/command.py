@@ -6,12 +6,13 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from ..errors import Option, SnapKVError
+from ..planning.options import OPTIONS
 from .config import ONE_OF, Setting, settings_of
 
 Group = TypeVar("Group")
@@ -20,8 +21,9 @@ Group = TypeVar("Group")
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes each field of the function's dataclass parameters as an option of its own.
 
-    A field is annotated as typer wants a parameter: `Annotated[int, Option(min=1, help="...")]`. The command makes each
-    dataclass from its fields' values and calls the function with it; other parameters stay as they are.
+    A field is annotated as typer wants a parameter: `Annotated[int, Option(min=1, help="...")]`; one of the library's
+    `RequestOptions` has its help with it. The command makes each dataclass from its fields' values and calls the
+    function with it; other parameters stay as they are.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -33,9 +35,12 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
         for each in fields(group):
             default = each.default if each.default_factory is MISSING else each.default_factory()
             default = inspect.Parameter.empty if default is MISSING else default
+            annotation = types[each.name]
+            if "help" in each.metadata:
+                annotation = Annotated[annotation, typer.Option(help=each.metadata["help"])]
             parameters.append(
                 inspect.Parameter(
-                    each.name, parameter.KEYWORD_ONLY, default=default, annotation=types[each.name]
+                    each.name, parameter.KEYWORD_ONLY, default=default, annotation=annotation
                 )
             )
 
@@ -60,7 +65,7 @@ NEEDS = {
     "prefix_dir_bytes": ("prefix_dir", ""),
 }
 # Only a policy or sparse attention has a use for these; some commands choose one without being told.
-FOR_METHOD = {"memory", "far"}
+FOR_METHOD = {*OPTIONS}
 CHOOSING = {"chat", "compare"}
 
 

@@ -53,7 +53,7 @@ def compare(
     prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
-    retention: cache_options.MemoryOptions,
+    request: cache_options.StoredOptions,
     shown: CompareOptions,
 ) -> None:
     """Answer your own prompt with the full cache and with policies, and show what differs.
@@ -70,13 +70,13 @@ def compare(
     from ..measure.compare import page
 
     path = require_page(shown.output, ".html")
-    methods_of(shown.policy, shown.sparse, retention=retention)  # which finds mistakes
+    methods_of(shown.policy, shown.sparse, request=request)  # which finds mistakes
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
     if shown.policy or shown.sparse:
-        methods = methods_of(shown.policy, shown.sparse, retention=retention)
+        methods = methods_of(shown.policy, shown.sparse, request=request)
     else:
-        methods = _default_methods(len(tokens), retention)
+        methods = _default_methods(len(tokens), request)
     answers: list[Compared] = []
     with reading.bar() as update:
         for answer in compared(
@@ -103,7 +103,7 @@ def compare(
         reading.say(f"wrote {path}")
 
 
-def _default_methods(n_prompt: int, retention: cache_options.MemoryOptions) -> list[Method]:
+def _default_methods(n_prompt: int, request: cache_options.StoredOptions) -> list[Method]:
     """The full cache, sparse attention and two policies that suit the prompt's length."""
     from ..planning.auto import worth_comparing
     from ..policies import Sparse
@@ -111,12 +111,12 @@ def _default_methods(n_prompt: int, retention: cache_options.MemoryOptions) -> l
     # Of a short prompt the default reads more than the policies keep, or all.
     is_short = 4 * Sparse().entries(n_prompt) > n_prompt
     policies, sparse = worth_comparing(n_prompt), ["budget=6.25%" if is_short else ""]
-    if retention.memory == "drop":
+    if request.memory == "drop":
         sparse = []  # which evicts nothing
-    elif retention.memory is not None:
+    elif request.memory is not None:
         # The second evicts while it reads, and --memory would keep everything.
         policies = policies[:1]
-    return methods_of(policies, sparse, retention=retention)
+    return methods_of(policies, sparse, request=request)
 
 
 class _Shown:

@@ -12,6 +12,7 @@ from typer import Context, Option
 
 from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from ..errors import SnapKVError, brief
+from ..planning.options import OPTIONS
 from . import cache_options, options
 from .command import flag_of, without_settings
 from .loading import require_alone
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 # What a saved prompt has settled, and what it has its own of, unless the command line says otherwise.
 SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
-OVERRIDING = ("snapkv", "policy", "sparse", "memory", "far", "kv_bits")
+OVERRIDING = ("snapkv", "policy", "sparse", "kv_bits", *OPTIONS)
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
 
 
@@ -164,7 +165,7 @@ def generate(
         prompt, draft, cache, compression = _beside_saved(
             context, prompt, draft, cache, compression
         )
-    keywords = compression.keywords()
+    keywords = compression.served()
     if file is None:
         compression.require_use()
     keywords |= cache.generation(keywords["policy"])

@@ -18,7 +18,8 @@ from ..errors import SnapKVError
 from ..measure import files as reported
 from ..measure.tables import Table
 from ..paths import path_of, put_result, refusing, require_place
-from .cache_options import MemoryOptions, each_method
+from ..planning.options import RequestOptions
+from .cache_options import each_method
 from .options import AsJson
 
 if TYPE_CHECKING:
@@ -215,9 +216,9 @@ def methods_of(
     sparse: Sequence[str] | None = None,
     *,
     lengths: Sequence[int] = (),
-    retention: MemoryOptions | None = None,
+    request: RequestOptions | None = None,
 ) -> list[Method]:
-    """The full cache, and each policy and sparse attention, with one `retention` for all.
+    """The full cache, and each policy and sparse attention, with the same options of a `request` for all.
 
     Raises: SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
     """
@@ -228,9 +229,9 @@ def methods_of(
     chosen = each_method(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
     options: dict[Any, dict[str, Any]] = {}
     for each in chosen:
-        config = CompressionConfig(each, **({} if retention is None else retention.retention()))
+        config = CompressionConfig(each, **(request or RequestOptions()).keywords)
         require_compatible(config, When.CHOSEN)
-        options[each] = {k: x for k, x in config.retention.items() if x not in ("drop", None)}
+        options[each] = {k: x for k, x in config.keywords.items() if x not in ("drop", None)}
     methods = [Method(), *(Method(each, how) for each, how in options.items())]
     require_compression(methods, lengths)
     return methods

@@ -67,9 +67,12 @@ class SavedStart:
         elif policy is not None and policy.evicts and not retains:
             self.report = self._compress(model, policy, quantization)
             policy = None
-        memory = CompressionConfig(policy, memory).memory  # type: ignore[arg-type]
-        # Of the answer, with a book's own policy and memory unless others are given.
-        self.options = {"policy": policy, "memory": memory, "prompt_cache": caches}
+        memory = CompressionConfig(policy, memory=memory).memory  # type: ignore[arg-type]
+        # Of the answer. What the text was read under goes before what is given, but for where entries stay.
+        noted = {} if self._saved.tokens is None else self._saved.notes.get("options", {})
+        own = {name: value for name, value in noted.items() if value is not None}
+        self.options = {"policy": policy, **compression.keywords, **own}
+        self.options |= {"memory": memory, "prompt_cache": caches}
 
     @property
     def _stored_in(self) -> str:
@@ -78,7 +81,9 @@ class SavedStart:
         if self._saved.policy == NO_POLICY or "messages" in notes:
             return "drop"
         stored = book_memory(self._caches) or "drop"
-        return stored if self._saved.tokens is None else notes.get("memory", stored)
+        return (
+            stored if self._saved.tokens is None else notes.get("options", {}).get("memory", stored)
+        )
 
     def _require_nothing_else(
         self, policy: Any, memory: str | None, quantization: Quantization | None

@@ -156,6 +156,7 @@ def serve(
     """
     _require_packages()
     from ..completions.request import Defaults
+    from ..planning.config import CompressionConfig
     from ..server.admission import Limits
     from ..server.engine import Engine
     from ..server.metrics import Metrics
@@ -165,12 +166,13 @@ def serve(
     require_alone(prefix_dir=prefixes.prefix_dir)
     ranks = here()
     settings = None if ranks.rank else http.settings()
-    keywords = compression.keywords()
+    keywords = compression.served()
     compression.require_use()
     keywords |= cache_options.keywords_of(
         compression.recommend(model.model, None, "conversation", Reading().say, vars(cache))
     )
     generation = keywords | vars(cache)
+    identity = CompressionConfig.taken_from(generation)[0].identity
     # Of several ranks, rank 0 says what is given up for room.
     prefix_cache = PrefixCache(sys.maxsize, ranks.first)
     names = model.model, *(http.alias or ())
@@ -184,7 +186,7 @@ def serve(
         Limits(limits.concurrency, limits.queue, limits.max_context, limits.max_kv_bytes),
         Defaults(**vars(sampling)),
         Metrics(),
-        partial(prefixes.files, _entries_setting(keywords, cache)),
+        partial(prefixes.files, identity),
         ranks,
     )
     _run(settings, loader, start)
@@ -229,16 +231,6 @@ def _require_packages() -> None:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
-
-
-def _entries_setting(keywords: dict[str, Any], cache: cache_options.CacheOptions) -> dict[str, str]:
-    """What is set about entries, by which a folder of prefixes tells its own from others'."""
-    from ..planning.config import CompressionConfig
-
-    config, _ = CompressionConfig.taken_from(keywords)
-    bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else None
-    setting = {"policy": config.policy, "memory": config.memory, "far": config.far, "kv_bits": bits}
-    return {name: str(value) for name, value in setting.items()}
 
 
 def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]) -> None:

@@ -9,8 +9,9 @@ import mlx.core as mx
 
 from ..caches.layers import file_bytes, kv_bytes, kv_dtype
 from ..caches.memories import lasting_forms, make_caches, saved_forms
-from ..errors import SnapKVError
+from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.config import CompressionConfig
+from ..planning.options import OPTIONS
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, require_step_size
 from ..planning.request_plan import plan_request
 from ..policies import Method, Sparse, Stages
@@ -35,10 +36,7 @@ def prefill(
     prompt_cache: list | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: ProgressCallback | None = None,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    memory: str | None = None,
-    far: str | None = None,
+    **options: Any,
 ) -> tuple[list, CompressionReport]:
     """Feed all of `tokens` to the model and compress its prompt cache.
 
@@ -56,8 +54,7 @@ def prefill(
         prompt_cache: an empty cache of the model to fill; by default a new one.
         prefill_step_size: tokens a chunk at most; a policy's `prefill_chunk` or `block` takes precedence.
         prompt_progress_callback: called with the tokens processed and their total.
-        kv_bits, kv_group_size: of the entries kept, if they are to be quantised.
-        memory, far: as of `generate_step`.
+        **options: those of `RequestOptions`, and `kv_bits` and `kv_group_size` of the entries kept.
 
     Returns: The prompt cache and the report, whose `reason` is set if the cache was not compressed.
 
@@ -65,9 +62,10 @@ def prefill(
         SnapKVError: `tokens` is empty, the policy can't be read, the model can't be served so, or its attention gave
             NaN.
     """
-    method = {"policy": policy, "sparse": sparse, "memory": memory, "far": far}
-    stored = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-    config, quantised = CompressionConfig.taken_from(method | stored, is_text=True)
+    method = {"policy": policy, "sparse": sparse}
+    config, quantised = CompressionConfig.taken_from(options | method, is_text=True)
+    for name in quantised.keys() - {"kv_bits", "kv_group_size"}:
+        raise UnknownOptionError(f"unknown option {name!r} of prefill{suggestion(name, OPTIONS)}")
     if config.policy is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
     tokens = token_ids(tokens)
@@ -76,20 +74,20 @@ def prefill(
     plan = plan_request(model, config, tokens.size, prompt_cache)
     cache = make_caches(model, config.memory) if prompt_cache is None else prompt_cache
     request = make_request(model, plan, cache, owned=prompt_cache is None)
-    options: dict[str, Any] = {
+    loop_options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),
         "prompt_progress_callback": prompt_progress_callback,
     }
     with request.recording():
         if isinstance(request, Uncompressed):
-            read(request.model, tokens, cache, options | quantised)  # by mlx-lm, on the way
+            read(request.model, tokens, cache, loop_options | quantised)  # by mlx-lm, on the way
             caches_after = saved_forms(model, cache) if prompt_cache is None else cache
         elif config.retains:
-            read(request.model, tokens, request.caches, options)
+            read(request.model, tokens, request.caches, loop_options)
             _leave_entries(request)
             caches_after = lasting_forms(model, request.prompt_cache, config.memory)
         else:
-            following = read(request.model, tokens, request.caches, options)
+            following = read(request.model, tokens, request.caches, loop_options)
             request.prompt_is_read()
             _look_ahead(model, request.caches, following, request.plan.last - tokens.size)
             request.compress()

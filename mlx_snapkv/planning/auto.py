@@ -17,9 +17,10 @@ from ..policies import (
     asks_for_auto,
     method_named,
 )
-from .config import RETENTION, CompressionConfig
+from .config import CompressionConfig
 from .machine import this_machine
 from .memory_plan import MAX_TOKENS, MemoryPlan, Planner
+from .options import OPTIONS
 from .units import format_bytes
 
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
@@ -88,7 +89,7 @@ class AutoRequest:
     Attributes:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
         task: one of `SETTINGS`.
-        retention: `memory` and `far` as of `generate_step`, where the caller set them.
+        options: those of `RequestOptions` that the caller set.
         may_retain: whether all entries may stay if the caller set no memory.
         kv_bits: of the entries, as of `generate_step`.
         kv_memory: limit of the entries in bytes.
@@ -96,14 +97,14 @@ class AutoRequest:
 
     n_prompt: int | None
     task: str = QUESTION
-    retention: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     may_retain: bool = True
     kv_bits: int | None = None
     kv_memory: int | None = None
 
     def settings(self) -> tuple[Setting, ...]:
         """The candidates, best first. A memory that the caller set needs all entries."""
-        memory = self.retention.get("memory")
+        memory = self.options.get("memory")
         if keeps_all(memory):
             return tuple(s._replace(memory=memory) for s in (SPARSE, SNAPKV))
         may_retain = self.may_retain and memory is None
@@ -112,12 +113,12 @@ class AutoRequest:
     def config(self, setting: Setting, is_far: bool) -> CompressionConfig:
         """How a request is compressed by a setting. Raises: SnapKVError: options conflict."""
         if setting.method is None:
-            pull = is_far and self.retention.get("far") == "pull"  # which it can't
+            pull = is_far and self.options.get("far") == "pull"  # which it can't
             return CompressionConfig(far="pull" if pull else None)
         found = setting.chosen
         if self.n_prompt is None and isinstance(found, SnapKV):
             found = dataclasses.replace(found, min_ctx=FEW)
-        return CompressionConfig(found, **self.retention | {"memory": setting.memory})
+        return CompressionConfig(found, **self.options | {"memory": setting.memory})
 
 
 class Recommendation(NamedTuple):
@@ -138,7 +139,7 @@ class Recommendation(NamedTuple):
     @property
     def keywords(self) -> dict[str, Any]:
         """Those of `generate_step` that it stands for."""
-        return {"policy": self.config.policy, **self.config.retention}
+        return {"policy": self.config.policy, **self.config.keywords}
 
     def explain(self, report: Any) -> None:
         """Let a request's report tell what was taken, and why nothing was compressed if that is the reason."""
@@ -253,7 +254,7 @@ def resolve(
 
     Args:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
-        options: `memory`, `far`, and mlx-lm's. With a caller's `prompt_cache` or a `draft_model`
+        options: those of `RequestOptions`, and mlx-lm's. With a caller's `prompt_cache` or a `draft_model`
             the answer needs entries in memory, so none are put in files unless `memory` says so.
         kv_memory: limit of the entries in bytes.
 
@@ -269,20 +270,20 @@ def resolve(
             Option("sparse"),
         )
     require_current(options)
-    retention = {name: options[name] for name in RETENTION if name in options}
-    others = {name: value for name, value in options.items() if name not in RETENTION}
-    require_for_auto(retention)
+    given = {name: options[name] for name in OPTIONS if name in options}
+    others = {name: value for name, value in options.items() if name not in OPTIONS}
+    require_for_auto(given)
     own = (others.get(name) is None for name in ("prompt_cache", "draft_model"))
-    request = AutoRequest(n_prompt, task, retention, all(own), others.get("kv_bits"), kv_memory)
+    request = AutoRequest(n_prompt, task, given, all(own), others.get("kv_bits"), kv_memory)
     how = {name: others[name] for name in ("prefill_step_size", "kv_group_size") if name in others}
     planner = Planner(model, max_tokens=min(max(0, max_tokens), TYPICAL), **how)
     found = recommended(planner, request, this_machine().usable)
     return found.config.beside(others), others, found
 
 
-def require_for_auto(retention: dict[str, Any]) -> None:
-    """Raises: SnapKVError: an option of retention is invalid, or none of the settings could have it."""
-    CompressionConfig(**retention)
+def require_for_auto(options: dict[str, Any]) -> None:
+    """Raises: SnapKVError: one of `RequestOptions` is invalid, or none of the settings could have it."""
+    CompressionConfig(**options)
 
 
 def worth_comparing(n_prompt: int) -> list[str]:

@@ -13,7 +13,6 @@ from ..caches.memories import keeps_all, require_memory
 from ..entries.quantization import Quantization, taken_from
 from ..errors import (
     Option,
-    OptionError,
     SnapKVError,
     UnsupportedModelError,
     require_current,
@@ -22,15 +21,14 @@ from ..models import attentions, type_of
 from ..models.rope import longest_trained_length, trained_length
 from ..policies import Method, Stages, resolve_method
 from .exclusions import When, require_compatible
+from .options import OPTIONS, RequestOptions
 from .prompt_plan import require_step_size
 
-FAR = (None, "keep", "pull")
-RETENTION = ("memory", "far")
 METHODS = ("snapkv", "policy", "sparse")
 
 
 @dataclass(frozen=True)
-class CompressionConfig:
+class CompressionConfig(RequestOptions):
     """How a request is compressed, what becomes of the entries that its answer is not decoded from, and how it uses
     them; see `generate_step`.
 
@@ -45,20 +43,17 @@ class CompressionConfig:
     """
 
     policy: Method | Stages | None = None
-    memory: str = None  # type: ignore[assignment]  # a value once the config is made
-    far: str | None = None
     quantization: Quantization | None = None
     turns: bool = False
     max_kv_size: int | None = None
     has_draft_model: bool = False
     is_text: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.memory is None:
             object.__setattr__(self, "memory", "recall" if self.is_sparse else "drop")
         require_memory(self.memory)
-        if self.far not in FAR:
-            raise OptionError("far", " or ".join(filter(None, FAR)), self.far)
         require_compatible(self, When.GIVEN)
 
     @classmethod
@@ -71,8 +66,8 @@ class CompressionConfig:
         """
         require_current(keywords)
         method = resolve_method(*map(keywords.get, METHODS))
-        own = {name: keywords[name] for name in RETENTION if name in keywords}
-        taken = {*METHODS, *RETENTION}
+        own = {name: keywords[name] for name in OPTIONS if name in keywords}
+        taken = {*METHODS, *OPTIONS}
         others = {name: value for name, value in keywords.items() if name not in taken}
         return cls(method, **own, **more).beside(others), others
 
@@ -88,9 +83,10 @@ class CompressionConfig:
         )
 
     @property
-    def retention(self) -> dict[str, Any]:
-        """The keywords that say what becomes of the entries that are not kept, and how an answer uses them."""
-        return {name: getattr(self, name) for name in RETENTION}
+    def identity(self) -> dict[str, str]:
+        """What entries depend on beside the model and the tokens: those of another identity can't stand for them."""
+        what = {"policy": self.policy, "quantization": self.quantization, **self.keywords}
+        return {name: str(value) for name, value in what.items()}
 
     @property
     def retains(self) -> bool:

@@ -7,10 +7,11 @@ from ..errors import SnapKVError
 from ..policies import Method, Stages
 from ..policies.sparse import LAST, SHARE
 from .auto import AutoRequest, recommended, worth_comparing
-from .config import RETENTION, CompressionConfig
+from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint
 from .machine import this_machine
 from .memory_plan import Planner
+from .options import OPTIONS
 from .request_plan import Plan, plan_request
 from .units import format_bytes
 
@@ -36,7 +37,7 @@ class LongPrompts:
     ):
         self._model, self._usable = model, this_machine().usable
         given = {name: value for name, value in options.items() if value is not None}
-        self._retention = {name: given[name] for name in RETENTION if name in given}
+        self._own = {name: given[name] for name in OPTIONS if name in given}
         self._config, given = CompressionConfig.taken_from(
             {**given, "policy": policy}, is_text=is_text
         )
@@ -79,7 +80,7 @@ class LongPrompts:
             plan, _ = self._planner.planned(n_prompt, self._config, self._kv_bits)
             if plan.peak <= self._usable:
                 return None
-            request = AutoRequest(n_prompt, retention=self._retention, kv_bits=self._kv_bits)
+            request = AutoRequest(n_prompt, options=self._own, kv_bits=self._kv_bits)
             found = recommended(self._planner, request, self._usable)
         except SnapKVError:  # it is read all the same
             return None

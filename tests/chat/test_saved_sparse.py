@@ -26,7 +26,10 @@ def test_it_goes_on_as_without_the_interruption_wherever_it_is_kept(
     conversation = begun(demo_model, haystack, 1, **WAYS | {"memory": f"recall{bits}"})
     conversation.save(path)
     header = saved.load(path, demo_model[0])
-    assert (header.policy, header.notes["memory"]) == (f"sparse:{SPARSE}", f"recall{bits}")
+    assert (header.policy, header.notes["options"]["memory"]) == (
+        f"sparse:{SPARSE}",
+        f"recall{bits}",
+    )
     own = Conversation.load(path, *demo_model, max_tokens=12)
     assert (own.policy, own.memory) == (conversation.policy, f"recall{bits}")
     in_file = Conversation.load(path, *demo_model, memory=f"recall:file{bits}", max_tokens=12)

@@ -95,7 +95,7 @@ def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
 @pytest.mark.parametrize("memory", ["recall:file", "recall:4bit", "drop"])
 def test_what_takes_the_least_does(planner, n, memory):
     """Not the last of a list, which may even leave the prompt as it is."""
-    request = AutoRequest(n, retention={"memory": memory}, kv_memory=10**6)
+    request = AutoRequest(n, options={"memory": memory}, kv_memory=10**6)
     taken, sizes = recommended(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
     for setting in request.settings():
@@ -209,7 +209,7 @@ def test_a_question_beyond_the_trained_length(demo_llama, options, setting):
     config.require(demo_llama[0])
     where = "stay in files in 8 bits" if "file" in setting.memory else "fit in memory"
     assert not setting.is_sparse or f"all entries {where}" in taken.why
-    assert config.retention == {"memory": setting.memory, "far": options.get("far")}
+    assert config.keywords == {"memory": setting.memory, "far": options.get("far")}
 
 
 def test_a_batch_beyond_the_trained_length_keeps_distances_within_it(demo_llama):
@@ -222,7 +222,7 @@ def test_a_batch_beyond_the_trained_length_keeps_distances_within_it(demo_llama)
 
 def test_a_conversation_that_pulls_takes_what_can(demo_llama):
     chat = Conversation(*demo_llama, policy=AUTO, far="pull")
-    assert chat.policy == Sparse() and chat.far == "pull"
+    assert chat.policy == Sparse() and chat.options["far"] == "pull"
 
 
 def test_what_no_setting_can_be_combined_with(demo_llama):

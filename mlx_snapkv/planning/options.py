@@ -1,0 +1,56 @@
+"""The options of a request beside its policy or sparse attention: each is declared here, once."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..errors import OptionError
+
+
+def option(help: str, *values: Any) -> Any:
+    """Return a field of `RequestOptions`, which is None unless the caller sets it.
+
+    Args:
+        help: a sentence for `--help` and the docs.
+        *values: the values that are allowed beside None, if they are few.
+    """
+    return field(default=None, metadata={"help": help, "values": values})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """How a request is served beside its policy or sparse attention.
+
+    Each field is a flag of every command that reads prompts, a keyword of `generate_step` and its kin, of `prefill`,
+    conversations and batches, a note in saved files, and part of what a server's prefixes are found by.
+
+    Raises: SnapKVError: a value is not allowed.
+    """
+
+    memory: str = option(
+        "What happens to evicted entries: they are gone (drop), or all entries stay available to later turns, in "
+        "memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). With "
+        "--sparse it says where all entries are. Default: drop, and with --sparse recall."
+    )
+    far: str | None = option(
+        "Positions of entries farther away than the trained length: compact them so that distances fit (pull), or "
+        "leave them as they are (keep). Default: pull if the prompt is longer than the trained length and no chunk of "
+        "it reads everything.",
+        "keep",
+        "pull",
+    )
+
+    def __post_init__(self) -> None:
+        for each in fields(RequestOptions):
+            name, allowed = each.name, each.metadata["values"]
+            value = getattr(self, name)
+            if value is not None and allowed and value not in allowed:
+                *most, last = map(str, allowed)
+                raise OptionError(name, f"{', '.join(most)} or {last}" if most else last, value)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """These options as keywords of `generate_step`, `Conversation` and batches."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+
+OPTIONS = tuple(each.name for each in fields(RequestOptions))
