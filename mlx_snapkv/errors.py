@@ -105,6 +105,10 @@ class UnsupportedModelError(SnapKVError):
     """A model whose attention can't be captured, or whose entries can't be dropped safely."""
 
 
+class TrainedLengthWarning(UserWarning):
+    """A prompt is longer than its model was trained to read."""
+
+
 class TrimError(SnapKVError):
     """A rewind past the tokens of the last update, whose evicted entries are gone."""
 

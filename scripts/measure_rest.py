@@ -28,7 +28,7 @@ from mlx_snapkv.engine.prefill import read
 from mlx_snapkv.entries import clusters, key_index
 from mlx_snapkv.measure.divergence import divergence
 from mlx_snapkv.measure.intervals import grouped
-from mlx_snapkv.models.rope import longest_trained_length
+from mlx_snapkv.models.trained_length import trained_length
 from mlx_snapkv.policies.sparse import CHUNK
 
 FOLLOWING = 64  # tokens whose predictions are compared
@@ -99,7 +99,7 @@ def main() -> None:
     for name in args.models:
         model, tokenizer = load_model(name)
         for length in args.lengths:
-            if length > (longest_trained_length(model) or length):
+            if length > (trained_length(model) or length):
                 continue
             rows: list[Row] = []
             for tokens, following in pieces(tokenizer, args.text, length, args.documents):

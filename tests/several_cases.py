@@ -31,9 +31,7 @@ ANSWERS = {
     "recall": {"policy": POLICIES["snapkv"], "memory": "recall"},
     "sparse": {"sparse": "budget=96,n_window=32"},
     "bits": {"policy": POLICIES["tova"], "kv_bits": 8},
-    "far": {"sparse": "budget=64,n_sink=4,n_window=16"},
 }
-TRAINED = {"far": 128}  # tokens that the model is said to be trained to, for an answer
 
 
 def prompt_of(tokenizer) -> mx.array:
@@ -54,12 +52,9 @@ def kept(model, tokens: mx.array, policy: str) -> dict:
 def run(model, tokenizer) -> dict:
     tokens = prompt_of(tokenizer)
     found: dict = {name: kept(model, tokens, policy) for name, policy in POLICIES.items()}
-    trained = model.args.max_position_embeddings
     for name in ANSWERS:
-        model.args.max_position_embeddings = TRAINED.get(name, trained)
         steps = generate_step(tokens, model, max_tokens=N_ANSWER, **ANSWERS[name])
         found[name] = [int(token) for token, _ in steps]
-    model.args.max_position_embeddings = trained
     return found
 
 

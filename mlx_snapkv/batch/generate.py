@@ -14,6 +14,7 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.token_ids import require_known, token_ids
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
+from ..models.trained_length import warn_beyond_trained_length
 from ..planning.auto import BATCH, explaining, resolve
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import NO_POLICY_REASON
@@ -65,6 +66,7 @@ def batch_generate(
         raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     longest, most = max(map(len, token_lists), default=0), max(limits, default=0)
+    warn_beyond_trained_length(model, longest)
     config, options, taken = resolve(
         model, longest, BATCH, kwargs, snapkv=snapkv, policy=policy, sparse=sparse, max_tokens=most
     )

@@ -56,7 +56,7 @@ class CompressedBatchGenerator(BatchGenerator):
         reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
             fewer and fuller steps.
         on_pause: called about once a second while a chunk is read; what it raises fails the request.
-        **kwargs: `memory`, `far` as of `generate_step`. `kv_bits`, `kv_group_size` of compressed entries; full ones
+        **kwargs: `memory` as of `generate_step`. `kv_bits`, `kv_group_size` of compressed entries; full ones
             stay plain. mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `completion_batch_size` and so on.
 
     Raises:

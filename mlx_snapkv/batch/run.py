@@ -14,7 +14,7 @@ from ..completions.request import Bounds, CompletionRequest, Defaults, completio
 from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
 from ..errors import SnapKVError, brief
 from ..models.counts import vocabulary
-from ..models.rope import trained_length
+from ..models.trained_length import trained_length
 from ..planning.footprint import Need
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
@@ -30,6 +30,7 @@ class Progress:
     prompt_tokens: int = 0
     answer_tokens: int = 0
     seconds: float = 0.0
+    longest: int = 0  # tokens of a prompt
     warnings: Counter[str] = field(default_factory=Counter)
 
 
@@ -119,6 +120,7 @@ class Run:
             name = f"{self.seed} {line.custom_id}".encode(errors="replace")
             seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
         asked = completion_request(line.body, self.tokenizer, self.defaults, seed, self._bounds)
+        self.progress.longest = max(self.progress.longest, len(asked.prompt))
         need = None
         if self._memory is not None:
             need = self._memory.need(len(asked.prompt), asked.max_tokens)

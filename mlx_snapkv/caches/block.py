@@ -59,9 +59,7 @@ class BlockKVCache(EvictingCache):
         self.layer, self.quantization = layer, quantization
         asks = policy is not None and policy.accumulates_attention
         self.counting = counting or AttentionCount(counts=asks)
-        # Of the entries that the last eviction left: where they came from, and where keys were turned to.
-        self._kept_positions: mx.array | None = None
-        self._rotations: mx.array | None = None
+        self._kept_positions: mx.array | None = None  # of the entries that the last eviction left
 
     @property
     def capacity(self) -> int:
@@ -103,9 +101,6 @@ class BlockKVCache(EvictingCache):
         kept = entries.taken(self.quota.select(self.policy.score(entries)))
         # A buffer that is referred to elsewhere would be copied.
         entries.release()
-        if self.compaction is not None and self.layer is not None:
-            closed = self.policy.closes_gaps
-            kept, self.compaction = self.compaction.nearer(kept, self.offset, self.block, closed)
         if n_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.hold(kept)
@@ -115,7 +110,7 @@ class BlockKVCache(EvictingCache):
         entries = entries.packed(self.quantization)
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
-        self._kept_positions, self._rotations = entries.positions, entries.given_rotations
+        self._kept_positions = entries.positions
         self.counting = self.counting.of_entries(entries.received)
 
     def held(self, n_queries: int = 0) -> Entries:
@@ -185,12 +180,10 @@ class BlockKVCache(EvictingCache):
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
-        return self._with_newest(self._kept_positions, self._n_since)
-
-    @property
-    def rotations(self) -> mx.array | None:  # type: ignore[override]
-        kept = self._rotations
-        return None if kept is None else self._with_newest(kept, self._n_since)
+        kept, n = self._kept_positions, self._n_since
+        newest = mx.arange(self.offset - n, self.offset, dtype=mx.uint32)
+        newest = mx.broadcast_to(newest, (*self._heads, n))
+        return newest if kept is None else mx.concatenate([kept, newest], axis=2)
 
     def _n_free(self) -> int:
         waiting = len(self.counting.waiting) + max(0, self.offset - self.last)

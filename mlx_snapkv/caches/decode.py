@@ -32,9 +32,6 @@ def decode_cache(
         return cache
     n_window = None if policy.grows else quota.n_window
     n_pin = len(kept) - min(len(kept), n_window or 0)
-    rotated = None
-    if kept.given_rotations is not None:
-        rotated = kept.positions, kept.given_rotations
     window = SnapKVCache(
         kept.stored_keys,
         kept.stored_values,
@@ -42,7 +39,6 @@ def decode_cache(
         offset=offset,
         n_window=n_window,
         quantization=kept.quantization,
-        rotated=rotated,
     )
     window.layer = layer
     return window

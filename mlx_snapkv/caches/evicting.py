@@ -18,13 +18,11 @@ from ..entries.query_moments import QueryMoments
 from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
 from ..policies.budgets import Quota
-from .compaction import Compaction
 from .contract import LayerCache, Mark
 
 _DECODERS = {
     "policy": lambda text: resolve_policy(policy=text),
     "quantization": lambda how: Quantization(*how),
-    "compaction": lambda how: Compaction(*how),
     "quota": lambda numbers: Quota(*numbers),
     "steady": lambda ends: range(*ends),
 }
@@ -52,10 +50,8 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     policy: Policy | None = (
         None  # evicts what it scores lowest; None: a window its oldest, a block cache nothing
     )
-    compaction: Compaction | None = None  # how far apart queries and keys may be, if limited
     is_compressed = needs_layer = stacks = True
     positions: mx.array  # uint32 `(B, n_kv_heads, size())`, of the entries as the buffers have them
-    rotations: mx.array | None  # positions whose rotation the keys have; None: their own
     _n = 0  # entries held: the first rows of the buffers
 
     @abstractmethod
@@ -183,17 +179,10 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """`(B, n_kv_heads)`."""
         return tree_flatten(self.keys)[0][1].shape[:2]  # type: ignore[index]
 
-    def _with_newest(self, kept: mx.array | None, n: int) -> mx.array:
-        """Positions `(B, n_kv_heads, m)`, and behind them those of the `n` newest tokens."""
-        newest = mx.arange(self.offset - n, self.offset, dtype=mx.uint32)
-        newest = mx.broadcast_to(newest, (*self._heads, n))
-        return newest if kept is None else mx.concatenate([kept, newest], axis=2)
-
     def _rows(self, **more: Any) -> Entries:
         return Entries(
             *self.keys_and_values(),
             given_positions=self.positions,
-            given_rotations=self.rotations,
             quantization=self.quantization,
             layer=self.layer,
             statistics=self.statistics,

@@ -14,7 +14,7 @@ from ..entries.quantization import BITS, Quantization, arrays, fitting_groups
 from ..errors import Option, OptionError, UnsupportedModelError
 from ..models import attentions, type_of
 from ..models.family import AttentionFamily
-from ..models.rope import mean_rotation, turn, undo_rope
+from ..models.rope import mean_rotation, undo_rope
 from ..several.ranks import ALONE, Ranks
 from ..several.shard import WHOLE, Shard, shard_of
 from .adapter import has_all_entries, layer_cache
@@ -73,20 +73,6 @@ class AttentionLayer:
         """Queries `(B, n_heads, n, head_dim)` of positions from `offset` on, as they were before the RoPE, float32."""
         rope = self.rope
         return self.family.turned(self.attention, queries, lambda x: undo_rope(rope, x, offset))
-
-    def turn(self, keys: mx.array, steps: mx.array) -> mx.array:
-        """Keys `(B, n_kv_heads, n, head_dim)` turned on by `steps` `(B, n_kv_heads, n)` positions."""
-        rope = self.rope
-        if rope is None:
-            return keys
-        return self.family.turned(self.attention, keys, lambda x: turn(rope, x, steps))
-
-    def turned_to(self, queries: mx.array, offset: int, to: int) -> mx.array:
-        """Queries `(B, n_heads, n, head_dim)` of positions from `offset` on, as if from `to` on, float32."""
-        raw, rope = self.undo_rope(queries, offset), self.rope
-        if rope is None:
-            return raw
-        return self.family.turned(self.attention, raw, lambda x: rope(x, to))
 
     def mean_rotation(self, head_dim: int, start: int, n: int) -> mx.array:
         """The mean of the matrices that turn queries at `[start, start + n)`, float32 `(head_dim, head_dim)`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -41,14 +41,16 @@ class PageMeans:
         if self._held is not None:
             self._held.truncate(n)
 
-    def of(self, view: FullView, pages: range) -> Iterator[tuple[range, Callable[[], mx.array]]]:
-        """The means of these pages of a view, in parts: which pages, and what gives theirs.
+    def of(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
+        """Return functions that give the means of these pages of a view, a part of the pages each.
 
-        Those are `(B, n_kv_heads, n, head_dim)` float32.
+        The means are `(B, n_kv_heads, n, head_dim)` float32.
         """
         held = self._extended(view, pages.stop)
-        for start, stop in held.spans(pages.start, pages.stop):
-            yield range(start, stop), partial(self._read, held, start, stop)
+        return [
+            partial(self._read, held, start, stop)
+            for start, stop in held.spans(pages.start, pages.stop)
+        ]
 
     def _read(self, held: HeldRows, start: int, stop: int) -> mx.array:
         return unpack(held.read(start, stop), self._held_as).astype(mx.float32)

@@ -17,7 +17,6 @@ from .bias import biased
 from .choosing import Choosing
 from .contract import LayerCache, keys_of
 from .gathered import Gathered
-from .reread import Reread
 from .token_ranking import TokenRanking
 
 RECENT = 512  # latest tokens that are read at most beside a small window; older ones are chosen from, half at a time
@@ -27,8 +26,7 @@ class SparseKVCache(Choosing, LayerCache):
     """Reads, at each token, the entries that its own queries rank highest, and the latest of the answer's.
 
     A token chooses among the prompt's entries, and among those of the answer that are not `RECENT` any more: see
-    `TokenRanking`. Where the prompt is longer than its compaction allows, what a token reads stands in line before it:
-    sink, chosen, shared, window; then all of the answer is read.
+    `TokenRanking`.
     """
 
     is_compressed = True
@@ -36,14 +34,14 @@ class SparseKVCache(Choosing, LayerCache):
     # Of the logits of the first entries that the newest tokens read; see `Rest.bias`.
     bias: mx.array | None = None
 
-    def __init__(self, ranking: TokenRanking, reread: Reread | None = None):
+    def __init__(self, ranking: TokenRanking):
         self.ranking, self.layer = ranking, ranking.view.layer
         self.offset = self._n_prompt = n = len(ranking.view)
         self._most_recent = max(RECENT, ranking.n_window + RECENT // 2)
-        # Every token reads sink, shared, window and the answer's recent entries.
+        # Every token reads sink, window and the answer's recent entries.
         self._gathered = Gathered()
-        for entries in ranking.always_read(reread) if n else ():
-            self._gathered.append(*entries.plain())
+        if n:
+            self._gathered.append(*ranking.always_read().plain())
             self._seen = self._gathered.always()
             mx.eval(self._seen)
         self.n_seen = self.size()  # entries that the last token saw
@@ -68,7 +66,7 @@ class SparseKVCache(Choosing, LayerCache):
         start = self.offset - captured.heads.shape[2]
         chosen, self.bias = self.ranking.choose(captured, start)
         found = self._gathered.read(chosen, self.ranking.rest)
-        if self._n_recent > self._most_recent and not self.ranking.view.is_far(self.offset):
+        if self._n_recent > self._most_recent:
             self._move_recent(RECENT // 2)
         return found
 

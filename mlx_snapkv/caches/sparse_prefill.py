@@ -76,7 +76,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
         self.n_read = max(self.n_read or 0, self._ranking.n_read(start))
         if self.everything.sparse_from is None:
             self.everything.sparse_from = start
-        return join(*self._ranking.read(captured, start), self._own)
+        return join(self._ranking.read(captured, start), self._own)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.n_before_next, return_array, window_size)

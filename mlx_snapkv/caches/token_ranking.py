@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -18,60 +17,36 @@ from ..entries.rest import FITTED, Example, Rest, best_factors, distances
 from ..entries.selection import n_of_groups, top_of_groups
 from ..policies.budgets import Quota
 from .full_view import FullView
-from .reread import Reread
 from .stores import MemoryStore
 
 
 class TokenRanking:
-    """What a token reads of the entries between the sink and those that are always read: those that its own queries
-    rank highest, and the means of the rest, if they are weighed.
+    """Chooses what a token reads between the sink and the window: the entries that its own queries rank highest, and
+    the means of the rest, if they are weighed.
 
     Args:
         prompt: its entries; its index ranks them, or if it has none, their exact votes.
-        quota: how many a token reads: sink, shared and window always, the rest by its queries.
-        shared: ascending uint32 positions `(m,)` between sink and window, which every head reads.
-        start: position of the answer's first token, if it is not the next: some of the prompt's may come once more.
+        quota: how many entries a token reads: sink and window always, the others by its queries.
     """
 
     rest: Rest | None = None
     n_read: int  # entries that a token chooses
 
-    def __init__(
-        self,
-        prompt: FullView,
-        quota: Quota,
-        shared: mx.array | None = None,
-        start: int | None = None,
-    ):
+    def __init__(self, prompt: FullView, quota: Quota):
         n = len(prompt)
-        self._start = n if start is None else start
         # The view has more, once tokens choose among the answer's entries.
         self._prompt = self.view = prompt
         self._answer: MemoryStore | None = None  # those
-        self._first = min(quota.n_sink, n)
-        self._stop = max(self._first, n - quota.n_window)  # entries from here on are always read
-        self._shared = mx.zeros(0, mx.uint32) if shared is None else shared
-        n_late = n - self._stop + self._shared.size
-        self._end = n - n_late  # of the places of those that are chosen
-        self._n_chosen = max(0, quota.entries - quota.n_sink - n_late)
+        self.n_first = min(quota.n_sink, n)  # entries of the sink
+        self._stop = max(self.n_first, n - quota.n_window)  # entries from here on are always read
+        self._n_chosen = max(0, quota.entries - quota.n_sink - (n - self._stop))
         self._count()
 
-    def always_read(self, reread: Reread | None = None) -> Iterator[Entries]:
-        """Those of the prompt that every token reads: the sink, the shared ones, of which some may be `reread`,
-        and the window."""
-        n = len(self._prompt)
-        yield self._lined_up(mx.arange(self._first), self._end - self.n_read)
-        if self._shared.size:
-            yield self._lined_up(self._shared, self._stop, reread)
-        yield self._lined_up(mx.arange(self._stop, n), n)
-
-    def _lined_up(self, places: mx.array, end: int, reread: Reread | None = None) -> Entries:
-        """The prompt's entries at ascending places `(m,)`, the same ones for all heads; see `Compaction.lined_up`."""
-        places = mx.broadcast_to(places.astype(mx.uint32), (*self._heads, places.size))
-        if reread is None:
-            return self._prompt.lined_up(places, self._start, end)
-        entries = reread.among(self._prompt.gather(places))
-        return self._prompt.in_line(entries, self._start, end)
+    def always_read(self) -> Entries:
+        """Return the prompt's entries that every token reads: the sink and the window."""
+        ends = [mx.arange(self.n_first), mx.arange(self._stop, len(self._prompt))]
+        places = mx.concatenate(ends).astype(mx.uint32)
+        return self._prompt.gather(mx.broadcast_to(places, (*self._heads, places.size)))
 
     @staticmethod
     def can_weigh(layer: Any) -> bool:
@@ -85,11 +60,6 @@ class TokenRanking:
         return max(0, len(self._prompt) - self._stop)
 
     @property
-    def n_first(self) -> int:
-        """How many of those come before the window."""
-        return self._first + self._shared.size
-
-    @property
     def n_means(self) -> int:
         """Means of the rest, which it reads besides."""
         return 0 if self.rest is None else self.rest.clusters.n
@@ -97,19 +67,19 @@ class TokenRanking:
     def choose(
         self, captured: Captured, start: int
     ) -> tuple[tuple[mx.array, mx.array], mx.array | None]:
-        """Keys and values that the queries of tokens from `start` on choose together, and the rest's bias for them."""
+        """Return keys and values that the queries of tokens from `start` on choose together, and the rest's bias."""
         heads, scale, sinks, *_ = captured
         tokens = range(start, start + heads.shape[2])
-        asked = self.view.asked_by(Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap))
+        asked = Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap)
         scores = self._scores(asked, self._stop)
         if self.rest is None:
             places, bias = top_of_groups(scores, *self._among), None
         else:
             places, bias = _choice_and_bias(self.rest, heads, scale, scores, *self._among)
-        return self._at(places, start).plain(), bias
+        return self.view.gather(places).plain(), bias
 
     def choose_among(self, oldest: tuple[mx.array, mx.array]) -> None:
-        """From now on tokens choose among these, too: the oldest that were always read behind the shared ones."""
+        """Let later tokens choose among these entries, too: the oldest after the sink that were always read."""
         n = n_rows(oldest)
         n_known = len(self.view)
         n_new = self._stop + n - n_known
@@ -125,7 +95,7 @@ class TokenRanking:
 
     def _count(self) -> None:
         """Note how many entries a token chooses of those that there are now."""
-        n = self._stop - self._first
+        n = self._stop - self.n_first
         self.n_read = n_of_groups(n, self._n_chosen, len(self.view)) if self._n_chosen else 0
 
     def _scores(self, asked: Queries, stop: int) -> mx.array:
@@ -135,27 +105,16 @@ class TokenRanking:
         else:
             # Of 0 at most, and rising with the votes.
             scores = -1 / attention_votes(self.view.blocks(), asked)
-        if self._shared.size:
-            scores = scores.at[..., self._shared].add(-mx.inf)
-        return scores[..., self._first : stop]
+        return scores[..., self.n_first : stop]
 
     def _choosable(self, clusters: Clusters) -> mx.array:
-        return clusters.sizes_between(self._first, self._stop)
-
-    def _at(self, places: mx.array, start: int) -> Entries:
-        """The entries at these places as a token at `start` sees them, in order only if some are too far."""
-        if self.view.is_far(start):
-            places = mx.sort(places, axis=-1)
-        return self.view.lined_up(places, start, self._end)
+        return clusters.sizes_between(self.n_first, self._stop)
 
     def _extend_view(self, entries: Entries) -> None:
         if self._answer is None:
             self._answer = MemoryStore()
             self.view = self._prompt.followed_by(self._answer)
             self.view.index = copy.deepcopy(self._prompt.index)
-            if self.view.index is not None:
-                # It may have more, of tokens that come again.
-                self.view.index.truncate(len(self._prompt))
         n = len(self.view)
         self._answer.append(entries)
         if self.view.index is not None:
@@ -164,11 +123,11 @@ class TokenRanking:
     def weigh_rest(self, observed: Queries, held: WholeBlocks | None = None) -> None:
         """Weigh the means of what a token does not read for a prompt's last queries, as they vote over all entries.
 
-        Nothing is weighed where a token reads everything, where heads share what they read, or where an attention
-        function takes no bias. Clusters of the first entries may be `held`.
+        Nothing is weighed where a token reads everything, or where an attention function takes no bias. Clusters of the
+        first entries may be `held`.
         """
-        reads_all = self.n_read in (0, self._stop - self._first)
-        if reads_all or self._shared.size or not self.can_weigh(self.view.layer):
+        reads_all = self.n_read in (0, self._stop - self.n_first)
+        if reads_all or not self.can_weigh(self.view.layer):
             return
         clusters, asked = self._clusters(held), observed.latest(FITTED)
         read = []
@@ -179,7 +138,7 @@ class TokenRanking:
         example = Example(
             asked.heads * asked.scale,
             mx.concatenate(read, axis=2),
-            range(self._first, max(self._first, start - self.n_window)),
+            range(self.n_first, max(self.n_first, start - self.n_window)),
             start,
             asked.sinks,
         )
@@ -197,10 +156,10 @@ class TokenRanking:
     def _would_read(self, one: Queries) -> mx.array:
         """Which entries a token of the prompt would read, bool `(B, n_kv_heads, 1, n)`, as one of the answer does."""
         own, every = one.places.start, mx.arange(len(self.view))
-        stop = max(self._first, own - self.n_window)
-        read = (every < self._first) | ((every >= stop) & (every <= own))
+        stop = max(self.n_first, own - self.n_window)
+        read = (every < self.n_first) | ((every >= stop) & (every <= own))
         read = mx.broadcast_to(read, (*self._heads, every.size))
-        if stop > self._first:
+        if stop > self.n_first:
             places = top_of_groups(self._scores(one, stop), *self._among)
             read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
         return read[:, :, None]
@@ -208,7 +167,7 @@ class TokenRanking:
     @property
     def _among(self) -> tuple[int, int, int]:
         """How many places a token chooses, the first that it may, and how many there are."""
-        return self._n_chosen, self._first, len(self.view)
+        return self._n_chosen, self.n_first, len(self.view)
 
     @property
     def _heads(self) -> tuple[int, ...]:

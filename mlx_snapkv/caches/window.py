@@ -17,7 +17,6 @@ from ..entries.quantization import (
 )
 from ..errors import SnapKVError
 from ..policies.budgets import UNLIMITED
-from .compaction import looked_up
 from .evicting import EvictingCache
 
 SLACK = 16  # rows behind the window, once several tokens have come at a time
@@ -54,8 +53,6 @@ class SnapKVCache(EvictingCache):
         offset: int,  # position of the next token; the window's entries are the `n` tokens before it
         n_window: int | None,  # entries the window may hold, at least 1; None: it grows
         quantization: Quantization | None = None,  # of the entries given, and of those to come
-        # Positions `(B, n_kv_heads, n)`, and the others that those entries' keys are turned to, if there are any.
-        rotated: tuple[mx.array, mx.array] | None = None,
     ):
         n_window = UNLIMITED if n_window is None else n_window
         n_pin, n = positions.shape[-1], n_rows(keys)
@@ -66,7 +63,6 @@ class SnapKVCache(EvictingCache):
             )
         super().__init__(newest=0)
         self.keys, self.values, self.quantization = keys, values, quantization
-        self._rotated = rotated
         self.offset, self.n_pin, self.n_window = offset, n_pin, n_window
         self._pinned = positions.astype(mx.uint32)
         self._n = n
@@ -203,10 +199,6 @@ class SnapKVCache(EvictingCache):
         window = (age + (self.offset - n)).astype(mx.uint32)
         window = mx.broadcast_to(window, (*self._pinned.shape[:2], n))
         return mx.concatenate([self._pinned, window], axis=-1)
-
-    @property
-    def rotations(self) -> mx.array | None:  # type: ignore[override]
-        return None if self._rotated is None else looked_up(self.positions, *self._rotated)
 
     def held(self, n_queries: int = 0) -> Entries:
         held = self._rows()

@@ -104,10 +104,6 @@ class Conversation:
         """Where all entries stay, if they do."""
         return self.options["memory"]
 
-    def warning(self) -> str | None:
-        """A sentence, if the conversation is longer than the model was trained on and nothing is done about it."""
-        return self._config.warning(self.model, len(self.read))
-
     def reset(self) -> None:
         """Forget everything but the options and the system prompt."""
         self.messages: list[dict[str, str]] = []

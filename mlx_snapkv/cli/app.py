@@ -4,12 +4,13 @@ import errno
 import os
 import re
 import sys
+import warnings
 from typing import Annotated, NoReturn
 
 import typer
 
 from .._version import __version__
-from ..errors import SnapKVError, brief, sentence
+from ..errors import SnapKVError, TrainedLengthWarning, brief, sentence
 from ..prerequisites import complaint_here
 from ..several import launched
 from . import process
@@ -73,6 +74,7 @@ def root(
 def main(commands: typer.Typer = app) -> None:
     """Run the command; a user's mistake is one line on stderr and exit code 2, a full disk 1."""
     process.hold_standard_descriptors()
+    warnings.simplefilter("ignore", TrainedLengthWarning)  # commands say it themselves, in one line
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]
     if sys.stdout is None:

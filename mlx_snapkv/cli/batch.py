@@ -68,6 +68,7 @@ def batch(
     from ..batch.files import AnswersFile, RequestsFile
     from ..batch.run import Run
     from ..completions.request import Defaults
+    from ..models.trained_length import beyond_trained_length
 
     reading = Reading(files.quiet)
     keywords = compression.served()
@@ -98,6 +99,8 @@ def batch(
         _answer(run, lines, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
+    if (beyond := beyond_trained_length(loaded, run.progress.longest)) is not None:
+        reading.say(f"warning: {beyond}")
     reading.say_all(
         f"warning: {warning} ({n} of {answers.n_answered} answers)"
         for warning, n in run.progress.warnings.items()

@@ -82,10 +82,10 @@ def _kept_text(report: CompressionReport, memory: str) -> str:
     if not report.compressed:
         return f"full cache: {report.reason}"
     if memory == "drop":
-        return f"{report.entries_text}{report.notes_text}"
+        return report.entries_text
     per_chunk = report.read_per_chunk
     chunks = "" if per_chunk is None else f", {per_chunk:,} read by a chunk"
-    return f"all {report.entries:,} entries{chunks}{report.notes_text}"
+    return f"all {report.entries:,} entries{chunks}"
 
 
 def _read(

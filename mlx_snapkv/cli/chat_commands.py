@@ -148,8 +148,6 @@ def _compare(session: Session, _: str) -> None:
     try:
         # A chat that reads little has read its earlier turns so: this one is read and answered from all it has read.
         now.policy = Sparse(budget="100%", read="dense")
-        if warning := now.warning():
-            session.say(warning)
         is_same = _answers_the_same_again(session)
     finally:
         now.policy = before

@@ -280,7 +280,7 @@ class _Answer:
             return cache + self.hint
         if not report.compressed:
             return f"{'' if report.reason == ENDED_IN_BLOCKS else 'full cache: '}{report.reason}"
-        return f"{report.entries_text}, {report.memory_text}{report.notes_text}"
+        return f"{report.entries_text}, {report.memory_text}"
 
     def _to_dict(self) -> dict[str, Any]:
         report = self.reports[0] if self._continued is None else self._continued.report

@@ -61,7 +61,7 @@ def plan(
       mlx-snapkv plan --model MODEL --context 128k --memory 16GB
       mlx-snapkv plan --model MODEL --context 1M --policy keydiff:budget=4096 --kv-bits 8
     """
-    from ..models.rope import trained_length
+    from ..models.trained_length import trained_length
     from ..planning.machine import mac, this_machine
     from ..planning.memory_plan import Planner
     from .loading import load_without_weights
@@ -159,6 +159,8 @@ class Plans:
 
     def print(self, choices: list[Choice]) -> None:
         """Print a table of all plans, and what is recommended for the longest prompt that fits."""
+        from ..models.trained_length import beyond_trained_length
+
         length = "unknown" if self.trained is None else f"{self.trained:,} tokens"
         print(f"The trained length of {self.model} is {length}.")
         print_table(self._table(choices))
@@ -171,8 +173,8 @@ class Plans:
             print(f"For {tokens_text(best.context)} tokens, recommended: {what}")
             if best.reason is not None:
                 print(f"Nothing is compressed: {best.reason}.")
-            if best.beyond is not None:
-                print(best.beyond)
+            if beyond := beyond_trained_length(self.planner.model, best.context):
+                print(beyond)
 
     def _command(self, plan: MemoryPlan) -> str:
         words = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"

@@ -208,11 +208,7 @@ def _small_cache(
     entries.release()
     if on_kept is not None:
         on_kept(layer, kept.positions, choice.votes)
-    compaction = getattr(before, "compaction", None)
-    if compaction is not None:
-        kept, compaction = compaction.nearer(kept, plan.n_prompt, closed=policy.closes_gaps)
     small = decode_cache(layer, kept, plan.n_prompt, policy, choice.quota)
-    small.compaction = compaction
     del entries, kept
     voters = before if policy.observes_answer else None
     small.inherit(voters)

@@ -49,15 +49,13 @@ def generate_step(
             "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory,
             quantised or in files, and in a `prompt_cache` that was given, without the answer's. With a policy every
             turn scores all of them again, and is decoded from a small cache; with `sparse`, "recall" is the default.
-        far: "pull": positions are compacted by the model's own RoPE, so that no distance exceeds the trained length,
-            with a policy that evicts while the prompt is read. "keep": they are not. By default they are if the prompt
-            is longer than that, and it is possible.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
         stream, **kwargs: mlx-lm's, untouched.
 
     Yields: Tokens and their log-probabilities `(vocab_size,)`, as mlx-lm does.
 
     Raises: SnapKVError: at the call, for options or models that can't be served.
+    Warns: TrainedLengthWarning: the prompt is longer than the model was trained to read.
     """
     if isinstance(stream, int):
         raise SnapKVError(

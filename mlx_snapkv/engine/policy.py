@@ -1,6 +1,5 @@
 """A policy's way through a request: what reads its prompt's chunks, and what its answer is decoded from."""
 
-from collections.abc import Callable
 from typing import Any, final
 
 import mlx.core as mx
@@ -37,7 +36,7 @@ class PolicyMode:
         # A block is as long as what fits between two evictions, and not split any further.
         self._call: Any = model if plan.options.reads_in_blocks else pieces
 
-    def read(self, inputs: mx.array, cache: list, compress: Callable[[], list]) -> mx.array:
+    def read(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for a chunk; nothing is compressed before the prompt's end."""
         return self._call(inputs, cache=cache)
 

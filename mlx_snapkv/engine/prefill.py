@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..caches.layers import file_bytes, kv_bytes, kv_dtype
 from ..caches.memories import lasting_forms, make_caches, saved_forms
 from ..errors import SnapKVError, UnknownOptionError, suggestion
+from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
 from ..planning.options import OPTIONS
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, require_step_size
@@ -71,6 +72,7 @@ def prefill(
     tokens = token_ids(tokens)
     require_known(tokens, model)
     require_step_size(prefill_step_size)
+    warn_beyond_trained_length(model, tokens.size)
     plan = plan_request(model, config, tokens.size, prompt_cache)
     cache = make_caches(model, config.memory) if prompt_cache is None else prompt_cache
     request = make_request(model, plan, cache, owned=prompt_cache is None)

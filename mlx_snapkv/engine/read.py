@@ -28,12 +28,10 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
         everything.observe(plan.first, plan.last, plan.capacity, plan.statistics_from)
         everything.layer = layer
         if (reading := plan.sparse_reading) is not None:
-            view = FullView([everything.store], layer, plan.compaction)
+            view = FullView([everything.store], layer)
             # Of entries in files they stay for later turns, which would read all keys for them again.
             means = everything.page_means if everything.in_files else PageMeans()
-            ranking = PageRanking(
-                view, means, reading.reach, reading.last, reading.last_from, reading.near
-            )
+            ranking = PageRanking(view, means, reading.reach, reading.last, reading.last_from)
             layer.put(caches, SparsePrefillKVCache(everything, ranking))
     return caches
 
@@ -90,8 +88,6 @@ def _block_cache(
     block.expected = expected
     block.steady = range(plan.n_prompt, plan.n_prompt + plan.n_ahead)
     block.statistics_from = plan.statistics_from
-    if plan.compaction is not None:
-        block.compaction = plan.compaction.after(getattr(before, "compaction", None))
     if entries is not None:
         block.offset = plan.n_held
         block.hold(entries)

@@ -40,7 +40,6 @@ class CompressionReport:
         means: the mean entries that every such token reads for the rest, the most of any layer; 0 where it sees nothing
             of the rest.
         no_means: why there are none, where there were to be.
-        pulled_to: the trained length, if the prompt is longer and its positions were compacted.
         auto: the setting that `policy="auto"` chose, and why.
         full_token_seconds, token_seconds: time of a token on the full cache, before the compression, and after it.
     """
@@ -62,7 +61,6 @@ class CompressionReport:
     read_per_token: int | None = None
     means: int = 0
     no_means: str | None = None
-    pulled_to: int | None = None
     auto: str | None = None
     full_token_seconds: float | None = None
     token_seconds: float | None = None
@@ -130,13 +128,6 @@ class CompressionReport:
         stay = f", all {self.prompt_tokens} entries stay in {where}"
         return f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {how}{stay}"
 
-    @property
-    def notes_text(self) -> str:
-        """Compacted positions, after a comma; empty if there are none."""
-        if self.pulled_to is None:
-            return ""
-        return f", positions compacted to the trained length of {self.pulled_to} tokens"
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -149,4 +140,4 @@ class CompressionReport:
             share = f" ({100 * min(shares):.0f} to {max(shares):.0%} of the attention, by layer)"
         took = f", selection {self.selection_seconds:.2f} s"
         kept = f"{self.entries_text}{share}, {self.memory_text}"
-        return f"{self.prompt_tokens} prompt tokens, {kept}{took}{self.notes_text}"
+        return f"{self.prompt_tokens} prompt tokens, {kept}{took}"

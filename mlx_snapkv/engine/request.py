@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol, final
 
 import mlx.core as mx
@@ -25,9 +25,9 @@ from .sparse import SparseMode
 class Mode(Protocol):
     """What a policy (`policy.py`) and sparse attention (`sparse.py`) each do in their own way."""
 
-    def read(self, inputs: mx.array, cache: list, compress: Callable[[], list]) -> mx.array:
-        """The model's call for tokens `(1, L)` of the prompt, on the caches that it is read on: logits `(1, n,
-        vocab_size)` of the last `n`. `compress()` compresses what has been read, and gives the answer's caches."""
+    def read(self, inputs: mx.array, cache: list) -> mx.array:
+        """Call the model for tokens `(1, L)` of the prompt, on the caches that it is read on; return the logits
+        `(1, n, vocab_size)` of the last `n`."""
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace `caches`, on which the prompt was read, by those that the answer is decoded from, and note it."""
@@ -56,15 +56,13 @@ class Request:
         self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
     ):
         self.model, self.plan, self.prompt_cache = RequestModel(model, self), plan, prompt_cache
-        self.report = CompressionReport(
-            str(plan.policy), plan.n_prompt, pulled_to=plan.compacted_to
-        )
+        self.report = CompressionReport(str(plan.policy), plan.n_prompt)
         self.layers = attention_layers(model, prompt_cache)
         self._model, self._observed = model, attention_classes(model)
         pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
         self._mode: Mode
         if plan.options.is_sparse:
-            self._mode = SparseMode(model, plan, self.layers, prompt_cache, pieces)
+            self._mode = SparseMode(plan, self.layers, prompt_cache, pieces)
         else:
             self._mode = PolicyMode(model, plan, self.layers, prompt_cache, pieces, on_kept)
         self.caches = reading_caches(plan, self.layers, prompt_cache)
@@ -97,7 +95,7 @@ class Request:
     def call(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for tokens `(1, L)`, as mlx-lm's loop makes it: of the prompt, or of the answer."""
         if not self.is_compressed:
-            return self._mode.read(inputs, cache, self._compressed_caches)
+            return self._mode.read(inputs, cache)
         return self._model(inputs, cache=cache)
 
     def prompt_is_read(self) -> None:
@@ -118,10 +116,6 @@ class Request:
             self._mode.compress(self.caches, self.report)
         self.is_compressed = True
         return self.report
-
-    def _compressed_caches(self) -> list:
-        self.compress()
-        return self.caches
 
 
 class Uncompressed:

@@ -10,9 +10,11 @@ from typing import Any
 from mlx_lm.generate import GenerationResponse
 
 from ..caches.layers import attention_layers, is_compressed, require_quantizable
+from ..caches.matching import n_tokens
 from ..caches.memories import lasting_forms, make_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
+from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
@@ -53,6 +55,8 @@ def served(
     report_to = on_report or (lambda report: None)
     config = config.beside(options)
     given, turns = options.get("prompt_cache"), config.turns
+    if config.max_kv_size is None:
+        warn_beyond_trained_length(model, n_tokens(given or []) + n_prompt)
     # Without kv_bits: mlx-lm would quantise the entries while they are still to be chosen from.
     _, loop_options = taken_from(options)
     is_embedded = options.get("input_embeddings") is not None

@@ -12,7 +12,6 @@ index (`key_index.ranks_by_index`).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -99,9 +98,8 @@ def attention_weights(keys: Keys, observed: Queries) -> mx.array:
 def _weights(keys: Keys, observed: Queries, block: int) -> tuple[mx.array, mx.array]:
     """All weights `(B, n_kv_heads, group * n, T)`, and their factor `(B, n_kv_heads, group * n)` to be a softmax."""
     queries, T = _grouped(keys, observed), keys.shape[2]
-    whole = observed.pages is None and block >= T
     parts: list[mx.array] = []
-    for span in [(0, T)] if whole else _spans(observed, T, block):
+    for span in [(0, T)] if block >= T else _spans(observed, T, block):
         parts.append(_logits(keys, observed, queries, span, parts[-1:]))
     logits = mx.concatenate(parts, axis=-1)
     top = logits.max(axis=-1)
@@ -216,10 +214,10 @@ def _block(queries: mx.array, n_bytes: int | None = None) -> int:
 
 
 def _spans(observed: Queries, T: int, block: int) -> Iterator[tuple[int, int]]:
-    """Blocks `[start, stop)` of T; none holds both entries that all queries see and others, nor parts of two pages."""
+    """Yield blocks `[start, stop)` of T; no block holds both entries that all queries see and others."""
     seen_by_all = max(0, min(T, observed.places.start + 1))
-    for begin, end in pairwise([*observed.edges, seen_by_all, T]):
-        yield from spans(begin, end, block)
+    yield from spans(0, seen_by_all, block)
+    yield from spans(seen_by_all, T, block)
 
 
 def _logits(
@@ -231,8 +229,6 @@ def _logits(
 ) -> mx.array:
     """Causally masked logits `(B, n_kv_heads, group * n, stop - start)`, computed after what is given."""
     start, stop = span
-    if (seen := observed.seen_by(start)) is not observed:
-        queries = _grouped(keys, seen)
     if isinstance(keys, KeyBlocks):
         part = keys.read(start, stop, after)
     else:

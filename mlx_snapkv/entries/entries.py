@@ -48,11 +48,9 @@ class Entries:
     stored_keys: Stored
     stored_values: Stored
     observed: Queries | None = None  # those that vote
-    # `(B, n_kv_heads, T)` each: uint32 positions in the prompt, if some are missing; float32 attention received so far;
-    # uint32 positions that keys are turned to, if not their own.
+    # `(B, n_kv_heads, T)` each: uint32 positions in the prompt, if some are missing; float32 attention received so far.
     given_positions: mx.array | None = None
     received: mx.array | None = None
-    given_rotations: mx.array | None = None
     quantization: Quantization | None = None
     layer: Any = None
     statistics: Any = None  # `Statistics`
@@ -84,14 +82,6 @@ class Entries:
     def values(self) -> mx.array:
         """`(B, n_kv_heads, T, head_dim)`: what the attention sums up."""
         return self.read_values(0, len(self))
-
-    def rekeyed(self, keys: mx.array) -> Entries:
-        """The same entries, plain, with other `keys`."""
-        plain = self.packed(None)
-        if not self.layer.latent:
-            return replace(plain, stored_keys=keys)
-        latents, positional = mx.split(keys, [self.values.shape[3]], axis=-1)
-        return replace(plain, stored_keys=latents, stored_values=positional)
 
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after what is given."""
@@ -143,11 +133,6 @@ class Entries:
             return self.given_positions
         shape = (*self.read_keys(0, 1).shape[:2], len(self))
         return mx.broadcast_to(mx.arange(len(self), dtype=mx.uint32), shape)
-
-    @property
-    def rotations(self) -> mx.array:
-        """uint32 `(B, n_kv_heads, T)`: the positions that the keys are turned to."""
-        return self.positions if self.given_rotations is None else self.given_rotations
 
     @property
     def voters(self) -> Queries:
@@ -214,7 +199,7 @@ class Entries:
 
     def _of(self, part: Callable[[mx.array], mx.array]) -> Entries:
         """Some of the entries: `part` of every array `(B, n_kv_heads, T, ...)`."""
-        names = ("stored_keys", "stored_values", "received", "given_rotations")
+        names = ("stored_keys", "stored_values", "received")
         held = {name: getattr(self, name) for name in names} | {"given_positions": self.positions}
         return replace(self, **{n: x if x is None else each(part, x) for n, x in held.items()})
 

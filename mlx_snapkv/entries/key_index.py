@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from .attention import latest_votes
 from .compiled import compiled
 from .held_rows import HeldRows, MakeAside
 from .quantization import Stored, join, n_rows
 from .queries import Queries
-from .selection import nan_scores, top_of_groups
+from .selection import nan_scores
 from .spans import spans
 
 EXACT_ENTRIES = 8192  # a token ranks as many entries by its exact attention, and more by an index
@@ -37,11 +34,6 @@ MODE: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 WIDTH = 32  # components that share a power of two
 LOGIT_BYTES = 64 << 20  # of float32 logits, below which all are made at once
 FEWER = 8  # times, where codes are in a file: its reader counts on little memory
-ASKING = 32  # of the latest queries, which find those that all of them vote for
-CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
-
-# Queries' components `(B, n_kv_heads, group * m, components)`, and their logits of the mean key, if those differ.
-Asking = tuple[mx.array, mx.array | None]
 
 
 def ranks_by_index(n: int) -> bool:
@@ -162,35 +154,31 @@ class KeyIndex:
 
         Returns: `(B, n_kv_heads, n)` float32, 0 at most.
         """
-        near = observed.pages is None and self.codes.together(n)
-        if near and n <= self._block(observed.heads):
+        if self.codes.together(n) and n <= self._block(observed.heads):
             codes = self.codes.reach(0, n)
             return _relevance(observed.heads, observed.scale, self._of_queries, n, *codes)
-        parts = list(self._parts(observed, n))
+        queries = _scaled(observed.heads, observed.scale, self._mean.shape[1]) @ self._of_queries
+        parts = list(self._parts(self._block(observed.heads), n))
         if 4 * math.prod(observed.heads.shape[:3]) * n <= self._logit_bytes:
             made: list[mx.array] = []
             for part in parts:
-                made.append(self._logits(*part, made[-1:]))
+                made.append(self._logits(queries, *part, made[-1:]))
             return _below(mx.concatenate(made, axis=3))
         # Made twice, since they are too many to be kept.
         tops: list[mx.array] = []
         for part in parts:
-            tops.append(self._logits(*part, tops[-1:]).max(axis=3, keepdims=True))
+            tops.append(self._logits(queries, *part, tops[-1:]).max(axis=3, keepdims=True))
         most = mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
         below: list[mx.array] = []
         for part in parts:
-            below.append((self._logits(*part, below[-1:] or [most]) - most).max(axis=2))
+            logits = self._logits(queries, *part, below[-1:] or [most])
+            below.append((logits - most).max(axis=2))
         return mx.concatenate(below, axis=-1)
 
-    def _parts(self, observed: Queries, n: int) -> Iterator[tuple[Asking, int, int]]:
-        """What multiplies the codes of keys from one to before another, which lie together and are not too many."""
-        near, block = self._asking(observed), self._block(observed.heads)
-        for begin, end in pairwise(sorted({*(min(edge, n) for edge in observed.edges), n})):
-            seen = observed.seen_by(begin)
-            asking = near if seen is observed else self._asking(seen)
-            for first, last in self.codes.spans(begin, end):
-                for start, stop in spans(first, last, block):
-                    yield asking, start, stop
+    def _parts(self, block: int, n: int) -> Iterator[tuple[int, int]]:
+        """Yield spans `[start, stop)` of the first `n` keys, of `block` keys at most, whose codes lie together."""
+        for first, last in self.codes.spans(0, n):
+            yield from spans(first, last, block)
 
     @property
     def _logit_bytes(self) -> int:
@@ -200,56 +188,21 @@ class KeyIndex:
         """Keys whose logits are made at once, at most, for queries `(B, n_heads, m, head_dim)`."""
         return max(WIDTH, self._logit_bytes // (4 * math.prod(heads.shape[:3])))
 
-    def _asking(self, observed: Queries) -> Asking:
-        # What all keys have in common makes a difference only to what other keys see otherwise.
-        heads = _scaled(observed.heads, observed.scale, self._mean.shape[1])
-        common = None if observed.pages is None else heads @ self._mean.mT
-        return heads @ self._of_queries, common
-
     def _logits(
-        self, asking: Asking, start: int, stop: int, after: Sequence[mx.array] = ()
+        self, queries: mx.array, start: int, stop: int, after: Sequence[mx.array] = ()
     ) -> mx.array:
-        """Of the keys `[start, stop)`, computed after what is given: `(B, n_kv_heads, group * m, n)` float32."""
-        queries, *others = self._factors(asking, start, stop)
+        """Return the logits of the keys `[start, stop)`, `(B, n_kv_heads, group * m, n)` float32.
+
+        Args:
+            queries: `(B, n_kv_heads, group * m, components)`, as they multiply the codes.
+            after: what is computed before.
+        """
         queries = mx.depends(queries, list(after)) if after else queries
         n = stop - start
-        logits = _logits(n, queries, *others)
+        logits = _logits(n, queries, *self.codes.reach(start, stop))
         if self.codes.waits:
             mx.eval(logits)
         return logits
-
-    def _factors(self, asking: Asking, start: int, stop: int) -> list[mx.array]:
-        """What the logits of the keys `[start, stop)` are made of, in `_logits`."""
-        queries, common = asking
-        return [queries, *self.codes.reach(start, stop)] + ([] if common is None else [common])
-
-    def latest_votes(
-        self,
-        observed: Queries,
-        counts: tuple[int, ...],
-        budget: int,
-        keys_at: Callable[[mx.array], mx.array],
-    ) -> mx.array:
-        """`entries.attention.latest_votes`, exact among the entries likeliest by the latest queries; others have none.
-
-        Args:
-            budget: how many entries are to be chosen by the votes.
-            keys_at: gives the keys `(B, n_kv_heads, k, head_dim)` at uint32 positions `(B, n_kv_heads, k)`, as the
-                queries see them.
-        """
-        B, H, _, _ = self._of_queries.shape
-        first, T = observed.places.start, len(self)
-        n = min(first, CANDIDATES * budget)
-        relevance = self.relevance(observed.latest(ASKING), first)
-        likeliest = mx.sort(top_of_groups(relevance, n), axis=-1)
-        own = mx.broadcast_to(mx.arange(first, T, dtype=mx.uint32), (B, H, T - first))
-        places = mx.concatenate([likeliest, own], axis=-1)
-        moved = likeliest.shape[-1] - first
-        asked = range(first + moved, observed.places.stop + moved)
-        seen = replace(observed, places=asked, pages=None)
-        found = latest_votes(keys_at(places), seen, counts)
-        votes = mx.zeros((len(counts), B, H, T))
-        return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
 
 
 def _channel_sizes(queries: mx.array, n_kv_heads: int) -> mx.array:
@@ -286,12 +239,9 @@ def _below(logits: mx.array) -> mx.array:
     return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
 
 
-def _logits(
-    n: int, queries: mx.array, codes: mx.array, powers: mx.array, common: mx.array | None = None
-) -> mx.array:
-    """Of the first `n` keys of these codes: `(B, n_kv_heads, group * m, n)` float32."""
-    logits = mx.quantized_matmul(queries, codes, powers, transpose=True, **MODE)[..., :n]
-    return logits if common is None else logits + common
+def _logits(n: int, queries: mx.array, codes: mx.array, powers: mx.array) -> mx.array:
+    """Return the logits of the first `n` keys of these codes: `(B, n_kv_heads, group * m, n)` float32."""
+    return mx.quantized_matmul(queries, codes, powers, transpose=True, **MODE)[..., :n]
 
 
 def no_codes(keys: mx.array) -> tuple[mx.array, ...]:

@@ -28,15 +28,6 @@ class Captured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pages:
-    """Entries before `until`, too far away for the queries as they are: each page sees them otherwise."""
-
-    size: int  # entries of a page
-    until: int  # a whole number of pages
-    asked: Callable[[int], mx.array]  # the queries `(B, n_heads, n, head_dim)` as a page sees them
-
-
-@dataclass(frozen=True)
 class Queries:
     """Queries observed at an attention's own call."""
 
@@ -48,34 +39,16 @@ class Queries:
     sinks: mx.array | None = None
     # The first query's position in the prompt; None is `places.start`, which is right while no entry is missing.
     start: int | None = None
-    pages: Pages | None = None  # entries that are to see the queries otherwise
     cap: float | None = None  # logits are bent to stay within it, as `cap * tanh(logit / cap)`
 
-    def of(self, function: Read, **changes: Any) -> Queries:
-        """The same with a function of the heads, also of those that pages see."""
-        if (pages := self.pages) is not None:
-            changes["pages"] = replace(pages, asked=lambda page: function(pages.asked(page)))
-        return replace(self, heads=function(self.heads), **changes)
-
     def between(self, first: int, stop: int) -> Queries:
-        """Those from `first` on, before `stop`."""
+        """Return the queries from `first` on, before `stop`."""
+        heads, places = self.heads[:, :, first:stop], self.places[first:stop]
         start = None if self.start is None else self.start + first
-        return self.of(lambda x: x[:, :, first:stop], places=self.places[first:stop], start=start)
+        return replace(self, heads=heads, places=places, start=start)
 
     def latest(self, n: int) -> Queries:
         return self.between(max(0, len(self.places) - n), len(self.places))
-
-    @property
-    def edges(self) -> list[int]:
-        """The first entry of every page, and of what is behind them."""
-        pages = self.pages
-        return [*range(0, pages.until, pages.size), pages.until] if pages else [0]
-
-    def seen_by(self, entry: int) -> Queries:
-        """As the entries of this one's page see them."""
-        if self.pages is None or entry >= self.pages.until:
-            return self
-        return replace(self, heads=self.pages.asked(entry // self.pages.size))
 
 
 Callback = Callable[["Recorder", mx.array], None]

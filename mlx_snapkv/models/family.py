@@ -7,8 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from .rope import composes
-
 
 def _never(attention: Any) -> bool:
     return False
@@ -27,7 +25,6 @@ class AttentionFamily:
     rope: str | Callable[[Any], Any] | None = "rope"
     rotates: str | None = None  # whether this layer applies RoPE, if not all layers do
     rotary_tail: str | None = None  # how many of a head's last dimensions RoPE rotates; None is all
-    normed: str | None = None  # a norm of keys after RoPE, which can't be rotated any more
     note: str = ""  # for the list of models
     # Why such modules can't be compressed, and why their entries can't be quantised; None where they can.
     refusal: Callable[[list[Any]], str | None] | None = None
@@ -72,18 +69,11 @@ class AttentionFamily:
             return None
         return getattr(attention, self.rope) if isinstance(self.rope, str) else self.rope(attention)
 
-    def can_turn(self, attention, rope, head_dim: int, length: int) -> bool:
-        """Whether keys can be turned on by `rope`, which is `rope_of` the module, at positions beyond `length`."""
-        if self.normed and hasattr(attention, self.normed):
-            return False
-        return composes(rope, self._n_rotary(attention, head_dim), length)
-
-    def _n_rotary(self, attention, head_dim: int) -> int:
-        return head_dim if self.rotary_tail is None else getattr(attention, self.rotary_tail)
-
     def turned(self, attention, x: mx.array, function: Callable[[mx.array], mx.array]) -> mx.array:
-        """`x` `(B, n_heads, n, head_dim)` with `function` of its rotary dimensions, which are the last."""
-        n_before = x.shape[3] - self._n_rotary(attention, x.shape[3])
+        """Return `x` `(B, n_heads, n, head_dim)` with `function` of its rotary dimensions, which are the last."""
+        n_before = 0
+        if self.rotary_tail is not None:
+            n_before = x.shape[3] - getattr(attention, self.rotary_tail)
         if not n_before:
             return function(x)
         tail = function(x[..., n_before:])

@@ -64,12 +64,11 @@ _FAMILIES = (
         """Klear:KlearAttention apertus:ApertusAttention bailing_moe:BailingMoeAttention bitnet cohere dbrx
         deepseek:DeepseekAttention dots1:Dots1Attention ernie4_5 ernie4_5_moe exaone:AttentionModule gemma
         glm:GLMAttention glm4:Glm4Attention glm4_moe gpt_neox granite granitemoe:GraniteMoeAttention
-        helium:HeliumAttention internlm2 internlm3 lille-130m:Lille130mAttention mimo
+        helium:HeliumAttention hunyuan hunyuan_v1_dense internlm2 internlm3 lille-130m:Lille130mAttention mimo
         minicpm minimax:MiniMaxAttention mixtral:MixtralAttention nemotron olmo2 olmoe openelm phi3 phimoe qwen2
         qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 telechat3:Telechat3Attention"""
     ),
     *_alike("phi:PhiAttention phixtral:RoPEAttention stablelm", scale=None),
-    *_alike("hunyuan hunyuan_v1_dense", normed="key_layernorm"),
     Family("qwen", rope="rotary_emb"),
     *_alike("gptj:GPTJAttention", scale="scale_attn"),
     *_alike("gpt2 gpt_bigcode", rope=None, note="learned positions"),

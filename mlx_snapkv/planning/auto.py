@@ -79,8 +79,6 @@ SETTINGS = {
     BATCH: EVICTING,
 }
 
-NEARER = "it keeps distances within the model's trained length"
-
 
 @dataclass(frozen=True)
 class AutoRequest:
@@ -110,11 +108,10 @@ class AutoRequest:
         may_retain = self.may_retain and memory is None
         return SETTINGS[self.task] if may_retain else EVICTING
 
-    def config(self, setting: Setting, is_far: bool) -> CompressionConfig:
+    def config(self, setting: Setting) -> CompressionConfig:
         """How a request is compressed by a setting. Raises: SnapKVError: options conflict."""
         if setting.method is None:
-            pull = is_far and self.options.get("far") == "pull"  # which it can't
-            return CompressionConfig(far="pull" if pull else None)
+            return CompressionConfig()
         found = setting.chosen
         if self.n_prompt is None and isinstance(found, SnapKV):
             found = dataclasses.replace(found, min_ctx=FEW)
@@ -191,11 +188,9 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
         room = format_bytes(min(usable, kv_most))
         least = min(candidates, key=lambda x: max(x.plan.peak / usable, x.kv_bytes / kv_most))
         return least.recommended(f"no setting fits {room}, and it takes the least memory", False)
-    best = next((x for x in fit if x.plan.beyond is None), fit[0])
+    best = fit[0]
     if best is first:
         return best.recommended(_why_first(first.setting, n))
-    if first in fit:
-        return best.recommended(NEARER)
     of_kv, of_all = (first.kv_bytes, kv_most), (first.plan.peak, usable)
     need, limit = map(format_bytes, of_kv if first.kv_bytes > kv_most else of_all)
     return best.recommended(f"{first.setting} would take {need}, and {limit} is available")
@@ -206,14 +201,13 @@ def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candida
 
     Raises: SnapKVError: none can be combined with the request's options.
     """
-    is_far = n > (planner.trained_length or n)
     settings = request.settings() if planner.can_compress else ()
     found: list[_Candidate] = []
     refusal = None
     tried = settings if settings and n >= FEW else (FULL, *settings)
     for setting in tried:
         try:
-            config = request.config(setting, is_far)
+            config = request.config(setting)
             config.require(planner.model)
             plan, kv_bytes = planner.planned(n, config, request.kv_bits)
         except SnapKVError as error:

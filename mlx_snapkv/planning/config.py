@@ -5,20 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_lm.models.cache import make_prompt_cache
-
-from ..caches.compaction import Compaction
-from ..caches.layers import attention_layers, head_sizes
 from ..caches.memories import keeps_all, require_memory
 from ..entries.quantization import Quantization, taken_from
 from ..errors import (
-    Option,
-    SnapKVError,
     UnsupportedModelError,
     require_current,
 )
 from ..models import attentions, type_of
-from ..models.rope import longest_trained_length, trained_length
 from ..policies import Method, Stages, resolve_method
 from .exclusions import When, require_compatible
 from .options import OPTIONS, RequestOptions
@@ -129,57 +122,3 @@ class CompressionConfig(RequestOptions):
                 f"sparse attention is not possible on model type {type_of(model)!r}, whose attention reads its cache "
                 "by itself: give a policy, such as snapkv"
             )
-        if self.far == "pull" and (error := self._compaction_error(model)) is not None:
-            raise error
-
-    def compaction(self, model, n_prompt: int) -> Compaction | None:
-        """How the positions of a prompt's tokens are compacted; None leaves them as they are."""
-        length = longest_trained_length(model)
-        wanted = n_prompt > (length or n_prompt) if self.far is None else self.far == "pull"
-        if not wanted or length is None or self._compaction_error(model) is not None:
-            return None
-        return Compaction(length)
-
-    def warning(self, model, n_prompt: int) -> str | None:
-        """A sentence, if a prompt is longer than the model was trained on and nothing is done about it."""
-        length, longest = trained_length(model), longest_trained_length(model)
-        if length is None or longest is None or n_prompt <= length or self.far is not None:
-            return None
-        if self.compaction(model, n_prompt) is not None:
-            return None
-        if n_prompt <= longest:
-            return (
-                f"{n_prompt} tokens are more than the {length} of max_position_embeddings: if that includes this "
-                f"model's linear RoPE factor, answers may be wrong; if not, its trained length is {longest}"
-            )
-        why = f"{n_prompt} tokens are more than the model's trained length of {longest}: answers may be wrong"
-        if self.reads_little:
-            return why
-        return f"{why}; sparse attention keeps distances shorter, and so does a policy such as keydiff:budget=4096"
-
-    def _compaction_error(self, model) -> SnapKVError | None:
-        """The error if positions can't be compacted; None if they can."""
-        far = Option("far", "pull")
-        if not self.reads_little:
-            reads = f"{self.policy} reads the whole prompt first"
-            what = "no policy was given" if self.policy is None else reads
-            return SnapKVError(
-                "{} needs sparse attention, or a policy that evicts while a prompt is read, such as keydiff, but {}",
-                far,
-                what,
-            )
-        length, name = longest_trained_length(model), type_of(model)
-        if length is None:
-            message = (
-                "{} needs the trained length, but mlx-lm's {!r} has no max_position_embeddings"
-            )
-            return SnapKVError(message, far, name)
-        layers = attention_layers(model, make_prompt_cache(model))
-        ropes = {id(layer.rope): layer for layer in layers if layer.rope is not None}
-        size = max(head_sizes(model, layers))
-        can_turn = (x.family.can_turn(x.attention, x.rope, size, length) for x in ropes.values())
-        if not ropes or not all(can_turn):
-            how = "can't be rotated twice" if ropes else "have no RoPE"
-            message = "{} rotates keys again, but the keys of model type {!r} {}"
-            return SnapKVError(message, far, name, how)
-        return None

@@ -156,16 +156,6 @@ EXCLUSIONS = (
             Option("memory"),
         ),
     ),
-    Exclusion(
-        ("far",),
-        When.CHOSEN,
-        lambda o: o.far == "keep" and o.policy is None and not o.turns,
-        lambda o: SnapKVError(
-            "{} leaves positions as they are, but without a policy they are left so anyway: give a policy, or drop {}",
-            Option("far", "keep"),
-            Option("far"),
-        ),
-    ),
 )
 
 

@@ -156,8 +156,6 @@ class Footprint:
         # Entries that go to where they stay have gone there before the answer's first token chooses.
         gone = plan.sparse_reading is not None and self.config.memory != "recall"
         reading = max(0, self.bytes_read(plan) + kept * (not gone) - held)
-        if self.config.is_sparse and plan.compacted_to is not None:
-            reading += kept  # what all heads read is read again, and most of it is theirs
         stays = stored + self.means(plan) if self.config.is_sparse else 0
         fixed = last.keeps_shape and not sizes.plain
         return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed, stays)
@@ -175,9 +173,7 @@ class Footprint:
 
     def _of_rest(self, plan: Plan) -> int:
         weighs = plan.options.is_sparse and plan.policy.rest is not None
-        if not weighs or plan.compacted_to is not None:
-            return 0
-        return int(plan.n_prompt * self.sizes.of_clusters())
+        return int(plan.n_prompt * self.sizes.of_clusters()) if weighs else 0
 
     def _of_pages(self, plan: Plan) -> int:
         """Those that stay with entries in files, if chunks have chosen by them."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from ..caches.memories import in_files
 from ..errors import SnapKVError
+from ..models.trained_length import beyond_trained_length
 from ..policies import Method, Stages
 from ..policies.sparse import LAST, SHARE
 from .auto import AutoRequest, recommended, worth_comparing
@@ -49,8 +50,8 @@ class LongPrompts:
         """Problems of a prompt of `n_prompt` tokens, after `n_before` that were read already."""
         if self._is_rotating:
             return []
-        far = self._config.warning(self._model, n_before + n_prompt)
-        return [said for said in (self._too_large(n_prompt), far) if said is not None]
+        beyond = beyond_trained_length(self._model, n_before + n_prompt)
+        return [said for said in (self._too_large(n_prompt), beyond) if said is not None]
 
     def foretold(self, n_prompt: int, n_before: int = 0) -> str | None:
         """What will be kept of a prompt and what that saves, or why nothing is evicted and what would change that.

@@ -12,7 +12,7 @@ from ..entries.attention import BLOCK_BYTES, ONE_PASS_BYTES
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..models.counts import query_heads, vocabulary
-from ..models.rope import trained_length
+from ..models.trained_length import trained_length
 from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_method
 from ..policies.budgets import UNLIMITED
 from .config import CompressionConfig
@@ -51,7 +51,6 @@ class MemoryPlan:
     reading: int  # the most in use at once until then, the weights included
     answering: int  # and from then on
     reason: str | None = None  # why the policy leaves the prompt as it is, if it does
-    beyond: str | None = None  # a sentence, if the model was trained to read fewer tokens
 
     @property
     def peak(self) -> int:
@@ -126,7 +125,6 @@ class Planner:
             self._weights + self._reading(footprint, plan),
             self._weights + self._answering(footprint, plan),
             reason,
-            used.warning(self.model, context),
         )
         is_quantised = used.policy is None and how is not None  # by mlx-lm, which no need counts
         return found, found.kv if is_quantised else need.most

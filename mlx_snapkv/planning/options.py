@@ -31,13 +31,6 @@ class RequestOptions:
         "memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). With "
         "--sparse it says where all entries are. Default: drop, and with --sparse recall."
     )
-    far: str | None = option(
-        "Positions of entries farther away than the trained length: compact them so that distances fit (pull), or "
-        "leave them as they are (keep). Default: pull if the prompt is longer than the trained length and no chunk of "
-        "it reads everything.",
-        "keep",
-        "pull",
-    )
 
     def __post_init__(self) -> None:
         for each in fields(RequestOptions):

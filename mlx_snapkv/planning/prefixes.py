@@ -7,7 +7,7 @@ from typing import Any
 
 from ..caches.memories import in_files, memory_quantization
 from ..errors import SnapKVError
-from ..models.rope import trained_length
+from ..models.trained_length import trained_length
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, weight_bytes
 from .machine import Machine

@@ -8,7 +8,6 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.compaction import Compaction
 from ..caches.layers import (
     AttentionLayer,
     attention_layers,
@@ -20,7 +19,7 @@ from ..caches.matching import n_tokens
 from ..caches.memories import in_files
 from ..errors import UnsupportedModelError
 from ..models import type_of
-from ..policies.budgets import UNLIMITED, Quota
+from ..policies.budgets import Quota
 from ..policies.sparse import CHEAP, LAST, Reach, Sparse
 from ..several.shard import PIPELINE
 from .config import CompressionConfig
@@ -40,14 +39,12 @@ class SparseReading:
     Attributes:
         reach: what a chunk reads; one that may read as many entries as there are reads all of them.
         last: what the prompt's last tokens read, those from position `last_from` on.
-        near: how far back a chunk chooses, where the prompt is longer than the trained length.
         n_before: tokens before the first chunk that chooses: all, if none does.
     """
 
     reach: Reach
     last: Reach
     last_from: int
-    near: int | None
     n_before: int
 
 
@@ -62,7 +59,6 @@ class Plan(PromptPlan):
         n_new: tokens to read, after those of earlier turns.
         prefill_quota: what each full-attention layer holds while the prompt is read.
         decode_quota: what the answer is decoded from, or reads, in each full-attention layer.
-        compaction: to what positions are compacted, if they are.
         sparse_reading: how chunks of the prompt choose what they read, if they do.
     """
 
@@ -71,7 +67,6 @@ class Plan(PromptPlan):
     n_new: int = 0
     prefill_quota: Quota = None  # type: ignore[assignment]  # a value unless there is a reason
     decode_quota: Quota = None  # type: ignore[assignment]
-    compaction: Compaction | None = None
     sparse_reading: SparseReading | None = None
 
     @property
@@ -91,12 +86,6 @@ class Plan(PromptPlan):
     def n_held(self) -> int:
         """Tokens of earlier turns."""
         return self.n_prompt - self.n_new
-
-    @property
-    def compacted_to(self) -> int | None:
-        """The trained length, if the prompt is longer and its positions are compacted."""
-        found = self.compaction
-        return None if found is None or self.n_prompt <= found.length else found.length
 
     @property
     def observes(self) -> bool:
@@ -126,12 +115,10 @@ class Plan(PromptPlan):
         return whole if reading.n_before == self.n_prompt else reading.n_before
 
     def chunk_size(self, limit: int | None) -> int:
-        """Tokens to read at a time: `limit` at most, and beyond the trained length no more than a quarter of it."""
+        """Return the number of tokens to read at a time, `limit` at most."""
         if self.reason is not None:
             return limit or PREFILL_STEP_SIZE
-        size = chunk_size(self.policy, limit, self, self.n_new)
-        length = self.compacted_to if self.options.is_sparse else None
-        return size if length is None else min(size, max(1, length // 4))
+        return chunk_size(self.policy, limit, self, self.n_new)
 
 
 def plan_request(
@@ -238,21 +225,12 @@ def _planned(
         n_new=n_new,
         prefill_quota=policy.prefill_quota(n_prompt),
         decode_quota=policy.stages[1].quota(n_prompt),
-        compaction=options.compaction(model, n_prompt),
     )
-    if not options.is_sparse:
+    if not options.is_sparse or not policy.reads_little:
         return plan
-    most, quota = _most_at_once(plan), plan.decode_quota
-    quota = replace(quota, entries=min(quota.entries, most)).shrunk()
-    reading = None
-    if policy.reads_little:
-        reading = _sparse_reading(plan, most, _cheap_entries(model, policy, layers))
-    return replace(plan, decode_quota=quota, sparse_reading=reading)
-
-
-def _most_at_once(plan: Plan) -> int:
-    """Entries that may be read at once: beyond the trained length, half of it, since they stand in line."""
-    return UNLIMITED if plan.compacted_to is None else plan.compacted_to // 2
+    return replace(
+        plan, sparse_reading=_sparse_reading(plan, _cheap_entries(model, policy, layers))
+    )
 
 
 def _cheap_entries(model: Any, policy: Sparse, layers: list[AttentionLayer]) -> int:
@@ -262,9 +240,7 @@ def _cheap_entries(model: Any, policy: Sparse, layers: list[AttentionLayer]) -> 
     return entries_for(CHEAP, model, layers)
 
 
-def _sparse_reading(plan: Plan, most: int, n_cheap: int) -> SparseReading:
-    n, length = plan.n_prompt, plan.compacted_to
-    reach = plan.policy.reach(n, n_cheap).within(most)
-    last = reach.of_last(in_files(plan.options.memory) or length is not None).within(most)
-    near = None if length is None else 3 * length // 4
-    return SparseReading(reach, last, n - LAST, near, reach.before_choice(n, plan.n_held))
+def _sparse_reading(plan: Plan, n_cheap: int) -> SparseReading:
+    n, reach = plan.n_prompt, plan.policy.reach(plan.n_prompt, n_cheap)
+    last = reach.of_last(in_files(plan.options.memory))
+    return SparseReading(reach, last, n - LAST, reach.before_choice(n, plan.n_held))

@@ -13,7 +13,7 @@ CHUNK = 512  # tokens that are read at a time and choose together
 WINDOW = 256  # tokens before a chunk that it reads
 LAST = 512  # tokens of the prompt that choose more than others: the question is among these
 LAST_CHOSEN = 16384  # entries, which is everything in shorter prompts
-LAST_WIDER = 4  # times as many as others, where entries are in files or beyond the trained length
+LAST_WIDER = 4  # times as many as others, where entries are in files
 PAGE = 16  # neighbours that a chunk chooses together
 SHARE, LEAST = 16, 1024  # a token of the answer reads one entry in so many, and at least so many
 READ_TOP_K = 1024  # entries that a chunk chooses by default, at least
@@ -33,20 +33,14 @@ class Reach(NamedTuple):
         """Entries at most: a window may begin in the middle of a page."""
         return self.n_sink + self.n_chosen + self.n_window + PAGE - 1
 
-    def within(self, most: int) -> Reach:
-        """The same, of at most so many entries, a quarter of them the newest."""
-        window = min(self.n_window, most // 4 // PAGE * PAGE)
-        chosen = max(0, most - self.n_sink - window - (PAGE - 1))
-        return Reach(self.n_sink, min(self.n_chosen, chosen // PAGE * PAGE), window)
-
     def before_choice(self, n_prompt: int, n_held: int = 0) -> int:
         """Tokens of a prompt at most before the first chunk that chooses: all, if only the last ones could."""
         n = max(n_held, self.most) + CHUNK
         return n if n < n_prompt - LAST else n_prompt
 
-    def of_last(self, bounded: bool) -> Reach:
-        """What the last tokens read; `bounded` where entries are in files or beyond the trained length."""
-        n = LAST_WIDER * self.n_chosen if bounded else max(LAST_CHOSEN, self.n_chosen)
+    def of_last(self, in_files: bool) -> Reach:
+        """Return what the last tokens read, fewer entries where they are in files."""
+        n = LAST_WIDER * self.n_chosen if in_files else max(LAST_CHOSEN, self.n_chosen)
         return self._replace(n_chosen=n)
 
 

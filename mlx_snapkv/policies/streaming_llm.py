@@ -13,15 +13,13 @@ from .budgets import Quota, amount
 class StreamingLLM(Policy):
     """Keep the first `n_sink` entries and as many recent ones as the budget holds (section 3.2); nothing is scored.
 
-    It differs from the paper: keys keep the rotation of their original position. With `far="pull"` they get the
-    rotation of their place in the cache, as in the paper.
+    It differs from the paper: keys keep the rotation of their original position. In the paper they get the rotation of
+    their place in the cache, so that distances stay within the trained length in any text.
     """
 
     name = "streaming_llm"
     summary = "attention sinks and recent entries"
     paper = "Xiao et al. 2023, arXiv:2309.17453"
-
-    closes_gaps = True
 
     n_sink: int = 4
     n_window: int | str = "100%"

@@ -11,7 +11,7 @@ from ..completions.body import Body
 from ..completions.fields import NO_LIMIT
 from ..completions.request import Bounds, CompletionRequest
 from ..models.counts import vocabulary
-from ..models.rope import trained_length
+from ..models.trained_length import trained_length
 from ..planning.footprint import Need
 from ..planning.long_prompts import LongPrompts
 from .api_error import ApiError, prompt_too_long

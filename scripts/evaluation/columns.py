@@ -19,7 +19,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PositiveIn
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.records import Record
 from mlx_snapkv.measure.texts import around, digest_of
-from mlx_snapkv.models.rope import trained_length
+from mlx_snapkv.models.trained_length import trained_length
 from mlx_snapkv.paths import path_of, reason
 
 from .datasets import Dataset, Document, Question

@@ -66,7 +66,7 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
         cache.update_and_fetch(*rows_of(N_ENTRIES))
         cache.offload()
     mx.clear_cache()
-    config = CompressionConfig(replace(SMALL, lookahead=1), "recall")
+    config = CompressionConfig(replace(SMALL, lookahead=1), memory="recall")
     turn = make_request(model, plan_request(model, config, 41, caches), caches, owned=True)
     before = mx.get_active_memory()
     mx.reset_peak_memory()

@@ -142,7 +142,7 @@ def test_a_question_to_a_file_holds_a_block_of_its_keys_at_a_time():
     view = FullView([store], attention_layers(model, make_prompt_cache(model))[0])
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval([means() for _, means in PageMeans().of(view, range(8 * BLOCK // PAGE))])
+    mx.eval([means() for means in PageMeans().of(view, range(8 * BLOCK // PAGE))])
     assert mx.get_peak_memory() - before < keys.nbytes / 2
 
 
@@ -253,7 +253,7 @@ LONG = mx.array(np.random.default_rng(1).integers(1, 64, N + LAST + 3))
 
 def requested(model, tokens, cache=None, memory="recall", sparse=OPTIONS):
     """A request that has read its prompt, before its first token."""
-    config = CompressionConfig(Sparse.from_string(sparse), memory)
+    config = CompressionConfig(Sparse.from_string(sparse), memory=memory)
     cache = make_prompt_cache(model) if cache is None else cache
     request = make_request(model, plan_request(model, config, tokens.size, cache), cache)
     start, step = 0, request.step_size(2048)

@@ -23,6 +23,7 @@ from mlx_snapkv.caches.stores import STORES, MemoryStore
 from mlx_snapkv.caches.stores.file import FileStore, Layout, SavedFile
 from mlx_snapkv.caches.stores.temporary import AsideFile
 from mlx_snapkv.entries import attention
+from mlx_snapkv.entries.attention import latest_votes
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import KEYS, Quantization, pack, unpack
 from mlx_snapkv.entries.queries import Queries
@@ -119,10 +120,9 @@ def test_votes_over_several_stores(kind, how, monkeypatch):
     stores = [holding(store, part) for store, part in zip((kind(how), MemoryStore()), parts)]
     keys = mx.concatenate([store.entries()[0] for store in stores], axis=2)
     queries, places = mx.random.normal((2, 6, 3, 64)), range(T - 2, T + 1)
-    entries = FullView(stores, layer=None).voted_by(Queries(queries, places, 0.125))
-    votes = (entries.latest_votes(2)[0], 2), (entries.votes, 3)
-    assert "keys" not in vars(entries)  # they are never all in memory
-    for found, n in votes:
+    view, asked = FullView(stores, layer=None), Queries(queries, places, 0.125)
+    for found, n in zip(latest_votes(view.blocks(), asked, [2, 3]), (2, 3)):
+        assert "keys" not in vars(view)  # they are never all in memory
         wanted = reference.votes(queries[:, :, -n:], keys, places[-n:], 0.125)
         np.testing.assert_allclose(np.array(found), wanted, rtol=1e-5, atol=1e-7)
 

@@ -32,7 +32,7 @@ def test_generate_says_what_it_takes(call, story, few):
     assert "auto: keydiff:" in err and "would take" in err and "3 MB is available" in err
 
 
-@pytest.mark.parametrize("more", ["--memory recall", "--memory recall:4bit", "--far pull"])
+@pytest.mark.parametrize("more", ["--memory recall", "--memory recall:4bit"])
 def test_a_short_prompt_keeps_the_full_cache(call, more):
     asked = ["-p", "Hello", "-m", "2", *more.split()]
     code, _, err = call("generate", *AUTO, *asked)

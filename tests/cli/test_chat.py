@@ -73,7 +73,7 @@ def test_reset_policy_and_system_start_again(script, document):
 def test_a_memory_waits_for_a_policy(script, document):
     path, facts = document
     lines = [f"/file {path}", "/policy snapkv:top_k=64", facts[0].question, "/stats"]
-    code, out, err = script(lines, "--memory", "recall", "--far", "keep")
+    code, out, err = script(lines, "--memory", "recall")
     assert (code, out) == (0, [facts[0].value])
     assert "note: --memory recall does nothing until /policy chooses what is read" in err
     assert "90 entries kept" in err and "entries stay in" in err

@@ -110,10 +110,8 @@ def test_a_mistake_in_the_file_names_the_file_and_the_key(run, text, words):
 
 
 def test_what_a_policy_would_need_waits_in_the_file_for_one(run):
-    text = 'model = "demo"\nmemory = "recall:4bit"\nfar = "keep"\n'
+    text = 'model = "demo"\nmemory = "recall:4bit"\n'
     assert run(text, *ASK, "-m", "2")[0] == 0
-    code, _, err = run(text, *ASK, "-m", "2", "--far", "keep")
-    assert code == 2 and "--far keep leaves positions as they are" in err
     code, _, err = run(text, *ASK, "-m", "2", "--policy", "tova")
     assert code == 2 and "--memory recall:4bit" in err and "(--memory is from FILE, memory)" in err
 

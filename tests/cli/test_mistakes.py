@@ -59,7 +59,6 @@ generate --prompt x --model demo --sparse "" --memory drop | --sparse can't be c
 generate --prompt x --model demo --memory recall         | --memory recall says where entries stay that an answer is not
 batch {}/requests -o {}/a.jsonl --model none --memory recall:file | --memory recall:file says where entries stay that an
 serve --model none --memory recall:4bit                  | --memory recall:4bit says where entries stay that an answer
-generate --prompt x --model none --far keep              | --far keep leaves positions as they are, but without a policy
 generate --prompt x --model demo --snapkv top_k=-1       | --snapkv top_k=-1: snapkv option top_k must be a whole number
 compare --prompt x --model demo --sparse top_k=0         | --sparse top_k=0: sparse option top_k must be a whole number
 bench --policy "keydiff:budget=0%"                       | --policy keydiff:budget=0%: keydiff option budget must be

@@ -4,14 +4,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from entry_helpers import asked, in_blocks, make_entries, normal, votes_of
+from entry_helpers import asked, in_blocks, make_entries, votes_of
 
 from mlx_snapkv import KeyDiff, KeyNorm
 from mlx_snapkv.entries import attention as votes
 from mlx_snapkv.entries.attention import KeyBlocks, attention_votes
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
-from mlx_snapkv.entries.queries import Pages, Queries
+from mlx_snapkv.entries.queries import Queries
 
 SINKS = mx.array([0.5, -1.0, 2.0, -mx.inf])
 
@@ -33,15 +33,10 @@ def test_equals_the_float64_reference(shape, sinks, blocks, monkeypatch):
     assert np.allclose(entries.attention, wanted, atol=1e-5)
 
 
-def seen_otherwise(page):
-    """Queries as an entry of this page is to see them."""
-    return normal(1, 4, 20, 8, seed=page)
-
-
 @pytest.mark.parametrize("kind", ["held", "blocks", "read", "read, and kept"])
 @pytest.mark.parametrize("way", [
-    {}, {"sinks": SINKS}, {"cap": 0.7}, {"pages": Pages(64, 192, seen_otherwise)}, {"places": range(290, 310)},
-], ids=["plain", "sinks", "capped", "pages", "past the last entry"])  # fmt: skip
+    {}, {"sinks": SINKS}, {"cap": 0.7}, {"places": range(290, 310)},
+], ids=["plain", "sinks", "capped", "past the last entry"])  # fmt: skip
 def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monkeypatch):
     """And those of all are what they are without them, in one pass."""
     entries = make_entries(T=300, n=20)

@@ -1,7 +1,6 @@
 """The index of keys, against NumPy in float64."""
 
 import copy
-import dataclasses
 
 import mlx.core as mx
 import numpy as np
@@ -13,10 +12,9 @@ from hypothesis.extra.numpy import arrays
 
 from mlx_snapkv.caches.stores.temporary import AsideFile
 from mlx_snapkv.entries import held_rows
-from mlx_snapkv.entries.attention import attention_votes
 from mlx_snapkv.entries.key_index import KeyIndex, index_bytes
-from mlx_snapkv.entries.queries import Pages, Queries
-from mlx_snapkv.entries.selection import GROUP, n_of_groups, take_entries, top_of_groups
+from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.entries.selection import GROUP, n_of_groups, top_of_groups
 
 B, H, GROUPS, D, T = 1, 2, 3, 64, 600
 KEYS, ONE = normal(B, H, T, D), normal(B, H * GROUPS, 1, D, seed=1)  # ONE is a query
@@ -158,24 +156,6 @@ def test_taken_back_and_copied(low_rank):
     assert len(index) == T and mx.array_equal(index.relevance(asking(queries), T), wanted)
 
 
-def test_votes_are_exact_among_the_likeliest(low_rank):
-    keys, queries = low_rank
-    observed = Queries(queries * 3, range(T - 5, T), scale=0.2)
-    index = indexed(keys, queries)
-    (found,) = index.latest_votes(
-        observed, (5,), 60, lambda places: take_entries((keys,), places)[0]
-    )
-    wanted = np.array(attention_votes(keys, observed))
-    found = np.array(found)
-    for head in range(H):
-        asked = np.flatnonzero(found[0, head])
-        assert len(asked) <= 4 * 60 + 5
-        best = np.argsort(-wanted[0, head])[:20]
-        assert set(best) <= set(asked)
-        # What the entries left out would have had is shared out among the others.
-        assert np.allclose(found[0, head, best], wanted[0, head, best], rtol=0.05)
-
-
 def test_the_best_of_groups():
     n = 3 * GROUP + 17
     scores = -mx.abs(normal(1, 2, n))
@@ -212,15 +192,3 @@ def test_the_best_between_two_places(data):
 def test_what_is_no_candidate_is_not_chosen():
     scores = mx.where(mx.arange(300) % 3 == 0, -mx.inf, -1.0)[None, None]
     assert (np.array(top_of_groups(scores, 200)) % 3 != 0).all()
-
-
-def test_pages_see_their_own_queries(low_rank):
-    keys, queries = low_rank
-    size, n_far = 70, 280  # no whole number of blocks
-    turned = [queries * (page + 2) for page in range(4)]
-    observed = dataclasses.replace(asking(queries), pages=Pages(size, n_far, lambda p: turned[p]))
-    found = np.array(indexed(keys, queries).relevance(observed, T))
-    edges = [*range(0, n_far + 1, size), T]
-    parts = zip([*turned, queries], edges, edges[1:])
-    wanted = lacking(np.concatenate([logits(keys[:, :, a:b], q) for q, a, b in parts], axis=-1))
-    assert (found - wanted).std() < 0.32 * wanted.std()  # 4 bits a component

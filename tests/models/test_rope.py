@@ -1,11 +1,9 @@
-"""Every RoPE object that mlx-lm has, undone, averaged and applied once more; and every family's queries and keys."""
+"""Every RoPE object that mlx-lm has, undone and averaged; and every family's queries."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-import reference
-from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import ProportionalRoPE, SuScaledRoPE, initialize_rope
 from model_configs import make_model
@@ -13,10 +11,8 @@ from model_configs import make_model
 from mlx_snapkv import models
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.models import rope as room
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.models.rope import composes, mean_rotation, turn, undo_rope
+from mlx_snapkv.models.rope import mean_rotation, undo_rope
 
 D = 64
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -24,69 +20,25 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
 DYNAMIC = {"type": "dynamic", "factor": 2.0}
 
 
-def plain(dims=D, scale=1.0):
-    """Wavelengths of each pair, divided by 2 pi."""
-    return 1e4 ** (np.arange(0, dims, 2) / dims) / scale
-
-
-llama3 = initialize_rope(D, 5e5, False, LLAMA3)
-yarn = initialize_rope(D, 1e4, True, YARN)
-loud = initialize_rope(D, 1e4, False, YARN | {"mscale": 2.0})
-su = SuScaledRoPE(48, long_factor=[1.0 + i / 8 for i in range(24)])
-part = ProportionalRoPE(D, 32)
-linear = initialize_rope(D, 1e4, False, {"type": "linear", "factor": 8.0})
-# The object, the wavelengths that it turns pairs by, and whether pairs are neighbours.
 ROPES = {
-    "plain": (nn.RoPE(D), plain(), False),
-    "linear": (linear, plain(scale=1 / 8), False),
-    "partial traditional": (nn.RoPE(16, traditional=True), plain(16), True),
-    "llama3": (llama3, llama3._freqs, False),
-    "yarn": (yarn, yarn._freqs, True),
-    "yarn, louder": (loud, loud._freqs, False),
-    "longrope": (su, su._freqs, False),
-    "proportional": (part, part._freqs, False),
-}
-STEPS = [0, 1, 7, 300, 5_000, 90_000]
-
-
-@pytest.mark.parametrize("name", ROPES)
-def test_turning_equals_rotation_in_double_precision(name):
-    rope, wavelengths, neighbours = ROPES[name]
-    keys = mx.random.normal((1, 2, 6, D), key=mx.random.key(1))
-    steps = np.array([STEPS, STEPS[::-1]])
-    found = np.array(turn(rope, keys, mx.array(steps[None])))
-    for head in range(2):
-        angles = steps[head][:, None] / np.array(wavelengths, np.float64)
-        wanted = reference.rotated(np.array(keys[0, head]), angles, neighbours)
-        assert np.abs(found[0, head] - wanted).max() < 0.03  # of a float32 angle of 90,000
-        assert np.abs(found[0, head] - wanted)[steps[head] <= 300].max() < 2e-4
-    assert composes(rope, D, 4096) and composes(rope, D, 1 << 20)
-    assert not composes(initialize_rope(D, 1e4, False, DYNAMIC, 4096), D, 4096)
-
-
-@pytest.mark.parametrize("n", [0, 20, 41])
-def test_many_at_a_time_are_as_all_at_once_and_steps_of_0_change_no_bit(n, monkeypatch):
-    keys = mx.random.normal((1, 2, n, D))
-    steps = mx.random.randint(0, 3, (1, 2, n)) * 700
-    at_once = turn(loud, keys, steps)
-    monkeypatch.setattr(room, "AT_ONCE", 20)
-    found = turn(loud, keys, steps)
-    assert mx.array_equal(found, at_once).item()
-    assert turn(loud, keys.astype(mx.bfloat16), steps).dtype == mx.bfloat16
-    assert mx.array_equal(mx.all(found == keys, axis=-1), steps == 0).item()
-
-
-UNDONE = {name: each[0] for name, each in ROPES.items()} | {
+    "plain": nn.RoPE(D),
+    "linear": initialize_rope(D, 1e4, False, {"type": "linear", "factor": 8.0}),
     "partial": nn.RoPE(16),
+    "partial traditional": nn.RoPE(16, traditional=True),
+    "llama3": initialize_rope(D, 5e5, False, LLAMA3),
+    "yarn": initialize_rope(D, 1e4, True, YARN),
+    "yarn, louder": initialize_rope(D, 1e4, False, YARN | {"mscale": 2.0}),
+    "longrope": SuScaledRoPE(48, long_factor=[1.0 + i / 8 for i in range(24)]),
+    "proportional": ProportionalRoPE(D, 32),
     "dynamic": initialize_rope(D, 1e4, False, DYNAMIC, 1 << 20),
 }
 
 
 @pytest.mark.parametrize("offset", [17, 100_000])
-@pytest.mark.parametrize("name", UNDONE)
+@pytest.mark.parametrize("name", ROPES)
 def test_a_rotation_is_undone_and_averaged(name, offset):
     """Each of the mean's matrices is what the object makes of the unit vectors."""
-    rope = UNDONE[name]
+    rope = ROPES[name]
     x = mx.random.normal((2, 3, 20, D))
     found = rope(x, offset=offset)
     error = mx.abs(undo_rope(rope, found, offset) - x).max() / mx.abs(x).max()
@@ -152,36 +104,3 @@ def is_part(raw, x):
         return False
     n = x.shape[3]
     return any(mx.allclose(part, x, atol=2e-5).item() for part in (raw[..., :n], raw[..., -n:]))
-
-
-NORMED = {"hunyuan", "hunyuan_v1_dense"}
-# Arguments before the mask: a scale of queries.
-BEFORE_MASK = dict.fromkeys(("ministral3", "mistral3", "mistral4"), (mx.ones((41, 1)),))
-WIDE = {"prism_hadamard_qwen35": 128}
-
-
-@pytest.mark.parametrize("name", models.SUPPORTED)
-def test_every_familys_keys(name):
-    """The same hidden state again and again has keys that differ by nothing but their rotation."""
-    model = make_model(name)
-    caches = make_prompt_cache(model)
-    hidden = mx.repeat(mx.random.normal((1, 1, WIDE.get(name, 64))), 41, axis=1)
-    for layer in attention_layers(model, caches):
-        if layer.rope is None:
-            continue
-        own = layer.cache_in(caches)
-        if layer.family.method == "attention":
-            own.update_and_fetch(*layer.attention.get_qkv(hidden, 0)[1:])
-        else:
-            cache = caches[layer.index] if name == "baichuan_m1" else own
-            layer.attention(hidden, *BEFORE_MASK.get(name, ()), create_causal_mask(41), cache)
-        keys = Entries(*own.keys_and_values(), layer=layer).keys
-        keys = keys[:, :, 1:41]  # a convolution's first is another
-        B, H, _, D = keys.shape
-        can = layer.family.can_turn(layer.attention, layer.rope, D, 4096)
-        assert can == (name not in NORMED)
-        if can:
-            later = layer.turn(keys[:, :, :10], mx.full((B, H, 10), 30))
-            assert mx.allclose(later, keys[:, :, 30:], atol=1e-4).item()
-            sooner = layer.turned_to(keys[:, :, 30:], 31, 1)
-            assert mx.allclose(sooner, keys[:, :, :10], atol=1e-4).item()

@@ -36,7 +36,7 @@ from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.policies import AUTO, method_named, resolve_policy
 
 GB = 10**9
-FAR = 20_000  # tokens: more than `demo` was trained to
+LONG = 20_000  # tokens
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def planner(demo_llama):
 
 def cost(planner, n, setting):
     """The most bytes in use, and those of entries."""
-    plan, kv = planner.planned(n, AutoRequest(n).config(setting, False))
+    plan, kv = planner.planned(n, AutoRequest(n).config(setting))
     return plan.peak, kv
 
 
@@ -99,7 +99,7 @@ def test_what_takes_the_least_does(planner, n, memory):
     taken, sizes = recommended(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
     for setting in request.settings():
-        _, sizes[setting] = planner.planned(n, request.config(setting, False))
+        _, sizes[setting] = planner.planned(n, request.config(setting))
     assert sizes[taken.setting] == min(sizes.values())
     assert (taken.setting.memory, taken.setting.is_sparse) == (memory, memory != "drop")
 
@@ -107,7 +107,7 @@ def test_what_takes_the_least_does(planner, n, memory):
 def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
     for task in SETTINGS:
         for setting in SETTINGS[task]:
-            AutoRequest(None, task).config(setting, False).require(demo_llama[0])
+            AutoRequest(None, task).config(setting).require(demo_llama[0])
     config, _, taken = resolve(demo_llama[0], None, CONVERSATION, {}, policy=AUTO)
     assert config.policy == Sparse() and taken.setting == SPARSE
 
@@ -194,35 +194,20 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
     "options, setting",
     [
         ({}, SPARSE),
-        ({"far": "pull"}, SPARSE),
-        ({"far": "keep"}, SPARSE),
         ({"memory": "recall:file:8bit"}, FILED._replace(memory="recall:file:8bit")),
         # Whoever gives a cache goes on from entries in memory.
-        ({"prompt_cache": []}, SMALL),
-        ({"draft_model": "a model"}, SMALL),
+        ({"prompt_cache": []}, SNAPKV),
+        ({"draft_model": "a model"}, SNAPKV),
     ],
 )  # fmt: skip
-def test_a_question_beyond_the_trained_length(demo_llama, options, setting):
-    config, _, taken = resolve(demo_llama[0], FAR, QUESTION, options, policy=AUTO)
+def test_a_long_question(demo_llama, options, setting):
+    config, _, taken = resolve(demo_llama[0], LONG, QUESTION, options, policy=AUTO)
     assert taken.setting == setting and config.memory == setting.memory
     assert config.policy == method_named(setting.method)
     config.require(demo_llama[0])
     where = "stay in files in 8 bits" if "file" in setting.memory else "fit in memory"
     assert not setting.is_sparse or f"all entries {where}" in taken.why
-    assert config.keywords == {"memory": setting.memory, "far": options.get("far")}
-
-
-def test_a_batch_beyond_the_trained_length_keeps_distances_within_it(demo_llama):
-    for far, setting in (("pull", SMALL), ("keep", SNAPKV)):
-        _, _, taken = resolve(demo_llama[0], FAR, BATCH, {"far": far}, policy=AUTO)
-        assert taken.setting == setting
-    _, _, taken = resolve(demo_llama[0], FAR, BATCH, {}, policy=AUTO)
-    assert taken.setting == SMALL and taken.why == module.NEARER
-
-
-def test_a_conversation_that_pulls_takes_what_can(demo_llama):
-    chat = Conversation(*demo_llama, policy=AUTO, far="pull")
-    assert chat.policy == Sparse() and chat.options["far"] == "pull"
+    assert config.keywords == {"memory": setting.memory}
 
 
 def test_what_no_setting_can_be_combined_with(demo_llama):
@@ -230,29 +215,7 @@ def test_what_no_setting_can_be_combined_with(demo_llama):
         ({"refresh": "turn"}, "refresh is gone: sparse=budget=6.25% lets every token choose"),
     ):
         with pytest.raises(SnapKVError, match=words):
-            generate_step([5] * FAR, demo_llama[0], policy=AUTO, **options)
-
-
-def test_a_question_beyond_the_trained_length_is_answered_from_files(tiny_far, monkeypatch):
-    model, tokens = tiny_far
-    planner, reports = Planner(model, max_tokens=1), []
-    needed = cost(planner, len(tokens), module.FILED)[0]
-    monkeypatch.setattr(module, "this_machine", lambda: Machine(GB, needed))
-    options = {"max_tokens": 1, "policy": AUTO, "on_report": reports.append}
-    next(generate_step(tokens, model, **options))
-    (report,) = reports
-    assert report.file_bytes > 0 and report.pulled_to == 256 and report.read_per_token
-    assert "memory recall:file" in report.auto
-
-
-@pytest.fixture
-def tiny_far(demo_llama, monkeypatch):
-    """A model trained to few tokens, and a prompt of more."""
-    from tiny_models import make_llama
-
-    monkeypatch.setattr(module, "FEW", 100)
-    model = make_llama(max_position_embeddings=256)
-    return model, [5 + i % 50 for i in range(4000)]
+            generate_step([5] * LONG, demo_llama[0], policy=AUTO, **options)
 
 
 @pytest.mark.parametrize("n", [300, 600, 5000, 100_000])

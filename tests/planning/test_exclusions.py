@@ -23,7 +23,6 @@ REFUSED = [  # in the table's order
     (None, {"memory": "recall", "is_text": True}),
     ("snapkv", {"memory": "recall", "is_text": True}),
     (None, {"memory": "recall:file"}),
-    (None, {"far": "keep"}),
 ]
 
 

@@ -18,7 +18,7 @@ from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, Sparse, generate_step, plan
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.planning import long_prompts, scores
-from mlx_snapkv.planning.auto import EVICTING, QUESTION, SETTINGS, SMALL, AutoRequest, recommended
+from mlx_snapkv.planning.auto import QUESTION, SETTINGS
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.long_prompts import LongPrompts
 from mlx_snapkv.planning.machine import Machine, mac, this_machine
@@ -134,18 +134,6 @@ def test_prompts_that_stay_as_they_are(demo_llama):
     assert plan.reason and plan.kv == 3 * 2 * 2 * 64 * 4
     short = plan_memory(demo_llama[0], 1000, "snapkv:budget=0.01%")
     assert short.peak == plan_memory(demo_llama[0], 1000).peak
-
-
-def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(demo_llama):
-    planner, n = Planner(demo_llama[0]), 16_385
-    named = (None, *(setting.method for setting in EVICTING[:2]), "sparse", "sparse:read=dense")
-    full, snapkv, keydiff, sparse, dense = (planner.plan(n, method) for method in named)
-    for far in (full, snapkv, dense):
-        assert "trained length of 16384" in far.beyond
-    assert keydiff.beyond is None and sparse.beyond is None
-    taken = recommended(planner, AutoRequest(n, may_retain=False), snapkv.peak)
-    assert taken.setting == SMALL and taken.plan.beyond is None
-    assert "keeps distances within the model's trained length" in taken.why
 
 
 def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypatch):

@@ -234,7 +234,7 @@ for policy in (None, "keydiff:budget=16"):
     except mlx_snapkv.SnapKVError as error:
         print("refused:", error)
 page = write_docs.pages()["docs/commands.md"]
-print("commands:", page.count("\\n* `--tint`: Whether it is dark."), page.count("\\n* `--far`: "))
+print("commands:", page.count("\\n* `--tint`: Whether it is dark."), page.count("\\n* `--store-dir`: "))
 words = "generate --model demo --prompt Hello -m 1 --policy keydiff:budget=16 --tint dim".split()
 sys.argv = ["mlx-snapkv", *words]
 with contextlib.redirect_stderr(io.StringIO()) as err:
@@ -247,7 +247,10 @@ with contextlib.redirect_stderr(io.StringIO()) as err:
 
 OPTION_EDITS = {
     "planning/options.py": replacing(
-        ("    far: str | None = option(\n", '    tint: str | None = option("Whether it is dark.", "dark")\n    far: str | None = option(\n')
+        (
+            "    memory: str = option(\n",
+            '    tint: str | None = option("Whether it is dark.", "dark")\n    memory: str = option(\n',
+        )
     ),
 }  # fmt: skip
 
@@ -259,5 +262,5 @@ def test_a_declared_option_is_known_everywhere(tmp_path):
     assert "conversation: dark\n" in printed
     assert printed.count("refused: tint must be dark, got 'dim'\n") == 2
     assert "exit: 2" in printed and "tint must be dark, got 'dim'" in printed.split("exit: 2")[1]
-    n_commands, n_with_far = re.findall(r"^commands: (\d+) (\d+)$", printed, re.M)[0]
-    assert n_commands == n_with_far != "0"
+    n_commands, n_with_store = re.findall(r"^commands: (\d+) (\d+)$", printed, re.M)[0]
+    assert n_commands == n_with_store != "0"

@@ -4,11 +4,9 @@ import concurrent.futures
 
 import pytest
 from disk_helpers import full_disk
-from far_helpers import LENGTH
 from server_helpers import POLICY, ask, load_named, serving, talk
 
 from mlx_snapkv import Conversation, Sparse
-from mlx_snapkv.engine import sparse
 
 SMALL = POLICY.replace("25%", "96").replace("32,min", "40,min").replace("ahead=4", "ahead=0")
 SPARSE = Sparse(budget=256)
@@ -42,33 +40,6 @@ def test_follow_ups_answer_as_a_conversation_and_four_at_once(document, demo_lla
             assert answer == fact.value and cached > 1400
         files = served.metric('mlx_snapkv_kv_bytes{kind="prefix_files"}')
         assert (files > 0) == ("file" in memory)
-
-
-@pytest.mark.parametrize("memory", ["recall", "recall:file"])
-def test_beyond_the_trained_length_follow_ups_read_again_what_a_prefix_has_read(
-    document, memory, monkeypatch
-):
-    text, facts = document
-    reread, found = sparse.reread, []
-
-    def shorter(model, tokenizer):
-        model.args.max_position_embeddings = LENGTH
-
-    def spied(*given):
-        rereads = reread(*given)
-        found.append(rereads[0].which.size / given[3].size)
-        return rereads
-
-    monkeypatch.setattr(sparse, "reread", spied)
-    short, method = load_named("demo", shorter), Sparse(budget=256, n_window=32)
-    with serving(short, policy=method, memory=memory) as served:
-        said = []
-        for i, fact in enumerate(facts[:3]):
-            said.append(fact.question if i else f"{text}\n\n{fact.question}")
-            answer, cached, _ = ask(served, talk(*said))
-            assert answer == fact.value and (cached > 1400) == (i > 0)
-            said.append(answer)
-    assert found[0] == 1 and len(found) == 3 and min(found) > 0.9
 
 
 @pytest.mark.parametrize("memory", ["recall:file", "drop"])

@@ -12,7 +12,6 @@ from .memory import MemoryStore as MemoryStore
 from .file import FileStore as FileStore
 
 # isort: on
-from .views import Beginning as Beginning
 from .views import EntryView as EntryView
 from .views import JoinedView as JoinedView
 

@@ -35,23 +35,6 @@ class EntryView(ABC):
         return self.read(KEYS, start, stop), self.read(VALUES, start, stop)
 
 
-class Beginning(EntryView):
-    """The first entries of a view."""
-
-    def __init__(self, view: EntryView, n_entries: int):
-        self._view, self.n_entries, self.waits = view, n_entries, view.waits
-        self.aside = view.aside
-
-    def stored(self, which: int, start: int, stop: int) -> Stored:
-        return self._view.stored(which, start, stop)
-
-    def read(self, which: int, start: int, stop: int) -> mx.array:
-        return self._view.read(which, start, stop)
-
-    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
-        return self._view.gather(places)
-
-
 class JoinedView(EntryView):
     """The entries of several views, one behind the other."""
 

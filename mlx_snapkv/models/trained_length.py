@@ -1,0 +1,65 @@
+"""The number of tokens that a model was trained to read, as its configuration says."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import TrainedLengthWarning
+
+
+def trained_length(model) -> int | None:
+    """Return `max_position_embeddings` of a model's configuration, or the length to which a scaled RoPE extends it.
+
+    None if mlx-lm's arguments of the family leave it out. A linear factor is not counted: some configurations have
+    multiplied the length by it already, some have not, and nothing in them says which.
+    """
+    args = getattr(model, "args", None)
+    for config in (args, _field(args, "text_config")):
+        length = _field(config, "max_position_embeddings")
+        if isinstance(length, int) and length > 0:
+            return max(length, *(_extended(length, scaling) for scaling in _scalings(config)))
+    return None
+
+
+def beyond_trained_length(model, n_tokens: int) -> str | None:
+    """Return a warning if a prompt of `n_tokens` is longer than the model's trained length; None if it is not."""
+    length = trained_length(model)
+    if length is None or n_tokens <= length:
+        return None
+    return (
+        f"{n_tokens} tokens are more than the model's trained length of {length}: answers may be wrong; if the model "
+        "supports it, rope_scaling in its config.json (YaRN, for example) extends that length"
+    )
+
+
+def warn_beyond_trained_length(model, n_tokens: int) -> None:
+    """Warn a Python caller of a prompt of `n_tokens` that is longer than the model's trained length."""
+    if (sentence := beyond_trained_length(model, n_tokens)) is not None:
+        warnings.warn(sentence, TrainedLengthWarning, stacklevel=3)
+
+
+def _scalings(config: Any) -> list[Any]:
+    """Return the scalings of a configuration, by mlx-lm's name or that of transformers 5, which may have several, by
+    layer type."""
+    found = _field(config, "rope_scaling") or _field(config, "rope_parameters")
+    by_type = (
+        [x for x in found.values() if isinstance(x, Mapping)] if isinstance(found, Mapping) else []
+    )
+    return by_type or [found]
+
+
+def _extended(length: int, scaling: Any) -> int:
+    """Return the length to which a scaling extends `length`."""
+    original, factor = (
+        _field(scaling, "original_max_position_embeddings"),
+        _field(scaling, "factor"),
+    )
+    kind = _field(scaling, "rope_type") or _field(scaling, "type")
+    # LLaMA 3's factor is of wavelengths, and its max_position_embeddings are the whole length.
+    if not factor or not original or kind == "llama3":
+        return length
+    return int(original * factor)
+
+
+def _field(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
