@@ -6,6 +6,7 @@ A place is `<!-- NAME -->` and `<!-- /NAME -->` in a page; `make docs` writes wh
 import re
 import statistics
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import policies_page
@@ -18,6 +19,7 @@ from mlx_snapkv.measure import speed_tables as bench
 from mlx_snapkv.measure.intervals import grouped, interval
 from mlx_snapkv.measure.methods import FULL
 from mlx_snapkv.measure.tables import as_markdown, setting_text
+from mlx_snapkv.planning.options import RequestOptions
 
 
 def filled(page: str) -> str:
@@ -290,10 +292,21 @@ def agents_context() -> list[str]:
     return figures(rows, columns)
 
 
+def options() -> list[str]:
+    """Return the options of a request, in the words of their flags' help."""
+    rows = [(f"`{each.name}`", each.metadata["help"]) for each in fields(RequestOptions)]
+    flag = re.compile("--([a-z-]+)")
+    named = [
+        (name, flag.sub(lambda f: f"`{f[1].replace('-', '_')}`", words)) for name, words in rows
+    ]
+    return table(("keyword", "meaning"), named)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "results": readme_results.results,
     "policies": lambda: policies_page.summary_table("docs/policies.md"),
     "choices": choices,
+    "options": options,
     "commands": commands,
     "speed": lambda: speed("benchmarks"),
     "gpu": lambda: speed("benchmarks-gpu"),

@@ -116,12 +116,10 @@ def _require_policy(keywords: dict[str, Any], kv_bits: int | None) -> None:
 
 
 def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
-    """What every answer says of its entries."""
+    """Return what every answer says of its entries, and a run that continues the file must agree in."""
     policy = keywords["policy"]
     about = {"policy": None if policy is None else str(policy), "kv_bits": kv_bits}
-    if keywords["memory"] != "drop":
-        about |= {name: keywords[name] for name in OPTIONS}
-    return about
+    return about | {name: keywords[name] for name in OPTIONS}
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:

@@ -45,12 +45,9 @@ def generate_step(
             docs/choose.md recommends for the prompt and this machine, and a memory, unless one is given.
         sparse: sparse attention instead of a policy: a `Sparse`, a dict or `"key=value,..."` string of its options, or
             True. All entries stay, and the prompt's chunks and the answer's tokens choose which few they read.
-        memory: "drop", the default with a policy: entries that it does not keep are gone. "recall", "recall:8bit",
-            "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory,
-            quantised or in files, and in a `prompt_cache` that was given, without the answer's. With a policy every
-            turn scores all of them again, and is decoded from a small cache; with `sparse`, "recall" is the default.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
-        stream, **kwargs: mlx-lm's, untouched.
+        **kwargs: those of `RequestOptions`, such as `memory`, and mlx-lm's, untouched.
+        stream: mlx-lm's.
 
     Yields: Tokens and their log-probabilities `(vocab_size,)`, as mlx-lm does.
 

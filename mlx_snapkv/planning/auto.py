@@ -111,7 +111,7 @@ class AutoRequest:
     def config(self, setting: Setting) -> CompressionConfig:
         """How a request is compressed by a setting. Raises: SnapKVError: options conflict."""
         if setting.method is None:
-            return CompressionConfig()
+            return CompressionConfig(**self.options | {"memory": None})
         found = setting.chosen
         if self.n_prompt is None and isinstance(found, SnapKV):
             found = dataclasses.replace(found, min_ctx=FEW)

@@ -71,7 +71,7 @@ FILES = {
     "Adding a store": ["mlx_snapkv/caches/stores/NAME.py", "tests/cache_kinds.py"],
     "Adding an option": [
         "mlx_snapkv/planning/options.py",
-        "mlx_snapkv/planning/config.py",
+        "mlx_snapkv/planning/request_plan.py",
     ],
 }
 
@@ -216,51 +216,61 @@ def test_a_new_file_is_a_store_of_any_memory(tmp_path):
 
 
 USES_OPTION = """
-import contextlib
-import io
 import sys
-from mlx_lm import load
-import mlx_snapkv, write_docs
-from mlx_snapkv.cli import app
-from mlx_snapkv.demo import MODELS
-from mlx_snapkv.planning.config import CompressionConfig
+import option_entrances, write_docs
 
-print(mlx_snapkv.__file__, CompressionConfig(tint="dark").keywords)
-model, tokenizer = load(str(MODELS["demo"]))
-print("conversation:", mlx_snapkv.Conversation(model, tokenizer, tint="dark")._config.tint)
-for policy in (None, "keydiff:budget=16"):
-    try:
-        mlx_snapkv.generate_step([5, 6, 7], model, policy=policy, tint="dim")
-    except mlx_snapkv.SnapKVError as error:
-        print("refused:", error)
+option_entrances.main("{folder}")
 page = write_docs.pages()["docs/commands.md"]
-print("commands:", page.count("\\n* `--tint`: Whether it is dark."), page.count("\\n* `--store-dir`: "))
-words = "generate --model demo --prompt Hello -m 1 --policy keydiff:budget=16 --tint dim".split()
-sys.argv = ["mlx-snapkv", *words]
-with contextlib.redirect_stderr(io.StringIO()) as err:
-    try:
-        app.main()
-    except SystemExit as end:
-        print("exit:", end.code, err.getvalue())
+print("documented:", page.count("\\n* `--tint`: Whether it is dark."), page.count("\\n* `--store-dir"))
 """
-
-
+BEFORE = "    def __post_init__(self) -> None:\n"
 OPTION_EDITS = {
     "planning/options.py": replacing(
         (
-            "    memory: str = option(\n",
-            '    tint: str | None = option("Whether it is dark.", "dark")\n    memory: str = option(\n',
+            BEFORE,
+            f'    tint: str | None = option("Whether it is dark.", "dark", "dim")\n\n{BEFORE}',
         )
     ),
+    "planning/request_plan.py": replacing(
+        ("def plan_request(\n", "SEEN = []\n\n\ndef plan_request(\n"),
+        ("    options.require(model)\n", "    options.require(model)\n    SEEN.append(options.tint)\n"),
+    ),
 }  # fmt: skip
+DARK = (
+    "generate_step", "stream_generate", "generate", "prefill", "batch_generate", "Conversation.send",
+    "batch", "chat", "/reset", "/policy", "/system", "/load of a text", "/save", "/load of a chat",
+    "cache-prompt", "/load of a tinted text", "--prompt-cache-file", "--policy auto", "config.toml", "flag",
+)  # fmt: skip
 
 
-def test_a_declared_option_is_known_everywhere(tmp_path):
-    make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", OPTION_EDITS)
-    printed = run(tmp_path, USES_OPTION)
-    assert f"{tmp_path}/mlx_snapkv/__init__.py" in printed
-    assert "conversation: dark\n" in printed
-    assert printed.count("refused: tint must be dark, got 'dim'\n") == 2
-    assert "exit: 2" in printed and "tint must be dark, got 'dim'" in printed.split("exit: 2")[1]
-    n_commands, n_with_store = re.findall(r"^commands: (\d+) (\d+)$", printed, re.M)[0]
-    assert n_commands == n_with_store != "0"
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What the entrances of a copy with another option print, line by line."""
+    folder = tmp_path_factory.mktemp("copy")
+    make_copy(ROOT / "mlx_snapkv", folder / "mlx_snapkv", OPTION_EDITS)
+    lines = run(folder, USES_OPTION.format(folder=folder)).splitlines()
+    assert lines[0] == f"{folder}/mlx_snapkv/__init__.py"
+    return lines
+
+
+def test_a_declared_option_reaches_every_entrance(printed):
+    assert [name for name in DARK if f"{name}: dark" not in printed] == []
+    assert "variable: dim" in printed and "compare: None dark" in printed  # the full cache has none
+
+
+def test_prefixes_of_another_value_are_not_used(printed):
+    assert [line for line in printed if line.startswith("serve:")] == [
+        "serve: dark",
+        "serve: dim",
+        "serve: dark",
+    ]
+    assert "known to servers: [False, False, True]" in printed
+
+
+def test_a_declared_option_is_checked_and_documented(printed):
+    wrong = "tint must be dark or dim, got 'pink'"
+    python = [line for line in printed if line.endswith(f" refuses: {wrong}")]
+    commands = [line for line in printed if line.endswith(f" ends with 2: mlx-snapkv: --{wrong}")]
+    assert (len(python), len(commands)) == (6, 6)
+    (documented,) = [line.split()[1:] for line in printed if line.startswith("documented:")]
+    assert documented[0] == documented[1] != "0"
