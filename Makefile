@@ -48,7 +48,8 @@ docs: $(VENV)/.installed ## write docs/policies.md, commands.md, models.md and t
 bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and servers; writes docs/*.json and their tables (two hours)
 	mkdir -p build
 	$(RUN) -m mlx_snapkv bench --output build/benchmarks
-	cp build/benchmarks.json build/benchmarks.png docs/
+	cp build/benchmarks.json docs/
+	$(RUN) scripts/speed_picture.py
 	$(RUN) scripts/measure_books.py
 	$(RUN) scripts/measure_batches.py
 	$(RUN) scripts/measure_servers.py

@@ -24,7 +24,7 @@ from mlx_snapkv import SnapKVError, generate_step
 from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
-from mlx_snapkv.measure.diagnosis import as_table, diagnosis
+from mlx_snapkv.measure.environment import as_table, diagnosis
 from mlx_snapkv.measure.methods import FULL
 from mlx_snapkv.measure.tables import Table, as_markdown
 from mlx_snapkv.planning.machine import this_machine

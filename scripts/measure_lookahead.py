@@ -24,12 +24,13 @@ from results_page import ROOT, Result, shared_options
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.measure import records as loop
-from mlx_snapkv.measure.decoding import decode
+from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference, divergence
-from mlx_snapkv.measure.intervals import difference, grouped
+from mlx_snapkv.measure.intervals import difference
 from mlx_snapkv.measure.methods import FULL
 from mlx_snapkv.measure.reading import Reading, read_once
 from mlx_snapkv.measure.records import Record, Results
+from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.measure.texts import Piece, Texts, around, frame_of
 from mlx_snapkv.policies import resolve_policy
 

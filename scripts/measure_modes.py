@@ -22,8 +22,7 @@ from results_page import ROOT, Result, Row, shared_options
 from mlx_snapkv import generate_step
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.measure.divergence import divergence, log_softmax
-from mlx_snapkv.measure.files import put_figure
-from mlx_snapkv.measure.intervals import grouped
+from mlx_snapkv.measure.tables import grouped, put_figure
 from mlx_snapkv.measure.texts import Piece, Texts, frame_of
 
 MODES = {

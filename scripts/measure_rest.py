@@ -27,7 +27,7 @@ from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
 from mlx_snapkv.entries import clusters, key_index
 from mlx_snapkv.measure.divergence import divergence
-from mlx_snapkv.measure.intervals import grouped
+from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.models.trained_length import trained_length
 from mlx_snapkv.policies.sparse import CHUNK
 

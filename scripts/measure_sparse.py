@@ -24,9 +24,8 @@ from results_page import ROOT, Result, shared_options
 from mlx_snapkv import Sparse, prefill
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
-from mlx_snapkv.measure.divergence import divergence, log_softmax
-from mlx_snapkv.measure.intervals import grouped
-from mlx_snapkv.measure.reading import judged
+from mlx_snapkv.measure.divergence import divergence, judged, log_softmax
+from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.measure.texts import Texts
 from mlx_snapkv.policies.sparse import CHUNK
 

@@ -2,7 +2,7 @@
 
 from results_page import load, measured, table
 
-from mlx_snapkv.measure.intervals import grouped
+from mlx_snapkv.measure.tables import grouped
 
 
 def answers() -> list[str]:

@@ -15,10 +15,10 @@ import sparse_page
 from results_page import Row, figures, load, measured, right, table, written_by
 
 from mlx_snapkv.cli.listings import CHOICES
-from mlx_snapkv.measure import speed_tables as bench
-from mlx_snapkv.measure.intervals import grouped, interval
+from mlx_snapkv.measure.intervals import interval
 from mlx_snapkv.measure.methods import FULL
-from mlx_snapkv.measure.tables import as_markdown, setting_text
+from mlx_snapkv.measure.speed import speed_table
+from mlx_snapkv.measure.tables import as_markdown, grouped, setting_text
 from mlx_snapkv.planning.options import RequestOptions
 
 
@@ -74,7 +74,7 @@ BOOKS = (
 
 def speed(name: str) -> list[str]:
     result = load(name)
-    made = bench.speed(result["speed"])
+    made = speed_table(result["speed"])
     return [setting_text(result), *result.get("notes", []), "", made.remark, "", as_markdown(made)]
 
 

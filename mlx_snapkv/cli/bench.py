@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
 POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 SPARSE = ("budget=6.25%",)
-CONTEXTS, LONG = "4096,16384,32768,65536,131072", "16384,32768,65536"
+REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
+CONTEXTS = "4096,16384,32768,65536,131072"
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,6 @@ class BenchOptions:
         list[str] | None,
         Option(help=f"Policy to measure; repeatable; default: {' and '.join(POLICIES)}."),
     ] = None
-    snapkv: Annotated[str | None, Option(help="SnapKV with these options, as one more policy.")] = (
-        None
-    )
     sparse: Annotated[
         list[str] | None,
         Option(
@@ -56,21 +54,16 @@ class BenchOptions:
             help="Prompt lengths to read with every cache.",
         ),
     ] = "8192,16384"
-    long_prompts: Annotated[
-        Any, Option(parser=lengths(LEAST), help="Prompt lengths to read with block policies only.")
-    ] = LONG
     num_trials: Annotated[
         int, Option("--num-trials", "-n", min=1, help="Prompts to read of each length.")
     ] = 3
     steps: Annotated[int, Option(min=1, max=200, help="Tokens to decode per cache.")] = 50
-    output: Annotated[
-        str | None, Option(help="Write OUTPUT.json, OUTPUT.md and a plot, OUTPUT.png.")
-    ] = None
+    output: Annotated[str | None, Option(help="Write OUTPUT.json and OUTPUT.md.")] = None
 
     def methods(self) -> list[Method | Stages]:
         """Those that were given, or else the default ones; SnapKVError if one can't be read."""
-        if self.policy or self.snapkv or self.sparse:
-            return each_method(self.policy, self.snapkv, self.sparse)
+        if self.policy or self.sparse:
+            return each_method(self.policy, sparse=self.sparse)
         return each_method(POLICIES, sparse=SPARSE)
 
 
@@ -78,17 +71,14 @@ def bench(*, options: BenchOptions) -> None:
     """Measure prefill and decoding by context length: the full cache, mlx-lm's options, policies, sparse attention."""
     from ..engine.wired_memory import hold_memory
     from ..measure.contenders import RANDOM, make_random_model
-    from ..measure.files import put_figure
-    from ..measure.speed import Plan, measure_speed
-    from ..measure.speed_tables import figure, markdown, speed
+    from ..measure.speed import Plan, measure_speed, speed_table
+    from ..measure.tables import as_page
     from .progress import StepBars
 
     model, policies = options.model, options.methods()
-    all_lengths = [*options.context, *options.prompt_tokens, *options.long_prompts]
-    for policy, n in product(policies, all_lengths):
+    for policy, n in product(policies, [*options.context, *options.prompt_tokens]):
         policy.prefill_quota(n)  # which finds mistakes
-    endings = ".json", ".md", ".png"
-    files = None if options.output is None else ResultFiles(options.output, endings)
+    files = None if options.output is None else ResultFiles(options.output, (".json", ".md"))
     listen()
     loaded = make_random_model() if model is None else load_model(model)[0]
     hold_memory(loaded)  # of the random one as well
@@ -104,15 +94,13 @@ def bench(*, options: BenchOptions) -> None:
         plan = Plan(
             contexts=options.context,
             prompts=options.prompt_tokens,
-            long_prompts=options.long_prompts,
             policies=policies,
             trials=options.num_trials,
             steps=options.steps,
         )
         result["speed"] = measure_speed(loaded, plan, bars.start, done)
-    print_table(speed(result["speed"]))
+    table = speed_table(result["speed"])
+    print_table(table)
     if files is not None:
-        picture = files.path(".png")
-        written = write_result(files.base, result, markdown(result, picture.name))
-        put_figure(picture, figure(result))
-        print(files.summary([*written, picture]))
+        page = as_page("Benchmarks", result, REMARK, [table])
+        print(files.summary(write_result(files.base, result, page)))

@@ -67,7 +67,7 @@ def compare(
           --policy snapkv:top_k=1024 --policy keydiff:budget=25% -o compared.html
     """
     from ..measure.compare import compare as compared
-    from ..measure.compare import page
+    from ..measure.compare_page import page
 
     path = require_page(shown.output, ".html")
     methods_of(shown.policy, shown.sparse, request=request)  # which finds mistakes

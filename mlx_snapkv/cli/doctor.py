@@ -29,7 +29,7 @@ def doctor(
       mlx-snapkv doctor
       mlx-snapkv doctor --model MODEL
     """
-    from ..measure.diagnosis import as_table, diagnosis
+    from ..measure.environment import as_table, diagnosis
     from .loading import load_without_weights
     from .results import print_table
 

@@ -15,20 +15,18 @@ from typer import Option
 
 from .._version import __version__
 from ..errors import SnapKVError
-from ..measure import files as reported
-from ..measure.tables import Table
+from ..measure.tables import Table, is_ours, require_matplotlib
 from ..paths import path_of, put_result, refusing, require_place
 from ..planning.options import RequestOptions
 from .cache_options import each_method
 from .options import AsJson
 
 if TYPE_CHECKING:
-    from ..measure.intervals import Page
     from ..measure.methods import Method
     from ..measure.records import Record, Results
+    from ..measure.tables import Page
 
     Run = Callable[[Results, Callable[..., None]], list[Record]]
-    Plots = Callable[[dict[str, Any], Path], list[Path]]
 
 # Columns of words; all others hold figures.
 NAMES = (
@@ -85,9 +83,9 @@ def require_page(name: str | None, *endings: str) -> Path | None:
 def _is_replaced(path: Path) -> bool:
     """Whether a file is there, and ours to replace; SnapKVError if it is not ours, or can't be written."""
     if path.suffix == ".png":
-        reported.require_matplotlib()
+        require_matplotlib()
     is_there = require_place(path)
-    if is_there and not reported.is_ours(path):
+    if is_there and not is_ours(path):
         raise SnapKVError(f"--output: mlx-snapkv did not write {path}: give another name")
     return is_there
 
@@ -164,10 +162,10 @@ class ResultOptions:
     ] = None
     as_json: AsJson = False
 
-    def files(self, *endings: str) -> ResultFiles | None:
+    def files(self) -> ResultFiles | None:
         if self.output is None:
             return None
-        return ResultFiles(self.output, (".jsonl", ".json", ".md", *endings))
+        return ResultFiles(self.output, (".jsonl", ".json", ".md"))
 
     def measure(
         self,
@@ -176,14 +174,12 @@ class ResultOptions:
         n_documents: int,
         run: Run,
         page: Page,
-        plots: Plots | None = None,
     ) -> None:
         """Measure what the files do not hold yet, with a bar; print the result, and write it.
 
         Args:
             fixed: what results that go on from each other have in common.
             run: the records, from those there are and a callback for every document.
-            plots: writes pictures of a result beside a path, without its ending.
         """
         from .progress import StepBars
 
@@ -198,9 +194,7 @@ class ResultOptions:
             for table in page.tables(result["summary"]):
                 print_table(table)
         if files is not None:
-            pictures = [] if plots is None else plots(result, files.base)
-            text = page.markdown(result, [path.name for path in pictures])
-            written = [*write_result(files.base, result, text), *pictures]
+            written = write_result(files.base, result, page.markdown(result))
             print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 

@@ -1,16 +1,11 @@
 """One prompt answered by several methods, each answer beside the full cache's."""
 
 import copy
-import difflib
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from html import escape
-from pathlib import Path
-from string import Template
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -18,21 +13,83 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, held_tokens, kv_bytes
-from ..content_policy import content_policy
+from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
-from .decoding import Answer, Kept, decode
 from .divergence import Reference
 from .methods import Method
 from .reading import AnyPolicy, Reading, read_once
 from .reading import n_before as decoded_before
-from .sentences import token_spans
-from .tables import Table
 
-PAGE = Path(__file__).with_name("compare.html")
 BEFORE = 8  # tokens shown before the first that differs
-LEVELS = 4  # tints, from kept nowhere (0) to kept by all heads
+
+
+Kept = tuple[list, CompressionReport | None]  # None if what it has not been fed is compressed, too
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer."""
+
+    text: str
+    tokens: list[int]  # with the one that ends it, if that came
+    cache: list  # the prompt cache that it was given; with a `memory`, of all entries
+    report: CompressionReport
+    times: list[float]  # when decoding began, and when each token came that was decoded
+    n_before: int  # so many of these are before the compression
+
+
+def decode(
+    model: Any,
+    tokenizer: Any,
+    prompt: Sequence[int],
+    begun: Sequence[int],
+    kept: Kept,
+    max_tokens: int,
+    on_text: Callable[[str], None] = lambda text: None,
+    on_report: Callable[[CompressionReport], None] = lambda report: None,
+    **options: Any,
+) -> Answer:
+    """The greedy answer that goes on from a cache which has been fed the first tokens of prompt and answer.
+
+    Args:
+        begun: the answer's first tokens.
+        on_text: called with the text as it comes, without the token that ends it.
+        on_report: called when a prompt has been compressed.
+        **options: of `stream_generate`, where what is kept has no report yet.
+    """
+    cache, report = kept
+    detokenizer, stops = tokenizer.detokenizer, tokenizer.eos_token_ids
+    tokens: list[int] = []
+    times = [time.perf_counter()]
+    n_before = 0
+
+    def compressed(found: CompressionReport) -> None:
+        nonlocal n_before, report
+        report, n_before = found, len(times)
+        on_report(found)
+
+    def decoded() -> Iterator[int]:
+        rest = [*prompt, *begun][held_tokens(model, cache) :]
+        keywords = {"on_report": compressed, **options} if report is None else {}
+        n_left = max_tokens - len(begun)
+        for response in stream_generate(
+            model, tokenizer, rest, n_left, prompt_cache=cache, **keywords
+        ):
+            times.append(time.perf_counter())
+            yield response.token
+
+    ended = len(begun) >= max_tokens or (begun and begun[-1] in stops)
+    for token in itertools.chain(begun, [] if ended else decoded()):
+        tokens.append(token)
+        if token not in stops:
+            detokenizer.add_token(token)
+            on_text(detokenizer.last_segment)
+    detokenizer.finalize()
+    on_text(detokenizer.last_segment)
+    assert report is not None
+    return Answer(detokenizer.text, tokens, cache, report, times, n_before)
 
 
 @dataclass(frozen=True)
@@ -239,57 +296,3 @@ def _difference(
     parts = full[max(0, i - BEFORE) : i], full[i : i + 1], tokens[i : i + 1]
     before, theirs, ours = map(tokenizer.decode, parts)
     return i, before, theirs, ours
-
-
-def page(
-    model: str, tokenizer: Any, tokens: Sequence[int], answers: Sequence[Compared], table: Table
-) -> str:
-    """One HTML file: the answers beside the first, what differs marked, and what each method kept."""
-    text, spans = token_spans(tokenizer, list(tokens))
-    full, *others = answers
-    beside = [_beside(full, each, _tinted(text, spans, each.kept)) for each in others]
-    given = {
-        "title": f"{escape(model)}: answers compared",
-        "parts": "".join([_table(table), *beside]),
-    }
-    html = Template(PAGE.read_text(encoding="utf-8")).safe_substitute(given)
-    return html.replace("$policy", content_policy(html), 1)
-
-
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
-    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"<p>{escape(table.remark)}</p><table><tr>{head}</tr>{body}</table>"
-
-
-def _beside(full: Compared, answer: Compared, kept: str) -> str:
-    theirs, ours = (
-        f'<div><h3>{escape(each.name)}</h3><div class="answer">{marked}</div></div>'
-        for each, marked in zip((full, answer), _marked(full.text, answer.text))
-    )
-    about = f"<h2>{escape(answer.name)}</h2><p>{escape(answer.reason or '')}</p>"
-    return f'{about}<div class="beside">{theirs}{ours}</div>{kept}'
-
-
-def _marked(full: str, text: str) -> tuple[str, str]:
-    """Both texts, with the words that only one of them has marked."""
-    a, b = (re.findall(r"\s+|\S+", said) for said in (full, text))
-    theirs, ours = "", ""
-    for tag, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        left, right = escape("".join(a[i:j])), escape("".join(b[k:m]))
-        theirs += left if tag in ("equal", "insert") else f"<del>{left}</del>"
-        ours += right if tag in ("equal", "delete") else f"<ins>{right}</ins>"
-    return theirs, ours
-
-
-def _tinted(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None) -> str:
-    """The prompt, each token tinted by the share of heads that keep it."""
-    if kept is None:
-        return ""
-    levels = np.ceil(kept * LEVELS).astype(int)
-    pieces, end = [], 0
-    for level, run in itertools.groupby(range(len(spans)), key=lambda i: levels[i]):
-        start, end = end, max(end, spans[list(run)[-1]][1])
-        pieces.append(f'<span class="t{level}">{escape(text[start:end])}</span>')
-    return f"<details><summary>Entries kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"

@@ -7,10 +7,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..caches.layers import held_tokens
+from ..caches.layers import attention_layers, held_tokens
 from ..engine.generate import generate_step
+from ..engine.loop_model import one_by_one
 from ..engine.report import CompressionReport
-from .reading import Reading, judged
+from ..models import attention_classes
+from ..models.patch import recording
+from .reading import Reading
 
 LEAST = -1e4  # of a log-probability: a token that can't come counts for nothing
 
@@ -107,6 +110,22 @@ class Reference:
     def loss(self, logprobs: mx.array) -> mx.array:
         """Negative log-probability of the tokens, all of which others predict: the mean, in nats."""
         return -mx.take_along_axis(logprobs, mx.array(self._tokens)[:, None], axis=-1).mean()
+
+
+def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
+    """Logits `(n, vocab_size)` after each of `n` known tokens, as if they came one by one; the cache holds them then.
+
+    That is one call of the model, or one between two evictions, and one for each token where tokens choose what they
+    read.
+    """
+    layers = attention_layers(model, prompt_cache)
+    caches = [layer.entries_in(prompt_cache) for layer in layers]
+    at_once = 1 if any(cache.chooses for cache in caches) else len(tokens)
+    pieces = [list(tokens[i : i + at_once]) for i in range(0, len(tokens), at_once)]
+    going_on = one_by_one(model, prompt_cache)
+    with recording(attention_classes(model)):
+        each = (going_on(mx.array(piece)[None], cache=prompt_cache)[0] for piece in pieces)
+        return mx.concatenate(list(each))
 
 
 def log_softmax(logits: mx.array) -> mx.array:

@@ -21,11 +21,11 @@ from ..planning.units import format_bytes
 from ..policies import Stages
 from . import records as loop
 from .divergence import Reference
-from .intervals import Page, Summary, difference, grouped, interval, table_of
+from .intervals import difference, interval
 from .methods import FULL, KNOWN, LATER, Method
 from .reading import AnyPolicy, Reading, read_once, read_sparsely, shares_reading
 from .records import Record, Results
-from .tables import Table
+from .tables import Page, Summary, Table, grouped, table_of
 from .texts import Frame, Piece, frame_of
 
 TEXT = "text"

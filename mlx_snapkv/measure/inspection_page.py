@@ -13,8 +13,8 @@ import numpy as np
 
 from ..content_policy import content_policy
 from ..errors import SnapKVError
-from .files import put_figure
 from .inspection import Inspection
+from .tables import put_figure
 
 PAGE = Path(__file__).with_name("inspection.html")
 SENTENCES = 10

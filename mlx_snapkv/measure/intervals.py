@@ -1,15 +1,11 @@
-"""What was measured, summed up as JSON and shown as tables; paired differences and their intervals."""
+"""Paired differences between methods, with bootstrapped intervals."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from .tables import Table, as_page
-
 RESAMPLES = 10_000
-Record = dict[str, Any]
-Summary = list[Record]
 
 
 def difference(
@@ -51,31 +47,3 @@ def interval(found: dict[str, float], form: str, scale: float = 1) -> str:
     """A difference's mean and its interval."""
     mean, low, high = (format(scale * found[key], form) for key in ("mean", "low", "high"))
     return f"{mean} ({low} to {high})"
-
-
-def grouped(rows: list[Record], *keys: str) -> dict[tuple, list[Record]]:
-    """Rows by their values of some keys, in the order in which these come first."""
-    found: dict[tuple, list[Record]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return found
-
-
-def table_of(
-    title: str, remark: str, columns: dict[str, Callable[[Record], str]], rows: Summary
-) -> Table:
-    return Table(title, remark, [*columns], [[cell(s) for cell in columns.values()] for s in rows])
-
-
-class Page(NamedTuple):
-    """How one kind of records is summed up and shown; the remark says what its figures mean."""
-
-    title: str
-    remark: str
-    summarise: Callable[[list[Record]], Summary]
-    tables: Callable[[Summary], list[Table]]
-
-    def markdown(self, result: Record, pictures: Sequence[str] = ()) -> str:
-        """A page of all tables, and of the pictures with these names."""
-        made = self.tables(result["summary"])
-        return as_page(self.title, result, self.remark, made, pictures)

@@ -15,10 +15,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..caches.adapter import full_cache
 from ..caches.layers import attention_layers, copies_but_entries
 from ..caches.recording import RecordingKVCache
-from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, Uncompressed, make_request
+from ..entries.queries import Captured
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
@@ -27,7 +27,6 @@ from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.request_plan import Plan, plan_request
 from ..planning.scores import largest_chunk
 from ..policies import Method, Stages
-from .shared_cache import SharedKVCache
 
 AnyPolicy = Method | Stages
 Recorders = dict[AnyPolicy, list[RecordingKVCache]]  # of a prompt, by full-attention layer
@@ -50,6 +49,27 @@ def n_before(model: Any, policy: AnyPolicy, n_prompt: int) -> int:
     """Tokens of an answer that are decoded before its prompt is compressed: one from the prompt, and one from each that
     is fed until then."""
     return _plan(model, policy, n_prompt).n_ahead + 1
+
+
+class SharedKVCache(RecordingKVCache):
+    """A KV cache whose queries several `recorders` of the layer record, which are never fed; see their `filled`."""
+
+    def __init__(self, recorders: Sequence[RecordingKVCache], capacity: int, layer: Any):
+        super().__init__(0, 0, capacity, layer)
+        self.recorders = recorders
+
+    def record(self, captured: Captured) -> None:
+        for recorder in self.recorders:
+            recorder.growing.offset = self.offset
+            recorder.record(captured)
+
+    @property
+    def waits_for_readers(self) -> bool:  # type: ignore[override]
+        return any(recorder.waits_for_readers for recorder in self.recorders)
+
+    @property  # type: ignore[misc]  # nothing sets the state of a request under way
+    def state(self) -> tuple:
+        return *super().state, [x.state for x in self.recorders]
 
 
 class Reading:
@@ -221,22 +241,6 @@ def read_sparsely(
         return caches, request.report
     report = request.compress()
     return request.caches, report
-
-
-def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
-    """Logits `(n, vocab_size)` after each of `n` known tokens, as if they came one by one; the cache holds them then.
-
-    That is one call of the model, or one between two evictions, and one for each token where tokens choose what they
-    read.
-    """
-    layers = attention_layers(model, prompt_cache)
-    caches = [layer.entries_in(prompt_cache) for layer in layers]
-    at_once = 1 if any(cache.chooses for cache in caches) else len(tokens)
-    pieces = [list(tokens[i : i + at_once]) for i in range(0, len(tokens), at_once)]
-    going_on = one_by_one(model, prompt_cache)
-    with recording(attention_classes(model)):
-        each = (going_on(mx.array(piece)[None], cache=prompt_cache)[0] for piece in pieces)
-        return mx.concatenate(list(each))
 
 
 def _best(logits: mx.array) -> int:

@@ -4,14 +4,13 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from ..errors import SnapKVError
 from ..paths import naming, put_result
+from .tables import Record
 
-Record = dict[str, Any]
 Measure = Callable[[list[Record]], Iterable[Record]]
 
 KEYS = ("method", "setting", "task", "length", "document", "piece", "question")

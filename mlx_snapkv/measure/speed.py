@@ -14,8 +14,10 @@ from ..caches.layers import kv_bytes, layer_caches, members
 from ..engine.generate import generate_step
 from ..engine.loop_model import observing
 from ..engine.report import CompressionReport
+from ..planning.units import format_bytes
 from ..policies import Method, Stages
 from .contenders import Contender, compressed, contenders, decoding_cache, random_prompt
+from .tables import Table
 
 WARM_UP = 3
 ANSWER = 8  # tokens decoded after each prompt
@@ -28,16 +30,10 @@ class Plan:
     """What to measure."""
 
     contexts: list[int]  # lengths to decode `steps` tokens at
-    prompts: list[int]  # lengths that the full cache and all policies read, `trials` of each
-    long_prompts: list[int]  # the same of those that only methods read that read little at a time
+    prompts: list[int]  # lengths to read with the full cache and all policies, `trials` of each
     policies: list[Method | Stages]
     trials: int
     steps: int
-
-    def readers(self, length: int) -> list[Contender]:
-        if length in self.prompts:
-            return [Contender("full cache", length), *compressed(length, self.policies)]
-        return compressed(length, [policy for policy in self.policies if policy.reads_little])
 
 
 def measure_speed(
@@ -60,10 +56,10 @@ def measure_speed(
     start("decoding", len(plan.contexts))
     for n in plan.contexts:
         add(n, decoding(model, n, plan.policies, plan.steps))
-    lengths = sorted({*plan.prompts, *plan.long_prompts})
-    start("reading", len(lengths))
-    for n in lengths:
-        add(n, reading(model, random_prompt(n), plan.readers(n), plan.trials))
+    start("reading", len(plan.prompts))
+    for n in plan.prompts:
+        readers = [Contender("full cache", n), *compressed(n, plan.policies)]
+        add(n, reading(model, random_prompt(n), readers, plan.trials))
     return sorted(rows.values(), key=lambda row: row["context"])
 
 
@@ -164,3 +160,34 @@ def ask(
     for _ in steps:
         pass
     return seconds, reports[0]
+
+
+def speed_table(rows: list[Row]) -> Table:
+    """Return a table of `measure_speed`'s rows, a line for each context length and contender."""
+    table = Table(
+        "Decoding and prefill by context length",
+        "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
+        'for speed. Ratios are to the full cache. "Read": seconds from a random prompt to the first token, including '
+        "selection, and the peak memory of that. Prompts that the full cache does not read are for policies that evict "
+        "during prefill.",
+        ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],
+    )
+    full = {row["context"]: row for row in rows if row["contender"] == "full cache"}
+    for row in rows:
+        base = full.get(row["context"], row)
+        step, read = row.get("step_seconds"), row.get("read_seconds")
+        table.add(
+            f"{row['context']:,}",
+            row["contender"],
+            f"{row['entries']:,}",
+            f"{1 / step:.1f}, {base['step_seconds'] / step:.2f}x" if step else "",
+            format_bytes(row["kv_bytes"]),
+            f"{read:.2f} s" + _ratio(row, base, "read_seconds") if read else "",
+            format_bytes(row["peak_bytes"]) + _ratio(row, base, "peak_bytes") if read else "",
+        )
+    return table
+
+
+def _ratio(row: Row, base: Row, figure: str) -> str:
+    known = base["contender"] == "full cache" and figure in base
+    return f", {row[figure] / base[figure]:.2f}x" if known else ""

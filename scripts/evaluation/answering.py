@@ -19,12 +19,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.engine.prefill import prefill
 from mlx_snapkv.measure import records as loop
-from mlx_snapkv.measure.decoding import Kept, decode
+from mlx_snapkv.measure.compare import Kept, decode
 from mlx_snapkv.measure.divergence import Reference
-from mlx_snapkv.measure.intervals import grouped
 from mlx_snapkv.measure.methods import SETTINGS, Method
 from mlx_snapkv.measure.reading import Reading, n_before, read_once
 from mlx_snapkv.measure.records import Record, Results
+from mlx_snapkv.measure.tables import grouped
 
 from .datasets import Dataset, Document
 

@@ -12,8 +12,8 @@ from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, leng
 from mlx_snapkv.cli.prompts import read_file
 from mlx_snapkv.cli.results import Policies, ResultFiles, Sparses, methods_of
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.measure.intervals import Page
 from mlx_snapkv.measure.methods import SETTINGS, Method
+from mlx_snapkv.measure.tables import Page
 
 from . import tasks
 from .answering import run

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from operator import itemgetter
 from statistics import fmean
 
-from mlx_snapkv.measure.intervals import Page, Summary, difference, grouped, interval, table_of
+from mlx_snapkv.measure.intervals import difference, interval
 from mlx_snapkv.measure.methods import FULL, SETTINGS
 from mlx_snapkv.measure.records import Record
-from mlx_snapkv.measure.tables import Table
+from mlx_snapkv.measure.tables import Page, Summary, Table, grouped, table_of
 from mlx_snapkv.planning.units import format_bytes
 
 SCORES = (

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import make_llama
 
-from mlx_snapkv.measure import diagnosis
+from mlx_snapkv.measure import environment
 from mlx_snapkv.planning import scores
 from mlx_snapkv.planning.machine import this_machine
 from mlx_snapkv.planning.units import format_bytes
@@ -45,4 +45,4 @@ def test_it_is_a_table_which_a_models_attention_is_added_to(call, refused):
 )
 def test_heads_without_a_kernel_of_metals_are_named(monkeypatch, size, words):
     monkeypatch.setattr(scores, "on_gpu", lambda: True)
-    assert words in diagnosis.kernels(make_llama(head_dim=size))
+    assert words in environment.kernels(make_llama(head_dim=size))

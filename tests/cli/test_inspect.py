@@ -5,7 +5,7 @@ import pytest
 
 from mlx_snapkv.cli.compare import _table
 from mlx_snapkv.measure.compare import Compared
-from mlx_snapkv.measure.files import is_ours
+from mlx_snapkv.measure.tables import is_ours
 
 SNAPKV = "budget=6%,n_sink=4,n_window=32"
 

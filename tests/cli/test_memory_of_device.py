@@ -51,7 +51,7 @@ def wired(monkeypatch):
         ["cache-prompt", "--model", "demo", "--prompt-file", "-", "-o", "saved.safetensors"],
         ["batch", "-", "-o", "answers.jsonl", "--model", "demo", *SNAPKV],
         ["eval", "fidelity", "--model", "demo", "--text", "text.txt", *SMALL, "--policy", f"snapkv:{SNAPKV[1]}"],
-        ["bench", *"--model demo --context 1024 -p 1024 --long-prompts 1024 -n 1 --steps 1 --snapkv budget=99".split()],
+        ["bench", *"--model demo --context 1024 -p 1024 -n 1 --steps 1 --policy snapkv:budget=99".split()],
     ],
     ids=lambda command: command[0],
 )  # fmt: skip

@@ -11,7 +11,8 @@ from tiny_models import make_llama
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.measure.reading import judged, read_once, shares_reading
+from mlx_snapkv.measure.divergence import judged
+from mlx_snapkv.measure.reading import read_once, shares_reading
 from mlx_snapkv.planning.prompt_plan import gate
 from mlx_snapkv.policies import resolve_policy
 

@@ -8,9 +8,8 @@ from mlx_snapkv import SnapKVCache, Sparse
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.entries.clusters import SIZE
-from mlx_snapkv.measure import speed_tables
 from mlx_snapkv.measure.contenders import Contender, contenders, decoding_cache
-from mlx_snapkv.measure.speed import Plan, decoding, measure_speed
+from mlx_snapkv.measure.speed import Plan, decoding, measure_speed, speed_table
 from mlx_snapkv.policies import resolve_policy
 
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
@@ -74,7 +73,7 @@ def test_where_attention_takes_no_bias_a_token_sees_no_means(name):
 def speed(model):
     """A small benchmark: what was said of its progress, and its rows."""
     started, saved = {}, []
-    plan = Plan([1024, 2048], [1024], [1024, 3000], [SIXTEENTH, SPARSE, BLOCKS], trials=2, steps=3)
+    plan = Plan([1024, 2048], [1024, 3000], [SIXTEENTH, SPARSE, BLOCKS], trials=2, steps=3)
     rows = measure_speed(model, plan, started.__setitem__, lambda so_far: saved.append(len(so_far)))
     assert started == {"decoding": 2, "reading": 2}
     assert saved == sorted(saved) and len(saved) == 4 and saved[-1] == len(rows)
@@ -94,22 +93,18 @@ def test_rows_hold_what_the_arrays_hold(speed):
     assert full["peak_bytes"] > 1024 * ENTRY and ours["read_seconds"] > 0
 
 
-def test_only_what_reads_little_reads_long_prompts(speed):
-    assert [row["contender"] for row in speed if row["context"] == 3000] == [
-        str(SPARSE),
-        str(BLOCKS),
-    ]
+def test_the_full_cache_and_all_policies_read(speed):
     read = [row["contender"] for row in speed if row["context"] == 1024 and "read_seconds" in row]
     assert read == ["full cache", str(SIXTEENTH), str(SPARSE), str(BLOCKS)]
     assert not any("read_seconds" in row for row in speed if row["context"] == 2048)
 
 
 def test_the_table(speed):
-    table = speed_tables.speed(speed)
+    table = speed_table(speed)
     rows = {(row[0], row[1]): row for row in table.rows}
     assert rows["1,024", "full cache"][3].endswith(", 1.00x")
     assert rows["1,024", "full cache"][5].endswith(" s, 1.00x")
     step = [row["step_seconds"] for row in speed if row["context"] == 1024]
     assert rows["1,024", "--kv-bits 4"][3] == f"{1 / step[3]:.1f}, {step[0] / step[3]:.2f}x"
     assert rows["2,048", "full cache"][5:] == ["", ""]
-    assert rows["3,000", str(BLOCKS)][3] == "" and "x" not in rows["3,000", str(BLOCKS)][5]
+    assert rows["3,000", str(BLOCKS)][3] == "" and "x" in rows["3,000", str(BLOCKS)][5]

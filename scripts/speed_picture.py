@@ -1,51 +1,17 @@
-"""A benchmark's rows as a table, a page and a picture."""
+"""Draw docs/benchmarks.png from docs/benchmarks.json, the results of `mlx-snapkv bench`.
+
+python scripts/speed_picture.py
+"""
 
 import re
 from collections.abc import Callable
 from typing import Any
 
-from ..planning.units import format_bytes
-from .environment import title
-from .speed import Row
-from .tables import Table, as_page
+from results_page import ROOT, load
 
-REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
-
-
-def markdown(result: dict[str, Any], picture: str) -> str:
-    return as_page("Benchmarks", result, REMARK, [speed(result["speed"])], [picture])
-
-
-def speed(rows: list[Row]) -> Table:
-    """What `measure_speed` has measured, a line a contender and context length."""
-    table = Table(
-        "Decoding and prefill by context length",
-        "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
-        'for speed. Ratios are to the full cache. "Read": seconds from a random prompt to the first token, including '
-        "selection, and the peak memory of that. Prompts that the full cache does not read are for policies that evict "
-        "during prefill.",
-        ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],
-    )
-    full = {row["context"]: row for row in rows if row["contender"] == "full cache"}
-    for row in rows:
-        base = full.get(row["context"], row)
-        step, read = row.get("step_seconds"), row.get("read_seconds")
-        table.add(
-            f"{row['context']:,}",
-            row["contender"],
-            f"{row['entries']:,}",
-            f"{1 / step:.1f}, {base['step_seconds'] / step:.2f}x" if step else "",
-            format_bytes(row["kv_bytes"]),
-            f"{read:.2f} s" + _ratio(row, base, "read_seconds") if read else "",
-            format_bytes(row["peak_bytes"]) + _ratio(row, base, "peak_bytes") if read else "",
-        )
-    return table
-
-
-def _ratio(row: Row, base: Row, figure: str) -> str:
-    known = base["contender"] == "full cache" and figure in base
-    return f", {row[figure] / base[figure]:.2f}x" if known else ""
-
+from mlx_snapkv.measure.speed import Row
+from mlx_snapkv.measure.tables import put_figure
+from mlx_snapkv.planning.units import format_bytes
 
 # A panel's label, the figure in a row that it shows, its value, and how a tick reads.
 PANELS: list[tuple[str, str, Callable[[float], float], Callable[[float], str]]] = [
@@ -60,7 +26,10 @@ def figure(result: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(14, 4.8), layout="constrained")
-    drawn.suptitle(title("By context length", result), fontsize=9, x=0.01, ha="left")
+    machine = result["machine"]
+    where = f"{machine['processor']}, {machine['cores']} cores, {machine['device']}"
+    title = f"By context length\nModel: {result['model']}\n{where}"
+    drawn.suptitle(title, fontsize=9, x=0.01, ha="left")
     lines: dict[str, list[Row]] = {}
     for row in result["speed"]:
         # `--max-kv-size` is one line, whatever its size.
@@ -88,3 +57,7 @@ def _scale(axes: Any, contexts: list[int], tick: Callable[[float], str]) -> None
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
+
+
+if __name__ == "__main__":
+    put_figure(ROOT / "docs" / "benchmarks.png", figure(load("benchmarks")))
