@@ -5,6 +5,7 @@ import itertools
 import sys
 import threading
 from dataclasses import dataclass
+from queue import SimpleQueue
 from subprocess import PIPE
 from typing import Any
 
@@ -63,16 +64,16 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, generatio
         Defaults(max_tokens=200),
         Metrics(),
     )
-    started = threading.Event()
-    thread = threading.Thread(target=serve, args=(engine, settings, place, started.set))
+    started: SimpleQueue = SimpleQueue()
+    thread = threading.Thread(target=serve, args=(engine, settings, place, started.put))
     thread.start()
-    assert started.wait(30)
+    server = started.get(timeout=30)
     url = f"http://127.0.0.1:{place.getsockname()[1]}"
     try:
         with httpx.Client(base_url=url, timeout=60) as client:
             yield Served(url, engine, client)
     finally:
-        engine.server.should_exit = True
+        server.should_exit = True
         thread.join(30)
     assert not thread.is_alive()
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 def started(folder: Path, *command: str, limit=LIMIT, lines="") -> list[tuple[int, str]]:
     """Run `python -m command` as the ranks of a ring, as mlx.launch does: by rank, the exit code and what it printed.
 
-    `lines` are rank 0's standard input. Whoever is left after `limit` seconds is killed, which is an error.
+    `lines` are the standard input of both. Whoever is left after `limit` seconds is killed, which is an error.
     """
     with running(folder, *command, lines=lines) as ranks:
         end = time.monotonic() + limit
@@ -54,7 +54,7 @@ def running(folder: Path, *command: str, lines: str = "") -> Iterator[list[Rank]
     ranks = []
     for rank in range(2):
         env, file = same | {"MLX_RANK": str(rank)}, folder / f"said-{rank}.txt"
-        with open(os.devnull if rank else typed) as stdin:
+        with open(typed) as stdin:
             ranks.append(Rank(file, [sys.executable, "-m", *command], env=env, stdin=stdin))
     try:
         yield ranks

@@ -20,7 +20,7 @@ from ..models import type_of
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import FULL_CACHE_REASON, Plan, plan_request
 from ..policies import Method, SnapKV, Sparse, Stages
-from .groups import Groups, Guard, Single, decoding, of_all_ranks, request_errors
+from .groups import Groups, Guard, Single, decoding, request_errors
 from .job import BatchReport, BatchSettings, Job
 
 # Model types whose batches are wrong, or an error, in mlx-lm itself (0.32).
@@ -168,8 +168,6 @@ class CompressedBatchGenerator(BatchGenerator):
         uid, segments, most, cache, *more = self._unprocessed_sequences[0]
         self._unprocessed_sequences[0] = (uid, segments, most, [], *more)  # not to be merged
         job = Job(self._settings, uid, self._plans.pop(uid), cache)
-        errors = {} if job.error is None else {uid: job.error}
-        job.error = of_all_ranks(job.model, errors).get(uid)
         self.prefill_step_size = job.request.step_size(self._limit)
         batch = super()._make_batch(n)
         batch.model = PacedModel(job.request.model, self._on_pause)
@@ -208,7 +206,7 @@ class Reading(PromptProcessingBatch):
         try:
             with self.job.request.recording():
                 super().prompt(tokens)
-        except request_errors(self.job.model) as error:
+        except request_errors() as error:
             self.job.error = error
 
     def generate(self, tokens: list[list[int]]) -> Single:
@@ -221,7 +219,7 @@ class Reading(PromptProcessingBatch):
                 self.model, self.prompt_cache = decoding(job)
                 with job.request.recording():
                     vars(single).update(vars(super().generate(tokens)))
-            except request_errors(job.model) as error:
+            except request_errors() as error:
                 job.error = error
         return single
 

@@ -10,10 +10,10 @@ import numpy as np
 from mlx_lm.generate import GenerationBatch
 
 from ..caches.layers import layer_caches
-from ..errors import SnapKVError, sentence
+from ..errors import SnapKVError
 from ..models import attention_classes
+from ..models.distributed import n_ranks
 from ..models.patch import recording
-from ..several.shard import shard_of
 from .entries import batch_caches, batched, kind_of
 from .job import Job
 
@@ -41,21 +41,9 @@ class Guard:
         return found
 
 
-def request_errors(model: Any) -> type[Exception]:
-    """The errors of a step that end only its requests: if several Macs hold the model, those that all ranks raise."""
-    return Exception if shard_of(model).ranks.size == 1 else SnapKVError
-
-
-def of_all_ranks(model: Any, errors: dict[int, Exception]) -> dict[int, Exception]:
-    """The requests that failed on any rank, by `uid`, given those that failed here."""
-    ranks = shard_of(model).ranks
-    if ranks.size == 1:
-        return errors
-    every = ranks.gather({uid: sentence(error) for uid, error in errors.items()})
-    for rank, theirs in enumerate(every):
-        for uid, why in theirs.items():
-            errors.setdefault(int(uid), RuntimeError(f"rank {rank}: {why}"))
-    return errors
+def request_errors() -> type[Exception]:
+    """Return the errors of a step that end only its requests: on several Macs, those that all ranks raise."""
+    return Exception if n_ranks() == 1 else SnapKVError
 
 
 class Group(GenerationBatch):
@@ -76,15 +64,15 @@ class Group(GenerationBatch):
 
     def next(self) -> list[Any]:
         """The responses of a step. If the model fails, all its requests have; else those whose own part of it has."""
-        uids, model = list(self.uids), self.model if self.job is None else self.job.model
+        uids = list(self.uids)
         try:
             with self.recording():
                 responses = super().next()
             mx.eval(self._recorded())
-        except request_errors(model) as error:
+        except request_errors() as error:
             self.filter([])
             return [failure(uid, error) for uid in uids]
-        return self._without_failed(responses, of_all_ranks(model, self._errors(responses)))
+        return self._without_failed(responses, self._errors(responses))
 
     def _errors(self, responses: list[Any]) -> dict[int, Exception]:
         """By request, what went wrong with its logits, its sampler or its processors in a step."""
@@ -154,7 +142,7 @@ class Single(Group):
             try:
                 job.compress(self.tokens[0])
                 self.model, self.prompt_cache = decoding(job)
-            except request_errors(job.model) as error:
+            except request_errors() as error:
                 return self._without_failed(responses, {job.uid: error})
         return responses
 

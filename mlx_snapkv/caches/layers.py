@@ -13,10 +13,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from ..entries.quantization import BITS, Quantization, arrays, fitting_groups
 from ..errors import Option, OptionError, UnsupportedModelError
 from ..models import attentions, type_of
+from ..models.distributed import PIPELINE, split_of
 from ..models.family import AttentionFamily
 from ..models.rope import mean_rotation, undo_rope
-from ..several.ranks import ALONE, Ranks
-from ..several.shard import WHOLE, Shard, shard_of
 from .adapter import has_all_entries, layer_cache
 from .contract import LayerCache
 
@@ -30,10 +29,7 @@ class AttentionLayer:
     attention: Any  # the attention module, of the class that `family` describes
     family: AttentionFamily
     borrowers: tuple[Any, ...] = ()  # later layers' attention modules that read its entries
-    number: int = 0  # its own, from 0, among the model's full-attention layers, wherever they are
-    n_layers: int = 1  # how many these are
-    shard: Shard = WHOLE  # what of the model is here
-    heads: Ranks = ALONE  # the ranks that share the layer's KV heads
+    number: int = 0  # its own, from 0, among the full-attention layers here
 
     def cache_in(self, prompt_cache: list) -> Any:
         entry = prompt_cache[self.index]
@@ -96,11 +92,8 @@ class AttentionLayer:
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     """The full-attention layers of `model`, with a plain `KVCache` or one of ours; not linear or sliding-window ones.
 
-    Of a model whose layers several Macs have, those here; all have to ask.
-
     Raises: UnsupportedModelError: there is none, or the model type is not one that can be compressed.
     """
-    shard = shard_of(model)
     found = attentions(model)
     holding = [slot for slot in slots(prompt_cache) if not isinstance(slot[2], ArraysCache)]
     # More caches than layers: a loop over the layers, each pass with caches of its own.
@@ -114,17 +107,12 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
         for (index, member, cache), owner in zip(holding, itertools.cycle(found))
         if owner.attention is not None and has_all_entries(cache)
     ]
-    counts = shard.counts(len(full))
-    if 0 in counts:
-        where = f" on rank {counts.index(0)}: start fewer ranks" if len(counts) > 1 else ""
+    if not full:
+        where = " on this Mac: start fewer" if split_of(model) == PIPELINE else ""
         raise UnsupportedModelError(
             f"model type {type_of(model)!r} has no full-attention layer with a plain KV cache to compress{where}"
         )
-    before, n_layers = shard.place(len(full))
-    return [
-        AttentionLayer(*layer, number, n_layers, shard, shard.sharing(layer[2]))
-        for number, layer in enumerate(full, start=before)
-    ]
+    return [AttentionLayer(*layer, number) for number, layer in enumerate(full)]
 
 
 def token_caches(model) -> list:

@@ -21,7 +21,6 @@ from ..errors import SnapKVError, UnknownOptionError, require_current, suggestio
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
 from ..policies import Policy, Sparse, Stages, resolve_method
-from ..several.shard import shard_of
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
 
@@ -262,8 +261,7 @@ class Conversation:
                 self.said = [*self.said, parts]
                 self.attached = []
                 is_whole = self._remember(tokens + answered)
-                can_undo = shard_of(self.model).all_layers([is_whole and before.is_cheap])  # ranks'
-                self._before_last = before if all(can_undo) else None
+                self._before_last = before if is_whole and before.is_cheap else None
             else:
                 before.restore()
 

@@ -10,9 +10,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from .._version import __version__
-from ..errors import SnapKVError, TrainedLengthWarning, brief, sentence
+from ..errors import SnapKVError, TrainedLengthWarning, brief
 from ..prerequisites import complaint_here
-from ..several import launched
 from . import process
 from .batch import batch
 from .bench import bench
@@ -90,8 +89,6 @@ def main(commands: typer.Typer = app) -> None:
     except SnapKVError as error:
         fail(in_flags(error), status=1 if _is_of_full_disk(error) else 2)
     except (KeyboardInterrupt, typer.Abort):
-        if launched():
-            fail("stopped", INTERRUPTED)
         print("\nmlx-snapkv: stopped", file=sys.stderr)
         process.leave(INTERRUPTED)
     except BrokenPipeError:
@@ -107,8 +104,7 @@ def main(commands: typer.Typer = app) -> None:
         # Newer typers bring a click of their own, so its usage errors are known by what they can do.
         if hasattr(error, "format_message"):
             fail(error.format_message())
-        if launched():  # whose other processes wait
-            fail(sentence(error), status=1)
+        process.speak()
         raise
     else:
         process.leave(status if isinstance(status, int) else 0)
@@ -131,12 +127,7 @@ def _is_of_full_disk(error: BaseException | None) -> bool:
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """Print one line on stderr and exit; the other ranks end as well."""
-    message = " ".join(message.split())
-    if launched():
-        from ..several.ranks import leave_all
-
-        message = leave_all(message)
-        process.speak()
-    print(f"mlx-snapkv: {message}", file=sys.stderr)
+    """Print one line on stderr and exit."""
+    process.speak()
+    print(f"mlx-snapkv: {' '.join(message.split())}", file=sys.stderr)
     process.leave(status)

@@ -85,6 +85,6 @@ def _handle_line(session: Session, line: str) -> None:
             raise
         session.say(in_flags(error))
     except KeyboardInterrupt:
-        if not interactive or session.ranks.size > 1:
+        if not interactive:
             raise
         session.say(f"stopped; the conversation continues{session.waiting}")

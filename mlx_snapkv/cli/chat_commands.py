@@ -13,6 +13,7 @@ from prompt_toolkit.document import Document
 from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
 from ..errors import SnapKVError, UnknownOptionError, suggestion
+from ..models.distributed import from_first, n_ranks
 from ..paths import path_of, put, refusing, require_place
 from ..planning.auto import CONVERSATION
 from ..planning.config import CompressionConfig
@@ -80,7 +81,7 @@ class CommandCompleter(Completer):
 @_command(FILE)
 def _file(session: Session, path: str) -> None:
     """attach a document to the next message"""
-    text = session.ranks.from_first(partial(read_file, "/file", path))
+    text = from_first(partial(read_file, "/file", path))
     tokens = session.attach(text)
     session.names[text] = Path(path).name
     session.say(f"{session.names[text]}: {tokens:,} tokens, will be read with your next message")
@@ -217,7 +218,7 @@ def _load(session: Session, path: str) -> None:
 @_command(FILE)
 def _export(session: Session, name: str) -> None:
     """write the conversation as Markdown"""
-    if session.ranks.size > 1:
+    if n_ranks() > 1:
         raise SnapKVError(f"/export does not run on several Macs: {ALONE_ONLY}")
     path = path_of(name, "/export")
     with refusing(f"/export {path}"):

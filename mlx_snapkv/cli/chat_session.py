@@ -4,7 +4,7 @@ import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,7 +18,6 @@ from typer import Context
 from ..chat.conversation import Conversation
 from ..errors import SnapKVError
 from ..planning.footprint import FileCost, file_cost
-from ..several.ranks import Ranks, here
 from .options import SamplingOptions
 from .progress import stderr_console
 from .prompts import require_text
@@ -28,31 +27,26 @@ SHORT_TURN = 2048  # tokens; what shorter turns write to files is not worth a li
 
 
 class Lines:
-    """Messages, until the end of the input: pasted text is one, and a backslash joins lines. All Macs take rank 0's."""
+    """Messages, until the end of the input: pasted text is one, and a backslash joins lines.
+
+    `mlx.launch` passes the same input to several Macs, so each reads its own.
+    """
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
         if stream is None:
             raise SnapKVError("standard input is closed, so no message can be read")
-        self._stream, self._on_terminal = stream, stream.isatty()
+        self._stream, self.interactive = stream, stream.isatty()
         self._session: PromptSession | None = None
-        if self._on_terminal and not is_dumb_terminal():
+        if self.interactive and not is_dumb_terminal():
             # Prompts are no part of the answers, so they don't go to stdout.
             output, style = create_output(always_prefer_tty=True), CompleteStyle.READLINE_LIKE
             self._session = PromptSession(output=output, completer=completer, complete_style=style)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
 
-    @cached_property
-    def interactive(self) -> bool:
-        """Whether a user types them. All Macs ask at the same place."""
-        return here().first(self._on_terminal)
-
     def __iter__(self) -> Iterator[str]:
-        while (message := here().from_first(self._message)) is not None:
+        while (message := self._message()) is not None:
             yield message
-
-    def agree(self, question: str) -> bool:
-        return here().from_first(partial(self._agree, f"{question} [y/N] "))
 
     def _message(self) -> str | None:
         while True:
@@ -71,7 +65,9 @@ class Lines:
                     return None
             return "\n".join(parts)
 
-    def _agree(self, question: str) -> bool:
+    def agree(self, question: str) -> bool:
+        """Ask a question; return whether the user has typed yes."""
+        question = f"{question} [y/N] "
         try:
             if self._session is None:
                 answer = self._line(question)
@@ -84,7 +80,7 @@ class Lines:
     def _line(self, prompt: str) -> str:
         if self._session is not None:
             return self._session.prompt(prompt)
-        if self._on_terminal:
+        if self.interactive:
             print(prompt, end="", file=sys.stderr, flush=True)
         if not (line := self._stream.readline()):
             raise EOFError
@@ -107,7 +103,6 @@ class Session:
     names: dict[str, str] = field(default_factory=dict)  # of attached documents, by their text
     exported: set[Path] = field(default_factory=set)  # files that hold this chat already
     speed: str = ""  # of the last turn, in words
-    ranks: Ranks = field(default_factory=here)
 
     def __post_init__(self) -> None:
         self._console = stderr_console()

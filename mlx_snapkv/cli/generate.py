@@ -157,7 +157,7 @@ def generate(
           --json-schema '{"type": "object", "properties": {"town": {"type": "string"}}}'
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
-    from ..several.ranks import here
+    from ..models.distributed import from_first
     from .saved_start import SavedStart
 
     file = prompt.prompt_cache_file
@@ -169,8 +169,7 @@ def generate(
     if file is None:
         compression.require_use()
     keywords |= cache.generation(keywords["policy"])
-    text = here().from_first(prompt.read)
-    schema = here().from_first(constraint.read)
+    text, schema = from_first(prompt.read), from_first(constraint.read)
     require_alone(draft_model=draft.draft_model)
     loaded, tokenizer = model.load()
     keywords |= draft.load(tokenizer, model.trust_remote_code)

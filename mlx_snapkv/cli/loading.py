@@ -3,8 +3,10 @@
 import contextlib
 import logging
 import os
+import secrets
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,30 +123,33 @@ def _rope_changes(where: str, named: str) -> dict[str, Any]:
 
 
 def _joined(pipeline: bool | None) -> int:
-    """How many processes were started together. Those but rank 0 print nothing from here on.
+    """Return how many processes were started together. Those but rank 0 print nothing from here on.
 
-    Raises: SnapKVError: the command is for one Mac, or the ranks were given different options.
+    Raises: SnapKVError: the command is for one Mac, or `--pipeline` was given to one process.
     """
-    from ..several.ranks import here
+    import mlx.core as mx
 
-    ranks = here()
-    if ranks.rank:
+    from ..models.distributed import from_first, n_ranks, rank
+
+    n = n_ranks()
+    if rank():
         be_silent()
-    if ranks.size == 1 and pipeline:
+    if n == 1 and pipeline:
         how = "start the command with mlx.launch, or drop it"
         raise SnapKVError(f"--pipeline is for several Macs: {how}")
-    ranks.require_same(options=" ".join(sys.argv[1:]))
-    if ranks.size > 1 and pipeline is None:
+    if n > 1 and pipeline is None:
         raise SnapKVError(f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {ALONE_ONLY}")
-    return ranks.size
+    if n > 1:  # all ranks sample alike
+        mx.random.seed(from_first(partial(secrets.randbits, 63)))
+    return n
 
 
 def require_alone(**options: Any) -> None:
     """Raises: SnapKVError: an option is given that several Macs can't serve, and this is one of several."""
-    from ..several.ranks import here
+    from ..models.distributed import n_ranks
 
     for name, value in options.items():
-        if value and here().size > 1:
+        if value and n_ranks() > 1:
             alone = f"{flag_of(name)} can't be used on several Macs"
             raise SnapKVError(f"{alone}: drop it, or {ALONE_ONLY}")
 

@@ -35,14 +35,24 @@ class Stderr:
         return getattr(self._stream, name)
 
 
+class Silence(Stderr):
+    """A stream that goes nowhere, in the place of one that errors still go to."""
+
+    def __init__(self, instead_of: TextIO):
+        super().__init__(None)
+        self.instead_of = instead_of
+
+
 def be_silent() -> None:
     """Print nothing but errors (see `speak`): rank 0 prints the rest."""
-    nowhere: Any = Stderr(None)
+    nowhere: Any = Silence(sys.stderr)
     sys.stdout = sys.stderr = nowhere
 
 
 def speak() -> None:
-    sys.stderr = Stderr(sys.__stderr__)  # type: ignore[assignment]
+    """Print errors again."""
+    if isinstance(sys.stderr, Silence):
+        sys.stderr = sys.stderr.instead_of
 
 
 def leave(status: int) -> NoReturn:

@@ -156,16 +156,15 @@ def serve(
     """
     _require_packages()
     from ..completions.request import Defaults
+    from ..models.distributed import rank
     from ..planning.config import CompressionConfig
     from ..server.admission import Limits
     from ..server.engine import Engine
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
-    from ..several.ranks import here
 
-    require_alone(prefix_dir=prefixes.prefix_dir)
-    ranks = here()
-    settings = None if ranks.rank else http.settings()
+    require_alone(prefix_dir=prefixes.prefix_dir, pipeline=model.pipeline)
+    settings = None if rank() else http.settings()
     keywords = compression.served()
     compression.require_use()
     keywords |= cache_options.keywords_of(
@@ -173,10 +172,9 @@ def serve(
     )
     generation = keywords | vars(cache)
     identity = CompressionConfig.taken_from(generation)[0].identity
-    # Of several ranks, rank 0 says what is given up for room.
-    prefix_cache = PrefixCache(sys.maxsize, ranks.first)
+    prefix_cache = PrefixCache(sys.maxsize)
     names = model.model, *(http.alias or ())
-    loader = _Loader(model, names, sampling, limits, prefixes, generation, prefix_cache, ranks.rank)
+    loader = _Loader(model, names, sampling, limits, prefixes, generation, prefix_cache)
     listen()  # here, since the model is loaded in another thread, which may not
     start = partial(
         Engine,
@@ -187,14 +185,13 @@ def serve(
         Defaults(**vars(sampling)),
         Metrics(),
         partial(prefixes.files, identity),
-        ranks,
     )
     _run(settings, loader, start)
 
 
 @dataclass
 class _Loader:
-    """Loads the model in the engine's thread, and on rank 0 gives the prefix cache its room."""
+    """Loads the model in the engine's thread, and gives the prefix cache its room, the same on all ranks."""
 
     model: options.ShardedModelOptions
     names: tuple[str, ...]  # by which clients may ask for it
@@ -203,27 +200,28 @@ class _Loader:
     prefixes: PrefixOptions
     options: dict[str, Any]  # of a request's entries
     prefix_cache: PrefixCache
-    rank: int
     room: PrefixRoom | None = None  # what the prefix cache may take, once the model is loaded
 
     def load(self) -> Loaded:
         """Load the model. Raises: SnapKVError: it can't be served with these options."""
+        from ..models.distributed import from_first
         from ..planning.machine import this_machine
         from ..planning.prefixes import prefix_room
         from ..server.requests import Loaded
 
         model, tokenizer = self.model.load()
         self.sampling.generation(tokenizer)  # which finds mistakes
-        if self.rank == 0:
-            self.room = prefix_room(
-                model,
-                self.options,
-                this_machine(),
-                given=self.prefixes.prefix_bytes,
-                max_kv_bytes=self.limits.max_kv_bytes,
-                max_context=self.limits.max_context,
-            )
-            self.prefix_cache.allow(self.room.limit)
+        room = partial(
+            prefix_room,
+            model,
+            self.options,
+            this_machine(),
+            given=self.prefixes.prefix_bytes,
+            max_kv_bytes=self.limits.max_kv_bytes,
+            max_context=self.limits.max_context,
+        )
+        self.room = from_first(room)
+        self.prefix_cache.allow(self.room.limit)
         return Loaded(model, tokenizer, self.names)
 
 
@@ -249,4 +247,6 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
         line = (
             f"{loader.names[0]} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
         )
-        serve(engine, settings, place, partial(print, line, loader.room, sep="\n", flush=True))
+        serve(
+            engine, settings, place, lambda server: print(line, loader.room, sep="\n", flush=True)
+        )

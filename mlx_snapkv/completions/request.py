@@ -101,17 +101,17 @@ def completion_request(
     defaults: Defaults,
     seed: int | None = None,
     bounds: Bounds = NO_BOUNDS,
-    form: Form | None = None,
     prompt: Prompt | None = None,
 ) -> CompletionRequest:
     """What a body asks of this tokenizer's model, within its `bounds`; `seed`, of 64 bits, if it gives none.
 
-    A text that is continued may have been given a `form`. `prompt` is the body's, if it is known.
+    `prompt` is the body's, if it is known.
 
     Raises: SnapKVError: as of `tokenised`, or a form can't be forced.
     """
     prompt = prompt or tokenised(body, tokenizer, bounds.vocabulary)
     tools, state, warnings = prompt.tools, prompt.state, list(prompt.warnings)
+    form: Form | None = None
     if isinstance(body, ChatBody):
         form = _form(body, prompt, tokenizer)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None

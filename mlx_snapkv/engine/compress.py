@@ -26,7 +26,6 @@ from ..planning.config import CompressionConfig
 from ..planning.request_plan import Plan, plan_compression
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota
-from ..several.ranks import Ranks
 from .decode import note_memory
 from .report import CompressionReport
 
@@ -71,7 +70,9 @@ def compress_prompt_cache(
         )
     n = lengths.pop()
     report = CompressionReport(str(chosen), n)
-    plan = plan_compression(CompressionConfig(chosen, quantization=quantization), layers, n)
+    config = CompressionConfig(chosen, quantization=quantization)
+    config.require(model)
+    plan = plan_compression(config, layers, n)
     if plan.reason is not None:
         report.reason = plan.reason
         return report
@@ -92,8 +93,6 @@ def measured(
 ) -> Iterator[None]:
     """Note how long the replacement of `caches` in this block takes, and what memory there is before and after it."""
     started = time.perf_counter()
-    # Also where nobody votes: the tokens that choose instead are computed on all ranks.
-    layers[0].shard.ranks.synchronize()
     report.kv_bytes_before = sum(layer.entries_in(caches).full_nbytes for layer in layers)
     yield
     mx.clear_cache()
@@ -117,7 +116,7 @@ def choose_entries(
     plan: Plan,
     queries: list[mx.array | None] | None = None,
 ) -> list[Choice]:
-    """What a policy keeps, layer by layer; nothing is changed. A failure on one rank is raised on all.
+    """Return what a policy keeps, layer by layer; nothing is changed.
 
     Args:
         queries: as of `compress_prompt_cache`.
@@ -129,8 +128,7 @@ def choose_entries(
         entries.release()
         return found
 
-    chosen = (choose(scored(layer), plan.decode_quota) for layer in layers)
-    return layers[0].shard.ranks.agreed(lambda: list(chosen), SnapKVError)
+    return [choose(scored(layer), plan.decode_quota) for layer in layers]
 
 
 def competing(
@@ -235,7 +233,6 @@ class Scored:
 
     scores: mx.array
     votes: mx.array | None
-    heads: Ranks  # that share the layer's KV heads
 
 
 def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
@@ -245,7 +242,7 @@ def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:
         votes = entries.received
-    return Scored(scores, votes, entries.layer.heads)
+    return Scored(scores, votes)
 
 
 def choose(scored: Scored, quota: Quota) -> Choice:
@@ -255,9 +252,8 @@ def choose(scored: Scored, quota: Quota) -> Choice:
     share = voted = None
     if votes is not None:
         voted = mx.take_along_axis(votes, kept, axis=-1)
-        received, every = scored.heads.sum(mx.stack([voted.sum(), votes.sum()]))
-        share = received / every
-    nan = scored.heads.max(mx.any(mx.isnan(scores)).astype(mx.int32))
+        share = voted.sum() / votes.sum()
+    nan = mx.any(mx.isnan(scores))
     mx.eval(kept, voted, share, nan)
     kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
     if nan.item() or (kept_share is not None and math.isnan(kept_share)):

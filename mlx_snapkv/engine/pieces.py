@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from ..caches.layers import AttentionLayer
 from ..models.counts import query_heads
+from ..models.distributed import n_ranks
 from ..planning.footprint import EntrySizes
 from ..planning.scores import LEAST, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
@@ -27,13 +28,11 @@ class Pieces:
         self._model, self._layers, self._pair_bytes = model, layers, 0
         heads = max(query_heads(layer.attention) for layer in layers)
         score_bytes = PAIR_BYTES * heads * max(LEAST, n_new) * n_prompt
-        ranks = layers[0].shard.ranks  # all make the same pieces
-        score_bytes, self._limit = ranks.first((score_bytes, scores_limit()))
-        if (
-            score_bytes > self._limit
-        ):  # only then are the model's shapes looked up, which takes some time
-            pair_bytes = max(shape.scores for shape in layer_shapes(model, EntrySizes(model)))
-            self._pair_bytes = ranks.first(pair_bytes)
+        self._limit = scores_limit()
+        # Several Macs have to make the same calls, and each has its own memory: they read whole chunks.
+        if score_bytes > self._limit and n_ranks() == 1:
+            # Only then are the model's shapes looked up, which takes some time.
+            self._pair_bytes = max(shape.scores for shape in layer_shapes(model, EntrySizes(model)))
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
         while inputs.shape[1] > LEAST and (n := self.at_once(cache)) < inputs.shape[1]:

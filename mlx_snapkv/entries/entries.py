@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
-from ..several.ranks import ALONE
 from .attention import KeyBlocks, above_average, attention_weights, block_size, latest_votes
 from .quantization import KEYS, VALUES, Quantization, Stored, each, n_rows, pack, rows, unpack
 from .queries import Queries
@@ -21,7 +20,6 @@ ByBlock = Callable[[int, int, list[mx.array]], mx.array]
 _NO_LAYER: Any = Missing(
     "the policy needs the layer as well as its entries: prefill with mlx_snapkv.prefill",
     latent=False,
-    heads=ALONE,
 )
 _NO_STATISTICS: Any = Missing(
     "the statistics of a layer's queries are missing: give the policy a query_statistics, "
@@ -40,9 +38,8 @@ class Entries:
     positional part of keys: `keys` are then both, side by side, and `values` the latents.
 
     The layer is an `AttentionLayer`: `.attention`, the mlx-lm attention module; `.rope`, its RoPE module or None;
-    `.number`, its place among the model's `.n_layers` full-attention layers; `.heads`, the ranks that share its heads;
-    and what computes with these. Asking for one of them is a SnapKVError if no layer was given, but for `.heads`; and
-    so are statistics that the policy did not ask for.
+    `.number`, its place among the model's full-attention layers; and what computes with these. Asking for one of them
+    is a SnapKVError if no layer was given, and so are statistics that the policy did not ask for.
     """
 
     stored_keys: Stored

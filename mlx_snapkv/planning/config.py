@@ -8,10 +8,12 @@ from typing import Any
 from ..caches.memories import keeps_all, require_memory
 from ..entries.quantization import Quantization, taken_from
 from ..errors import (
+    SnapKVError,
     UnsupportedModelError,
     require_current,
 )
 from ..models import attentions, type_of
+from ..models.distributed import TENSOR, split_of
 from ..policies import Method, Stages, resolve_method
 from .exclusions import When, require_compatible
 from .options import OPTIONS, RequestOptions
@@ -121,4 +123,16 @@ class CompressionConfig(RequestOptions):
             raise UnsupportedModelError(
                 f"sparse attention is not possible on model type {type_of(model)!r}, whose attention reads its cache "
                 "by itself: give a policy, such as snapkv"
+            )
+        self._require_heads(model)
+
+    def _require_heads(self, model) -> None:
+        """Raises: SnapKVError: a policy compares all heads of a layer, and several Macs share them."""
+        stages = () if self.policy is None else self.policy.stages
+        agreeing = [stage for stage in stages if stage.heads_agree]
+        if agreeing and split_of(model) == TENSOR:
+            raise SnapKVError(
+                "{} keeps the same entries in all heads of a layer, which several Macs share here: "
+                "give each Mac whole layers (--pipeline), or choose another policy",
+                agreeing[0].name,
             )

@@ -21,7 +21,6 @@ from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..policies.budgets import Quota
 from ..policies.sparse import CHEAP, LAST, Reach, Sparse
-from ..several.shard import PIPELINE
 from .config import CompressionConfig
 from .exclusions import When, require_compatible
 from .products import entries_for
@@ -234,8 +233,8 @@ def _planned(
 
 
 def _cheap_entries(model: Any, policy: Sparse, layers: list[AttentionLayer]) -> int:
-    """Entries whose attention costs little; 0 where they are not asked for, or ranks would not agree on a number."""
-    if policy.read_top_k is not None or layers[0].shard.kind == PIPELINE:
+    """Entries whose attention costs little; 0 where they are not asked for."""
+    if policy.read_top_k is not None:
         return 0
     return entries_for(CHEAP, model, layers)
 

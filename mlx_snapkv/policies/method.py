@@ -75,6 +75,7 @@ class Method:
     query_statistics: ClassVar[int | None] = None  # first tokens that `statistics` leave out
     lookahead: ClassVar[int] = 0  # answer tokens that vote, decoded on all entries
     prefill_chunk: ClassVar[int | None] = None  # under "once"; None follows `prefill_step_size`
+    heads_agree: ClassVar[bool] = False  # all heads of a layer keep the same entries
     _implied: ClassVar[str | None] = None  # the option whose value follows from the others'
 
     budget: int | str = entry_count(8192, least=1)

@@ -29,8 +29,7 @@ class RandomRows(Policy):
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32: whole numbers below 2**24, which it holds exactly."""
         n_heads = entries.keys.shape[1]
-        first = entries.layer.heads.rank * n_heads
-        heads = mx.arange(first, first + n_heads, dtype=mx.uint32)[:, None]
+        heads = mx.arange(n_heads, dtype=mx.uint32)[:, None]
         x = (entries.positions + 1) * 0x9E3779B1 + heads * 0x85EBCA77
         x += mx.array(self.seed, mx.uint32)
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):

@@ -19,10 +19,11 @@ class TOVA(Policy):
     summary = "the last query's attention, one set for all heads of a layer"
     paper = "Oren et al. 2024, arXiv:2401.06104"
     obs_window = 1
+    heads_agree = True
 
     n_window: int | str = 1
 
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32, equal for all heads."""
         votes = entries.votes
-        return mx.broadcast_to(entries.layer.heads.mean_of_heads(votes), votes.shape)
+        return mx.broadcast_to(votes.mean(axis=1, keepdims=True), votes.shape)

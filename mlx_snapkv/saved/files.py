@@ -26,9 +26,9 @@ from ..caches.matching import adopt, require_match, require_tokens
 from ..caches.memories import books
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError, UnsupportedModelError
+from ..models.distributed import require_whole
 from ..paths import path_of, reason, require_place
 from ..policies import Method, Sparse, Stages, method_named
-from ..several.shard import require_whole
 from . import book, sealed
 
 FORMAT = 7

@@ -31,6 +31,7 @@ from .openai.responses import router as responses
 
 PAGE = Path(__file__).with_name("page.html")
 router = APIRouter(tags=["monitoring"])
+OnStart = Callable[[uvicorn.Server], None]
 GRACE = 5  # seconds that answers under way, then the engine, have when the server stops
 
 
@@ -94,13 +95,13 @@ class Protocol(H11Protocol):
 class _Server(uvicorn.Server):
     """uvicorn's server, which ends the engine before the process."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, on_start: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, engine: Engine, on_start: OnStart):
         super().__init__(config)
         self._engine, self._on_start = engine, on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._on_start()
+        self._on_start(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.stop(0)
@@ -125,12 +126,10 @@ def listening(settings: Settings) -> socket.socket:
     return listener
 
 
-def serve(
-    engine: Engine, settings: Settings, place: socket.socket, on_start: Callable[[], None]
-) -> None:
-    """Serve until a signal, or until `should_exit` of the engine's `server` is set; answers under way end then.
+def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: OnStart) -> None:
+    """Serve until a signal, or until the server's `should_exit` is set; answers under way end then.
 
-    Calls `on_start` once requests are accepted, and raises what ended the engine.
+    Calls `on_start` with the server once requests are accepted.
     """
     config = uvicorn.Config(
         create_app(engine, settings),
@@ -140,10 +139,8 @@ def serve(
         timeout_graceful_shutdown=GRACE,
         server_header=False,
     )
-    engine.server = _Server(config, engine, on_start)
     try:
         with contextlib.suppress(KeyboardInterrupt):  # which uvicorn passes on when it has ended
-            engine.server.run(sockets=[place])
+            _Server(config, engine, on_start).run(sockets=[place])
     finally:
         engine.stop()
-    engine.join()

@@ -1,7 +1,9 @@
 """The thread that generates: it takes requests, decodes them together, and outlives whatever fails."""
 
 import contextlib
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -12,26 +14,27 @@ from typing import Any
 from ..completions.body import ChatBody
 from ..completions.prompt import tokenised
 from ..completions.request import Defaults, completion_request
-from ..errors import SnapKVError, sentence
-from ..several.ranks import ALONE, Ranks
+from ..errors import sentence
+from ..models.distributed import from_first, n_ranks, rank
 from .admission import Admission, Limits
 from .api_error import ApiError, as_api_error, log
 from .logged_once import LoggedOnce
 from .metrics import Metrics
 from .prefix_cache import Checkpoints, PrefixCache
 from .prefix_files import PrefixFiles
-from .rank_messages import received, sent
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
+
+IDLE = 0.1  # seconds between two exchanges of ranks that have nothing to do
 
 
 class Engine:
     """Its thread owns the device: it looks for a known prefix, reads and decodes.
 
     A request that fails ends alone; if a step fails, the requests of that step end, and serving goes on. Of several
-    ranks, rank 0 has the clients. Before every step it sends the others what it alone knows: new requests that it
-    accepted, requests that were cancelled, whether the next one may start, how many prompts are still kept, and when
-    to stop. A step that fails on one rank leaves the others waiting inside the model, and ends the server.
+    ranks, rank 0 has the clients. Before every step it shares with the others what it alone knows: new requests that it
+    accepted, requests that were cancelled, whether the next one may start, and when to stop. A step that fails on one
+    rank ends that process, since the others wait for it inside the model, and mlx.launch then ends these.
 
     Args:
         load: gives the model, in the engine's thread, to which MLX binds the arrays.
@@ -40,12 +43,9 @@ class Engine:
 
     Attributes:
         kv_bytes: of the requests in the batch, after the last step.
-        failure: what ended the server of several ranks, after which uvicorn's `server` must exit.
     """
 
     kv_bytes = 0
-    failure: Exception | None = None
-    server: Any = None
 
     def __init__(
         self,
@@ -56,11 +56,10 @@ class Engine:
         defaults: Defaults,
         metrics: Metrics,
         open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
-        ranks: Ranks = ALONE,
     ):
         self.options, self.prefixes, self.metrics = options, prefixes, metrics
         self._load, self._limits, self._defaults = load, limits, defaults
-        self._open_files, self._ranks = open_files, ranks
+        self._open_files = open_files
         self._ready = Future[Loaded]()
         self._new: SimpleQueue[EngineRequest] = SimpleQueue()
         self._wake = threading.Event()
@@ -68,7 +67,7 @@ class Engine:
         self._tokenizing = threading.Lock()
         self._stopping = self._ended = False
         self._waiting: deque[EngineRequest] = deque()
-        self._cancelled: set[int] = set()  # their numbers, the same on all ranks
+        self._cancelled: set[int] = set()  # their numbers
         self._logged_once = LoggedOnce()
         metrics.track(self)
         self._thread = threading.Thread(target=self._run)
@@ -135,10 +134,8 @@ class Engine:
         self._thread.join(seconds)
 
     def join(self) -> None:
-        """Wait until the engine has stopped, or rank 0's has; raises what else ended it."""
+        """Wait until the engine has stopped, as rank 0 tells the others."""
         self._thread.join()
-        if self.failure is not None:
-            raise self.failure
 
     # In its own thread.
 
@@ -155,7 +152,6 @@ class Engine:
                 most=limits.concurrency,
                 checkpoints=self._checkpoints,
                 metrics=metrics,
-                ranks=self._ranks,
                 on_pause=self._pause,
             )
             self.batch = self._new_batch()
@@ -169,24 +165,12 @@ class Engine:
                 self._round()
             except Exception as error:
                 self._fail_all(error)
-        heartbeat = self._ranks.heartbeat
-        if self.failure is None and self._ranks.rank:
-            heartbeat.call()
-        elif self.failure is None:
-            with contextlib.suppress(SnapKVError):  # a rank has gone already
-                for _ in range(1, self._ranks.size):
-                    heartbeat.await_call()  # which each does once it knows
         self.batch.generator.close()
 
     def _round(self) -> None:
         """Start the requests that may start, and do a step; wait if there is nothing to do."""
         if not (self.batch.running or self._waiting):
-            if self._ranks.rank:
-                self._ranks.heartbeat.await_call()
-            else:
-                self._wake.wait()
-                self._wake.clear()
-                self._ranks.heartbeat.call()
+            self._wait()
         while (request := self._next_to_start()) is not None:
             if request.number not in self._cancelled:
                 self.batch.start(request)
@@ -195,30 +179,36 @@ class Engine:
         self.batch.remove(self._cancelled)
         self._waiting.extendleft(self.batch.step())
         self.kv_bytes = self.batch.generator.prompt_cache_nbytes
-        if self._ranks.rank == 0:  # the others keep as many prefixes
-            self._admission.trim_prefixes(self.kv_bytes)
+        self._admission.trim_prefixes(self.kv_bytes)
+
+    def _wait(self) -> None:
+        """Wait for a request, or for the end.
+
+        Several ranks ask each other now and then: one that waits in a collective would keep a core busy.
+        """
+        if rank():
+            time.sleep(IDLE)
+        else:
+            self._wake.wait(None if n_ranks() == 1 else IDLE)
+            self._wake.clear()
 
     def _next_to_start(self) -> EngineRequest | None:
-        """The next request that rank 0 starts, once all ranks know what it knows."""
-        news = self._ranks.first({} if self._ranks.rank else self._news())
-        if self._ranks.rank:
-            self._waiting.extend(received(message, self._prepare) for message in news["new"])
-            self.prefixes.trim_to(n_sequences=news["n_known"])
-        self._ended, self._cancelled = news["stops"], set(news["cancelled"])
-        return self._waiting.popleft() if news["starts"] else None
+        """Return the next request that may start, if there is one, once all ranks know what rank 0 knows."""
+        new, self._cancelled, starts, self._ended = from_first(self._news)
+        if rank():
+            for request in new:
+                self._prepare(request)
+            self._waiting.extend(new)
+        return self._waiting.popleft() if starts else None
 
-    def _news(self) -> dict[str, Any]:
+    def _news(self) -> tuple[list[EngineRequest], set[int], bool, bool]:
+        """Return new requests, the numbers of cancelled ones, whether the next may start, and whether to stop."""
         new = list(self._accepted())
         self._waiting.extend(new)
         under_way = *self.batch.running.values(), *self._waiting
         self._cancelled = {r.number for r in under_way if r.cancelled}
-        return {
-            "stops": (stops := self._stopping),
-            "new": [sent(r) for r in new] if self._ranks.size > 1 else [],
-            "cancelled": list(self._cancelled),
-            "starts": not stops and self._may_start(),
-            "n_known": len(self.prefixes),
-        }
+        stops = self._stopping
+        return new, self._cancelled, not stops and self._may_start(), stops
 
     def _accepted(self) -> Iterator[EngineRequest]:
         while not self._new.empty():
@@ -241,7 +231,6 @@ class Engine:
             self._defaults,
             request.seed,
             self._admission.bounds,
-            request.form,
             request.prompt,
         )
 
@@ -255,20 +244,16 @@ class Engine:
 
     def _pause(self, done: int, total: int) -> None:
         """Leave a chunk that is read when the server stops; of several ranks each reads it to its end."""
-        if self._ranks.size == 1:
+        if n_ranks() == 1:
             self.require_alive()
 
     def _fail_all(self, error: Exception) -> None:
-        """A step failed: end its requests, and continue with a new batch; ranks have diverged, and end."""
+        """A step failed: end its requests, and continue with a new batch; one of several ranks ends."""
         log.error("a step failed", exc_info=error)
-        shown = error
-        if self._ranks.size > 1:
-            self.failure, self._ended = error, True
-            shown = ApiError(500, f"the server ends: {sentence(error)}")
-            if self.server is not None:
-                self.server.should_exit = True
+        if n_ranks() > 1:
+            os.write(2, f"mlx-snapkv: a step failed: {sentence(error)}\n".encode())
+            os._exit(1)
         for request in self.batch.running.values():
-            request.put(as_api_error(shown))
-        if not self._ended:
-            self.batch.generator.close()
-            self.batch = self._new_batch()
+            request.put(as_api_error(error))
+        self.batch.generator.close()
+        self.batch = self._new_batch()

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,13 @@ class PrefixCache:
 
     Args:
         most_bytes: for caches, in memory (`nbytes`) and in nameless files (`file_nbytes`); shared ones count for each.
-        agreed: turns this rank's answer into the one of all ranks, so that they keep the same prompts.
     """
 
     files: PrefixFiles | None = None
     nbytes = file_nbytes = 0
 
-    def __init__(self, most_bytes: int, agreed: Callable[[bool], bool] = bool):
-        self._most_bytes, self._agreed = most_bytes, agreed
+    def __init__(self, most_bytes: int):
+        self._most_bytes = most_bytes
         self._kept: list[Prefix] = []
 
     def __len__(self) -> int:
@@ -84,7 +82,7 @@ class PrefixCache:
 
     def _insert(self, ids: np.ndarray, caches: list) -> bool:
         """Keep caches in the place of those that they can be trimmed to, unless they alone exceed the limit."""
-        if not self._agreed(_bytes_of(caches) <= self._most_bytes):
+        if _bytes_of(caches) > self._most_bytes:
             return False
         new = Prefix(ids, can_trim_prompt_cache(caches), caches)
 

@@ -15,7 +15,6 @@ import mlx.core as mx
 
 from ..completions.answer import Completion, Reply
 from ..completions.body import Body
-from ..completions.grammar import Form
 from ..completions.prompt import Prompt
 from ..completions.request import CompletionRequest
 from ..completions.token_bytes import token_bytes
@@ -95,7 +94,7 @@ class EngineRequest:
     """A request on its way through the engine.
 
     Attributes:
-        put: gives an event to whoever waits for the answer, from any thread; other ranks have nobody.
+        put: gives an event to the handler that waits for the answer, from any thread; other ranks have none.
         number: the same on all ranks.
         since: when it came, by `time.perf_counter`.
         cancelled: nobody waits any more.
@@ -105,7 +104,6 @@ class EngineRequest:
         checkpoints: after how many of the prompt's tokens the caches are kept for other prompts.
         answer: None while it waits.
         full: tokens, and caches with all their entries.
-        form: what rank 0 found that the answer must be.
     """
 
     body: Body
@@ -121,4 +119,8 @@ class EngineRequest:
     answer: Completion | None = None
     report: CompressionReport | None = None
     full: tuple[list[int], list[Any]] | None = None
-    form: Form | None = None
+
+    def __reduce__(self) -> tuple:
+        """Pickle what another rank needs to prepare the same request."""
+        names = ("body", "seed", "number", "prompt", "checkpoints")
+        return partial(EngineRequest, **{name: getattr(self, name) for name in names}), ()

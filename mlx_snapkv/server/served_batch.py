@@ -12,7 +12,6 @@ from ..batch.groups import request_errors
 from ..caches.layers import is_compressed, kv_bytes
 from ..completions.answer import Completion
 from ..errors import EntryFileError, sentence
-from ..several.ranks import Ranks
 from .api_error import as_api_error, log
 from .metrics import Metrics
 from .prefix_cache import Checkpoints
@@ -33,11 +32,9 @@ class ServedBatch:
         most: int,
         checkpoints: Checkpoints,
         metrics: Metrics,
-        ranks: Ranks,
         on_pause: Callable[[int, int], None],
     ):
-        self._loaded, self._ranks = loaded, ranks
-        self._checkpoints, self._metrics = checkpoints, metrics
+        self._loaded, self._checkpoints, self._metrics = loaded, checkpoints, metrics
         self.running: dict[int, EngineRequest] = {}
         self.generator = CompressedBatchGenerator(
             loaded.model,
@@ -56,7 +53,7 @@ class ServedBatch:
         completion_request = request.completion_request
         prompt, sampler = completion_request.prompt, completion_request.sampler
         in_full = bool(request.body.full_cache)
-        caches, n_cached = self._shared_prefix(prompt, in_full)
+        caches, n_cached = self._prefix(prompt, in_full)
         if in_full and is_compressed(caches or []):
             caches, n_cached = None, 0
         places = [n_cached, *(n for n in request.checkpoints if n > n_cached), len(prompt)]
@@ -70,7 +67,7 @@ class ServedBatch:
                 logits_processors=[completion_request.processors],
                 in_full=in_full,
             )
-        except request_errors(self._loaded.model) as error:
+        except request_errors() as error:
             request.put(as_api_error(error))
             return
         request.answer = Completion(completion_request, self._loaded.tokenizer)
@@ -80,14 +77,13 @@ class ServedBatch:
         self._metrics.prefix_hits.inc(n_cached > 0)
         request.put(Started(len(prompt), n_cached, completion_request.warnings))
 
-    def _shared_prefix(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
-        """The prefix that all ranks know; none, unless it is the same on all."""
+    def _prefix(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
+        """Return caches that have read a prefix of the prompt, and its length; None and 0 if there are none."""
         try:
-            nearest = self._checkpoints.fetch(prompt, full_cache)
+            return self._checkpoints.fetch(prompt, full_cache)
         except Exception as error:
             log.warning("a prefix is not used: %s", sentence(error))
-            nearest = None, 0
-        return nearest if len(set(self._ranks.gather(nearest[1]))) == 1 else (None, 0)
+            return None, 0
 
     def remove(self, numbers: Collection[int]) -> None:
         """Drop the requests of these numbers, which nobody waits for."""
@@ -156,8 +152,7 @@ class ServedBatch:
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)
             self._checkpoints.drop(error.path)
-            # On other ranks a request may not have failed so.
-            if self._ranks.size == 1 and request.answer and not request.answer.n_tokens:
+            if request.answer and not request.answer.n_tokens:
                 request.answer = request.report = request.full = None
                 return request
         request.put(as_api_error(error))

@@ -84,7 +84,7 @@ def expected_of(attention, x):
 @pytest.mark.parametrize("chunks", [(T,), (2, 1, 1, 56)])
 def test_everything_a_policy_asks_for(chunks):
     for number, (entries, x, _) in enumerate(zip(*read(make_llama(), FIRST, chunks))):
-        assert (entries.layer.number, entries.layer.n_layers) == (number, 2)
+        assert entries.layer.number == number
         statistics = entries.statistics.mean, entries.statistics.covariance
         found = entries.raw_queries, entries.attention, *statistics
         for ours, wanted in zip(found, expected_of(entries.layer.attention, x)):

@@ -10,7 +10,6 @@ from mlx_snapkv.server.metrics import Metrics
 from mlx_snapkv.server.prefix_cache import Checkpoints, PrefixCache
 from mlx_snapkv.server.requests import EngineRequest, Finished, Loaded, Read, Started
 from mlx_snapkv.server.served_batch import ServedBatch
-from mlx_snapkv.several.ranks import ALONE
 
 WINDOW = "n_sink=4,n_window=16,obs_window=32"
 SAFE = [
@@ -31,7 +30,7 @@ class Served:
         self.loaded, self.prefixes = loaded, PrefixCache(1 << 30)
         self.checkpoints = Checkpoints(self.prefixes, loaded, options)
         self.batch = ServedBatch(
-            loaded, options, 4, self.checkpoints, Metrics(), ALONE, lambda done, total: None
+            loaded, options, 4, self.checkpoints, Metrics(), lambda done, total: None
         )
 
     def start(self, text):
