@@ -24,7 +24,7 @@ class SnapKVError(ValueError):
     Args:
         message: a sentence, or a format string for `values`.
         *values: what the message's `{}` stand for. An `Option` among them, or in an error among them, is written as
-            its reader would write it: `memory=recall` in Python, `--memory recall` on the command line.
+            its reader would write it: `max_kv_size=512` in Python, `--max-kv-size 512` on the command line.
     """
 
     def __init__(self, message: str = "", *values: Any):
@@ -78,9 +78,8 @@ class UnknownOptionError(SnapKVError):
 # By option of an earlier release, the arguments of the error that says what is there instead.
 GONE: dict[str, tuple[Any, ...]] = {
     "refresh": (
-        "{} is gone: {} lets every token choose what it reads, and a policy with {} chooses once a turn",
+        "{} is gone: {} lets every token choose what it reads",
         Option("sparse", "budget=6.25%"),
-        Option("memory", "recall"),
     )
 }
 

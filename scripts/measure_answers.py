@@ -32,11 +32,11 @@ from mlx_snapkv.measure.tables import grouped
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery")
 SUMMARY = "Summarise the text above in three sentences."
 CHARACTERS = 6000  # of an essay
-LAST_TOKENS = 64  # of a prompt, which hold its question and are read for every way
+LAST_TOKENS = 64  # of a prompt, which hold its question and are read for every way but a policy, which reads all
 ONCE, SPARSE = "snapkv:budget={}%", "budget={}%,read=dense"
 # By name: options of an answer that reads so many percent, and the most entries whose exact votes rank them.
 WAYS = {
-    "SnapKV, once": ({"policy": ONCE, "memory": "recall"}, key_index.EXACT_ENTRIES),
+    "SnapKV, once": ({"policy": ONCE}, key_index.EXACT_ENTRIES),
     "sparse, by its votes": ({"sparse": SPARSE}, sys.maxsize),
     "sparse, by the index": ({"sparse": SPARSE}, 0),
 }
@@ -87,8 +87,10 @@ def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[s
     full, plain_seconds = answered(model, caches, last, tokens)
     for share, (way, (options, few)) in itertools.product(shares, WAYS.items()):
         given = {name: text.format(100 / share) for name, text in options.items()}
+        # A policy reads the whole prompt, and sparse attention goes on from what was read.
+        start = (make_prompt_cache(model), prompt) if "policy" in given else (caches, last)
         with patch.object(key_index, "EXACT_ENTRIES", few):
-            found, seconds = answered(model, caches, last, tokens, **given)
+            found, seconds = answered(model, *start, tokens, **given)
         same = mx.argmax(full, axis=-1) == mx.argmax(found, axis=-1)
         yield {
             "kind": kind,

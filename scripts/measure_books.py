@@ -31,10 +31,9 @@ Case = tuple[
 
 def cases(lengths: list[int]) -> list[Case]:
     n, read = lengths[0], READS.reach(lengths[0]).most
-    book = {"sparse": READS, "memory": "recall:file"}
+    book = {"sparse": READS, "store": "file"}
     return [
         *((length, "book", read, book) for length in lengths),
-        (n, "book, 4 bits", read, book | {"memory": "recall:file:4bit"}),
         *((n // part, "full cache", n // part, {}) for part in (4, 2, 1)),
     ]
 

@@ -18,7 +18,7 @@ from results_page import Result, clock, shared_options
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes
-from mlx_snapkv.caches.memories import MEMORIES
+from mlx_snapkv.caches.stores import STORES
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo.questions import is_right, make_haystack
 
@@ -37,7 +37,7 @@ class Way:
     table: str
     name: str
     policy: str | None = None
-    memory: str = "drop"
+    store: str | None = None
     share: int = SHARE
     sparse: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -55,12 +55,10 @@ def ways(tokens: int) -> Iterator[Way]:
     kept = tokens // SHARE
     keydiff = f"keydiff:budget={kept},{FEW_RECENT},block={BLOCK}"
     yield Way("memories", "full cache")
-    for memory in MEMORIES:
-        if memory != "drop":
-            yield Way("memories", f"sparse, {memory}", memory=memory, sparse=sparse(kept))
-    yield Way("memories", "SnapKV, drop", snapkv(kept))
-    yield Way("memories", "SnapKV, recall", snapkv(kept), "recall")
-    yield Way("memories", "KeyDiff, drop", keydiff)
+    for store in STORES:
+        yield Way("memories", f"sparse, {store}", store=store, sparse=sparse(kept))
+    yield Way("memories", "SnapKV", snapkv(kept))
+    yield Way("memories", "KeyDiff", keydiff)
     for name, policy in (("full cache", None), ("SnapKV", snapkv(kept)), ("KeyDiff", keydiff)):
         for bits in (8, 4):
             options = {"kv_bits": bits, "kv_group_size": 64, "quantized_kv_start": 0}
@@ -71,8 +69,8 @@ def ways(tokens: int) -> Iterator[Way]:
         both = f"{alone} then {snapkv(max(n, LEAST))}"
         dense = f"{sparse(max(n, LEAST))},read=dense"
         few = f"{sparse(max(n, LEAST))},read_top_k={max(n, LEAST)}"
-        yield Way("resident", "sparse, read densely", share=share, memory="recall", sparse=dense)
-        yield Way("resident", "sparse", share=share, memory="recall:file", sparse=few)
+        yield Way("resident", "sparse, read densely", share=share, store="memory", sparse=dense)
+        yield Way("resident", "sparse", share=share, store="file", sparse=few)
         yield Way("resident", "KeyDiff", alone, share=share)
         yield Way("resident", "KeyDiff, then SnapKV", both, share=share)
 
@@ -83,7 +81,7 @@ def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int)
     right, peak, first, later = 0, 0, [], []
     for n in range(documents):
         document, asked = make_haystack(tokenizer, random.Random(SEED + n), facts, tokens)
-        given = {"policy": way.policy, "sparse": way.sparse, "memory": way.memory, "max_tokens": 24}
+        given = {"policy": way.policy, "sparse": way.sparse, "store": way.store, "max_tokens": 24}
         conversation = Conversation(model, tokenizer, **given, **way.options)
         conversation.attach(document)
         for i, fact in enumerate(asked):

@@ -123,6 +123,6 @@ def _facts() -> tuple[str, ...]:
         r["name"]: r for r in result["rows"] if (r["table"], r["model"]) == ("memories", "demo")
     }
     what = f"{result['facts']} facts of {result['tokens']:,} tokens, one a turn, with 1/16"
-    found = {"sparse": "sparse, recall", "SnapKV": "SnapKV, drop"}
+    found = {"sparse": "sparse, memory", "SnapKV": "SnapKV"}
     ways = ", ".join(f"{name} {right(rows[row])}" for name, row in found.items())
     return what, right(rows["full cache"]), ways

@@ -45,7 +45,7 @@ large: per layer, `n_heads` times the square of a key's size.
 - **Layers that read other layers' entries.** Their queries vote together with those of the layer that owns the \
 entries. All reading heads have the same weight.
 - **Capped logits** (gemma2). Votes are computed from the capped logits; `expected_attention` is refused.
-- **Quantised entries** (`kv_bits`, `memory=recall:8bit`) are refused if mlx-lm's forward pass reads plain entries: \
+- **Quantised entries** (`kv_bits`, `store=8bit`) are refused if mlx-lm's forward pass reads plain entries: \
 with latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing layers.
 - **`rope_parameters`.** transformers 5 writes RoPE's base and scaling into `config.json` under this one name. Most of \
 mlx-lm's families read `rope_theta`, `rope_scaling` and `partial_rotary_factor` instead, and without them fall back on \

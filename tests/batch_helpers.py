@@ -23,15 +23,15 @@ class Run:
     """A generator, what it has answered, reported and handed on, and its last responses, by number of the request."""
 
     def __init__(self, model, policy, **options):
-        self.reports, self.recalled, self.answers, self.last = {}, {}, {}, {}
+        self.reports, self.read, self.answers, self.last = {}, {}, {}, {}
         self.generator = CompressedBatchGenerator(
             model,
             policy=policy,
             on_report=self.reports.setdefault,
-            on_recall=lambda uid, *told: self.recalled.update({uid: told}),
+            on_read=lambda uid, *told: self.read.update({uid: told}),
             **options,
         )
-        retained = {name: options[name] for name in ("memory",) if name in options}
+        retained = {name: options[name] for name in ("store",) if name in options}
         self.alone = functools.partial(alone, model, policy=policy, **retained)
 
     def insert(self, prompts, max_tokens, **options):

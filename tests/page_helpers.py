@@ -14,7 +14,7 @@ NO_BROWSER = pytest.mark.skipif(
     not (BROWSER and DRIVER), reason="chromium and chromedriver are not installed"
 )
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-background-networking"
-SERVE = "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4 --memory recall"
+SERVE = "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4"
 
 
 def serving(*options):

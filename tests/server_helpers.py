@@ -51,10 +51,10 @@ def load_named(name, change=lambda model, tokenizer: None):
 
 
 @contextlib.contextmanager
-def serving(load=None, *, policy=POLICY, memory="recall", limits=None, generation=(), **settings):
+def serving(load=None, *, policy=POLICY, store=None, limits=None, generation=(), **settings):
     """A server that runs for the block; `generation` are more options of its batches."""
     settings = Settings(port=0, **settings)
-    options = {"policy": resolve_policy(policy=policy), "memory": memory, **dict(generation)}
+    options = {"policy": resolve_policy(policy=policy), "store": store, **dict(generation)}
     place = listening(settings)
     engine = Engine(
         load or load_named("demo"),

@@ -26,7 +26,7 @@ POLICIES = {
 }
 # By name, how an answer is decoded.
 ANSWERS = {
-    "recall": {"policy": POLICIES["snapkv"], "memory": "recall"},
+    "snapkv": {"policy": POLICIES["snapkv"]},
     "sparse": {"sparse": "budget=96,n_window=32"},
     "bits": {"policy": POLICIES["h2o"], "kv_bits": 8},
 }

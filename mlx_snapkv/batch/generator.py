@@ -50,13 +50,13 @@ class CompressedBatchGenerator(BatchGenerator):
         snapkv, policy, sparse: as of `generate_step` but for "auto"; without one of them, and without `turns`, this is
             mlx-lm's generator.
         on_report: receives a request's number and its `CompressionReport`.
-        on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
-            from, and those tokens; entries of `memory="drop"` are gone.
+        on_read: receives a request's number, caches with all entries of what it has read, for others to go on from,
+            and those tokens; not of a policy that evicts while it reads.
         turns: caches that hold tokens already are compressed again, as those of a `Conversation` are.
         reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
             fewer and fuller steps.
         on_pause: called about once a second while a chunk is read; what it raises fails the request.
-        **kwargs: `memory` as of `generate_step`. `kv_bits`, `kv_group_size` of compressed entries; full ones
+        **kwargs: `store` as of `generate_step`. `kv_bits`, `kv_group_size` of compressed entries; full ones
             stay plain. mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `completion_batch_size` and so on.
 
     Raises:
@@ -73,7 +73,7 @@ class CompressedBatchGenerator(BatchGenerator):
         policy: Method | Stages | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
         on_report: BatchReport | None = None,
-        on_recall: Callable[[int, list, list[int]], None] | None = None,
+        on_read: Callable[[int, list, list[int]], None] | None = None,
         turns: bool = False,
         reads_first: bool = False,
         on_pause: Callable[[int, int], None] = lambda done, total: None,
@@ -89,7 +89,7 @@ class CompressedBatchGenerator(BatchGenerator):
             return
         config = require_servable(model, config, kwargs)
         require_together(model)
-        self._settings, self._config = BatchSettings(model, on_report, on_recall), config
+        self._settings, self._config = BatchSettings(model, on_report, on_read), config
         super().__init__(model, **taken_from(kwargs)[1] | {"prefill_batch_size": 1})
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.layers import attention_layers, members
-from ..caches.memories import plain_forms, saved_forms
+from ..caches.layers import copies_but_entries, members
+from ..caches.stored_caches import plain_forms, saved_forms
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, Uncompressed, make_request
 from ..planning.request_plan import Plan
@@ -23,7 +23,7 @@ class BatchSettings:
 
     model: Any
     on_report: BatchReport | None
-    on_recall: Callable[[int, list, list[int]], None] | None
+    on_read: Callable[[int, list, list[int]], None] | None
 
 
 class Job:
@@ -59,19 +59,23 @@ class Job:
         request = self.request
         if isinstance(request, Uncompressed):
             return
+        caches = self._all_entries(request)
         request.compress()
         self.request = Uncompressed(self.model, request.caches, request.report)
-        self._hand_on(request, tokens)
+        if caches is not None and self._settings.on_read is not None:
+            n, *more = {x.entries_in(caches).offset for x in request.layers}
+            if not more:  # or a call of the model was broken off
+                self._settings.on_read(self.uid, caches, list(tokens[:n]))
         self._report()
 
-    def _hand_on(self, request: Request, tokens: list[int]) -> None:
-        """Give the caches of all entries to `on_recall`; `tokens` have been read."""
-        if self._settings.on_recall is None or not request.plan.options.retains:
-            return
-        caches = request.prompt_cache
-        n, *more = {x.entries_in(caches).offset for x in attention_layers(self.model, caches)}
-        if not more:  # or a call of the model was broken off
-            self._settings.on_recall(self.uid, caches, list(tokens[:n]))
+    def _all_entries(self, request: Request) -> list | None:
+        """Return caches with all entries of what has been read, before a policy chooses; None if some are gone."""
+        options = request.plan.options
+        if options.is_sparse:
+            return request.prompt_cache
+        if options.reads_in_blocks:
+            return None
+        return saved_forms(self.model, copies_but_entries(request.caches, request.layers))
 
     def extracted(self) -> list:
         """The caches as they are, for others to go on with."""

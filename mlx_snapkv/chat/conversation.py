@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
 from ..caches.layers import held_tokens
-from ..caches.memories import make_caches, saved_forms
+from ..caches.stored_caches import make_caches, saved_forms
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.rewind import rolled_back_beyond, rolled_back_to
@@ -40,14 +40,13 @@ class Conversation:
 
     Args:
         model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
-        policy: a policy object or string; without one the full cache is kept. "auto" takes a policy, and a memory,
-            that suit the model and this machine, as docs/choose.md has it.
+        policy: a policy object or string; without one the full cache is kept. "auto" takes what suits the model and
+            this machine, as docs/choose.md has it. Later turns vote over the entries that are left and their own.
         sparse: as of `generate_step`.
         system: a system prompt.
-        **options: those of `RequestOptions`, and of mlx-lm's `stream_generate`, for every answer. With a policy and
-            memory "drop" later turns vote over the entries that are left and their own; with another memory over all
-            that were ever read. With a policy, `kv_bits` and
-            `kv_group_size` apply to compressed entries; a turn that is not compressed stays plain until one is.
+        **options: those of `RequestOptions`, and of mlx-lm's `stream_generate`, for every answer. With a policy,
+            `kv_bits` and `kv_group_size` apply to compressed entries; a turn that is not compressed stays plain until
+            one is.
 
     Attributes:
         options: how the conversation is served beside its policy: `RequestOptions` as keywords.
@@ -99,9 +98,9 @@ class Conversation:
         return CompressionConfig(self.policy, **self.options, turns=True)
 
     @property
-    def memory(self) -> str:
-        """Where all entries stay, if they do."""
-        return self.options["memory"]
+    def store(self) -> str | None:
+        """Where sparse attention keeps all entries."""
+        return self.options["store"]
 
     def reset(self) -> None:
         """Forget everything but the options and the system prompt."""
@@ -117,7 +116,7 @@ class Conversation:
         if self.policy is None:
             self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
         else:
-            self.prompt_cache = make_caches(self.model, self.memory)
+            self.prompt_cache = make_caches(self.model, self.store)
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.report: CompressionReport | None = None
@@ -278,7 +277,7 @@ class Conversation:
         return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
 
     def _remember(self, tokens: list[int]) -> bool:
-        """Note which tokens the cache has read; where all entries are recalled, that is without the answer.
+        """Note which tokens the cache has read; with sparse attention that is without the answer.
 
         False if a step was interrupted that can't be rolled back: the next turn then reads the conversation again.
         """

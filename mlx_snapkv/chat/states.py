@@ -7,7 +7,7 @@ from typing import Any
 from .. import saved
 from ..caches.layers import attention_layers, is_compressed, kv_bytes
 from ..caches.matching import n_tokens
-from ..caches.memories import book_memory, keeps_all, make_caches, moved_into
+from ..caches.stored_caches import book_store, make_caches, moved_into
 from ..engine.report import NO_POLICY
 from ..engine.rewind import Rewind
 from ..errors import Option, SnapKVError
@@ -50,13 +50,12 @@ def load(
         raise SnapKVError(
             f"{path} holds a prompt, but neither a conversation nor a text to ask about"
         )
-    policy, own = _resumed(path, prompt, notes, policy, options)
-    method = method_named(policy) if isinstance(policy, str) else policy
+    method, own = _resumed(path, prompt, notes, policy, options)
     config = CompressionConfig(method, **own)
     caches = list(prompt.prompt_cache)
     try:
         if method is not None:
-            empty = make_caches(model, config.memory)
+            empty = make_caches(model, config.store)
             for layer in attention_layers(model, empty):
                 layer.put(
                     caches, moved_into(layer.cache_in(empty), layer.cache_in(prompt.prompt_cache))
@@ -83,27 +82,30 @@ def _resumed(
 
     Raises: SnapKVError: the caches can't be continued so.
     """
-    book = book_memory(prompt.prompt_cache)
-    given, own = {name: options.get(name) for name in OPTIONS}, notes.get("options", {})
-    memory = given["memory"]
-    if prompt.policy != NO_POLICY:
-        policy = prompt.policy
-        stays = book is not None or not method_named(policy).evicts  # type: ignore[union-attr]
-        if not (stays and keeps_all(memory)):
-            memory = own.get("memory")
+    book = book_store(prompt.prompt_cache)
+    given, noted = {name: options.get(name) for name in OPTIONS}, notes.get("options", {})
+    store, is_own = given["store"], prompt.policy != NO_POLICY
+    policy = prompt.policy if is_own else policy
+    method = method_named(policy) if isinstance(policy, str) else policy
+    if is_own:
+        store = None if method is None or method.evicts else store or noted.get("store")
     if book is not None:
-        memory = memory if keeps_all(memory) else book
-    what = "a book" if book else "a compressed prompt"
-    if is_compressed(prompt.prompt_cache) or book is not None:
-        if policy is None:
-            raise SnapKVError(f"{path} holds {what}, which needs a policy to continue")
-        if book is None and keeps_all(memory):
+        if method is None or method.evicts:
             raise SnapKVError(
-                "{} holds {}, which needs {}, since the evicted entries are gone",
+                "{} holds a book, of which all entries stay: give {} instead of a policy",
                 path,
-                what,
-                Option("memory", "drop"),
+                Option("sparse"),
+            )
+        store = store or book
+    if is_compressed(prompt.prompt_cache):
+        if method is None:
+            raise SnapKVError(f"{path} holds a compressed prompt, which needs a policy to continue")
+        if store is not None or not method.evicts:
+            raise SnapKVError(
+                "{} holds a compressed prompt, whose evicted entries are gone: drop {}",
+                path,
+                Option("sparse") if store is None else Option("store", store),
             )
     # What was read under an option goes on under it.
-    kept = {name: value for name, value in own.items() if value is not None}
-    return policy, given | kept | {"memory": memory}
+    kept = {name: value for name, value in noted.items() if value is not None}
+    return method, given | kept | {"store": store}

@@ -207,9 +207,9 @@ class AutoPolicyOptions(PolicyOptions):
 class StoredOptions(RequestOptions):
     """The options of a request, and the folder of its files."""
 
-    store_dir: Annotated[
-        Path | None, Option(help="Folder for --memory recall:file; default: TMPDIR.")
-    ] = None
+    store_dir: Annotated[Path | None, Option(help="Folder for --store file; default: TMPDIR.")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         self.require_valid()

@@ -26,18 +26,18 @@ def cache_prompt(
     """Read a long text once and save its KV cache: all entries, or what a policy keeps.
 
     generate --prompt-cache-file then starts each answer from the saved cache. With --sparse all entries are saved, for
-    answers to choose from; with --memory recall:file a text of any length is read in little memory, and its entries
+    answers to choose from; with --store file a text of any length is read in little memory, and its entries
     are saved in a folder beside the file.
 
     \b
       mlx-snapkv cache-prompt --model demo --prompt-file book.txt -o book.safetensors
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?" --sparse top_k=2048
       mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors \\
-          --sparse top_k=1024 --memory recall:file
+          --sparse top_k=1024 --store file
     """
     from .. import saved
     from ..caches.layers import kv_bytes
-    from ..caches.memories import saved_forms
+    from ..caches.stored_caches import saved_forms
     from ..planning.config import CompressionConfig
     from ..planning.exclusions import When, require_compatible
     from ..planning.footprint import file_cost
@@ -46,7 +46,7 @@ def cache_prompt(
     chosen = policy.resolve()
     config = CompressionConfig(chosen, **request.keywords, is_text=True).beside(vars(cache))
     require_compatible(config, When.CHOSEN)
-    memory = config.memory
+    store = config.store
     path, text = saved.require_writable(output), prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
@@ -56,7 +56,7 @@ def cache_prompt(
     tokens = reading.wait_for(opening)
     keywords = {"policy": chosen, **config.keywords, **vars(cache)}
     reading.warn(loaded, len(tokens), was_chosen=chosen is None, is_text=True, **keywords)
-    cost = partial(file_cost, loaded, memory, saved_in=path.resolve().parent)
+    cost = partial(file_cost, loaded, store, saved_in=path.resolve().parent)
     with reading.bar(cost) as bar:
         read, report = _read(
             loaded, tokens, chosen, config.keywords, **vars(cache), prompt_progress_callback=bar
@@ -64,7 +64,7 @@ def cache_prompt(
     notes: dict[str, Any] = {"text": text, "system_prompt": prompt.system_prompt}
     notes |= {"time": now.isoformat(), "options": config.keywords}
     used = report.policy if report.compressed else NO_POLICY
-    if memory != "drop":
+    if store is not None:
         used = str(chosen)
     where = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
     writing, forms = writing_bar(reading.console), saved_forms(loaded, read)
@@ -73,15 +73,15 @@ def cache_prompt(
     if writing.done:
         where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
     held = format_bytes(report.kv_bytes_after or kv_bytes(forms))
-    kept = _kept_text(report, memory)
+    kept = _kept_text(report, store)
     reading.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {held} | {where}")
 
 
-def _kept_text(report: CompressionReport, memory: str) -> str:
+def _kept_text(report: CompressionReport, store: str | None) -> str:
     """What of the text's entries is saved."""
     if not report.compressed:
         return f"full cache: {report.reason}"
-    if memory == "drop":
+    if store is None:
         return report.entries_text
     per_chunk = report.read_per_chunk
     chunks = "" if per_chunk is None else f", {per_chunk:,} read by a chunk"
@@ -91,7 +91,7 @@ def _kept_text(report: CompressionReport, memory: str) -> str:
 def _read(
     model: Any, tokens: list[int], policy: Any, options: dict[str, Any], **loop_options: Any
 ) -> tuple[list, CompressionReport]:
-    """The text's caches, as the policy and the memory want them, and what was done."""
+    """The text's caches, as the policy and the store want them, and what was done."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 

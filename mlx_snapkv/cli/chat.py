@@ -52,10 +52,6 @@ def chat(
     )
     keywords |= sampling.generation(tokenizer)
     conversation = Conversation(loaded, tokenizer, system=system_prompt, **own, **keywords)
-    if own["policy"] is None and conversation.memory != "drop":
-        reading.say(
-            f"note: --memory {conversation.memory} does nothing until /policy chooses what is read"
-        )
     session = Session(model.model, conversation, sampling, lines, reading, context, own)
     if lines.interactive:
         how = "You can paste several lines, or end a line with a backslash. /help lists commands."

@@ -143,8 +143,8 @@ def _compare(session: Session, _: str) -> None:
     now = session.conversation
     if now.report is None or not now.report.compressed:
         raise SnapKVError("the full cache gave the last answer: there is nothing to compare")
-    if now.memory == "drop":
-        raise SnapKVError("the evicted entries are gone: chat with --sparse, or --memory recall")
+    if now.policy is None or now.policy.evicts:
+        raise SnapKVError("the evicted entries are gone: chat with --sparse")
     before = now.policy
     try:
         # A chat that reads little has read its earlier turns so: this one is read and answered from all it has read.

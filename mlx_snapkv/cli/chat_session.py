@@ -181,7 +181,8 @@ class Session:
         now = self.conversation
         self.options |= {name: changes[name] for name in self.options if name in changes}
         options = {"system": now.system, **self.options, **changes}
-        options["memory"] = None if options["memory"] == "drop" else options["memory"]
+        if options["policy"] is None or options["policy"].evicts:
+            options["store"] = None
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
         if changes:
             self.conversation.attached = now.attached
@@ -204,4 +205,4 @@ class Session:
     def _cost(self, n_new: int) -> FileCost | None:
         """What a turn with a document will write to files."""
         now = self.conversation
-        return file_cost(now.model, now.memory, n_new) if n_new > SHORT_TURN else None
+        return file_cost(now.model, now.store, n_new) if n_new > SHORT_TURN else None

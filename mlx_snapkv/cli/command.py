@@ -60,7 +60,7 @@ NEEDS = {
     "kv_group_size": ("kv_bits", ""),
     "quantized_kv_start": ("kv_bits", ""),
     "num_draft_tokens": ("draft_model", ""),
-    "store_dir": ("memory", "recall:file"),
+    "store_dir": ("store", "file"),
     "kv_memory": ("policy", "auto"),
     "prefix_dir_bytes": ("prefix_dir", ""),
 }
@@ -105,6 +105,9 @@ class Command(TyperCommand):
         chosen = any(params.get(name) is not None for name in ONE_OF)
         if "store_dir" in params and not chosen and self.name not in CHOOSING:
             self._drop_settings(ctx, FOR_METHOD)
+        may_be_sparse = params.get("sparse") is not None or params.get("policy") == "auto"
+        if "store_dir" in params and not may_be_sparse and self.name != "compare":
+            self._drop_settings(ctx, {"store"})
 
     def _drop_settings(self, ctx: Any, names: set[str]) -> None:
         """Set these options to their defaults, unless they were typed."""
@@ -175,7 +178,7 @@ def flag_of(name: str) -> str:
 
 
 def in_flags(error: SnapKVError) -> str:
-    """An error's sentence for those who typed flags: the library's `memory=recall` is `--memory recall`."""
+    """An error's sentence for those who typed flags: the library's `max_kv_size=512` is `--max-kv-size 512`."""
 
     def flag(option: Option) -> str:
         value = "" if option.value is None else f" {option.value}"

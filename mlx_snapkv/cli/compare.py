@@ -59,7 +59,7 @@ def compare(
     """Answer your own prompt with the full cache and with policies, and show what differs.
 
     Policies that choose after prefill share one reading of the prompt. Policies that evict during prefill, and policies
-    with --memory, read it again. Answers are greedy. The page shows the answers side by side, and the entries kept.
+    with --store, read it again. Answers are greedy. The page shows the answers side by side, and the entries kept.
 
     \b
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?"
@@ -111,11 +111,8 @@ def _default_methods(n_prompt: int, request: cache_options.StoredOptions) -> lis
     # Of a short prompt the default reads more than the policies keep, or all.
     is_short = 4 * Sparse().entries(n_prompt) > n_prompt
     policies, sparse = worth_comparing(n_prompt), ["budget=6.25%" if is_short else ""]
-    if request.memory == "drop":
-        sparse = []  # which evicts nothing
-    elif request.memory is not None:
-        # The second evicts while it reads, and --memory would keep everything.
-        policies = policies[:1]
+    if request.store is not None:
+        policies = []  # it is for sparse attention
     return methods_of(policies, sparse, request=request)
 
 

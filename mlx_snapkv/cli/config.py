@@ -19,7 +19,6 @@ else:
 PREFIX = "MLX_SNAPKV_"
 # Who gives one of them drops another that a less specific place has.
 ONE_OF = {"snapkv", "policy", "sparse"}
-OWN = {("plan", "memory")}  # no retention, but a size: shared settings pass it over
 SECRET = "api_key"
 
 Table = dict[str, Any]  # of config.toml, all its names with underscores
@@ -63,7 +62,7 @@ def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Se
         for name in options.keys() & values.keys() - settings.keys() - passed_over:
             value = values[name]
             chooses = "kv_memory" in options or (name, value) != ("policy", "auto")
-            if is_shared and ((*path, name) in OWN or not chooses):
+            if is_shared and not chooses:
                 continue
             key = name.upper() if values is variables else name.replace("_", "-")
             as_list = options[name].multiple and not isinstance(value, list)

@@ -52,7 +52,7 @@ batches.md#what-it-gains
 
 a text too long for memory, such as a book
 Every entry goes to a file, from which chunks of the prompt and tokens of the answer read few.
-mlx-snapkv chat --model MODEL --sparse top_k=1024 --memory recall:file
+mlx-snapkv chat --model MODEL --sparse top_k=1024 --store file
 sparse.md#books benchmarks.md#books
 
 a document to save now and ask about later

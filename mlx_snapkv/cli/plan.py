@@ -151,7 +151,7 @@ class Plans:
             "plans": [plan.to_dict() | {"fits": plan.peak <= usable} for plan in plans],
             "taken": [
                 {"context": context, "fits": best is not None, "why": why}
-                | {"policy": best and best.policy, "memory": best and best.memory}
+                | {"policy": best and best.policy, "store": best and best.store}
                 | {"command": best and self._command(best)}
                 for context, _, best, why in choices
             ],
@@ -181,7 +181,7 @@ class Plans:
         if plan.policy is not None and plan.reason is None:
             from ..planning.auto import Setting
 
-            words += f" {Setting(plan.policy, plan.memory).flags}"
+            words += f" {Setting(plan.policy, plan.store).flags}"
         return words if plan.kv_bits is None else f"{words} --kv-bits {plan.kv_bits}"
 
     def _table(self, choices: list[Choice]) -> Table:
@@ -207,5 +207,5 @@ class Plans:
 def _policy_text(plan: MemoryPlan) -> str:
     from ..planning.auto import Setting
 
-    policy = str(Setting(plan.policy, plan.memory)) if plan.policy else "full cache"
+    policy = str(Setting(plan.policy, plan.store)) if plan.policy else "full cache"
     return policy if plan.kv_bits is None else f"{policy}, {plan.kv_bits} bits"

@@ -221,11 +221,15 @@ def methods_of(
     from ..planning.exclusions import When, require_compatible
 
     chosen = each_method(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
+    is_any_sparse = any(not each.evicts for each in chosen)
     options: dict[Any, dict[str, Any]] = {}
     for each in chosen:
-        config = CompressionConfig(each, **(request or RequestOptions()).keywords)
+        given = (request or RequestOptions()).keywords
+        if each.evicts and is_any_sparse:
+            given["store"] = None  # it is for sparse attention
+        config = CompressionConfig(each, **given)
         require_compatible(config, When.CHOSEN)
-        options[each] = {k: x for k, x in config.keywords.items() if x not in ("drop", None)}
+        options[each] = {k: x for k, x in config.keywords.items() if x is not None}
     methods = [Method(), *(Method(each, how) for each, how in options.items())]
     require_compression(methods, lengths)
     return methods

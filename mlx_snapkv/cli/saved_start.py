@@ -8,7 +8,7 @@ from typing import Any
 from .. import saved
 from ..caches.layers import is_compressed, kv_bytes, layer_caches
 from ..caches.matching import n_tokens
-from ..caches.memories import book_memory, keeps_all
+from ..caches.stored_caches import book_store
 from ..chat.prompts import mlx_lm_suffix
 from ..demo import MODELS
 from ..engine.compress import compress_prompt_cache
@@ -27,7 +27,7 @@ class SavedStart:
 
     Args:
         file, name: the names that the user gave to it and the model.
-        compression: of the answer, what was given. Without a memory the policy compresses a saved full cache at once.
+        compression: of the answer, what was given. A policy compresses a saved full cache at once.
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
     Raises: SnapKVError: the file is not for this model, or its entries can't be compressed so.
@@ -41,7 +41,7 @@ class SavedStart:
         compression: CompressionOptions,
         quantization: Quantization | None,
     ):
-        policy, memory, flag = compression.resolve(), compression.memory, compression.flag
+        policy, store, flag = compression.resolve(), compression.store, compression.flag
         self._file, self._saved, self._flag = file, saved.load(file, model), flag
         self._is_auto = compression.is_auto
         self._caches = caches = self._saved.prompt_cache
@@ -55,48 +55,43 @@ class SavedStart:
         if quantization and (compressed or any(c.quantization for c in layer_caches(caches))):
             how = "compressed" if compressed else "quantised"
             raise SnapKVError(f"{file} is already {how}, and its entries stay so: drop --kv-bits")
-        retains = keeps_all(memory)
-        changes = {flag: policy, "--memory": retains}
-        if self._stored_in != "drop":
-            self._require_nothing_else(policy, memory, quantization)
-            policy, memory = method_named(self._saved.policy), memory or self._stored_in
+        changes = {flag: policy, "--store": store}
+        if self._stored_in is not None:
+            self._require_nothing_else(policy, quantization)
+            policy, store = method_named(self._saved.policy), store or self._stored_in
         elif compressed and (what := " and ".join(name for name, x in changes.items() if x)):
             raise SnapKVError(
                 f"{file} is already compressed, and the evicted entries are gone: drop {what}"
             )
-        elif policy is not None and policy.evicts and not retains:
+        elif policy is not None and policy.evicts:
             self.report = self._compress(model, policy, quantization)
             policy = None
-        memory = CompressionConfig(policy, memory=memory).memory  # type: ignore[arg-type]
+        store = CompressionConfig(policy, store=store).store
         # Of the answer. What the text was read under goes before what is given, but for where entries stay.
         noted = {} if self._saved.tokens is None else self._saved.notes.get("options", {})
         own = {name: value for name, value in noted.items() if value is not None}
         self.options = {"policy": policy, **compression.keywords, **own}
-        self.options |= {"memory": memory, "prompt_cache": caches}
+        self.options |= {"store": store, "prompt_cache": caches}
 
     @property
-    def _stored_in(self) -> str:
-        """The memory of a text whose entries all stay, for its own setting to choose from; else "drop"."""
+    def _stored_in(self) -> str | None:
+        """The store of a text whose entries all stay, for its own sparse attention to choose from; else None."""
         notes = self._saved.notes
         if self._saved.policy == NO_POLICY or "messages" in notes:
-            return "drop"
-        stored = book_memory(self._caches) or "drop"
+            return None
+        stored = book_store(self._caches)
         return (
-            stored if self._saved.tokens is None else notes.get("options", {}).get("memory", stored)
+            stored if self._saved.tokens is None else notes.get("options", {}).get("store", stored)
         )
 
-    def _require_nothing_else(
-        self, policy: Any, memory: str | None, quantization: Quantization | None
-    ) -> None:
+    def _require_nothing_else(self, policy: Any, quantization: Quantization | None) -> None:
         """Raises: SnapKVError: something is given that a file with a setting of its own has no use for."""
         own = f"{self._file} has its own setting, {self._saved.policy}"
         if policy is not None:
             raise SnapKVError(f"{own}: drop {self._flag}")
-        if memory == "drop":
-            raise SnapKVError(f"{own}, which chooses from all entries: drop --memory drop")
         if quantization is not None:
             raise SnapKVError(
-                f"{own}, which evicts nothing: give --memory recall:8bit or recall:4bit instead of --kv-bits"
+                f"{own}, which evicts nothing: give --store 8bit or 4bit instead of --kv-bits"
             )
 
     def notes(self, text: str) -> Iterator[str]:
@@ -152,9 +147,8 @@ class SavedStart:
         for stage in policy.stages:
             if stage.observes:
                 raise SnapKVError(
-                    f"{self._flag}: {stage.name} needs queries, and a saved full cache holds none: add --memory "
-                    "recall, with which the question chooses among the saved entries, or give --sparse, with which "
-                    "every token does"
+                    f"{self._flag}: {stage.name} needs queries, and a saved full cache holds none: give --sparse, with "
+                    "which every token chooses among the saved entries"
                 )
         if self.n_tokens < policy.min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"

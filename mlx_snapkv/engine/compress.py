@@ -79,7 +79,7 @@ def compress_prompt_cache(
     with measured(plan, layers, prompt_cache, prompt_cache, report):
         choices = choose_entries(layers, prompt_cache, plan, queries)
         note_choices(choices, layers, prompt_cache, report)
-        put_chosen(layers, prompt_cache, prompt_cache, plan, choices)
+        put_chosen(layers, prompt_cache, plan, choices)
     return report
 
 
@@ -173,18 +173,17 @@ def _voting(
 
 def put_chosen(
     layers: list[AttentionLayer],
-    full: list,
-    small: list,
+    caches: list,
     plan: Plan,
     choices: list[Choice],
     on_kept: KeptCallback | None = None,
 ) -> None:
-    """Put caches of what was chosen of `full` into `small`, a layer at a time; both may be the same list.
+    """Replace each of `caches` by one of what was chosen of it, a layer at a time.
 
-    The full entries of each layer that nobody else holds are freed at once.
+    The full entries of a layer that nothing else holds are freed at once.
     """
     for layer, choice in zip(layers, choices):
-        layer.put(small, _small_cache(layer, full, plan, choice, on_kept))
+        layer.put(caches, _small_cache(layer, caches, plan, choice, on_kept))
 
 
 def _small_cache(

@@ -42,11 +42,11 @@ def generate_step(
         model: an mlx-lm model.
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
         policy: a policy object, or a string such as `"keydiff:budget=8192"`; "auto", as `snapkv=True`, takes what
-            docs/choose.md recommends for the prompt and this machine, and a memory, unless one is given.
+            docs/choose.md recommends for the prompt and this machine.
         sparse: sparse attention instead of a policy: a `Sparse`, a dict or `"key=value,..."` string of its options, or
             True. All entries stay, and the prompt's chunks and the answer's tokens choose which few they read.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
-        **kwargs: those of `RequestOptions`, such as `memory`, and mlx-lm's, untouched.
+        **kwargs: those of `RequestOptions`, such as `store`, and mlx-lm's, untouched.
         stream: mlx-lm's.
 
     Yields: Tokens and their log-probabilities `(vocab_size,)`, as mlx-lm does.

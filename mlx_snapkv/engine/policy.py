@@ -4,11 +4,10 @@ from typing import Any, final
 
 import mlx.core as mx
 
-from ..caches.layers import AttentionLayer, copies_but_entries
+from ..caches.layers import AttentionLayer
 from ..planning.prompt_plan import fits_reason
 from ..planning.request_plan import Plan
 from .compress import KeptCallback, choose_entries, note_choices, put_chosen
-from .decode import offload
 from .pieces import Pieces
 from .read import require_unchanged
 from .report import CompressionReport
@@ -16,11 +15,7 @@ from .report import CompressionReport
 
 @final
 class PolicyMode:
-    """How a policy reads a prompt, whole or in blocks between evictions, and keeps the best of its entries.
-
-    Where all entries stay (`memory`), those of `prompt_cache` do, and small copies serve the answer only; otherwise
-    what is kept replaces them.
-    """
+    """How a policy reads a prompt, whole or in blocks between evictions, and keeps the best of its entries."""
 
     def __init__(
         self,
@@ -42,19 +37,13 @@ class PolicyMode:
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Keep what the policy chooses, and note it; nothing is changed before every layer has chosen."""
-        plan, layers, retains = self.plan, self.layers, self.plan.options.retains
-        if not retains:
-            require_unchanged(plan, layers, self._prompt_cache)
+        plan, layers = self.plan, self.layers
+        require_unchanged(plan, layers, self._prompt_cache)
         choices = choose_entries(layers, caches, plan)
         note_choices(choices, layers, caches, report)
-        small = copies_but_entries(caches, layers) if retains else caches
-        put_chosen(layers, caches, small, plan, choices, self._on_kept)
-        if retains:
-            caches[:] = small
-            offload(layers, self._prompt_cache)
-        else:
-            self._prompt_cache[:] = caches
-            report.reason = _fits_still(plan, report)
+        put_chosen(layers, caches, plan, choices, self._on_kept)
+        self._prompt_cache[:] = caches
+        report.reason = _fits_still(plan, report)
 
 
 def _fits_still(plan: Plan, report: CompressionReport) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.layers import file_bytes, kv_bytes, kv_dtype
-from ..caches.memories import lasting_forms, make_caches, saved_forms
+from ..caches.stored_caches import lasting_forms, make_caches, saved_forms
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
@@ -45,7 +45,7 @@ def prefill(
     `generate_step`. Of a prompt given whole, the entries kept are those that our `generate_step` keeps: the next tokens
     that vote (`lookahead`) are decoded, greedily, and rolled back.
 
-    With `sparse` a text is read for questions to come: all entries stay, where `memory` says, and later requests, and
+    With `sparse` a text is read for questions to come: all entries stay, where `store` says, and later requests, and
     turns of a conversation, go on from them.
 
     Args:
@@ -74,7 +74,7 @@ def prefill(
     require_step_size(prefill_step_size)
     warn_beyond_trained_length(model, tokens.size)
     plan = plan_request(model, config, tokens.size, prompt_cache)
-    cache = make_caches(model, config.memory) if prompt_cache is None else prompt_cache
+    cache = make_caches(model, config.store) if prompt_cache is None else prompt_cache
     request = make_request(model, plan, cache, owned=prompt_cache is None)
     loop_options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),
@@ -84,10 +84,10 @@ def prefill(
         if isinstance(request, Uncompressed):
             read(request.model, tokens, cache, loop_options | quantised)  # by mlx-lm, on the way
             caches_after = saved_forms(model, cache) if prompt_cache is None else cache
-        elif config.retains:
+        elif config.is_sparse:
             read(request.model, tokens, request.caches, loop_options)
             _leave_entries(request)
-            caches_after = lasting_forms(model, request.prompt_cache, config.memory)
+            caches_after = lasting_forms(model, request.prompt_cache, config.store)
         else:
             following = read(request.model, tokens, request.caches, loop_options)
             request.prompt_is_read()

@@ -17,10 +17,10 @@ from ..policies.budgets import Quota
 def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
     """Caches that mlx-lm's loop reads a prompt on; `prompt_cache` holds earlier turns, in full or compressed, if any.
 
-    Without a `memory` they are new ones: the caller's list and caches stay as they are until the request compresses.
-    With one, the caller's own go on to hold all entries, and chunks that are read sparsely choose among these.
+    With a policy they are new ones: the caller's list and caches stay as they are until the request compresses. With
+    sparse attention the caller's own go on to hold all entries, and chunks that are read sparsely choose among these.
     """
-    if not plan.options.retains:
+    if not plan.options.is_sparse:
         return _evicting_caches(plan, layers, prompt_cache)
     caches = list(prompt_cache)
     for layer in layers:
@@ -45,13 +45,17 @@ def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: li
 def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
     """Copies that begin with the entries of earlier turns: the new tokens' queries vote over these and their own."""
     caches = copies_but_entries(prompt_cache, layers)
+    held = [layer.entries_in(prompt_cache) for layer in layers]
+    are_full = not any(cache.is_compressed or cache.quantization for cache in held)
     n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held
     accumulates, once = plan.options.accumulates_attention, not plan.options.reads_in_blocks
     for layer in layers:
         cache: LayerCache
-        if once and not accumulates and not plan.n_held:
+        if once and not accumulates and are_full:
             cache = RecordingKVCache(plan.first, plan.last, n_new, layer)
             cache.statistics_from = plan.statistics_from
+            if plan.n_held:
+                cache.fill(layer.entries_in(prompt_cache).held())
         else:
             cache = _block_cache(plan, layer, prompt_cache, n_new)
         layer.put(caches, cache)

@@ -25,8 +25,8 @@ class CompressionReport:
         entries_kept: by layer of the model, entries per KV head; None for layers without a KV cache.
         kv_bytes_before: bytes of all tokens' entries at the compression, including those evicted earlier.
         kv_bytes_after: bytes of all keys and values in memory after it, and of their index. This is what an answer
-            token reads (its `kv_dtype` is "float16", for example, or "8 bits") and, with a `memory`, the entries that
-            stay beside that.
+            token reads (its `kv_dtype` is "float16", for example, or "8 bits") and, with sparse attention, the
+            entries that stay beside that.
         kv_bytes_staying: the part of `kv_bytes_after` that stays unread.
         file_bytes: bytes of the entries that stay in files.
         block: tokens for which the cache has room beside the entries kept, if the answer evicts in blocks.

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
-from ..caches.memories import recalling_caches
+from ..caches.stored_caches import moved_to_store
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.request_plan import Plan
@@ -154,7 +154,7 @@ def make_request(
     """What carries out a plan on the prompt cache that it was made for; None is a new one.
 
     Args:
-        owned: the cache was made for this memory; any other is copied into one that is.
+        owned: the cache was made for this store; any other is copied into one that is.
         on_kept: receives what a policy keeps of each layer.
 
     Raises: SnapKVError: the caches can't be read on so.
@@ -163,6 +163,6 @@ def make_request(
         report = CompressionReport(str(plan.policy or NO_POLICY), plan.n_prompt, plan.reason)
         return Uncompressed(model, prompt_cache or [], report)
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    if plan.options.retains and not owned:
-        caches = recalling_caches(model, caches, plan.options.memory)
+    if plan.options.store is not None and not owned:
+        caches = moved_to_store(model, caches, plan.options.store)
     return Request(model, plan, caches, on_kept)

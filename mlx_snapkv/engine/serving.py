@@ -11,7 +11,7 @@ from mlx_lm.generate import GenerationResponse
 
 from ..caches.layers import attention_layers, is_compressed, require_quantizable
 from ..caches.matching import n_tokens
-from ..caches.memories import lasting_forms, make_caches
+from ..caches.stored_caches import lasting_forms, make_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
@@ -43,8 +43,8 @@ def served(
 ) -> Iterator[Any]:
     """mlx-lm's own iterator, `start(model, **options)`, if need be with a compression between two of its steps.
 
-    If it fails before its first item, the caller's prompt cache is as it was. Without a `memory` the prompt is read on
-    other caches; with one, `_all_or_nothing` restores it; of a conversation's own cache its turn does.
+    If it fails before its first item, the caller's prompt cache is as it was. With a policy the prompt is read on other
+    caches; with sparse attention `_all_or_nothing` restores it; of a conversation's own cache its turn does.
 
     Args:
         n_prompt: tokens to read.
@@ -72,13 +72,13 @@ def served(
         "prefill_step_size": request.step_size(loop_options.get("prefill_step_size")),
     }
     items = start(request.model, **loop_options)
-    if turns or not config.retains:
+    if turns or not config.is_sparse:
         return _compressed(items, request, report_to, keep=given is not None)
     caches = request.prompt_cache
 
     def compressed(report: CompressionReport) -> None:
         if given is not None:
-            given[:] = lasting_forms(model, caches, config.memory)
+            given[:] = lasting_forms(model, caches, config.store)
         report_to(report)
 
     return _all_or_nothing(_compressed(items, request, compressed, given is not None), caches)
@@ -94,7 +94,7 @@ def require_servable(
     config = config.beside(options)
     config.require(model)
     require_compatible(config, When.COMPRESSING)
-    caches = make_caches(model, "drop" if config.policy is None else config.memory)
+    caches = make_caches(model, config.store)
     layers = attention_layers(model, caches)
     if config.quantization is not None:
         require_quantizable(model, layers, config.quantization)

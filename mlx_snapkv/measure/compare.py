@@ -34,7 +34,7 @@ class Answer:
 
     text: str
     tokens: list[int]  # with the one that ends it, if that came
-    cache: list  # the prompt cache that it was given; with a `memory`, of all entries
+    cache: list  # the prompt cache that it was given; with sparse attention, of all entries
     report: CompressionReport
     times: list[float]  # when decoding began, and when each token came that was decoded
     n_before: int  # so many of these are before the compression

@@ -19,7 +19,7 @@ class Method:
     """How answers come about: by a policy, or from the full cache (None)."""
 
     policy: AnyPolicy | None = None
-    # Of `stream_generate`; if there are any, a `memory` is.
+    # Of `stream_generate`; with sparse attention a `store` is among them.
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -27,8 +27,7 @@ class Method:
         """What tables call it."""
         if self.policy is None:
             return FULL
-        default = "drop" if self.policy.evicts else "recall"
-        named = (f", {k} {v}" for k, v in self.options.items() if v not in (default, None))
+        named = (f", {k} {v}" for k, v in self.options.items() if v not in ("memory", None))
         return f"{self.policy}{''.join(named)}"
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..caches.memories import in_files, keeps_all
+from ..caches.stored_caches import in_files
 from ..errors import Option, SnapKVError, require_current
 from ..policies import (
     AUTO,
@@ -27,10 +27,10 @@ QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
 
 
 class Setting(NamedTuple):
-    """A policy or sparse attention as reports name it, or None for the full cache, and where entries stay."""
+    """A policy, or sparse attention and where it keeps all entries, as reports name it; None for the full cache."""
 
     method: str | None
-    memory: str = "drop"
+    store: str | None = None
 
     @property
     def chosen(self) -> Any:
@@ -42,8 +42,8 @@ class Setting(NamedTuple):
         return self.method is not None and not self.chosen.evicts
 
     def __str__(self) -> str:
-        memory = "" if self.memory in ("drop", "recall") else f", memory {self.memory}"
-        return f"{self.method or 'the full cache'}{memory}"
+        store = "" if self.store in (None, "memory") else f", store {self.store}"
+        return f"{self.method or 'the full cache'}{store}"
 
     @property
     def flags(self) -> str:
@@ -53,9 +53,8 @@ class Setting(NamedTuple):
         flag, text = "--policy", self.method
         if self.is_sparse:
             flag, text = "--sparse", self.method.partition(":")[2] or "read=sparse"  # as by default
-        plain = "recall" if self.is_sparse else "drop"
-        memory = "" if self.memory == plain else f" --memory {self.memory}"
-        return f"{flag} {shlex.quote(text)}{memory}"
+        store = "" if self.store in (None, "memory") else f" --store {self.store}"
+        return f"{flag} {shlex.quote(text)}{store}"
 
 
 def _within(budget: int) -> Setting:
@@ -64,9 +63,9 @@ def _within(budget: int) -> Setting:
 
 FULL = Setting(None)
 SNAPKV = Setting("snapkv:top_k=4096")
-SPARSE = Setting("sparse", "recall")
-PACKED = SPARSE._replace(memory="recall:4bit")
-FILED = SPARSE._replace(memory="recall:file")
+SPARSE = Setting("sparse", "memory")
+PACKED = SPARSE._replace(store="4bit")
+FILED = SPARSE._replace(store="file")
 SMALL = _within(8192)
 FEW: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]  # tokens: less than half would be evicted
 TYPICAL = 32_768  # tokens of the prompts to come, where none is known
@@ -88,7 +87,7 @@ class AutoRequest:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
         task: one of `SETTINGS`.
         options: those of `RequestOptions` that the caller set.
-        may_retain: whether all entries may stay if the caller set no memory.
+        may_be_sparse: whether all entries may stay, which is so in any case if the caller set a store.
         kv_bits: of the entries, as of `generate_step`.
         kv_memory: limit of the entries in bytes.
     """
@@ -96,26 +95,24 @@ class AutoRequest:
     n_prompt: int | None
     task: str = QUESTION
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    may_retain: bool = True
+    may_be_sparse: bool = True
     kv_bits: int | None = None
     kv_memory: int | None = None
 
     def settings(self) -> tuple[Setting, ...]:
-        """The candidates, best first. A memory that the caller set needs all entries."""
-        memory = self.options.get("memory")
-        if keeps_all(memory):
-            return tuple(s._replace(memory=memory) for s in (SPARSE, SNAPKV))
-        may_retain = self.may_retain and memory is None
-        return SETTINGS[self.task] if may_retain else EVICTING
+        """The candidates, best first. A store that the caller set is for sparse attention."""
+        if (store := self.options.get("store")) is not None:
+            return (SPARSE._replace(store=store),)
+        return SETTINGS[self.task] if self.may_be_sparse else EVICTING
 
     def config(self, setting: Setting) -> CompressionConfig:
         """How a request is compressed by a setting. Raises: SnapKVError: options conflict."""
         if setting.method is None:
-            return CompressionConfig(**self.options | {"memory": None})
+            return CompressionConfig(**self.options | {"store": None})
         found = setting.chosen
         if self.n_prompt is None and isinstance(found, SnapKV):
             found = dataclasses.replace(found, min_ctx=FEW)
-        return CompressionConfig(found, **self.options | {"memory": setting.memory})
+        return CompressionConfig(found, **self.options | {"store": setting.store})
 
 
 class Recommendation(NamedTuple):
@@ -226,8 +223,8 @@ def _why_first(setting: Setting, n: int) -> str:
         return f"at {n:,} tokens reading all entries costs little"
     if not setting.is_sparse:
         return "the question chooses the entries that the answer needs from a long prompt"
-    bits = re.search(r"(\d+)bit", setting.memory)
-    where = "stay in files" if in_files(setting.memory) else "fit in memory"
+    bits = re.search(r"(\d+)bit", setting.store or "")
+    where = "stay in files" if in_files(setting.store) else "fit in memory"
     how = f" in {bits[1]} bits" if bits else ""
     return f"all entries {where}{how}, so that every token can choose which few it reads"
 
@@ -249,7 +246,7 @@ def resolve(
     Args:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
         options: those of `RequestOptions`, and mlx-lm's. With a caller's `prompt_cache` or a `draft_model`
-            the answer needs entries in memory, so none are put in files unless `memory` says so.
+            the answer needs entries in memory, so none are put in files unless `store` says so.
         kv_memory: limit of the entries in bytes.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..caches.memories import keeps_all, require_memory
+from ..caches.stored_caches import require_store
 from ..entries.quantization import Quantization, taken_from
 from ..errors import (
     SnapKVError,
@@ -24,11 +24,10 @@ METHODS = ("snapkv", "policy", "sparse")
 
 @dataclass(frozen=True)
 class CompressionConfig(RequestOptions):
-    """How a request is compressed, what becomes of the entries that its answer is not decoded from, and how it uses
-    them; see `generate_step`.
+    """How a request is compressed, or where sparse attention keeps all entries; see `generate_step`.
 
     Attributes:
-        memory: by default "recall" with sparse attention, which evicts nothing, and "drop" otherwise.
+        store: where sparse attention keeps all entries, by default "memory"; None with a policy, which evicts.
         quantization: of the entries kept.
         turns: caches that hold tokens already are compressed again, as those of a conversation are.
         max_kv_size, has_draft_model: of mlx-lm's own, what compression can't be combined with.
@@ -46,9 +45,9 @@ class CompressionConfig(RequestOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.memory is None:
-            object.__setattr__(self, "memory", "recall" if self.is_sparse else "drop")
-        require_memory(self.memory)
+        if self.store is None and self.is_sparse:
+            object.__setattr__(self, "store", "memory")
+        require_store(self.store)
         require_compatible(self, When.GIVEN)
 
     @classmethod
@@ -82,10 +81,6 @@ class CompressionConfig(RequestOptions):
         """What entries depend on beside the model and the tokens: those of another identity can't stand for them."""
         what = {"policy": self.policy, "quantization": self.quantization, **self.keywords}
         return {name: str(value) for name, value in what.items()}
-
-    @property
-    def retains(self) -> bool:
-        return keeps_all(self.memory)
 
     @property
     def reads_in_blocks(self) -> bool:

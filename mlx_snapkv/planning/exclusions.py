@@ -29,16 +29,6 @@ class Exclusion:
     error: Callable[[Any], SnapKVError]
 
 
-def _needs_other_policy(o: Any, why: str) -> SnapKVError:
-    return SnapKVError(
-        "{} needs a policy that chooses by keys or by the last queries, but {} {}: use snapkv, for example, or {}",
-        Option("memory", o.memory),
-        o.policy,
-        why,
-        Option("memory", "drop"),
-    )
-
-
 def _needs_sparse(option: Option, does: str, why: str) -> SnapKVError:
     return SnapKVError(
         "{} {}, but {}: give {} instead, or drop {}",
@@ -50,62 +40,35 @@ def _needs_sparse(option: Option, does: str, why: str) -> SnapKVError:
     )
 
 
-def _keeps_a_text(o: Any, why: str) -> SnapKVError:
+def _keeps_all(o: Any, why: str) -> SnapKVError:
     return _needs_sparse(
-        Option("memory", o.memory), "keeps a text's entries for questions to come", why
+        Option("store", o.store), "says where sparse attention keeps all entries", why
     )
 
 
 EXCLUSIONS = (
     Exclusion(
-        ("sparse", "memory"),
-        When.GIVEN,
-        lambda o: o.is_sparse and o.memory == "drop",
-        lambda o: ConflictError(
-            Option("sparse"), Option("memory", "drop"), "since sparse attention evicts nothing"
-        ),
-    ),
-    Exclusion(
         ("sparse", "kv_bits"),
         When.GIVEN,
         lambda o: o.is_sparse and o.quantization is not None,
         lambda o: SnapKVError(
-            "{} quantises the entries that a policy keeps, and {} keeps all: give {} or recall:4bit instead",
+            "{} quantises the entries that a policy keeps, and {} keeps all: give {} or 4bit instead",
             Option("kv_bits"),
             Option("sparse"),
-            Option("memory", "recall:8bit"),
+            Option("store", "8bit"),
         ),
     ),
     Exclusion(
-        ("policy", "memory"),
+        ("policy", "store"),
         When.GIVEN,
-        lambda o: o.evicts and o.retains and o.reads_in_blocks,
-        lambda o: SnapKVError(
-            "{} keeps all entries, but {} evicts while it reads: give {} instead, which reads a prompt of any length "
-            "in little memory, or {}",
-            Option("memory", o.memory),
-            o.policy,
-            Option("sparse"),
-            Option("memory", "drop"),
-        ),
-    ),
-    Exclusion(
-        ("policy", "memory"),
-        When.GIVEN,
-        lambda o: o.evicts and o.retains and o.accumulates_attention,
-        lambda o: _needs_other_policy(o, "sums the attention of all queries"),
+        lambda o: o.evicts and o.store is not None,
+        lambda o: _keeps_all(o, f"{o.policy} evicts"),
     ),
     Exclusion(
         ("draft_model", "sparse"),
         When.CHOSEN,
         lambda o: o.has_draft_model and o.is_sparse,
         lambda o: ConflictError(Option("draft_model"), Option("sparse")),
-    ),
-    Exclusion(
-        ("draft_model", "memory"),
-        When.CHOSEN,
-        lambda o: o.has_draft_model and o.retains,
-        lambda o: ConflictError(Option("draft_model"), Option("memory", o.memory)),
     ),
     Exclusion(
         ("max_kv_size", "policy", "sparse"),
@@ -133,28 +96,10 @@ EXCLUSIONS = (
         ),
     ),
     Exclusion(
-        ("memory",),
+        ("store",),
         When.CHOSEN,
-        lambda o: o.is_text and o.retains and o.policy is None,
-        lambda o: _keeps_a_text(o, "no policy was given"),
-    ),
-    Exclusion(
-        ("memory", "policy"),
-        When.CHOSEN,
-        lambda o: o.is_text and o.retains and o.evicts,
-        lambda o: _keeps_a_text(o, f"{o.policy} chooses when a question is there"),
-    ),
-    Exclusion(
-        ("memory",),
-        When.CHOSEN,
-        lambda o: o.retains and o.policy is None and not (o.is_text or o.turns),
-        lambda o: SnapKVError(
-            "{} says where entries stay that an answer is not decoded from, but without a policy it is decoded from "
-            "all: give {}, for example, or drop {}",
-            Option("memory", o.memory),
-            Option("sparse"),
-            Option("memory"),
-        ),
+        lambda o: o.policy is None and o.store is not None,
+        lambda o: _keeps_all(o, "no policy was given"),
     ),
 )
 

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
 from ..caches.layers import AttentionLayer, attention_layers, members, token_caches
-from ..caches.memories import in_files, memory_quantization
 from ..caches.page_means import means_held_as
+from ..caches.stored_caches import in_files, store_quantization
 from ..entries.clusters import SIZE
 from ..entries.held_rows import BLOCK, RESIDENT
 from ..entries.key_index import index_bytes, ranks_by_index
@@ -75,13 +75,13 @@ class EntrySizes:
         """Bytes of a token's entries in each of `layers`, stored as `quantization` says."""
         return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
 
-    def of_memory(self, memory: str) -> int:
-        """Bytes of a token that stay in memory where `memory` keeps all entries of `layers`, without an index."""
-        return 0 if memory == "drop" or in_files(memory) else self.stored(memory)
+    def in_memory(self, store: str | None) -> int:
+        """Bytes of a token that stay in memory where `store` keeps all entries of `layers`, without an index."""
+        return 0 if in_files(store) else self.stored(store)
 
-    def stored(self, memory: str) -> int:
-        """Bytes of a token where `memory` keeps all entries of `layers`, in memory or files."""
-        return sum(self.of_token(memory_quantization(self.model, self.layers, memory)))
+    def stored(self, store: str | None) -> int:
+        """Bytes of a token where `store` keeps all entries of `layers`, in memory or files."""
+        return sum(self.of_token(store_quantization(self.model, self.layers, store)))
 
     def of_head(self) -> int:
         """Bytes of a query head's vector in all of `layers`."""
@@ -154,7 +154,7 @@ class Footprint:
         held = self.row_bytes * _grown(chosen, last, max_tokens)
         stored = self.stored(n_prompt + max_tokens)
         # Entries that go to where they stay have gone there before the answer's first token chooses.
-        gone = plan.sparse_reading is not None and self.config.memory != "recall"
+        gone = plan.sparse_reading is not None and self.config.store != "memory"
         reading = max(0, self.bytes_read(plan) + kept * (not gone) - held)
         stays = stored + self.means(plan) if self.config.is_sparse else 0
         fixed = last.keeps_shape and not sizes.plain
@@ -162,10 +162,10 @@ class Footprint:
 
     def stored(self, n: int) -> int:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
-        if not self.config.retains:
+        if self.config.store is None:
             return 0
         indexed = with_room(self.with_rows(n)) if ranks_by_index(n) else 0
-        return n * self.sizes.of_memory(self.config.memory) + indexed * self.sizes.of_index()
+        return n * self.sizes.in_memory(self.config.store) + indexed * self.sizes.of_index()
 
     def means(self, plan: Plan) -> int:
         """Bytes in memory of means: of what an answer does not read, and of pages' keys."""
@@ -178,13 +178,13 @@ class Footprint:
     def _of_pages(self, plan: Plan) -> int:
         """Those that stay with entries in files, if chunks have chosen by them."""
         reading = plan.sparse_reading
-        if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.memory):
+        if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.store):
             return 0
         return int(self.with_rows(plan.n_prompt) * self.sizes.of_means())
 
     def with_rows(self, n: int) -> int:
         """Of `n` tokens, those whose codes and means are in memory: where entries are in files, not all."""
-        return min(n, RESIDENT + BLOCK) if in_files(self.config.memory) else n
+        return min(n, RESIDENT + BLOCK) if in_files(self.config.store) else n
 
     def kept(self, plan: Plan) -> int:
         """Return how many entries the answer is decoded from in each layer whose entries the policy chooses."""
@@ -195,8 +195,8 @@ class Footprint:
         reading = plan.sparse_reading
         if reading is not None:
             # A chunk's entries go to where they stay; those before the first that chooses go there with it.
-            stay = plan.n_prompt * self.sizes.of_memory(self.config.memory)
-            if self.config.memory == "recall":
+            stay = plan.n_prompt * self.sizes.in_memory(self.config.store)
+            if self.config.store == "memory":
                 return stay
             return stay + reading.n_before * sum(self.sizes.of_token())
         size = self.row_bytes if self.config.reads_in_blocks else sum(self.sizes.of_token())
@@ -256,22 +256,24 @@ class FileCost:
     def warnings(self) -> list[str]:
         return [
             f"{disk.folders[0]} does not have enough room: {format_bytes(disk.need)} will be written and "
-            f"{format_bytes(disk.free)} is free; set --store-dir to another folder, use fewer bits (recall:file:4bit), "
+            f"{format_bytes(disk.free)} is free; set --store-dir to another folder, "
             "or give a shorter text"
             for disk in self.disks
             if disk.need > disk.free
         ]
 
 
-def file_cost(model, memory: str, n_new: int, *, saved_in: Path | None = None) -> FileCost | None:
+def file_cost(
+    model, store: str | None, n_new: int, *, saved_in: Path | None = None
+) -> FileCost | None:
     """What reading `n_new` tokens will write; None if their entries don't go to files.
 
     `saved_in` is the folder that all entries are copied to in the end.
     """
-    if n_new == 0 or not in_files(memory):
+    if n_new == 0 or not in_files(store):
         return None
     sizes = EntrySizes(model)
-    stored = n_new * sizes.stored(memory)
+    stored = n_new * sizes.stored(store)
     if n_new > RESIDENT:
         stored += int(n_new * (sizes.of_index() + sizes.of_means()))
     disks: dict[int, Disk] = {}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..caches.memories import in_files
+from ..caches.stored_caches import in_files
 from ..errors import SnapKVError
 from ..models.trained_length import beyond_trained_length
 from ..policies import Method, Stages
@@ -107,10 +107,10 @@ def _foretold_in_full(plan: Plan) -> str:
     return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
 
 
-def _where_stored(sizes: EntrySizes, memory: str, n: int) -> str:
+def _where_stored(sizes: EntrySizes, store: str | None, n: int) -> str:
     """Bytes of all entries of `n` tokens, as a memory stores them, in memory or files."""
-    stored = n * sizes.stored(memory)
-    if in_files(memory):
+    stored = n * sizes.stored(store)
+    if in_files(store):
         return f"{format_bytes(stored)} of files"
     return format_bytes(stored + n * sum(sizes.plain))
 
@@ -120,7 +120,7 @@ def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
     n, kept, last, sizes = plan.n_prompt, footprint.kept(plan), plan.decode_policy, footprint.sizes
     count = f"{kept:,}"
     if plan.options.is_sparse:
-        stay = f"all of them stay in {_where_stored(sizes, plan.options.memory, n)}"
+        stay = f"all of them stay in {_where_stored(sizes, plan.options.store, n)}"
         if plan.sparse_reading is None or (most := plan.sparse_reading.reach.most) >= n:
             token = f"a token of the answer will read at most {count} of {n:,} entries"
             return f"the prompt will be read in full, {token}; {stay}"
@@ -129,8 +129,6 @@ def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
     first = plan.n_ahead + 2  # token of the answer that is decoded from what was kept
     at_once = plan.options.reads_in_blocks or plan.options.is_text  # of which no answer comes
     since = "" if at_once else f" from the answer's token {first} on"
-    if plan.options.retains:
-        return f"the answer will read {count} of {n:,} entries{since}; all of them stay"
     beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
     after = footprint.row_bytes * (kept + beside) + n * sum(sizes.plain)
     saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"

@@ -44,7 +44,7 @@ class MemoryPlan:
 
     context: int
     policy: str | None  # None is all entries, and no `kv_bits` unquantised ones
-    memory: str  # where entries stay that the policy does not keep
+    store: str | None  # where sparse attention keeps all entries
     kv_bits: int | None
     weights: int
     kv: int  # once the prompt has been read, and compressed
@@ -118,7 +118,7 @@ class Planner:
         found = MemoryPlan(
             context,
             None if chosen is None else str(chosen),
-            plan.options.memory,
+            plan.options.store,
             None if how is None else how.bits,
             self._weights,
             self._kv(context, used, need),
@@ -182,7 +182,7 @@ class Planner:
         heads = self._heads
         entries = footprint.bytes_read(plan) + sum(sizes.plain) * _rows(plan.n_prompt)
         entries += self._widest * most  # a layer's, in order
-        entries += self._recalled(footprint, plan.n_prompt)
+        entries += footprint.stored(plan.n_prompt)
         if not plan.decode_policy.obs_window or plan.options.is_sparse:
             return entries
         queries = plan.n_voters * heads * sizes.of_head()
@@ -192,12 +192,6 @@ class Planner:
         else:
             held = VOTED_BLOCKS * max(BLOCK_BYTES, 4 * heads * plan.n_voters * LEAST_BLOCK)
         return entries + queries + held
-
-    def _recalled(self, footprint: Footprint, n: int) -> int:
-        """Bytes of `n` tokens where all entries stay, with those that are being read; 0 where none do."""
-        if not footprint.config.retains:
-            return 0
-        return footprint.stored(n)
 
     def _answering(self, footprint: Footprint, plan: Plan) -> int:
         """The most in use while an answer is decoded."""
@@ -210,8 +204,8 @@ class Planner:
         else:
             kept, last = footprint.kept(plan), plan.decode_policy
             entries = footprint.row_bytes * (kept + _added(last, kept, self._max_tokens))
-            if plan.options.retains:
-                entries += self._recalled(footprint, n_prompt + self._max_tokens)
+            if plan.options.is_sparse:
+                entries += footprint.stored(n_prompt + self._max_tokens)
                 entries += footprint.means(plan)
             entries += sum(sizes.plain) * (n_prompt + _added(last, n_prompt, self._max_tokens))
             seen = max(kept, n_prompt) if sizes.plain else kept
@@ -262,7 +256,7 @@ def plan_memory(
 def _read_at_once(plan: Plan, reading: SparseReading) -> tuple[int, int]:
     """Entries that a chunk of a prompt reads sparsely at most, the last tokens' among them; copies of how many."""
     most = min(plan.n_prompt, reading.last.most)
-    everything = most == plan.n_prompt and plan.options.memory == "recall"  # which is not gathered
+    everything = most == plan.n_prompt and plan.options.store == "memory"  # which is not gathered
     return most, reading.reach.most if everything else most
 
 

@@ -26,10 +26,9 @@ class RequestOptions:
     Raises: SnapKVError: a value is not allowed.
     """
 
-    memory: str = option(
-        "What happens to evicted entries: they are gone (drop), or all entries stay available to later turns, in "
-        "memory (recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). With "
-        "--sparse it says where all entries are. Default: drop, and with --sparse recall."
+    store: str | None = option(
+        "Where --sparse keeps all entries: in memory, in 8bit or 4bit there, or in temporary files (file). "
+        "Default: memory."
     )
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from ..caches.memories import in_files, memory_quantization
+from ..caches.stored_caches import in_files, store_quantization
 from ..errors import SnapKVError
 from ..models.trained_length import trained_length
 from .config import CompressionConfig
@@ -36,7 +36,7 @@ class PrefixRoom:
         most = self.context * self.limit // self.each
         return (
             f"{room} hold no prompt of {self.context:,} tokens, which takes {format_bytes(self.each)}, but one of "
-            f"{most:,}; --prefix-bytes gives more, and a policy or --memory recall:4bit needs less"
+            f"{most:,}; --prefix-bytes gives more, and --sparse with --store 4bit needs less"
         )
 
 
@@ -63,24 +63,26 @@ def prefix_room(
         each = kept_bytes(model, config, context)
     except SnapKVError:  # of the policy, which can't serve so long a prompt
         each = 0
-    if in_files(config.memory):
+    if in_files(config.store):
         least, free = IN_FILES, shutil.disk_usage(tempfile.gettempdir()).free
     else:
         least, free = IN_MEMORY, machine.usable - weight_bytes(model)
     limit = given or min(max(least, each), max(LEAST, free // 2))
-    if max_kv_bytes is not None and not in_files(config.memory):
+    if max_kv_bytes is not None and not in_files(config.store):
         limit = min(limit, max_kv_bytes)
     return PrefixRoom(limit, context, each)
 
 
 def kept_bytes(model: Any, config: CompressionConfig, n: int) -> int:
     """What caches that have read a prompt of `n` tokens take, in memory and in files, for others to go on from."""
+    if config.evicts and not config.reads_in_blocks:
+        config = CompressionConfig()  # all entries are kept, and each request compresses a copy
     sizes = EntrySizes(model)
     footprint = Footprint(sizes, config)
-    if not config.retains:
+    if not config.is_sparse:
         return footprint.need(footprint.plan(n), 0).held
     found = footprint.stored(n) + n * sum(sizes.plain) + sizes.rest(n, footprint.step_size)
-    if in_files(config.memory):
-        how = memory_quantization(model, sizes.layers, config.memory)
+    if in_files(config.store):
+        how = store_quantization(model, sizes.layers, config.store)
         found += n * sum(sizes.of_token(how))
     return found

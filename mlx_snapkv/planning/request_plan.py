@@ -16,7 +16,7 @@ from ..caches.layers import (
     require_quantizable,
 )
 from ..caches.matching import n_tokens
-from ..caches.memories import in_files
+from ..caches.stored_caches import in_files
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..policies.budgets import Quota
@@ -109,7 +109,7 @@ class Plan(PromptPlan):
         Those that chunks choose from go to their store with every chunk, the ones before the first such chunk with it.
         """
         whole, reading = self.n_prompt + self.n_ahead + 1, self.sparse_reading
-        if reading is None or self.options.memory == "recall":
+        if reading is None or self.options.store == "memory":
             return whole
         return whole if reading.n_before == self.n_prompt else reading.n_before
 
@@ -205,7 +205,7 @@ def _reason(
         return NO_POLICY_REASON
     if is_embedded:
         return EMBEDDINGS_REASON
-    if prompt_cache is None or not (options.retains or options.turns):
+    if prompt_cache is None or not (options.is_sparse or options.turns):
         return gate(policy, n_new, prompt_cache, max_tokens)
     if is_compressed(prompt_cache):
         return None
@@ -241,5 +241,5 @@ def _cheap_entries(model: Any, policy: Sparse, layers: list[AttentionLayer]) -> 
 
 def _sparse_reading(plan: Plan, n_cheap: int) -> SparseReading:
     n, reach = plan.n_prompt, plan.policy.reach(plan.n_prompt, n_cheap)
-    last = reach.of_last(in_files(plan.options.memory))
+    last = reach.of_last(in_files(plan.options.store))
     return SparseReading(reach, last, n - LAST, reach.before_choice(n, plan.n_held))

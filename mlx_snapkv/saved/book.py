@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..caches.memories import books
 from ..caches.recording import RecordingKVCache
+from ..caches.stored_caches import books
 from ..caches.stores.file import FileStore, Layout, SavedFile
 from ..entries.key_index import no_codes
 from ..entries.quantization import KEYS, VALUES, Quantization, Stored, pack

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from .._version import __version__
 from ..caches.layers import attention_layers, first_sparse, layer_caches
 from ..caches.matching import adopt, require_match, require_tokens
-from ..caches.memories import books
+from ..caches.stored_caches import books
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError, UnsupportedModelError
 from ..models.distributed import require_whole

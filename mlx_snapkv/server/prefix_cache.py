@@ -10,8 +10,8 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from ..caches.layers import file_bytes, first_sparse, memory_bytes
-from ..caches.memories import books
 from ..caches.open_files import many_are_open
+from ..caches.stored_caches import books
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.messages import Message
@@ -132,16 +132,15 @@ class Checkpoints:
         self._prefixes, self._tokenizer = prefixes, loaded.tokenizer
         self._policy = policy = options.get("policy")
         in_blocks = policy is not None and policy.reads_in_blocks
-        recalls = options.get("memory", "drop") != "drop"
         # Then a request that is answered from all entries shares nothing with the others.
         self._reads_sparsely = policy is not None and not policy.evicts and policy.reads_little
-        self._keeps_all = policy is None or recalls
+        # A policy that chooses once compresses a copy: what was read of a prompt serves any that begins alike.
+        self._keeps_all = not in_blocks
         # Where a kept cache can't be trimmed to a shorter prefix, several prefixes are kept.
-        trims = can_trim_prompt_cache(make_prompt_cache(loaded.model))
-        self._keeps_prefixes = not (in_blocks or (self._keeps_all and trims))
-        # What has been read of a prompt serves whoever reads on, unless entries are evicted meanwhile.
-        self._reads_on = not in_blocks
-        self._n_voters = 1 if policy is None else max(1, policy.stages[1].obs_window)
+        trims = can_trim_prompt_cache(make_prompt_cache(loaded.model)) and not (
+            policy is not None and policy.stages[1].accumulates_attention
+        )
+        self._keeps_prefixes = not (in_blocks or trims)
         # Tokens that are always read, so that the observation window is whole.
         self._n_last = 1
         if policy is not None and self._keeps_all:
@@ -178,12 +177,12 @@ class Checkpoints:
 
     def may_break_off(self, request: EngineRequest) -> bool:
         """Whether what has been read of a prompt is kept if its client leaves."""
-        return self._reads_on and not (request.body.full_cache and self._reads_sparsely)
+        return self._keeps_all and not (request.body.full_cache and self._reads_sparsely)
 
     def broken_off(self, request: EngineRequest, caches: list, tokens: list[int]) -> None:
         """Keep what has been read of a prompt whose client has left, if that leaves its voters to be read."""
         prompt = request.completion_request.prompt
-        if SHORTEST <= len(tokens) <= len(prompt) - self._n_voters:
+        if SHORTEST <= len(tokens) <= len(prompt) - self._n_last:
             self._prefixes.insert(tokens, caches)
 
     def read(self, request: EngineRequest, caches: list, tokens: list[int]) -> None:
@@ -194,7 +193,6 @@ class Checkpoints:
 
     def answered(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Keep the caches of an answered request, also in a file."""
-        # Others would compress what is left of an answer from all entries without an observation window.
         if request.body.full_cache and (self._reads_sparsely or not self._keeps_all):
             return
         self.read(request, caches, tokens)

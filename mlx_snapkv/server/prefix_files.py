@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from .. import saved
-from ..caches.memories import saved_forms
+from ..caches.stored_caches import saved_forms
 from ..errors import SnapKVError
 from ..saved import book, sealed
 from ..saved.files import fingerprint, tokens_in
@@ -72,7 +72,7 @@ class PrefixFiles:
 
     Args:
         most_bytes: for all files in it, those of other settings and servers included.
-        setting: what files that are used must agree in besides the model: tokenizer, policy, memory.
+        setting: what files that are used must agree in besides the model: tokenizer, policy, store.
 
     Raises: SnapKVError: the folder can't be created or read.
     """

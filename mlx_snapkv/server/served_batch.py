@@ -41,7 +41,7 @@ class ServedBatch:
             stop_tokens=[[token] for token in loaded.tokenizer.eos_token_ids],
             completion_batch_size=most,
             on_report=lambda uid, report: setattr(self.running[uid], "report", report),
-            on_recall=lambda uid, *caches: checkpoints.read(self.running[uid], *caches),
+            on_read=lambda uid, *caches: checkpoints.read(self.running[uid], *caches),
             on_pause=on_pause,
             turns=True,
             stream=mx.default_stream(mx.default_device()),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from request_helpers import assert_unpatched, plain
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVError, prefill
+from mlx_snapkv import SnapKVError, Sparse, prefill
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
 from mlx_snapkv.engine import loop_model
 
@@ -106,11 +106,11 @@ def test_later_turns_go_on_from_compressed_caches(tiny_model, policy):
     assert own[-1].offset == len(first)  # the caller's is as it was
 
 
-@pytest.mark.parametrize("memory", ["drop", "recall"])
-def test_keys_may_wait_for_what_a_pipeline_sends(tiny_model, memory, monkeypatch):
+@pytest.mark.parametrize("policy", [SMALL, Sparse(budget=40, n_window=16)])
+def test_keys_may_wait_for_what_a_pipeline_sends(tiny_model, policy, monkeypatch):
     """As mlx-lm's models of which each Mac has some layers do after every call."""
     prompts = prompts_of(200, 150)
-    wanted = [alone(tiny_model, prompt, 9, policy=SMALL, memory=memory) for prompt in prompts]
+    wanted = [alone(tiny_model, prompt, 9, policy=policy) for prompt in prompts]
     call = type(tiny_model).__call__
 
     def sends(self, inputs, cache=None):
@@ -119,7 +119,7 @@ def test_keys_may_wait_for_what_a_pipeline_sends(tiny_model, memory, monkeypatch
         return logits
 
     monkeypatch.setattr(type(tiny_model), "__call__", sends)
-    run = Run(tiny_model, SMALL, memory=memory)
+    run = Run(tiny_model, policy)
     uids = run.insert(prompts, 9)
     assert [run.finish()[uid] for uid in uids] == wanted
 
@@ -135,9 +135,9 @@ def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):
 
 
 MODEL = make_llama()
-RECALL = "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=24,lookahead=2"
+SPARSE = "sparse:n_sink=2,n_window=8,budget=24"
 ANY_POLICIES = [
-    RECALL,  # whose tokens choose anew
+    SPARSE,
     "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=30%,lookahead=4",
     "snapkv:n_sink=2,n_window=8,obs_window=8,budget=24,lookahead=2",
     "snapkv:n_sink=2,obs_window=8,budget=40,n_window=24,on_full=slide,lookahead=4",
@@ -159,12 +159,11 @@ EVENTS = st.lists(
 # taken out before it is compressed
 @example(ANY_POLICIES[0], [("insert", 116, 11), ("step", 6, 0), ("extract", 0, 0)], False)
 # a copy of what goes on
-@example(RECALL, [("insert", 100, 30), ("step", 12, 0), ("extract", 0, 0)], False)
+@example(SPARSE, [("insert", 100, 30), ("step", 12, 0), ("extract", 0, 0)], False)
 @given(st.sampled_from(ANY_POLICIES), EVENTS, st.booleans())
 @settings(max_examples=25)
 def test_every_answer_is_the_one_alone(policy, events, reads_first):
-    options = {"memory": "recall"} if policy == RECALL else {}
-    run = Run(MODEL, policy, prefill_step_size=48, reads_first=reads_first, **options)
+    run = Run(MODEL, policy, prefill_step_size=48, reads_first=reads_first)
     inserted, removed, extracted = {}, set(), []
     for event, a, b in events:
         if event == "insert":
@@ -180,10 +179,10 @@ def test_every_answer_is_the_one_alone(policy, events, reads_first):
         else:
             for uid, (cache, tokens) in run.generator.extract_cache([a]).items():
                 compressed = uid in run.reports  # before, it is full
-                way = {"policy": policy, **options} if compressed else {}
+                way = {"policy": policy} if compressed else {}
                 extracted.append((uid, cache, list(tokens), way, [c.size() for c in cache]))
     run.finish()
-    wanted = {uid: alone(MODEL, p, n, policy=policy, **options) for uid, (p, n) in inserted.items()}
+    wanted = {uid: alone(MODEL, p, n, policy=policy) for uid, (p, n) in inserted.items()}
     for uid in inserted:
         answer = run.answers.get(uid, [])
         assert answer == wanted[uid][: len(answer)]

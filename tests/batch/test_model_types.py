@@ -9,6 +9,7 @@ from mlx_snapkv import SnapKVError
 from mlx_snapkv.batch.generator import ALONE
 from mlx_snapkv.caches.layers import members
 
+SPARSE = "sparse:top_k=6,n_sink=2,n_window=8"
 POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,lookahead=0"
 TYPES = [
     "deepseek_v3", "falcon_h1", "gemma3n", "gpt_oss", "jamba", "kimi_linear", "llama4_text", "longcat_flash",
@@ -19,18 +20,18 @@ CHOOSING = ["qwen3_next", "gpt_oss", "deepseek_v3", "gemma3n"]
 
 
 @pytest.mark.parametrize(
-    ("name", "memory", "few"),
+    ("name", "policy", "store", "few"),
     [
-        *((name, "drop", 0) for name in [*TYPES, *ALONE]),
-        *((name, "recall:file", few) for name in CHOOSING for few in (0, 8192)),
+        *((name, POLICY, None, 0) for name in [*TYPES, *ALONE]),
+        *((name, SPARSE, "file", few) for name in CHOOSING for few in (0, 8192)),
     ],
 )
-def test_a_batch_answers_as_each_alone(name, memory, few, monkeypatch):
+def test_a_batch_answers_as_each_alone(name, policy, store, few, monkeypatch):
     exact_up_to(monkeypatch, few)
     model = make_model(name)
     prompts = prompts_of(40, 30, 55, vocab_size=120)
     try:
-        run = Run(model, POLICY, memory=memory)
+        run = Run(model, policy, store=store)
     except SnapKVError as error:
         assert name in ALONE and "one at a time" in str(error)
         return

@@ -19,11 +19,10 @@ PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32,min_ctx=100,budget=56"
 SNAPKV = f"{PLAIN},lookahead=4"
 SPARSE = Sparse(budget=80, n_window=32, read_top_k=32)
 WAYS = [
-    (SNAPKV, {"memory": "recall"}),
-    (SNAPKV, {"memory": "recall:file:8bit"}),
+    (SNAPKV, {}),
     (SPARSE, {}),
-    (SPARSE, {"memory": "recall:4bit"}),
-    (SPARSE, {"memory": "recall:file"}),
+    (SPARSE, {"store": "4bit"}),
+    (SPARSE, {"store": "file"}),
 ]
 
 
@@ -38,8 +37,8 @@ def test_staggered_requests_answer_as_alone(model, policy, options):
     run = Run(model, policy, **options)
     uids = run.staggered(prompts, limits)
     run.assert_alone(uids, prompts, limits)
-    assert list(run.recalled) and set(run.recalled) == set(uids) - {uids[1]}  # which is short
-    for uid, (_, tokens) in run.recalled.items():
+    assert list(run.read) and set(run.read) == set(uids) - {uids[1]}  # which is short
+    for uid, (_, tokens) in run.read.items():
         prompt = prompts[uids.index(uid)]
         assert tokens == (prompt + run.answers[uid])[: len(tokens)] and len(tokens) >= len(prompt)
     assert_unpatched()
@@ -52,18 +51,18 @@ def test_several_go_on_from_what_one_has_read(model, policy, options):
     run = Run(model, policy, turns=True, **options)
     (first,) = run.insert([document], 8)
     run.finish()
-    caches, tokens = run.recalled[first]
+    caches, tokens = run.read[first]
     questions = prompts_of(12, 30, 60, seed=1)
     given = [copy.deepcopy(caches) for _ in questions]
     uids = run.insert(questions, 20, caches=given, all_tokens=[list(tokens) for _ in questions])
     run.finish()
     for uid, question in zip(uids, questions):
         assert run.answers[uid] == run.alone(question, 20, prompt_cache=copy.deepcopy(caches))
-        assert run.recalled[uid][1][: len(tokens) + len(question)] == tokens + question
+        assert run.read[uid][1][: len(tokens) + len(question)] == tokens + question
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
-def test_several_go_on_with_the_index_of_what_one_has_read(model, memory, monkeypatch):
+@pytest.mark.parametrize("store", ["memory", "8bit", "file"])
+def test_several_go_on_with_the_index_of_what_one_has_read(model, store, monkeypatch):
     """Each as from caches that were trimmed to what it has in common with the one before."""
     made = []
 
@@ -75,10 +74,10 @@ def test_several_go_on_with_the_index_of_what_one_has_read(model, memory, monkey
     exact_up_to(monkeypatch, 100)
     monkeypatch.setattr(full_view, "KeyIndex", Counted)
     (document,) = prompts_of(200)
-    prefixes, run = PrefixCache(1 << 32), Run(model, SPARSE, turns=True, memory=memory)
+    prefixes, run = PrefixCache(1 << 32), Run(model, SPARSE, turns=True, store=store)
     run.insert([document], 8)
     run.finish()
-    ((caches, tokens),) = run.recalled.values()
+    ((caches, tokens),) = run.read.values()
     prefixes.insert(tokens, caches)
     assert prefixes.nbytes == sum(cache.nbytes + cache.index.nbytes for cache in caches)
     uids, asked = [], [document[:160] + question for question in prompts_of(40, 60, seed=1)]
@@ -89,21 +88,21 @@ def test_several_go_on_with_the_index_of_what_one_has_read(model, memory, monkey
     run.finish()
     assert len(made) == len(model.layers)
     for uid, prompt in zip(uids, asked):
-        read, _ = run.recalled[uid]
+        read, _ = run.read[uid]
         assert {cache.offset for cache in read} == {len(prompt) + 1}
         assert {len(cache.index) for cache in read} == {len(prompt) + 1}
 
 
 def test_one_that_is_given_up_leaves_what_it_has_read(model):
     prompts = prompts_of(200, 150)
-    run = Run(model, SNAPKV, memory="recall")
+    run = Run(model, SNAPKV)
     gone, stays = run.insert(prompts, 40)
     while len(run.answers.get(gone, [])) < 7:
         run.step()
     run.generator.remove([gone])
     run.finish()
     assert run.answers[stays] == run.alone(prompts[1], 40)
-    caches, tokens = run.recalled[gone]
+    caches, tokens = run.read[gone]
     full = make_prompt_cache(model)
     model(mx.array([tokens]), cache=full)
     assert [c.offset for c in caches] == [len(tokens)] * len(caches)

@@ -134,10 +134,10 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
 
 
 @pytest.mark.parametrize("policy", [Sparse(budget=256)])
-@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file"])
-def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, memory):
+@pytest.mark.parametrize("store", ["memory", "4bit", "file"])
+def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, policy, store):
     """Up to what a step of this model takes beside, about 2 MB, and what is packed within a step."""
-    options = options_of(policy, memory=memory) | {"prefill_step_size": 64}
+    options = options_of(policy, store=store) | {"prefill_step_size": 64}
     need = needed(demo_llama, options, 2000, 40)
     gc.collect()
     gc.freeze()  # what there is, so that each collection is quick
@@ -158,11 +158,11 @@ def test_the_index_and_means_of_a_recalled_request_are_counted(demo_llama, monke
     """Chunks hold means where they choose by them."""
     exact_up_to(monkeypatch, 1000)
     sparse = Sparse(budget=256, read_top_k=read_top_k)
-    options = options_of(sparse, memory="recall:file") | {"prefill_step_size": 64}
+    options = options_of(sparse, store="file") | {"prefill_step_size": 64}
     run = batch_helpers.Run(demo_llama[0], **options)
     (uid,) = run.insert(batch_helpers.prompts_of(2000), 40)
     run.finish()
-    caches, _ = run.recalled[uid]
+    caches, _ = run.read[uid]
     means = sum(cache.page_means.nbytes for cache in caches)
     indexed = sum(cache.index.nbytes for cache in caches)
     assert (means > 0) == (read_top_k is not None)

@@ -80,7 +80,7 @@ def test_a_process_of_256_open_files_gets_more():
 def test_where_the_system_allows_no_more_one_sentence_says_so():
     said = opening(64, 64, 200)
     assert said.count("\n") == 0 and "all 64 files that this process may open are open" in said
-    assert "ulimit -n" in said and "or use another memory" in said
+    assert "ulimit -n" in said and "or use another store" in said
 
 
 def maps_of(folder):
@@ -130,7 +130,7 @@ def test_large_parts_are_not_copied(monkeypatch):
 
 def test_a_conversation_reads_all_documents_into_the_same_files(demo_llama):
     model, tokenizer = demo_llama
-    options = {"memory": "recall:file", "sparse": "budget=40", "max_tokens": 1}
+    options = {"store": "file", "sparse": "budget=40", "max_tokens": 1}
     conversation, counts = Conversation(model, tokenizer, **options), []
     gc.collect()  # what earlier tests have left
     for n in range(8):

@@ -12,7 +12,6 @@ from tiny_models import make_llama
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
 from mlx_snapkv.caches.recording import RecordingKVCache
 
-SEEN = 4  # answer tokens of which the queries vote
 SPARSE = "budget=40,n_sink=4,n_window=16"
 # The caches of a prompt, and the class of them; the last ones hold every entry.
 KINDS = {
@@ -21,10 +20,9 @@ KINDS = {
     "quantised": ({"policy": f"{SNAPKV},on_full=slide"}, SnapKVCache),
     "block": ({"policy": KEYDIFF}, BlockKVCache),
     "sparse": ({"sparse": SPARSE}, KVCache),
-    "sparse in files": ({"sparse": SPARSE, "memory": "recall:file"}, RecordingKVCache),
-    "recall in files": ({"policy": SNAPKV, "memory": "recall:file"}, RecordingKVCache),
+    "sparse in files": ({"sparse": SPARSE, "store": "file"}, RecordingKVCache),
 }
-HOLDING = ("sparse", "sparse in files", "recall in files")
+HOLDING = ("sparse", "sparse in files")
 
 
 @pytest.fixture
@@ -36,12 +34,8 @@ def read(model, tokens, kind):
     """What was read, and its caches."""
     how, cls = KINDS[kind]
     said = tokens.tolist()
-    if kind == "recall in files":
-        cache = make_prompt_cache(model)
-        said += [t for t, _ in steps(model, tokens, SEEN, prompt_cache=cache, **how)]
-    else:
-        bits = {"kv_bits": 8, "kv_group_size": 32} if kind == "quantised" else {}
-        cache, _ = prefill(model, tokens, **how, **bits)
+    bits = {"kv_bits": 8, "kv_group_size": 32} if kind == "quantised" else {}
+    cache, _ = prefill(model, tokens, **how, **bits)
     assert all(type(c) is cls and c.offset == len(said) for c in cache)
     return said, cache
 

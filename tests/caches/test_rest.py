@@ -187,7 +187,7 @@ def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monke
     layers = attention_layers(model, cache)
     for seed, n in ((1, 300), (2, 100)):
         prompt = mx.random.randint(0, 60, (n,), key=mx.random.key(seed))
-        options = {"sparse": "budget=24,n_window=6", "memory": "recall:file", "prompt_cache": cache}
+        options = {"sparse": "budget=24,n_window=6", "store": "file", "prompt_cache": cache}
         steps(model, prompt, 3, **options)
         assert {(*call.args, 0)[1] for call in made.call_args_list} == {known}
         made.reset_mock()
@@ -240,14 +240,14 @@ def moved(model, prompt, **options):
 FAMILIES = "llama qwen3_next gpt_oss gpt2".split()
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+@pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_predictions_come_nearer_to_the_full_caches(name, memory, small_clusters, monkeypatch):
-    if memory == "recall:8bit" and name != "llama":
+def test_predictions_come_nearer_to_the_full_caches(name, store, small_clusters, monkeypatch):
+    if store == "8bit" and name != "llama":
         pytest.skip("heads of 32 are llama's")
     model = make_llama(head_dim=32) if name == "llama" else make_model(name)
     prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
-    options = {"sparse": "budget=24,n_sink=2,n_window=6,read=dense", "memory": memory}
+    options = {"sparse": "budget=24,n_sink=2,n_window=6,read=dense", "store": store}
     weighed = moved(model, prompt, **options)
     monkeypatch.setattr(TokenRanking, "weigh_rest", lambda *args: None)
     assert 0 < weighed < 0.6 * moved(model, prompt, **options)

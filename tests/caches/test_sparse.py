@@ -17,8 +17,8 @@ from mlx_snapkv import Sparse
 from mlx_snapkv.caches import sparse as module
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.sparse import RECENT, SparseKVCache
+from mlx_snapkv.caches.stored_caches import make_caches
 from mlx_snapkv.caches.token_ranking import TokenRanking
 from mlx_snapkv.entries import clusters
 from mlx_snapkv.models import attention_classes
@@ -44,7 +44,7 @@ def few_recent(monkeypatch):
 
 def choosing(model, quota):
     """The caches of a prompt of `N` tokens, whose next tokens choose."""
-    caches = make_caches(model, "recall")
+    caches = make_caches(model, "memory")
     for layer in attention_layers(model, caches):
         layer.cache_in(caches).layer = layer
     model(TOKENS[None, :N], cache=caches)
@@ -117,7 +117,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes(few_recent, monkeypa
     n_recent = cache._n_recent
     said(model, caches, TOKENS[-1:])
     n = TOKENS.size
-    full = make_caches(model, "recall")
+    full = make_caches(model, "memory")
     layer = attention_layers(model, full)[0]
     layer.cache_in(full).layer = layer
     layer.cache_in(full).observe(n - 1, n, n)

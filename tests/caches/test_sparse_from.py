@@ -8,7 +8,7 @@ from tiny_models import make_llama
 
 from mlx_snapkv import generate_step, prefill, saved
 from mlx_snapkv.caches.layers import first_sparse
-from mlx_snapkv.caches.memories import recalling_caches
+from mlx_snapkv.caches.stored_caches import moved_to_store
 from mlx_snapkv.policies.sparse import CHUNK, PAGE
 
 OPTIONS = f"budget=50%,read_top_k={4 * PAGE}"
@@ -16,20 +16,20 @@ TEXT = mx.array(np.random.default_rng(1).integers(1, 64, 3 * CHUNK))
 QUESTION = mx.arange(1, 6)
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file"])
-def test_where_the_first_entry_is_that_was_computed_from_few_is_known(memory, tmp_path):
+@pytest.mark.parametrize("store", ["memory", "4bit", "file"])
+def test_where_the_first_entry_is_that_was_computed_from_few_is_known(store, tmp_path):
     """In every form of the caches and in files; those before it are the full cache's."""
     model = make_llama(head_dim=64)
-    caches, _ = prefill(model, TEXT, sparse=OPTIONS, memory=memory)
+    caches, _ = prefill(model, TEXT, sparse=OPTIONS, store=store)
     first = first_sparse(caches)
     assert first == CHUNK  # the second chunk chooses
     saved.save(tmp_path / "text.safetensors", model, caches, TEXT, f"sparse:{OPTIONS}")
     loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
-    moved = recalling_caches(model, loaded, memory)
+    moved = moved_to_store(model, loaded, store)
     assert first_sparse(loaded) == first_sparse(moved) == first
     dense = "budget=64,read=dense"
     answer = generate_step(
-        QUESTION, model, max_tokens=1, prompt_cache=moved, sparse=dense, memory=memory
+        QUESTION, model, max_tokens=1, prompt_cache=moved, sparse=dense, store=store
     )
     list(answer)
     assert first_sparse(moved) == first
@@ -37,10 +37,10 @@ def test_where_the_first_entry_is_that_was_computed_from_few_is_known(memory, tm
     assert moved[0].offset == first and first_sparse(moved) is None
     full = make_prompt_cache(model)
     model(TEXT[None, :first], cache=full)
-    if memory == "recall":
+    if store == "memory":
         keys = moved[1].keys_and_values()[0]
         assert mx.allclose(keys, full[1].keys_and_values()[0], atol=1e-5)
-    in_full, _ = prefill(model, TEXT, sparse=f"{OPTIONS},read=dense", memory=memory)
+    in_full, _ = prefill(model, TEXT, sparse=f"{OPTIONS},read=dense", store=store)
     assert first_sparse(in_full) is None
 
 

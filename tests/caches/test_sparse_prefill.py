@@ -15,10 +15,10 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKVError, generate_step, prefill
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.page_means import PageMeans, page_means
 from mlx_snapkv.caches.page_ranking import SAMPLED, PageRanking
 from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
+from mlx_snapkv.caches.stored_caches import make_caches
 from mlx_snapkv.caches.stores import FileStore
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries import held_rows
@@ -42,9 +42,9 @@ ALL = Reach(PAGE, N, WINDOW)
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 64, N + LAST))
 
 
-def sparse_caches(model, reach, memory="recall", last_from=1 << 30):
+def sparse_caches(model, reach, store="memory", last_from=1 << 30):
     """Caches that choose, and the views of all entries that they read by."""
-    caches = make_caches(model, memory)
+    caches = make_caches(model, store)
     views = []
     for layer in attention_layers(model, caches):
         everything = layer.cache_in(caches)
@@ -68,7 +68,7 @@ def read_by(model, caches, *ends):
 
 def entries_and_queries(model):
     """All keys and post-RoPE queries of the first layer, which depend on no other token; its scale."""
-    caches = make_caches(model, "recall")
+    caches = make_caches(model, "memory")
     layer = attention_layers(model, caches)[0]
     layer.cache_in(caches).observe(0, N, N)
     read_by(model, caches, N)
@@ -92,23 +92,21 @@ def chosen_pages(keys, queries, scale):
     return found
 
 
-@pytest.mark.parametrize(
-    "memory, resident", [("recall", None), ("recall:file", None), ("recall:file", 4)]
-)
+@pytest.mark.parametrize("store, resident", [("memory", None), ("file", None), ("file", 4)])
 @pytest.mark.parametrize(
     "make",
     [make_llama, lambda: make_llama(head_dim=64), lambda: make_model("gpt_oss")],
     ids=["llama", "means in 8 bits", "gpt_oss"],
 )
 def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
-    make, memory, resident, monkeypatch
+    make, store, resident, monkeypatch
 ):
     """Wherever the entries are, and the means of all but a few pages."""
     if resident is not None:
         monkeypatch.setattr(held_rows, "RESIDENT", resident * PAGE)
         monkeypatch.setattr(held_rows, "BLOCK", 2 * PAGE)
     model = make()
-    caches, (view, *_) = sparse_caches(model, REACH, memory)
+    caches, (view, *_) = sparse_caches(model, REACH, store)
     gathered, gather = [], view.gather
     view.gather = lambda places: gathered.append(np.array(places)) or gather(places)
     read_by(model, caches, START, N)
@@ -251,9 +249,9 @@ OPTIONS = f"budget=50%,read_top_k={N_CHOSEN * PAGE}"
 LONG = mx.array(np.random.default_rng(1).integers(1, 64, N + LAST + 3))
 
 
-def requested(model, tokens, cache=None, memory="recall", sparse=OPTIONS):
+def requested(model, tokens, cache=None, store="memory", sparse=OPTIONS):
     """A request that has read its prompt, before its first token."""
-    config = CompressionConfig(Sparse.from_string(sparse), memory=memory)
+    config = CompressionConfig(Sparse.from_string(sparse), store=store)
     cache = make_prompt_cache(model) if cache is None else cache
     request = make_request(model, plan_request(model, config, tokens.size, cache), cache)
     start, step = 0, request.step_size(2048)
@@ -274,7 +272,7 @@ def test_the_last_queries_are_recorded_of_all_readers(name):
         cache = layer.cache_in(request.prompt_cache)
         assert cache.query_positions == range(LONG.size - Sparse.obs_window, LONG.size)
         assert not cache.waits_for_readers
-    plain = make_caches(model, "recall")
+    plain = make_caches(model, "memory")
     for layer in request.layers:
         layer.cache_in(plain).layer = layer
         layer.cache_in(plain).observe(request.plan.first, request.plan.last, LONG.size)
@@ -288,10 +286,8 @@ def test_the_last_queries_are_recorded_of_all_readers(name):
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
-@pytest.mark.parametrize(
-    "memory", ["recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit"]
-)
-def test_every_memory_reads_the_same_prompt(make, memory, monkeypatch):
+@pytest.mark.parametrize("store", ["8bit", "4bit", "file"])
+def test_every_store_reads_the_same_prompt(make, store, monkeypatch):
     """Quantised entries are chosen among as they are read; those in files are exactly those in memory.
 
     But for the last tokens, which read everything where that is in memory.
@@ -300,11 +296,11 @@ def test_every_memory_reads_the_same_prompt(make, memory, monkeypatch):
     model = make(head_dim=32)
     options = {"sparse": OPTIONS, "max_tokens": 1}
     ((_, wanted),) = generate_step(LONG, model, **options)
-    ((_, found),) = generate_step(LONG, model, memory=memory, **options)
-    if memory == "recall:file":
+    ((_, found),) = generate_step(LONG, model, store=store, **options)
+    if store == "file":
         assert mx.array_equal(found, wanted)
     else:
-        assert (mx.abs(found - wanted).max() < (0.3 if "4bit" in memory else 0.02)).item()
+        assert (mx.abs(found - wanted).max() < (0.3 if "4bit" in store else 0.02)).item()
 
 
 FOLLOW_UP = TOKENS[: CHUNK + LAST]
@@ -317,12 +313,12 @@ def after_follow_up(name, answer):
     return request_helpers.plain(make_model(name), whole, 1, prefill_step_size=CHUNK)[0][1]
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+@pytest.mark.parametrize("store", ["memory", "file"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3"])
-def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, memory):
+def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, store):
     """They read sparsely in what earlier requests have read, as one request would that had read both."""
     model, reports = make_model(name), []
-    options = {"memory": memory, "max_tokens": 1, "on_report": reports.append}
+    options = {"store": store, "max_tokens": 1, "on_report": reports.append}
 
     def away(sparse):
         cache = make_prompt_cache(model)
@@ -360,6 +356,6 @@ def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
 def test_what_can_not_be_read_sparsely_is_one_sentence():
     model = make_model("iquestloopcoder")
     sentence = r"^sparse attention is not possible on model type 'iquestloopcoder'.*: give a policy"
-    for options in ({}, {"memory": "recall:file"}):
+    for options in ({}, {"store": "file"}):
         with pytest.raises(SnapKVError, match=sentence):
             generate_step(TOKENS, model, sparse=True, **options)

@@ -237,7 +237,7 @@ def test_a_file_that_was_cut_short_is_neither_read_nor_filled_up(kind):
 def test_what_is_put_aside_needs_room():
     with (
         full_disk(1000),
-        pytest.raises(SnapKVError, match=r"TMPDIR or --store-dir .* another memory"),
+        pytest.raises(SnapKVError, match=r"TMPDIR or --store-dir .* another store"),
     ):
         AsideFile().put(mx.zeros((1, 2, 300, 64)))
 

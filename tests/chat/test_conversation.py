@@ -13,16 +13,17 @@ from mlx_lm.utils import load_tokenizer
 from model_configs import make_model
 from request_helpers import is_quantised
 
-from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError
+from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError, Sparse
 from mlx_snapkv.caches import full_view, layers
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers, file_bytes, held_tokens, kv_bytes, members
-from mlx_snapkv.caches.memories import make_caches, saved_forms
+from mlx_snapkv.caches.stored_caches import make_caches, saved_forms
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.entries.key_index import KeyIndex
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import UnsupportedModelError
 
+SPARSE = Sparse(budget=64)
 KEYDIFF = "keydiff:budget=64,block=32"
 TWO = f"keydiff:budget=96,block=32 then {SMALL}"
 BITS = {"kv_bits": 8, "kv_group_size": 32}
@@ -47,7 +48,7 @@ def interrupted(model, monkeypatch, after=0):
 def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack):
     model, tokenizer = demo_model
     document, facts = haystack
-    conversation = begun(demo_model, haystack, memory="recall")
+    conversation = begun(demo_model, haystack)
     assert all(all_right(conversation, facts[:2]))
     messages = conversation.messages
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2
@@ -74,30 +75,29 @@ def open_files():
     return len(os.listdir("/dev/fd"))
 
 
-def test_memories_answer_every_question_of_a_document_and_hold_what_they_say(demo_model, haystack):
+def test_stores_answer_every_question_of_a_document_and_hold_what_they_say(demo_model, haystack):
     _, facts = haystack
     held, in_files, n_open, before = {}, {}, {}, open_files()
-    for memory in RECALLS:
-        conversation = begun(demo_model, haystack, policy=SMALL, memory=memory)
+    for store in RECALLS:
+        conversation = begun(demo_model, haystack, policy=SPARSE, store=store)
         assert all(all_right(conversation, facts))
-        assert {n for n in conversation.report.entries_kept if n is not None} == {64}
-        held[memory] = kv_bytes(conversation.prompt_cache)
-        in_files[memory] = file_bytes(conversation.prompt_cache)
-        n_open[memory] = open_files() - before
+        held[store] = kv_bytes(conversation.prompt_cache)
+        in_files[store] = file_bytes(conversation.prompt_cache)
+        n_open[store] = open_files() - before
         conversation.reset()
         assert open_files() == before
     n_layers = len(attention_layers(demo_model[0], conversation.prompt_cache))
-    full = held["recall"]
-    assert in_files == dict.fromkeys(RECALLS[:3], 0) | {"recall:file": full}
-    assert n_open == dict.fromkeys(RECALLS[:3], 0) | {"recall:file": 2 * n_layers}
+    full = held["memory"]
+    assert in_files == dict.fromkeys(RECALLS[:3], 0) | {"file": full}
+    assert n_open == dict.fromkeys(RECALLS[:3], 0) | {"file": 2 * n_layers}
     # Of float32: 8 or 4 bits a value, and a scale and a bias for each 64, or for each 32.
-    assert held["recall:file"] == 0
-    assert full * 0.27 < held["recall:8bit"] < full * 0.32
-    assert full * 0.15 < held["recall:4bit"] < full * 0.20
+    assert held["file"] == 0
+    assert full * 0.27 < held["8bit"] < full * 0.32
+    assert full * 0.15 < held["4bit"] < full * 0.20
 
 
-@pytest.mark.parametrize("memory", RECALLS)
-def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, memory, monkeypatch):
+@pytest.mark.parametrize("store", RECALLS)
+def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, store, monkeypatch):
     """It holds the keys of all that was read, also where a turn was taken back meanwhile."""
     made = []
 
@@ -108,7 +108,7 @@ def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, me
 
     exact_up_to(monkeypatch, 200)
     monkeypatch.setattr(full_view, "KeyIndex", Counted)
-    conversation = begun(demo_llama, haystack, sparse="budget=64,n_window=32", memory=memory)
+    conversation = begun(demo_llama, haystack, sparse="budget=64,n_window=32", store=store)
     for taken_back, fact in zip([False, True, False], haystack[1]):
         assert is_answered(conversation, fact)
         assert len(made) == len(demo_llama[0].layers)
@@ -130,7 +130,7 @@ def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, me
         assert mx.abs(apart).mean() < 1e-3
 
 
-def test_drop_forgets_and_holds_no_more_than_the_budget_after_every_turn(demo_model, haystack):
+def test_a_policy_forgets_and_holds_no_more_than_the_budget_after_every_turn(demo_model, haystack):
     model, right = demo_model[0], []
     conversation = begun(demo_model, haystack, policy=SMALL)
     for fact in haystack[1]:
@@ -149,12 +149,12 @@ def test_a_turn_votes_over_the_entries_held_and_its_own(demo_llama, haystack):
         assert ask(one, fact.question) == ask(other, fact.question)
 
 
-@pytest.mark.parametrize(("policy", "memory"), [(SMALL, "recall"), (KEYDIFF, "drop")])
+@pytest.mark.parametrize(("policy", "store"), [(SPARSE, "memory"), (KEYDIFF, None)])
 def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(
-    demo_model, haystack, policy, memory
+    demo_model, haystack, policy, store
 ):
     _, facts = haystack
-    conversation = begun(demo_model, haystack, policy=policy, memory=memory)
+    conversation = begun(demo_model, haystack, policy=policy, store=store)
     answer = conversation.send(facts[0].question)
     text = next(answer).text + next(answer).text
     answer.close()
@@ -168,7 +168,7 @@ def test_answers_that_the_template_changes_later_are_read_as_they_were_given(dem
     model, tokenizer = demo_llama[0], load_tokenizer(MODELS["demo"])
     changed = "{{ ' Then: ' + message['content'] | trim + '<|end|>' }}"
     tokenizer.chat_template = re.sub(r"\{\{ ' ' \+.*?\}\}", changed, tokenizer.chat_template)
-    conversation = begun((model, tokenizer), haystack, policy=SMALL, memory="recall")
+    conversation = begun((model, tokenizer), haystack, policy=SPARSE)
     answer = ask(conversation, haystack[1][0].question)
     known = conversation.read + conversation.pending_tokens
     assert conversation.pending_tokens and known[-len(answer) :] == answer
@@ -177,25 +177,25 @@ def test_answers_that_the_template_changes_later_are_read_as_they_were_given(dem
 
 
 @pytest.mark.parametrize(
-    ("policy", "memory", "turn", "bits"),
+    ("policy", "store", "turn", "bits"),
     [
-        (None, "drop", 1, BITS | {"quantized_kv_start": 0}),
-        (SMALL, "drop", 0, {}),
-        (SMALL, "drop", 1, BITS),
-        (SMALL, "recall:file", 1, {}),
+        (None, None, 1, BITS | {"quantized_kv_start": 0}),
+        (SMALL, None, 0, {}),
+        (SMALL, None, 1, BITS),
+        (SPARSE, "file", 1, {}),
     ],
 )
 def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
-    demo_model, haystack, policy, memory, turn, bits, monkeypatch
+    demo_model, haystack, policy, store, turn, bits, monkeypatch
 ):
     _, facts = haystack
-    ways = {"policy": policy, "memory": memory, "prefill_step_size": 128, **bits}
+    ways = {"policy": policy, "store": store, "prefill_step_size": 128, **bits}
     plain, failing = (begun(demo_model, haystack, turn, **ways) for _ in range(2))
     before = list(failing.messages)
     with interrupted(demo_model[0], monkeypatch, after=0 if turn else 2):
         ask(failing, facts[2].question)
     assert failing.messages == before
-    if turn and policy == SMALL:  # the turn before it can still be undone
+    if turn and policy is not None:  # the turn before it can still be undone
         assert plain.undo() == failing.undo() == facts[0].question
     assert ask(failing, facts[3].question) == ask(plain, facts[3].question)
 
@@ -226,12 +226,10 @@ def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
     assert mine.read == plain.read
 
 
-def test_an_interruption_before_the_cut_keeps_what_was_answered(demo_model, haystack, monkeypatch):
-    """Three answer tokens are there by then; the turn's entries go to the file with those of the next one."""
+def test_an_interruption_between_tokens_keeps_what_was_answered(demo_model, haystack, monkeypatch):
     _, facts = haystack
     mine, plain = (
-        begun(demo_model, haystack, 1, policy=SMALL, memory=memory)
-        for memory in ("recall:file", "recall")
+        begun(demo_model, haystack, 1, policy=SPARSE, store=store) for store in ("file", "memory")
     )
     for conversation in (mine, plain):
         answer = conversation.send(facts[1].question)
@@ -239,25 +237,20 @@ def test_an_interruption_before_the_cut_keeps_what_was_answered(demo_model, hays
         with interrupted(demo_model[0], monkeypatch):
             list(answer)
     assert mine.messages == plain.messages and mine.messages[-1]["role"] == "assistant"
-    assert 0 < kv_bytes(mine.prompt_cache) < kv_bytes(plain.prompt_cache)
     assert ask(mine, facts[2].question) == ask(plain, facts[2].question)
-    assert kv_bytes(mine.prompt_cache) == 0
 
 
-@pytest.mark.parametrize(("memory", "bits"), [("drop", BITS), ("recall:file", {})])
-def test_a_turn_that_is_not_compressed_stays_full_and_plain_until_one_is(
-    demo_llama, haystack, memory, bits
-):
+def test_a_turn_that_is_not_compressed_stays_full_and_plain_until_one_is(demo_llama, haystack):
     document, facts = haystack
     policy = SMALL + ",min_ctx=200"
-    conversation = Conversation(*demo_llama, max_tokens=12, policy=policy, memory=memory, **bits)
+    conversation = Conversation(*demo_llama, max_tokens=12, policy=policy, **BITS)
     ask(conversation, facts[0].question)
     assert "below min_ctx" in conversation.report.reason
-    assert kv_bytes(conversation.prompt_cache) > 0 == file_bytes(conversation.prompt_cache)
+    assert kv_bytes(conversation.prompt_cache) > 0
     assert not any(map(is_quantised, conversation.prompt_cache))
     conversation.attach(document)
     assert is_answered(conversation, facts[1]) and conversation.report.compressed
-    assert any(map(is_quantised, conversation.prompt_cache)) == (memory == "drop")
+    assert any(map(is_quantised, conversation.prompt_cache))
 
 
 @pytest.mark.parametrize("policy", [SMALL, SMALL.replace("slide", "grow"), TWO])
@@ -283,7 +276,7 @@ def packed_keys(conversation):
 
 def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
     model = make_model("falcon_h1")  # a state and entries in every layer
-    caches = make_caches(model, "recall")
+    caches = make_caches(model, "memory")
     mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
     forms = list(members(saved_forms(model, caches)))
     assert {type(form).__name__ for form in forms} == {"ArraysCache", "KVCache"}
@@ -295,7 +288,7 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"memory": "forget"}, "memory must be drop, recall, .* or recall:file:4bit, got 'forget'"),
+        ({"store": "forget"}, "store must be memory, .* or file, got 'forget'"),
         ({"max_token": 1}, r"unknown option 'max_token' of a conversation \(did you mean 'max_tok"),
         ({"policy": "snapkv", "max_kv_size": 9}, "max_kv_size can't be combined with a policy"),
         ({"refresh": "turn"}, "refresh is gone: sparse=budget=6.25% lets every token choose"),

@@ -12,20 +12,20 @@ from mlx_snapkv.demo import MODELS
 
 BITS = {"kv_bits": 8, "kv_group_size": 32}
 WAYS = [
-    (None, "drop", BITS | {"quantized_kv_start": 0}),
-    (SMALL, "drop", BITS),
-    (SMALL + ",min_ctx=500", "recall:file:4bit", {}),  # compressed later, or never
-    ("h2o:budget=64,block=32", "drop", {}),
-    ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", "drop", BITS),
+    (None, BITS | {"quantized_kv_start": 0}),
+    (SMALL, BITS),
+    (SMALL + ",min_ctx=500", {}),  # compressed later, or never
+    ("h2o:budget=64,block=32", {}),
+    ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", BITS),
 ]
 
 
-@pytest.mark.parametrize(("policy", "memory", "bits"), WAYS)
-def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, memory, bits, path):
-    conversation = begun(demo_model, haystack, 1, policy=policy, memory=memory, **bits)
+@pytest.mark.parametrize(("policy", "bits"), WAYS)
+def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, bits, path):
+    conversation = begun(demo_model, haystack, 1, policy=policy, **bits)
     conversation.save(path)
     loaded = Conversation.load(path, *demo_model, max_tokens=12, **bits)
-    assert (loaded.policy, loaded.memory) == (conversation.policy, memory)
+    assert (loaded.policy, loaded.store) == (conversation.policy, None)
     assert loaded.messages == conversation.messages
     for fact in haystack[1][1:]:
         assert ask(loaded, fact.question) == ask(conversation, fact.question)
@@ -60,13 +60,13 @@ def test_a_policy_given_is_for_a_conversation_without_one(demo_llama, haystack, 
     conversation = begun(demo_llama, haystack, 1, system="Be brief.")
     conversation.attach("another text")
     conversation.save(path)
-    loaded = Conversation.load(path, *demo_llama, policy=SMALL, memory="recall", max_tokens=12)
+    loaded = Conversation.load(path, *demo_llama, policy=SMALL, max_tokens=12)
     for name in ("messages", "said", "attached", "pending_tokens", "read", "system", "n_unknown"):
         assert getattr(loaded, name) == getattr(conversation, name)
     assert is_answered(loaded, haystack[1][1]) and loaded.report.entries == 64
     loaded.save(path)
-    again = Conversation.load(path, *demo_llama, policy="keydiff:budget=9", memory="drop")
-    assert (again.policy, again.memory) == (loaded.policy, "recall")
+    again = Conversation.load(path, *demo_llama, policy="keydiff:budget=9")
+    assert (again.policy, again.store) == (loaded.policy, None)
 
 
 # Of mlx-lm's own cache_prompt.
@@ -90,18 +90,18 @@ def read_by_mlx_lm(tmp_path_factory, loaded_llama, haystack):
     return path
 
 
-@pytest.mark.parametrize("policy, memory", [(SMALL, "drop"), (SMALL, "recall"), (None, "drop")])
+@pytest.mark.parametrize("policy", [SMALL, None])
 def test_every_turn_goes_on_from_mlx_lms_entries(
-    loaded_llama, read_by_mlx_lm, haystack, policy, memory, path
+    loaded_llama, read_by_mlx_lm, haystack, policy, path
 ):
-    ways = {"policy": policy, "memory": memory, "max_tokens": 12}
+    ways = {"policy": policy, "max_tokens": 12}
     chat = Conversation.load(read_by_mlx_lm, *loaded_llama, **ways)
     right = all_right(chat, haystack[1][:2])
     assert chat.report.entries == (64 if policy else 0)
-    assert right[0] and (right[1] or (policy, memory) == (SMALL, "drop"))
+    assert right[0] and (right[1] or policy == SMALL)
     chat.save(path)
     loaded = Conversation.load(path, *loaded_llama, max_tokens=12)
-    assert loaded.memory == memory and loaded.n_unknown == chat.n_unknown > 300
+    assert loaded.store is None and loaded.n_unknown == chat.n_unknown > 300
     assert ask(loaded, haystack[1][2].question) == ask(chat, haystack[1][2].question)
 
 
@@ -120,6 +120,6 @@ def test_a_compressed_prompt_whose_policy_is_not_told_needs_one(loaded_llama, pa
     save_prompt_cache(str(path), prefill(loaded_llama[0], list(range(5, 205)), SMALL)[0])
     with pytest.raises(SnapKVError, match="needs a policy to continue"):
         Conversation.load(path, *loaded_llama)
-    with pytest.raises(SnapKVError, match="needs memory=drop, since the evicted entries are gone"):
-        Conversation.load(path, *loaded_llama, policy=SMALL, memory="recall")
+    with pytest.raises(SnapKVError, match="evicted entries are gone: drop sparse"):
+        Conversation.load(path, *loaded_llama, sparse=True)
     assert ask(Conversation.load(path, *loaded_llama, policy=SMALL, max_tokens=4), "What?")

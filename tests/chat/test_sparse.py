@@ -11,7 +11,7 @@ from disk_helpers import full_disk
 from mlx_snapkv import Conversation, SnapKVError, Sparse
 from mlx_snapkv.caches import token_ranking
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
-from mlx_snapkv.caches.memories import books
+from mlx_snapkv.caches.stored_caches import books
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.policies.sparse import PAGE
 
@@ -37,7 +37,7 @@ def read(last=False):
 
 def test_six_questions_one_a_turn(demo_model):
     """All entries are in files; chunks choose, and those of the questions four times as many."""
-    conversation, facts = about_a_text(*demo_model, 2048, 6, memory="recall:file")
+    conversation, facts = about_a_text(*demo_model, 2048, 6, store="file")
     for fact in facts:
         assert is_answered(conversation, fact)
         assert conversation.report.read_per_chunk in read(last=True)
@@ -88,7 +88,7 @@ def interrupted():
 
 @pytest.mark.parametrize("failing", [full, interrupted])
 def test_what_ends_a_turn_leaves_the_conversation_as_it_was(demo_model, failing):
-    conversation, (first, second) = about_a_text(*demo_model, 1024, 2, memory="recall:file")
+    conversation, (first, second) = about_a_text(*demo_model, 1024, 2, store="file")
     with failing():
         ask(conversation, first.question)
     assert not conversation.messages and not conversation.read and conversation.attached
@@ -112,8 +112,8 @@ def test_what_fits_the_budget_is_read_in_full_until_it_does_not(demo_llama):
 
 def test_a_turn_with_a_document_of_its_own_can_be_taken_back(demo_model):
     """Also when a later message was given up while it was read."""
-    plain, (first, second) = about_a_text(*demo_model, 1024, 2, memory="recall:8bit")
-    conversation, _ = about_a_text(*demo_model, 1024, 2, memory="recall:8bit")
+    plain, (first, second) = about_a_text(*demo_model, 1024, 2, store="8bit")
+    conversation, _ = about_a_text(*demo_model, 1024, 2, store="8bit")
     for each in (plain, conversation):
         ask(each, first.question)
     known = conversation.read

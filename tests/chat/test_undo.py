@@ -9,19 +9,20 @@ TWO = f"keydiff:budget=96,block=32 then {SMALL}"
 
 
 @pytest.mark.parametrize(
-    ("policy", "memory"),
+    ("policy", "store"),
     [
-        (None, "drop"),
-        (SMALL, "drop"),
-        (SMALL, "recall:file:4bit"),
-        (GATED, "recall:4bit"),
-        (TWO, "drop"),
-        (Sparse(budget=64), "recall"),
+        (None, None),
+        (SMALL, None),
+        (GATED, None),
+        (TWO, None),
+        (Sparse(budget=64), "memory"),
+        (Sparse(budget=64), "4bit"),
+        (Sparse(budget=64), "file"),
     ],
 )
-def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, memory):
+def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, store):
     document, facts = haystack
-    plain, undone = (begun(demo_model, haystack, 1, policy=policy, memory=memory) for _ in "ab")
+    plain, undone = (begun(demo_model, haystack, 1, policy=policy, store=store) for _ in "ab")
     undone.attach(document[:200])
     ask(undone, facts[1].question)
     assert undone.undo() == facts[1].question
@@ -33,15 +34,15 @@ def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, 
     assert undone.messages == plain.messages
 
 
-@pytest.mark.parametrize("memory", ["drop", "recall:8bit"])
-def test_all_turns_can_be_taken_back(demo_model, haystack, memory):
-    """Earlier ones to what the messages tell: entries are kept where the memory has them, or read again."""
+@pytest.mark.parametrize("policy", [SMALL, Sparse(budget=64)], ids=str)
+def test_all_turns_can_be_taken_back(demo_model, haystack, policy):
+    """Earlier ones to what the messages tell: entries are kept where none were evicted, or read again."""
     document, facts = haystack
-    ways = {"policy": SMALL, "memory": memory, "system": "Be brief."}
+    ways = {"policy": policy, "system": "Be brief."}
     conversation = begun(demo_model, haystack, 3, **ways)
     assert [conversation.undo(), conversation.undo()] == [f.question for f in (facts[2], facts[1])]
     has_states = any(not c.is_trimmable() for c in begun(demo_model, haystack, 0).prompt_cache)
-    assert bool(conversation.read) == (memory != "drop" and not has_states)
+    assert bool(conversation.read) == (policy != SMALL and not has_states)
     if conversation.read:
         assert held_tokens(demo_model[0], conversation.prompt_cache) == len(conversation.read)
         assert is_answered(conversation, facts[1]) and conversation.undo()
@@ -67,4 +68,4 @@ def test_what_is_kept_for_it_is_no_more_than_the_conversation_keeps(demo_llama, 
     assert conversation.undo_nbytes == 0  # all entries had been held: reading again is as good
     ask(conversation, facts[1].question)
     assert conversation.undo_nbytes == kv_bytes(conversation.prompt_cache)
-    assert begun(demo_llama, haystack, 2, policy=SMALL, memory="recall").undo_nbytes == 0
+    assert begun(demo_llama, haystack, 2, policy=Sparse(budget=64)).undo_nbytes == 0

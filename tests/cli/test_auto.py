@@ -5,7 +5,7 @@ from batch_file_helpers import COMPLETIONS, line
 
 from mlx_snapkv.planning import auto
 
-SPARSE = auto.Setting("sparse:top_k=64", "recall")
+SPARSE = auto.Setting("sparse:top_k=64", "memory")
 SMALL = auto.Setting("snapkv:top_k=64,lookahead=0")
 BLOCKS = auto.Setting("keydiff:budget=256,block=64")
 AUTO = ["--model", "demo", "--policy", "auto"]
@@ -32,7 +32,7 @@ def test_generate_says_what_it_takes(call, story, few):
     assert "auto: keydiff:" in err and "would take" in err and "3 MB is available" in err
 
 
-@pytest.mark.parametrize("more", ["--memory recall", "--memory recall:4bit"])
+@pytest.mark.parametrize("more", ["--store memory", "--store 4bit"])
 def test_a_short_prompt_keeps_the_full_cache(call, more):
     asked = ["-p", "Hello", "-m", "2", *more.split()]
     code, _, err = call("generate", *AUTO, *asked)

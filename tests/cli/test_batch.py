@@ -86,7 +86,7 @@ def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
             ["--policy", SNAPKV.replace("lookahead=4", "lookahead=0"), "--kv-bits", "8"],
             {"kv_bits": 8},
         ),
-        (["--sparse", "top_k=24"], {"memory": "recall"}),
+        (["--sparse", "top_k=24"], {"store": "memory"}),
     ],
 )
 def test_bits_and_memories_are_the_runs(batch, options, words):

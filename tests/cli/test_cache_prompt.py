@@ -170,22 +170,20 @@ def test_what_is_foretold_of_a_text_is_of_no_answer(cache):
 @pytest.mark.parametrize(
     "saved, options, message",
     [
-        ([], ["--policy", "keydiff then snapkv"], "a saved full cache holds none: add --memory recall"),
+        ([], ["--policy", "keydiff then snapkv"], "a saved full cache holds none: give --sparse, with which"),
         ([], [*HALF, "--kv-bits", "8", "--kv-group-size", "128"], "one of [32, 64]"),
         ([], ["--system-prompt", "x"], "--system-prompt can't be combined"),
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),
         (HALF, ["--policy", "keydiff"], "is already compressed, and the evicted entries are gone: drop --policy"),
-        (HALF, ["--memory", "recall"], "the evicted entries are gone: drop --memory"),
+        (HALF, ["--store", "memory"], "the evicted entries are gone: drop --store"),
         (HALF, ["--kv-bits", "4"], "is already compressed, and its entries stay so"),
         (HALF, ["--sparse", ""], "is already compressed, and the evicted entries are gone: drop --sparse"),
         (SPARSE, HALF, f"has its own setting, sparse:{SPARSE[1]}: drop --policy"),
         (SPARSE, ["--sparse", "top_k=9"], f"has its own setting, sparse:{SPARSE[1]}: drop --sparse"),
-        (SPARSE, ["--memory", "drop"], "which chooses from all entries: drop --memory drop"),
-        (SPARSE, ["--kv-bits", "4"], "evicts nothing: give --memory recall:8bit or recall:4bit instead of --kv-bits"),
-        ([], ["--memory", "recall"], "--memory recall says where entries stay that an answer is not decoded from, but"),
+        (SPARSE, ["--kv-bits", "4"], "evicts nothing: give --store 8bit or 4bit instead of --kv-bits"),
+        ([], ["--store", "memory"], "--store memory says where sparse attention keeps all entries, but no"),
         ([], ["--snapkv", "top_k=9"], "--snapkv: snapkv needs queries, and a saved full cache holds none"),
         (HALF, ["--snapkv", "top_k=9"], "is already compressed, and the evicted entries are gone: drop --snapkv"),
-        ([*SPARSE, "--memory", "recall:file"], ["--memory", "recall:file:4bit"], "give --memory recall:file or recall"),
     ],
 )  # fmt: skip
 def test_what_a_saved_prompt_can_not_be_asked_with(saved_once, refused, saved, options, message):

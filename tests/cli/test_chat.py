@@ -3,7 +3,7 @@ import re
 import pytest
 
 SNAPKV = ["--snapkv", "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4"]
-POLICY = [*SNAPKV, "--memory", "recall"]
+POLICY = SNAPKV
 SPARSE = ["--sparse", "budget=100,n_window=32"]
 
 
@@ -34,7 +34,7 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(script, document
 def test_a_quiet_chat_keeps_entries_in_a_file_and_leaves_stderr_to_commands(script, document):
     path, facts = document
     lines = [f"/file {path}", *(fact.question for fact in facts), "/stats"]
-    ways = [*SNAPKV, "--memory", "recall:file", "--kv-bits", "8", "--kv-group-size", "32", "-q"]
+    ways = [*SPARSE, "--store", "file", "-q"]
     code, out, err = script(lines, *ways)
     assert (code, out) == (0, [fact.value for fact in facts])
     first, report, layers, held, _ = err.splitlines()
@@ -70,15 +70,6 @@ def test_reset_policy_and_system_start_again(script, document):
     assert err.count("started a new conversation\n") == err.count("policy: none") == 2
 
 
-def test_a_memory_waits_for_a_policy(script, document):
-    path, facts = document
-    lines = [f"/file {path}", "/policy snapkv:top_k=64", facts[0].question, "/stats"]
-    code, out, err = script(lines, "--memory", "recall")
-    assert (code, out) == (0, [facts[0].value])
-    assert "note: --memory recall does nothing until /policy chooses what is read" in err
-    assert "90 entries kept" in err and "entries stay in" in err
-
-
 def test_a_policy_of_blocks_names_the_block_and_auto_is_taken_for_a_conversation(script, story):
     path, facts = story
     file, question = f"/file {path}", facts[0].question
@@ -101,8 +92,8 @@ def test_a_files_own_settings_end_with_it(script, document, tmp_path):
     lines = [f'/load "{own}"', f"/load {full}", *(fact.question for fact in facts), "/stats"]
     code, out, err = script([*lines, "/reset", f"/file {path}", facts[1].question], *POLICY)
     assert (code, out) == (0, [f.value for f in (*facts, facts[1])])
-    assert "policy keydiff:budget=300, memory drop, as it was saved" in err
-    assert "memory recall\n" in err and "100 entries kept" in err
+    assert "policy keydiff:budget=300, as it was saved" in err
+    assert "100 entries kept" in err
 
 
 def test_turns_are_taken_back_and_answered_again(script, document):
@@ -114,7 +105,7 @@ def test_turns_are_taken_back_and_answered_again(script, document):
     assert out[2] == out[3] and out[4:] == [facts[1].value]
     assert err.count("the answer is the same, since temp is 0") == 2
     held = r"held between turns: [\d.]+ kB in memory, [\d.]+ kB in memory for /undo\n"
-    assert re.search(held, err)  # memory is drop
+    assert re.search(held, err)
     assert err.count("undid the turn: What is the") == 2
     assert "and the document will be read with your next message" in err
 

@@ -6,7 +6,7 @@ from command_lines import MODULE
 
 SNAPKV = "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4"
 CHAT = ["chat", "--model", "demo", "-m", "24"]
-POLICY = [*CHAT, "--snapkv", SNAPKV, "--memory", "recall"]
+POLICY = [*CHAT, "--snapkv", SNAPKV]
 PROMPT = "\x1b[?2004h"  # pasted text is asked for as such
 
 
@@ -20,7 +20,7 @@ def test_a_closed_standard_input_is_one_line():
 def test_in_a_terminal_mistakes_do_not_end_it_and_end_of_file_does(terminal, document):
     path, facts = document
     chat = terminal(*POLICY)
-    for said in ("demo, policy snapkv:", ", memory recall", "/help lists commands", PROMPT):
+    for said in ("demo, policy snapkv:", "/help lists commands", PROMPT):
         chat.wait_for(said)
     chat.drive(("\x03", "Ctrl-D or /quit leaves the chat"), ("", PROMPT), ("given up\x03", PROMPT))
     assert "leaves the chat" not in chat.all.partition("leaves the chat")[2]

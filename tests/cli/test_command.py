@@ -13,7 +13,7 @@ from mlx_snapkv.errors import Option, OptionError, SnapKVError
 # Where a flag means something of a command's own.
 OWN = {
     "--output",
-    "--memory of plan",
+    "--store of plan",
     "--policy of inspect",
     "--policy of plan",
     "--policy of cache-prompt",
@@ -47,11 +47,11 @@ def test_the_list_of_commands_is_whole_on_a_narrow_terminal(call, monkeypatch):
 
 
 def test_options_are_written_as_their_reader_writes_them():
-    options = Option("memory", "recall"), Option("kv_bits")
-    error = SnapKVError("{} needs {} and {}", "a/memory=recall.txt", *options)
-    assert str(error) == "a/memory=recall.txt needs memory=recall and kv_bits"
-    assert in_flags(error) == "a/memory=recall.txt needs --memory recall and --kv-bits"
-    assert in_flags(SnapKVError("FILE: {}", error)).endswith("needs --memory recall and --kv-bits")
+    options = Option("store", "memory"), Option("kv_bits")
+    error = SnapKVError("{} needs {} and {}", "a/store=memory.txt", *options)
+    assert str(error) == "a/store=memory.txt needs store=memory and kv_bits"
+    assert in_flags(error) == "a/store=memory.txt needs --store memory and --kv-bits"
+    assert in_flags(SnapKVError("FILE: {}", error)).endswith("needs --store memory and --kv-bits")
     assert in_flags(OptionError("kv_bits", "2 or 4", 3)) == "--kv-bits must be 2 or 4, got 3"
     assert in_flags(SnapKVError("{kv_bits} is no JSON")) == "{kv_bits} is no JSON"
 
@@ -68,4 +68,4 @@ def test_what_errors_name_as_an_option_is_a_flag():
         if call.args and isinstance(call.args[0], ast.Constant)
     }
     named -= {name for name in named if not name.isidentifier()}  # typer's options
-    assert {"memory", "draft_model"} <= named <= flags
+    assert {"store", "draft_model"} <= named <= flags

@@ -69,7 +69,7 @@ def test_what_several_commands_name_is_taken_where_it_can_be(run):
 
 def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
     saved = str(tmp_path / "s.safetensors")
-    text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nmemory = "drop"\n'
+    text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nmemory = "4bit"\n'
     assert run(text, "cache-prompt", "--prompt", LEAD * 4, "-o", saved)[0] == 0
     asked = ["generate", "--prompt-cache-file", saved, "-m", "2", "--prompt"]
     code, _, err = run(text, *asked, "Which code?")
@@ -79,12 +79,12 @@ def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
 
 
 def test_config_tells_what_applies_and_where_it_is_from(run):
-    code, out, err = run(FILE, "config", MLX_SNAPKV_MEMORY="recall", MLX_SNAPKV_MODEL="other")
+    code, out, err = run(FILE, "config", MLX_SNAPKV_STORE="memory", MLX_SNAPKV_MODEL="other")
     assert (code, err) == (0, "") and "secret" not in out
     said = dict(line.split(", from ") for line in out.splitlines())
     assert said["--model 'other'"].startswith("MLX_SNAPKV_MODEL: generate, chat, compare, batch, ")
-    assert said["--memory 'recall'"].startswith("MLX_SNAPKV_MEMORY: generate, ")
-    assert "plan" not in said["--memory 'recall'"]
+    assert said["--store 'memory'"].startswith("MLX_SNAPKV_STORE: generate, ")
+    assert "plan" not in said["--store 'memory'"]
     assert said["--memory '16GB'"].endswith("config.toml, [plan], memory: plan")
     assert said["--max-tokens 6"].endswith("config.toml, [generate], max-tokens: generate")
     assert said["--setting ['text', 'later']"].endswith("[eval.fidelity], setting: eval fidelity")
@@ -110,10 +110,12 @@ def test_a_mistake_in_the_file_names_the_file_and_the_key(run, text, words):
 
 
 def test_what_a_policy_would_need_waits_in_the_file_for_one(run):
-    text = 'model = "demo"\nmemory = "recall:4bit"\n'
+    text = 'model = "demo"\nstore = "4bit"\n'
     assert run(text, *ASK, "-m", "2")[0] == 0
     code, _, err = run(text, *ASK, "-m", "2", "--policy", "tova")
-    assert code == 2 and "--memory recall:4bit" in err and "(--memory is from FILE, memory)" in err
+    assert code == 0 and "memory" not in err.partition("|")[0]
+    code, _, err = run(text, *ASK, "-m", "2", "--policy", "tova", "--store", "memory")
+    assert code == 2 and "--store memory says where sparse attention keeps all entries" in err
 
 
 def test_a_mistake_in_a_variable_names_it(run):

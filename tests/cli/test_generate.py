@@ -107,16 +107,6 @@ def test_the_share_of_drafted_tokens_is_told(call):
     assert re.search(r"generation [\d.]+ tokens/s \(33% of the tokens were drafted\), peak", err)
 
 
-def test_an_answer_that_recalls(call, story):
-    options = f"--snapkv {FEW},obs_window=16,lookahead=0 --memory recall:file:8bit"
-    closing = r" entries kept, [^|]*: a token reads [^|]*, all \d+ entries stay [^|]*s "
-    path, facts = story
-    asked = ["--prompt-file", str(path), "--prompt", facts[0].question, "-m", "12"]
-    code, out, err = call("generate", "--model", "demo", *asked, *options.split())
-    assert (code, out) == (0, facts[0].value + "\n")
-    assert re.search(rf"{closing}\| prompt", err.splitlines()[-1])
-
-
 def ours(name):
     command = typer.main.get_command(app.app).commands[name]
     return {flag for option in command.params for flag in option.opts} | {"-h", "--help"}

@@ -69,12 +69,6 @@ def test_a_prompt_below_the_gate_says_so(ask):
 SMALL = "streaming_llm:budget=5%"
 
 
-def test_sparse_attention_is_not_compared_where_entries_are_to_be_gone(ask):
-    code, out, _ = ask("compare", "--memory", "drop", "-m", "2", "--json")
-    names = [method["name"] for method in json.loads(out)["methods"]]
-    assert code == 0 and len(names) == 3 and not any("sparse" in name for name in names)
-
-
 def test_answers_a_table_and_a_page(ask, fact, tmp_path):
     page = tmp_path / "compared.html"
     code, out, err = ask("compare", "--policy", SMALL, "-o", str(page))
@@ -119,13 +113,3 @@ def test_three_policies_that_suit_the_length(ask):
     assert (code, err, full["name"], len(others)) == (0, "", "full cache", 3)
     for way in others:
         assert way["reason"] is None and way["entries"] <= found["prompt_tokens"] / 4
-
-
-def test_a_chat_compares_its_last_answer(call, story):
-    path, facts = story
-    lines = f"/file {path}\n{facts[0].question}\n/compare\n"
-    asked = ("chat", "--model", "demo", "--snapkv", "top_k=64,lookahead=0", "-m", "24")
-    code, out, err = call(*asked, "--memory", "recall", stdin=lines.encode())
-    assert code == 0 and out.splitlines() == [facts[0].value] * 2
-    assert "from all entries: the same answer" in err
-    assert "chat with --sparse, or --memory recall" in call(*asked, stdin=lines.encode())[2]

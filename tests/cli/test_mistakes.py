@@ -18,8 +18,8 @@ MISTAKES = r"""
 nonsense                                                 | No such command 'nonsense'.
 generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and --policy both name a policy
 generate --prompt x --model demo --snapkv top_k=4 --policy auto | --snapkv and --policy both name a policy
-generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
-generate --prompt x --model demo --memory recall:file --store-dir {}/text | --store-dir must be a writable folder, got
+generate --prompt x --model demo --policy snapkv --store foo | --store must be memory, 8bit
+generate --prompt x --model demo --store file --store-dir {}/text | --store-dir must be a writable folder, got
 generate --prompt "" --model demo                        | the prompt is empty: give some text
 generate --model demo                                    | there is no prompt: give --prompt TEXT, --prompt - or
 generate --prompt - --prompt-file - --model demo         | can't both read standard input
@@ -55,38 +55,37 @@ generate --prompt x --model demo --json-schema true --prefill-response y | drop 
 generate --prompt x --model demo --sparse "" --policy tova | says which entries stay, and --sparse says which are
 generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
 generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
-generate --prompt x --model demo --sparse "" --memory drop | --sparse can't be combined with --memory drop, since sparse
-generate --prompt x --model demo --memory recall         | --memory recall says where entries stay that an answer is not
-batch {}/requests -o {}/a.jsonl --model none --memory recall:file | --memory recall:file says where entries stay that an
-serve --model none --memory recall:4bit                  | --memory recall:4bit says where entries stay that an answer
+generate --prompt x --model demo --store memory          | --store memory says where sparse attention keeps all entries
+batch {}/requests -o {}/a.jsonl --model none --store file | --store file says where sparse
+serve --model none --store 4bit                          | --store 4bit says where sparse attention keeps
 generate --prompt x --model demo --snapkv top_k=-1       | --snapkv top_k=-1: snapkv option top_k must be a whole number
 compare --prompt x --model demo --sparse top_k=0         | --sparse top_k=0: sparse option top_k must be a whole number
 bench --policy "keydiff:budget=0%"                       | --policy keydiff:budget=0%: keydiff option budget must be
 generate --prompt x --model demo --policy snapkv:top_k=4,budget=9 | snapkv options top_k and budget say the same: give
-generate --prompt x --model demo --sparse "" --kv-bits 8 | --sparse keeps all: give --memory recall:8bit or recall:4bit
+generate --prompt x --model demo --sparse "" --kv-bits 8 | --sparse keeps all: give --store 8bit or 4bit
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder {}/no
 compare --prompt x --model demo -o {}/no/a.html          | there is no folder {}/no
 inspect --prompt x --model demo --policy tova -o {}/no/a.html | there is no folder {}/no
 batch {}/requests --model demo -o {}/no/a.jsonl          | there is no folder {}/no
 bench --output {}/no/a                                   | there is no folder {}/no
 eval fidelity --text {}/text --policy tova:budget=9 --output {}/no/a | there is no folder {}/no
-cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | but no policy was given
-cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy snapkv | but snapkv chooses when a
-cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy tova | but tova evicts while it reads
+cache-prompt --prompt x --model demo -o {}/b.safetensors --store file | but no policy was given
+cache-prompt --prompt x --model demo -o {}/b.safetensors --store memory --policy snapkv | but snapkv evicts
+cache-prompt --prompt x --model demo -o {}/b.safetensors --store memory --policy tova | but tova evicts
 inspect --prompt x --model demo --policy tova --policy random --policy keydiff | must be given once, or twice to compare
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
 batch {}/text -o {}/a.jsonl --model demo                 | one JSON object per line, and line 1 is not JSON
 batch {}/requests -o /dev/full --model demo              | is not a regular file
 batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | in a batch --kv-bits needs a policy
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
-plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
+plan --model demo --memory 16                           | from 1,000,000, such as 500MB or 4GB, got '16'
 eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress none of the prompts
 eval fidelity --text {}/text --policy tova:budget=9 --output {}/ | is a folder
 bench --context 4k                                       | --context must be whole numbers from 1024 to 10000000, sep
 eval fidelity --text {}/text                             | needs --policy or --sparse
 generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: add that, or drop
 generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens does nothing without --draft-model
-generate --prompt x --model demo --memory recall --store-dir . | --store-dir does nothing without --memory recall:file
+generate --prompt x --model demo --store memory --store-dir . | --store-dir does nothing without --store file
 serve --model demo --port 0 --prefix-dir-bytes 4GB       | --prefix-dir-bytes does nothing without --prefix-dir
 plan --model demo --kv-memory 3MB                        | --kv-memory does nothing without --policy auto
 """

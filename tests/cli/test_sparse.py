@@ -22,10 +22,10 @@ def cost(err):
     return [line for line in err.splitlines() if " tokens will write at most " in line]
 
 
-@pytest.mark.parametrize("memory", ["recall:4bit", "recall:file"])
-def test_what_is_read_is_said_first_and_what_was_at_the_end(call, story, tmp_path, memory):
-    in_files = ["--store-dir", str(tmp_path)] if "file" in memory else []
-    code, out, err = asked(call, story, *SPARSE, "--memory", memory, *in_files)
+@pytest.mark.parametrize("store", ["4bit", "file"])
+def test_what_is_read_is_said_first_and_what_was_at_the_end(call, story, tmp_path, store):
+    in_files = ["--store-dir", str(tmp_path)] if "file" in store else []
+    code, out, err = asked(call, story, *SPARSE, "--store", store, *in_files)
     first, *_, last = err.splitlines()
     assert (code, out) == (0, story[1][0].value + "\n")
     assert re.match(r"a chunk will read at most [\d,]+ of 1,\d+ entries, and a token of ", first)
@@ -49,10 +49,10 @@ def test_no_options_are_the_defaults(call, story):
     assert report["kv_bytes_staying"] >= report["kv_bytes_before"]
 
 
-@pytest.mark.parametrize("memory", ["", "--memory recall:file:4bit"])
-def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, path, memory):
-    said = save(story[0], path, *SPARSE, *memory.split()).splitlines()[-1]
-    folder = r", and all entries in a folder beside it \([\d.]+ [kM]B\)" if memory else ""
+@pytest.mark.parametrize("store", ["", "--store file"])
+def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, path, store):
+    said = save(story[0], path, *SPARSE, *store.split()).splitlines()[-1]
+    folder = r", and all entries in a folder beside it \([\d.]+ [kM]B\)" if store else ""
     assert re.fullmatch(
         r"\d+ prompt tokens, all 1,\d+ entries, \d+ read by a chunk, KV memory [^,]* \| saved in "
         rf"{re.escape(str(path))}{folder}",
@@ -62,9 +62,9 @@ def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, 
     code, out, err = ask_saved(path, fact.question)
     assert (code, out) == (0, fact.value + "\n")
     # In files the question chooses, too.
-    chunk = r", at most \d+ by a chunk" if memory else ""
+    chunk = r", at most \d+ by a chunk" if store else ""
     assert re.search(rf"prompt tokens, {READ}{chunk}, KV memory", err.splitlines()[-1])
-    assert ("of files" in err) == bool(memory)
+    assert ("of files" in err) == bool(store)
     result = json.loads(ask_saved(path, fact.question, "--json")[1])
     assert result["prompt_cache"]["policy"] == result["compression"]["policy"] == NAME
 
@@ -78,19 +78,19 @@ def test_a_saved_full_cache_is_asked_with_it(ask_saved, save, story, path):
 
 
 def test_a_chat_goes_on_from_it_and_says_what_long_turns_write(call, save, story, path):
-    save(story[0], path, *SPARSE, "--memory", "recall:file")
+    save(story[0], path, *SPARSE, "--store", "file")
     text, facts = story
     first, second, *others = (fact.question for fact in facts)
     lines = [f"/load {path}", first, f"/save {path}", f"/load {path}", second]
     lines += ["/reset", f"/file {text}", *others]
-    chat = ["chat", "--model", "demo", "--sparse", "budget=20%", "--memory", "recall:file"]
+    chat = ["chat", "--model", "demo", "--sparse", "budget=20%", "--store", "file"]
     code, out, err = call(*chat, "-m", "8", stdin="\n".join(lines).encode())
     assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
-    assert err.count(f"tokens loaded, policy {NAME}, memory recall:file, as it was") == 2
+    assert err.count(f"tokens loaded, policy {NAME}, store file, as it was") == 2
 
 
 def test_a_short_text_is_saved_in_full_and_goes_on(ask_saved, save, story, path):
-    said = save(story[0], path, "--sparse", "budget=4000", "--memory", "recall:file")
+    said = save(story[0], path, "--sparse", "budget=4000", "--store", "file")
     assert "full cache: the prompt's" in said and "fit the budget of 4000" in said
     _, out, err = ask_saved(path, story[1][0].question)
     assert out == story[1][0].value + "\n" and "full cache: " in err
@@ -109,16 +109,15 @@ def test_a_chat_starts_again_with_it(call, document):
     assert "entries stay" in first and "entries stay" not in second
 
 
-@pytest.mark.parametrize("options", [SPARSE, ["--snapkv", "top_k=60", "--memory", "recall"]])
-def test_a_chat_compares_with_the_answer_from_all_entries(call, story, options):
+def test_a_chat_compares_with_the_answer_from_all_entries(call, story):
     path, facts = story
     lines = [f"/file {path}", facts[0].question, "/compare", "/stats", "/policy"]
-    chat = ["chat", "--model", "demo", "-m", "12", *options]
+    chat = ["chat", "--model", "demo", "-m", "12", *SPARSE]
     code, out, err = call(*chat, stdin="\n".join([*lines, facts[1].question]).encode())
     assert (code, out.splitlines()) == (0, [*[facts[0].value] * 2, facts[1].value])
     assert "from all entries: the same answer\n" in err
     assert "not compressed: the prompt's" in err
-    assert f"\npolicy: {options[0][2:]}:" in err
+    assert "\npolicy: sparse:" in err
 
 
 def test_nothing_is_compared_where_entries_are_gone(call, document):
@@ -126,7 +125,7 @@ def test_nothing_is_compared_where_entries_are_gone(call, document):
     lines = f"/file {path}\n{facts[0].question}\n/compare\n".encode()
     chat = "chat", "--model", "demo", "-q", "-m", "1", "--snapkv", "top_k=60,lookahead=0"
     code, _, err = call(*chat, stdin=lines)
-    assert code == 2 and "the evicted entries are gone: chat with --sparse, or --memory" in err
+    assert code == 2 and "the evicted entries are gone: chat with --sparse" in err
 
 
 def test_compare_shows_it_beside_policies_by_default(call, story):
@@ -142,7 +141,7 @@ def test_compare_shows_it_beside_policies_by_default(call, story):
 def test_plans_count_it(call):
     asked = ["plan", "--model", "demo", "--context", "16k", "--json"]
     full, sparse = json.loads(call(*asked, "--sparse", "top_k=512")[1])["plans"]
-    assert sparse["policy"] == "sparse:top_k=512" and sparse["memory"] == "recall"
+    assert sparse["policy"] == "sparse:top_k=512" and sparse["store"] == "memory"
     assert sparse["reading"] < full["reading"] / 2 and sparse["kv"] > full["kv"]
     # What --kv-bits says is for a policy's entries.
     plans = json.loads(call(*asked, "--kv-bits", "8")[1])["plans"]

@@ -58,9 +58,6 @@ def test_a_prompt_of_a_few_tokens(tiny_model, tokens, policy):
                 assert "is less than one entry of this prompt" in each.reason
 
 
-RECALLED = [
-    p for p in SHORT if "h2o" not in p and "block" not in p
-]  # those that read all, and by keys or the last queries
 SPARSE = [
     "budget=6,n_sink=1,n_window=4",
     "top_k=1,n_sink=0,n_window=1",
@@ -71,11 +68,11 @@ SPARSE = [
 
 
 @pytest.mark.parametrize("sparse", SPARSE)
-@pytest.mark.parametrize("memory", ["recall", "recall:file"])
-def test_a_prompt_of_a_few_tokens_that_is_read_sparsely(tiny_model, tokens, sparse, memory):
+@pytest.mark.parametrize("store", ["memory", "file"])
+def test_a_prompt_of_a_few_tokens_that_is_read_sparsely(tiny_model, tokens, sparse, store):
     for n in (1, 9):
         reports, cache = [], make_prompt_cache(tiny_model)
-        options = {"sparse": sparse, "on_report": reports.append, "memory": memory}
+        options = {"sparse": sparse, "on_report": reports.append, "store": store}
         options |= {"prompt_cache": cache, "max_tokens": 6}
         for turn in (tokens[:n], tokens[:1], tokens[:n]):
             assert len(list(generate_step(turn, tiny_model, **options))) == 6
@@ -87,9 +84,7 @@ def test_a_prompt_of_a_few_tokens_that_is_read_sparsely(tiny_model, tokens, spar
 
 @pytest.mark.parametrize(
     "how",
-    [{"policy": p} for p in SHORT]
-    + [{"policy": p, "memory": "recall"} for p in RECALLED]
-    + [{"sparse": sparse} for sparse in SPARSE],
+    [{"policy": p} for p in SHORT] + [{"sparse": sparse} for sparse in SPARSE],
     ids=str,
 )
 def test_turns_of_a_few_tokens(demo_llama, how):

@@ -37,7 +37,7 @@ def state(caches):
 def test_a_request_fails_and_its_caches_are_as_they_were(tokens, how, which):
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
-    options = {"memory": "recall:file"} | how
+    options = {"store": "file"} | how
     steps(model, tokens[:150], 3, prompt_cache=caches, **options)
     wanted = steps(model, tokens[150:], prompt_cache=copy.deepcopy(caches), **options)
     before, mend = state(caches), cut_short(descriptors(model, caches)[which])
@@ -53,7 +53,7 @@ def test_an_answer_under_way_fails_and_leaves_its_prompt(tokens, how, monkeypatc
     """Each of its tokens reads the files. Its prompt's caches go on when they are mended, as if it had been stopped."""
     exact_up_to(monkeypatch, 0)
     model, made = make_llama(head_dim=32), []
-    options = {"memory": "recall:file"} | how
+    options = {"store": "file"} | how
     for damaged in (False, True):
         caches = make_prompt_cache(model)
         answer = generate_step(tokens, model, prompt_cache=caches, **options)
@@ -75,7 +75,7 @@ def test_an_answer_under_way_fails_and_leaves_its_prompt(tokens, how, monkeypatc
 def test_a_turn_that_fails_can_be_asked_again(demo_llama, how):
     """Files are cut short between two turns; the conversation forgets the turn that fails, and no other."""
     model, tokenizer = demo_llama
-    options = {"memory": "recall:file", "max_tokens": 4} | how
+    options = {"store": "file", "max_tokens": 4} | how
     conversation, other = (Conversation(model, tokenizer, **options) for _ in range(2))
     for each in (conversation, other):
         list(each.send("The access code of the amber falcon is 482913. " * 20))
@@ -96,7 +96,7 @@ def test_a_chunk_that_can_not_read_its_pages_fails_and_nothing_was_read(damage, 
     """In the middle of a long prompt, whose first chunks have gone to the files by then."""
     model = make_llama(head_dim=32)
     tokens = mx.random.randint(0, 64, (3 * CHUNK,), key=mx.random.key(0))
-    options = {"sparse": f"budget=50%,read_top_k={PAGE}", "memory": "recall:file"}
+    options = {"sparse": f"budget=50%,read_top_k={PAGE}", "store": "file"}
     wanted = steps(model, tokens, 3, **options)
     choose = SparsePrefillKVCache.choice
 

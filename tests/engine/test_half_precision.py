@@ -74,7 +74,7 @@ def test_they_are_as_near(name, larger, weights, entries, dtype, method, n):
     """Of 1,100 tokens some chunks choose what they read, too."""
     model, how = model_of(name, larger, weights), dict(METHODS[method])
     if method == "sparse":
-        how["memory"] = "recall" if entries is None else f"recall:{entries}bit"
+        how["store"] = "memory" if entries is None else f"{entries}bit"
     elif entries is not None:
         how |= {"kv_bits": entries, "kv_group_size": 32}
     wanted = divergence(model, how, n)

@@ -20,12 +20,10 @@ CASES = [
     ({"policy": KEYDIFF}, BLOCKS),
     ({"policy": "h2o:budget=40,block=16"}, BLOCKS),
     ({"policy": STAGES}, BLOCKS),
-    ({"policy": SNAPKV, "memory": "recall"}, ONCE),
-    ({"policy": SNAPKV, "memory": "recall:file"}, ONCE),
     ({"sparse": "budget=40,read=dense"}, [61, 61, 61, 16]),  # of which 16 queries weigh the rest
-    ({"sparse": "budget=40,read=dense", "memory": "recall:file"}, [61, 61, 61, 16]),
+    ({"sparse": "budget=40,read=dense", "store": "file"}, [61, 61, 61, 16]),
     ({"sparse": "budget=40"}, [199]),  # one chunk of ours
-    ({"sparse": "budget=40", "memory": "recall:file"}, [199]),
+    ({"sparse": "budget=40", "store": "file"}, [199]),
 ]
 
 
@@ -58,9 +56,9 @@ def test_a_prompt_is_computed_once_a_chunk_and_an_answer_once_a_token(
     assert calls == [*chunks, 1, *[1] * 12]
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+@pytest.mark.parametrize("store", ["memory", "file"])
 def test_a_long_prompt_is_read_in_whole_chunks_and_the_one_with_its_last_tokens_in_two(
-    watch, memory
+    watch, store
 ):
     """Whatever chunk somebody asks for: by so many tokens they choose together, unless nobody may choose."""
     model = make_llama()
@@ -69,13 +67,11 @@ def test_a_long_prompt_is_read_in_whole_chunks_and_the_one_with_its_last_tokens_
     for how, chunks in (("", [CHUNK]), (f",read_top_k={PAGE}", [9, CHUNK - 9])):
         calls.clear()
         sparse = f"budget=40{how}"
-        steps(model, tokens, 1, prefill_step_size=700, sparse=sparse, memory=memory)
+        steps(model, tokens, 1, prefill_step_size=700, sparse=sparse, store=store)
         assert calls[:-2] == [CHUNK, CHUNK, *chunks, n - 1 - 3 * CHUNK]
 
 
-@pytest.mark.parametrize(
-    "how", [{"policy": SNAPKV}, {"policy": SNAPKV, "memory": "recall"}, {"sparse": "budget=40"}]
-)
+@pytest.mark.parametrize("how", [{"policy": SNAPKV}, {"sparse": "budget=40"}])
 def test_a_later_turn_reads_no_more_than_is_new(how, demo_llama, watch):
     model, tokenizer = demo_llama
     conversation = Conversation(model, tokenizer, max_tokens=4, **how)

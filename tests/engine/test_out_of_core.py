@@ -18,7 +18,7 @@ from mlx_snapkv.planning import request_plan
 from mlx_snapkv.policies.sparse import CHUNK, PAGE
 
 SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE}"
-IN_FILES = {"sparse": SPARSE, "memory": "recall:file"}
+IN_FILES = {"sparse": SPARSE, "store": "file"}
 
 
 def random_tokens(n, seed=0):
@@ -31,37 +31,32 @@ def wide(request):
     return request.param(head_dim=32)
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit"])
 @pytest.mark.parametrize("rest", ["means", "none"])
-def test_an_answer_is_that_of_the_same_entries_in_memory(wide, memory, rest, monkeypatch):
-    """Bit for bit, over turns: in files they are as they were read, or as they were quantised.
+def test_an_answer_is_that_of_the_same_entries_in_memory(wide, rest, monkeypatch):
+    """Bit for bit, over turns: in files they are as they were read.
 
     But for the last tokens, and the answer's first, which read everything where that is in memory.
     """
     monkeypatch.setattr(request_plan, "LAST", -CHUNK)  # nobody is among them
     made = []
-    for way in (memory, memory.replace("recall", "recall:file")):
-        cache, options = make_prompt_cache(wide), {"sparse": f"{SPARSE},rest={rest}", "memory": way}
+    for way in ("memory", "file"):
+        cache, options = make_prompt_cache(wide), {"sparse": f"{SPARSE},rest={rest}", "store": way}
         made.append([])
         for n in (CHUNK + 350, 80, 1):
             made[-1] += steps(wide, random_tokens(n), 4, prompt_cache=cache, **options)
-    if memory == "recall":
-        assert_same(*made)
-    else:  # between two requests of ours a cache in memory is mlx-lm's, of quantised entries
-        assert_same(made[0][:4], made[1][:4])
+    assert_same(*made)
 
 
-@pytest.mark.parametrize("memory", ["recall:file", "recall:file:8bit"])
-def test_with_room_for_all_but_one_it_is_the_full_answer(wide, tokens, memory):
+def test_with_room_for_all_but_one_it_is_the_full_answer(wide, tokens):
     wanted = plain(wide, tokens, 30)
-    found = steps(wide, tokens, 30, sparse="budget=199,n_window=16", memory=memory)
+    found = steps(wide, tokens, 30, sparse="budget=199,n_window=16", store="file")
     # One entry of 200 is missing.
     assert all(mx.abs(found[i][1] - wanted[i][1]).max() < 0.025 for i in (0, 1))
     assert sum(a == b for (a, _), (b, _) in zip(found, wanted)) >= 29
 
 
 @pytest.mark.parametrize("n", [1, 16])
-@pytest.mark.parametrize("options", [{"memory": "recall:file"}, {"memory": "recall:8bit"}])
+@pytest.mark.parametrize("options", [{"store": "file"}, {"store": "8bit"}])
 def test_a_short_prompt_s_answer_may_be_longer_than_the_budget(tokens, n, options):
     """It was left to mlx-lm, and what it says is not evicted."""
     model = make_llama(head_dim=32)
@@ -82,7 +77,7 @@ def test_memory_stays_flat_while_a_prompt_is_read():
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         options = {"prompt_progress_callback": lambda *_: seen.append(mx.get_peak_memory())}
-        made.append(prefill(model, tokens, sparse=SPARSE, memory="recall:file", **options))
+        made.append(prefill(model, tokens, sparse=SPARSE, store="file", **options))
         peak = mx.get_peak_memory()
         gc.collect()
         return [x - before for x in (seen[-3], peak, mx.get_active_memory())]
@@ -138,15 +133,15 @@ def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, m
 
 
 @pytest.mark.parametrize(
-    ("memory", "dtype"),
-    [("recall:file", "float32"), ("recall:8bit", "8 bits"), ("recall:file:8bit", "8 bits")],
+    ("store", "dtype"),
+    [("file", "float32"), ("8bit", "8 bits")],
 )
-def test_the_report_of_a_text_reads_none_of_its_entries(wide, memory, dtype, monkeypatch):
+def test_the_report_of_a_text_reads_none_of_its_entries(wide, store, dtype, monkeypatch):
     """Of a book, those of one layer may be more than there is memory."""
 
     def held(*_):
         raise AssertionError("all entries are read")
 
     monkeypatch.setattr(RecordingKVCache, "held", held)
-    _, report = prefill(wide, random_tokens(2 * CHUNK), sparse=SPARSE, memory=memory)
+    _, report = prefill(wide, random_tokens(2 * CHUNK), sparse=SPARSE, store=store)
     assert report.kv_dtype == dtype and report.kv_bytes_before > 0

@@ -76,26 +76,19 @@ def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message
         prefill(tiny_model, tokens, policy)
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:file"])
-def test_a_policy_can_not_choose_for_questions_to_come(tokens, memory):
-    model = make_llama()
-    with pytest.raises(SnapKVError, match=f"memory={memory} keeps a text's entries for questions"):
-        prefill(model, tokens, POLICY, memory=memory)
-
-
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file", "recall:file:4bit"])
+@pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 @pytest.mark.parametrize("sparse", ["budget=60", "budget=200"])  # the second has nothing to choose
 @pytest.mark.parametrize("given", [False, True])
 def test_a_text_read_for_questions_to_come_is_whole_where_it_belongs(
-    tokens, memory, sparse, given, tmp_path
+    tokens, store, sparse, given, tmp_path
 ):
     """In the caller's list, if there is one; and can be saved."""
     model = make_llama(head_dim=32)
     own = make_prompt_cache(model) if given else None
-    cache, report = prefill(model, tokens, sparse=sparse, memory=memory, prompt_cache=own)
+    cache, report = prefill(model, tokens, sparse=sparse, store=store, prompt_cache=own)
     assert (cache is own) == given and report.compressed == (sparse == "budget=60")
-    kind = KVCache if memory == "recall" else QuantizedKVCache
-    kind = RecordingKVCache if "file" in memory else kind
+    kind = KVCache if store == "memory" else QuantizedKVCache
+    kind = RecordingKVCache if "file" in store else kind
     if not given or report.compressed:
         assert [type(c) for c in cache] == [kind] * 2
     assert {c.offset for c in cache} == {200}
@@ -103,7 +96,7 @@ def test_a_text_read_for_questions_to_come_is_whole_where_it_belongs(
     saved.save(path, model, cache, tokens)
     answers = []
     for each in (saved.load(path, model).prompt_cache, cache):
-        options = {"sparse": sparse, "memory": memory, "prompt_cache": each}
+        options = {"sparse": sparse, "store": store, "prompt_cache": each}
         answers.append([t for t, _ in steps(model, tokens[:9], 6, **options)])
     assert answers[0] == answers[1]
 

@@ -2,18 +2,14 @@
 
 import functools
 
-import numpy as np
 import pytest
-import reference
 from entry_helpers import exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, prefill
-from mlx_snapkv.caches.memories import make_caches
-from mlx_snapkv.engine import policy
-from mlx_snapkv.engine.compress import choose_entries, competing
+from mlx_snapkv.caches.stored_caches import make_caches
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.engine.serving import served
@@ -21,14 +17,14 @@ from mlx_snapkv.planning.config import CompressionConfig
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,lookahead=0"
 SPARSE = {"policy": None, "sparse": "budget=40,n_sink=4,n_window=16,read=dense"}
-RECALLING = ["recall", "recall:8bit", "recall:file"]
-STAGES = f"keydiff:budget=64,block=32 then {POLICY}"
-READS_ANY = "evicts while it reads: give sparse instead, which reads a prompt of any length in little memory, or"
+RECALLING = ["memory", "8bit", "file"]
 WRONG = [
-    ({"memory": "remember"}, "memory must be drop, recall"),
-    ({"policy": "h2o:budget=64,schedule=once", "memory": "recall"}, "sums the attention of all queries"),
-    ({"policy": STAGES, "memory": "recall"}, f"^memory=recall keeps all entries, but .* {READS_ANY}"),
-    ({"policy": "h2o:budget=64", "memory": "recall"}, f"h2o:budget=64 {READS_ANY} memory=drop$"),
+    ({"store": "remember"}, "store must be memory, 8bit"),
+    *(
+        ({"policy": policy, "store": "memory"}, f"^store=memory says where .* but {policy}.* evicts: give sparse")
+        for policy in ("snapkv", "h2o", "keydiff")
+    ),
+    ({"policy": None, "store": "file"}, "but no policy was given: give sparse instead, or drop store$"),
 ]  # fmt: skip
 
 
@@ -38,22 +34,6 @@ def wide():
     return make_llama(head_dim=32)
 
 
-@pytest.fixture
-def kept(monkeypatch):
-    """For each layer of each compression: keys of all entries, the queries that voted, the positions kept."""
-    found = []
-
-    def watched(layers, caches, plan):
-        choices = choose_entries(layers, caches, plan)
-        for layer, choice in zip(layers, choices):
-            entries, _ = competing(layer, caches, plan)
-            found.append((np.array(entries.keys), entries.voters, np.array(choice.kept[0])))
-        return choices
-
-    monkeypatch.setattr(policy, "choose_entries", watched)
-    return found
-
-
 @pytest.mark.parametrize(("options", "message"), WRONG)
 def test_what_can_not_be_served_is_refused_at_the_call(wide, tokens, options, message):
     with pytest.raises(SnapKVError, match=message):
@@ -61,10 +41,8 @@ def test_what_can_not_be_served_is_refused_at_the_call(wide, tokens, options, me
 
 
 KEEPING = [
-    {"policy": POLICY, "memory": "recall"},
-    {"policy": POLICY, "memory": "recall:file"},
     SPARSE,
-    SPARSE | {"memory": "recall:file"},
+    SPARSE | {"store": "file"},
 ]
 
 
@@ -83,9 +61,7 @@ def test_a_prompt_cache_holds_the_whole_prompt_and_goes_on(wide, tokens, options
     assert [t for t, _ in found] == [t for t, _ in wanted]
 
 
-@pytest.mark.parametrize(
-    "options", [{"policy": POLICY, "memory": "recall:8bit"}, SPARSE | {"memory": "recall:file"}]
-)
+@pytest.mark.parametrize("options", [SPARSE | {"store": "8bit"}, SPARSE | {"store": "file"}])
 def test_a_question_of_a_single_token_votes_by_itself(wide, tokens, options):
     cache, reports = make_prompt_cache(wide), []
     plain(wide, tokens[:-1], 0, prompt_cache=cache)
@@ -94,35 +70,17 @@ def test_a_question_of_a_single_token_votes_by_itself(wide, tokens, options):
     assert reports[0].compressed and reports[0].prompt_tokens == 200
 
 
-def test_with_a_policy_every_turn_keeps_what_its_own_queries_choose_of_all(wide, tokens, kept):
-    """By NumPy: also what an earlier turn did not keep; and its answer is decoded from a small cache."""
-    cache, reports = make_prompt_cache(wide), []
-    options = {"policy": POLICY, "memory": "recall", "prompt_cache": cache}
-    for turn in (tokens[:120], tokens[120:160], tokens[160:]):
-        steps(wide, turn, 1, on_report=reports.append, **options)
-    assert [r.entries for r in reports] == [40, 40, 40]
-    assert [r.read_per_token for r in reports] == [None] * 3
-    assert len(kept) == 3 * len(wide.layers)
-    for (keys, voters, places), n in zip(kept, (120, 120, 161, 161, 202, 202)):
-        assert keys.shape[2] == n and voters.places == range(n - 8, n)
-        voting = np.array(voters.heads), keys, voters.places, voters.scale
-        scores = reference.forward_scores(*voting, n_ahead=0, ends=(4, 16), kernel=5)
-        for found, of_head in zip(places.tolist(), scores[0], strict=True):
-            assert found == reference.select(of_head, 4, 20, 16)
-
-
-@pytest.mark.parametrize("memory", RECALLING)
-def test_a_compressed_prompt_cache_has_nothing_to_recall(wide, tokens, memory):
+@pytest.mark.parametrize("store", RECALLING)
+def test_a_compressed_prompt_cache_can_not_be_read_sparsely(wide, tokens, store):
     cache, _ = prefill(wide, tokens, POLICY)
     with pytest.raises(SnapKVError, match="needs a prompt cache with all entries"):
-        steps(wide, tokens, policy=POLICY, memory=memory, prompt_cache=cache)
+        steps(wide, tokens, prompt_cache=cache, **SPARSE | {"store": store})
 
 
-IN_MEMORY = ["recall", "recall:8bit", "recall:4bit"]
+IN_MEMORY = ["memory", "8bit", "4bit"]
 WAYS = [
-    *(SPARSE | {"memory": memory} for memory in [*IN_MEMORY, "recall:file", "recall:file:8bit"]),
-    {"sparse": "budget=40,n_window=16", "memory": "recall:8bit"},
-    *({"policy": POLICY, "memory": memory} for memory in ("recall", "recall:file:8bit")),
+    *(SPARSE | {"store": store} for store in [*IN_MEMORY, "file"]),
+    {"sparse": "budget=40,n_window=16", "store": "8bit"},
 ]
 
 
@@ -132,7 +90,7 @@ def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, 
     """Every array once: what a token reads, the index among it, and beside that what stays."""
     exact_up_to(monkeypatch, few)
     config, _ = CompressionConfig.taken_from(options, turns=True)
-    caches, found = make_caches(wide, config.memory), []
+    caches, found = make_caches(wide, config.store), []
 
     def compressed(report):
         stays = sum(cache.store.nbytes for cache in caches)

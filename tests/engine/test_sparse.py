@@ -84,7 +84,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"memory": "recall:file"}, {"policy": SNAPKV, "memory": "recall"}]
+    "options", [{}, {"store": "file"}, {"policy": SNAPKV}]
 )  # fmt: skip
 def test_tokens_that_choose_by_themselves_begin_at_once(options):
     """The first was computed together with the prompt's end; the second chooses already. A policy looks ahead."""
@@ -99,7 +99,7 @@ def test_tokens_that_choose_by_themselves_begin_at_once(options):
     assert len(list(answer)) == 40 - n_before
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "recall:file"}])
+@pytest.mark.parametrize("options", [{}, {"store": "file"}])
 def test_a_prompt_that_fits_the_budget_is_mlx_lms_bit_for_bit_and_touches_no_class(
     tiny_model, tokens, options, monkeypatch
 ):
@@ -123,7 +123,7 @@ WRONG = [
     ({"sparse": "read=little"}, "^sparse option read must be sparse or dense, got 'little'$"),
     ({"sparse": "read_top_k=3"}, "^sparse option read_top_k must be a whole number of entries of at least 16 or"),
     ({"sparse": 5}, "^sparse must be a Sparse object, a dict or a string, got int$"),
-    ({"sparse": True, "kv_bits": 8}, "^kv_bits quantises the entries that a policy keeps, .*: give memory=recall:8bit"),
+    ({"sparse": True, "kv_bits": 8}, "^kv_bits quantises the entries that a policy keeps, .*: give store=8bit"),
     ({"sparse": "budget=40", "max_kv_size": 64}, "^max_kv_size can't be combined"),
 ]  # fmt: skip
 
@@ -151,10 +151,10 @@ def test_a_draft_model_is_refused(tokens):
         stream_generate(model, None, tokens, **what)
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+@pytest.mark.parametrize("store", ["memory", "file"])
 @pytest.mark.parametrize("at", ["first", "sparse", "dense", "token", "later"])
 def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(
-    tiny_model, memory, at, monkeypatch
+    tiny_model, store, at, monkeypatch
 ):
     """In the first chunk, one that chooses, the last one, the first token; after it they hold the prompt."""
     sparse, earlier, n = f"budget=50%,read_top_k={PAGE}", random_tokens(50), CHUNK + 100 + LAST
@@ -164,12 +164,12 @@ def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(
     for n_held in (0, 50):
         cache = make_prompt_cache(tiny_model)
         if n_held:
-            steps(tiny_model, earlier, 1, sparse=sparse, memory=memory, prompt_cache=cache)
+            steps(tiny_model, earlier, 1, sparse=sparse, store=store, prompt_cache=cache)
         states = [[np.array(x) for _, x in tree_flatten(c.state) if x is not None] for c in cache]
         before, held = list(cache), [getattr(c, "offset", None) for c in cache]
         with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="model failed"):
             fail_in(call, tiny_model, failing)
-            steps(tiny_model, prompt, 9, sparse=sparse, memory=memory, prompt_cache=cache)
+            steps(tiny_model, prompt, 9, sparse=sparse, store=store, prompt_cache=cache)
         if at == "later":
             n_read = n + 1 + (n_held and n_held + 1)
             assert {c.offset for c in cache if hasattr(c, "offset")} == {n_read}

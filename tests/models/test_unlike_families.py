@@ -87,7 +87,7 @@ def test_keys_are_latents_beside_positional_keys_and_values_are_latents(name):
 def test_answers_recalled_from_all_entries(model):
     options = {"sparse": "budget=20,n_sink=2,n_window=8"}
     if is_type(model, "iquestloopcoder"):  # its attention reads its caches by itself
-        options = {"policy": SNAPKV, "memory": "recall"}
+        options = {"policy": SNAPKV}
     answer = steps(model, TOKENS, n=16, **options)
     assert len(answer) == 16 and all(mx.all(mx.isfinite(x)) for _, x in answer)
 
@@ -96,17 +96,14 @@ def test_answers_recalled_from_all_entries(model):
     "options",
     [
         {"policy": SNAPKV, "kv_bits": 8},
-        *(
-            {how: x, "memory": "recall:8bit"}
-            for how, x in (("policy", SNAPKV), ("sparse", "budget=20"))
-        ),
+        {"sparse": "budget=20", "store": "8bit"},
     ],
     ids=str,
 )
 def test_entries_that_mlx_lm_reads_plain_are_not_quantised(model, options):
     if is_type(model, "gemma3n") or (is_type(model, "iquestloopcoder") and "sparse" in options):
         return  # its borrowers read through the cache; nothing is read sparsely by it
-    with pytest.raises(SnapKVError, match=r"quantised .*: (drop kv_bits|give memory=recall)$"):
+    with pytest.raises(SnapKVError, match=r"quantised .*: (drop kv_bits|give store=memory)$"):
         steps(model, TOKENS, **options)
 
 

@@ -92,16 +92,16 @@ def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [FEW - 8000, FEW])
-@pytest.mark.parametrize("memory", ["recall:file", "recall:4bit", "drop"])
-def test_what_takes_the_least_does(planner, n, memory):
+@pytest.mark.parametrize("store", ["file", "4bit"])
+def test_what_takes_the_least_does(planner, n, store):
     """Not the last of a list, which may even leave the prompt as it is."""
-    request = AutoRequest(n, options={"memory": memory}, kv_memory=10**6)
+    request = AutoRequest(n, options={"store": store}, kv_memory=10**6)
     taken, sizes = recommended(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
     for setting in request.settings():
         _, sizes[setting] = planner.planned(n, request.config(setting))
     assert sizes[taken.setting] == min(sizes.values())
-    assert (taken.setting.memory, taken.setting.is_sparse) == (memory, memory != "drop")
+    assert (taken.setting.store, taken.setting.is_sparse) == (store, True)
 
 
 def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
@@ -146,7 +146,7 @@ def test_python_compresses_by_it(demo_llama, monkeypatch):
 def test_conversations_and_batches_take_it(demo_llama):
     model, tokenizer = demo_llama
     chat = Conversation(model, tokenizer, policy=AUTO)
-    assert chat.policy == Sparse() and chat.memory == "recall"
+    assert chat.policy == Sparse() and chat.store == "memory"
     for asked in ({"policy": AUTO}, {"snapkv": True}):
         found = batch_generate(model, tokenizer, [[7, 8, 9]], max_tokens=2, **asked)
         assert len(found.texts) == 1
@@ -194,7 +194,7 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
     "options, setting",
     [
         ({}, SPARSE),
-        ({"memory": "recall:file:8bit"}, FILED._replace(memory="recall:file:8bit")),
+        ({"store": "8bit"}, SPARSE._replace(store="8bit")),
         # Whoever gives a cache goes on from entries in memory.
         ({"prompt_cache": []}, SNAPKV),
         ({"draft_model": "a model"}, SNAPKV),
@@ -202,12 +202,12 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
 )  # fmt: skip
 def test_a_long_question(demo_llama, options, setting):
     config, _, taken = resolve(demo_llama[0], LONG, QUESTION, options, policy=AUTO)
-    assert taken.setting == setting and config.memory == setting.memory
+    assert taken.setting == setting and config.store == setting.store
     assert config.policy == method_named(setting.method)
     config.require(demo_llama[0])
-    where = "stay in files in 8 bits" if "file" in setting.memory else "fit in memory"
+    where = "fit in memory in 8 bits" if setting.store == "8bit" else "fit in memory"
     assert not setting.is_sparse or f"all entries {where}" in taken.why
-    assert config.keywords == {"memory": setting.memory}
+    assert config.keywords == {"store": setting.store}
 
 
 def test_what_no_setting_can_be_combined_with(demo_llama):

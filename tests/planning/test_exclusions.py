@@ -11,18 +11,13 @@ from mlx_snapkv.planning.exclusions import EXCLUSIONS, When, require_compatible
 from mlx_snapkv.policies import method_named
 
 REFUSED = [  # in the table's order
-    ("sparse", {"memory": "drop"}),
     ("sparse", {"kv_bits": 4}),
-    ("keydiff", {"memory": "recall"}),
-    ("h2o:schedule=once", {"memory": "recall"}),
+    ("snapkv", {"store": "memory"}),
     ("sparse", {"draft_model": object()}),
-    ("snapkv", {"memory": "recall:8bit", "draft_model": object()}),
     ("snapkv", {"max_kv_size": 9}),
     ("snapkv", {"kv_bits": 4, "draft_model": object()}),
     ("h2o", {"draft_model": object()}),
-    (None, {"memory": "recall", "is_text": True}),
-    ("snapkv", {"memory": "recall", "is_text": True}),
-    (None, {"memory": "recall:file"}),
+    (None, {"store": "file"}),
 ]
 
 
@@ -40,7 +35,7 @@ def test_each_row_refuses_and_says_what_to_change(exclusion, refused):
     with pytest.raises(SnapKVError) as error:
         _required(policy, options, exclusion.when)
     said = str(error.value)
-    named = {"memory": "drop", "policy": policy} | options
+    named = {"store": None, "policy": policy} | options
     assert said == str(exclusion.error(SimpleNamespace(**named)))
     assert any(name in said for name in exclusion.names) and re.search("drop |give |use ", said)
     if exclusion.when > When.GIVEN:

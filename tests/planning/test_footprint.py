@@ -10,13 +10,11 @@ from mlx_snapkv.planning.footprint import file_cost
 from mlx_snapkv.planning.units import format_bytes
 
 
-@pytest.mark.parametrize("method", [{"sparse": "top_k=64"}, {"snapkv": "top_k=64"}])
-@pytest.mark.parametrize("memory", ["recall:file", "recall:file:8bit"])
-def test_it_takes_what_was_said(demo_model, ask, method, memory):
+def test_it_takes_what_was_said(demo_model, ask):
     model, tokenizer = demo_model
     prompt, _ = ask(tokenizer, 700, 8)
-    cost, reports = file_cost(model, memory, len(prompt)), []
-    given = {"memory": memory, "on_report": reports.append, **method}
+    cost, reports = file_cost(model, "file", len(prompt)), []
+    given = {"store": "file", "on_report": reports.append, "sparse": "top_k=64"}
     list(stream_generate(model, tokenizer, prompt, 4, **given))
     (disk,), n = cost.disks, len(prompt)
     assert cost.tokens == n
@@ -27,8 +25,8 @@ def test_it_takes_what_was_said(demo_model, ask, method, memory):
 
 def test_a_saved_copy_on_the_same_disk_needs_as_much_again(demo_llama, ask, tmp_path):
     prompt, _ = ask(demo_llama[1], 700, 8)
-    cost, n = partial(file_cost, demo_llama[0], "recall:file"), len(prompt)
-    cache, _ = prefill(demo_llama[0], prompt, sparse="top_k=64", memory="recall:file")
+    cost, n = partial(file_cost, demo_llama[0], "file"), len(prompt)
+    cache, _ = prefill(demo_llama[0], prompt, sparse="top_k=64", store="file")
     (once,) = cost(n).disks
     assert once.need == sum(c.file_nbytes for c in cache)
     assert cost(100).disks[0].need * n == once.need * 100
@@ -38,14 +36,12 @@ def test_a_saved_copy_on_the_same_disk_needs_as_much_again(demo_llama, ask, tmp_
     assert f"at most {size} in {once.folders[0]} and {size} in {tmp_path} (" in str(twice)
 
 
-@pytest.mark.parametrize(
-    "memory, n", [("drop", 900), ("recall", 900), ("recall:4bit", 900), ("recall:file", 0)]
-)
-def test_other_turns_write_nothing(demo_llama, memory, n):
-    assert file_cost(demo_llama[0], memory, n) is None
+@pytest.mark.parametrize("store, n", [(None, 900), ("memory", 900), ("4bit", 900), ("file", 0)])
+def test_other_turns_write_nothing(demo_llama, store, n):
+    assert file_cost(demo_llama[0], store, n) is None
 
 
 def test_warnings(demo_llama):
     """A library is more than any disk has room for."""
-    (short,) = file_cost(demo_llama[0], "recall:file:4bit", 10**15).warnings
+    (short,) = file_cost(demo_llama[0], "file", 10**15).warnings
     assert "does not have enough room: " in short and "--store-dir" in short

@@ -176,8 +176,7 @@ def test_machines():
         (4096, {"policy": KeyDiff(budget=512)}, "KV memory 12.6 MB → 3.15 MB, room for a block of 512"),
         (300, {"policy": SnapKV(budget=512)}, "nothing will be evicted: the prompt's 300 entries fit the budget"),
         (300, {"policy": SnapKV(budget=512)}, "for example --policy snapkv:top_k=32"),
-        (4096, {"policy": SnapKV(budget=512), "memory": "recall"}, "from the answer's token 3 on; all of them stay"),
-        (4096, {"policy": SnapKV(budget=512, lookahead=32), "memory": "recall"}, "from the answer's token 34 on"),
+        (4096, {"policy": SnapKV(budget=512, lookahead=32)}, "from the answer's token 34 on"),
         (4096, {"policy": Sparse(budget=512)},
          "at most 1,311 of 4,096 entries, and a token of the answer at most 512; all"),
         (800, {"policy": Sparse()}, "they fit the budget of 1,024; --sparse budget=50 reads fewer"),
@@ -190,17 +189,17 @@ def test_what_will_be_kept_is_told_before_it_is_read(demo_llama, n, options, sai
     assert told is said is None or said in told
 
 
-@pytest.mark.parametrize("memory", ["recall:4bit", "recall:file"])
-def test_what_the_last_tokens_of_a_sparse_prompt_read_is_planned(demo_llama, memory):
+@pytest.mark.parametrize("store", ["4bit", "file"])
+def test_what_the_last_tokens_of_a_sparse_prompt_read_is_planned(demo_llama, store):
     """They read everything, or more than others where that is in files."""
     model, n = demo_llama[0], 5000
     how = Sparse(budget=64, read_top_k=512)
-    plan, _ = Planner(model, max_tokens=1).planned(n, CompressionConfig(how, memory))
+    plan, _ = Planner(model, max_tokens=1).planned(n, CompressionConfig(how, store=store))
     tokens = mx.random.randint(1, 60, (n,), key=mx.random.key(0))
     gc.collect()
     before = mx.get_active_memory() - plan.weights
     mx.clear_cache()
     mx.reset_peak_memory()
-    for _ in generate_step(tokens, model, max_tokens=1, sparse=how, memory=memory):
+    for _ in generate_step(tokens, model, max_tokens=1, sparse=how, store=store):
         pass
     assert 0.4 * plan.peak < mx.get_peak_memory() - before < plan.peak

@@ -5,7 +5,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import SnapKV, Sparse, prefill
+from mlx_snapkv import KeyDiff, SnapKV, Sparse, prefill
 from mlx_snapkv.caches.layers import file_bytes, memory_bytes
 from mlx_snapkv.planning import prefixes
 from mlx_snapkv.planning.config import CompressionConfig
@@ -38,7 +38,7 @@ def test_a_prompt_of_an_8bs_context_fits_where_the_memory_allows(of_8b):
     small = prefix_room(of_8b, {}, mac(24 << 30))
     assert 0.9 * half < small.limit < half
     assert "hold no prompt of 131,072 tokens, which takes 17.2 GB, but one of 6" in str(small)
-    quarter = prefix_room(of_8b, {"policy": Sparse(), "memory": "recall:4bit"}, mac(24 << 30))
+    quarter = prefix_room(of_8b, {"policy": Sparse(), "store": "4bit"}, mac(24 << 30))
     assert quarter.each < room.each / 2 and " hold 1 prompt of" in str(quarter)
 
 
@@ -52,7 +52,7 @@ def test_what_was_asked_for_is_kept_and_other_limits_hold(of_8b):
 
 
 def test_entries_in_files_take_half_of_the_disk_at_most(of_8b, monkeypatch):
-    options = {"policy": Sparse(), "memory": "recall:file"}
+    options = {"policy": Sparse(), "store": "file"}
     disk = type("Disk", (), {"free": 30 * GB})
     monkeypatch.setattr(prefixes.shutil, "disk_usage", lambda folder: disk)
     assert prefix_room(of_8b, options, mac(8 << 30)).limit == 15 * GB
@@ -67,20 +67,19 @@ def test_entries_in_files_take_half_of_the_disk_at_most(of_8b, monkeypatch):
     [
         CompressionConfig(),
         CompressionConfig(SNAPKV),
-        CompressionConfig(SNAPKV, "recall"),
-        CompressionConfig(Sparse(budget=200, n_window=32), "recall:file"),
+        CompressionConfig(KeyDiff(budget=200, block=32)),
+        CompressionConfig(Sparse(budget=200, n_window=32), store="memory"),
+        CompressionConfig(Sparse(budget=200, n_window=32), store="file"),
     ],
-    ids=["full", "drop", "recall", "file"],
+    ids=["full", "once", "block", "memory", "file"],
 )
 def test_a_kept_prompt_takes_what_was_counted(make, config):
     model, tokens = make(head_dim=32), mx.random.randint(0, 64, (2000,))
-    if config.policy is None:
+    if config.policy is None or config.policy == SNAPKV:  # which compresses a copy
         cache = make_prompt_cache(model)
         mx.eval(model(tokens[None], cache=cache))
-    elif config.is_sparse or not config.retains:
-        cache, _ = prefill(model, tokens, config.policy, memory=config.memory)
     else:
-        cache, _ = prefill(model, tokens, sparse="budget=200,n_window=32", memory="recall")
+        cache, _ = prefill(model, tokens, config.policy, store=config.store)
     taken = memory_bytes(cache) + file_bytes(cache)
     assert kept_bytes(model, config, len(tokens)) == pytest.approx(taken, rel=0.25)
 

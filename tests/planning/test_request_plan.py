@@ -27,22 +27,19 @@ def config(method, **more):
 
 
 @pytest.mark.parametrize(
-    "method, memory",
+    "method, store",
     [
-        (SPARSE, "recall"),
-        (SPARSE, "recall:file"),
-        ("snapkv:budget=64,lookahead=2", "drop"),
-        ("snapkv:budget=64", "recall"),
-        ("keydiff:budget=96,block=32 then snapkv:budget=64", "drop"),
+        (SPARSE, "memory"),
+        (SPARSE, "file"),
+        ("snapkv:budget=64,lookahead=2", None),
+        ("keydiff:budget=96,block=32 then snapkv:budget=64", None),
     ],
 )
-def test_a_request_does_what_is_planned(llama, method, memory):
-    how, reports = config(method, memory=memory), []
+def test_a_request_does_what_is_planned(llama, method, store):
+    how, reports = config(method, store=store), []
     plan = plan_request(llama, how, N)
     given = {"sparse": how.policy} if how.is_sparse else {"policy": how.policy}
-    list(
-        generate_step(TOKENS, llama, max_tokens=6, memory=memory, on_report=reports.append, **given)
-    )
+    list(generate_step(TOKENS, llama, max_tokens=6, store=store, on_report=reports.append, **given))
     (report,) = reports
     assert report.entries == plan.decode_quota.entries
     if how.is_sparse:
@@ -52,7 +49,7 @@ def test_a_request_does_what_is_planned(llama, method, memory):
 @pytest.mark.parametrize(
     "method, more, words",
     [
-        (None, {"memory": "recall"}, "without a policy it is decoded from all"),
+        (None, {"store": "memory"}, "but no policy was given: give sparse instead, or drop"),
     ],
 )
 def test_no_plan_is_made_of_what_can_not_be(llama, method, more, words):
@@ -63,7 +60,7 @@ def test_no_plan_is_made_of_what_can_not_be(llama, method, more, words):
 
 def test_a_chunk_that_may_choose_little_still_chooses(llama):
     """A share of less than a page is a page; none would mean that everything is read."""
-    how = config("sparse:budget=400,read_top_k=0.1%", memory="recall")
+    how = config("sparse:budget=400,read_top_k=0.1%", store="memory")
     reading = plan_request(llama, how, 2 * N).sparse_reading
     assert reading.reach.n_chosen == 16 and reading.n_before < N
 

@@ -25,8 +25,8 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(book, "PIECE", 1000)
 
 
-def save(path, model, tokens, memory="recall:file"):
-    caches, _ = prefill(model, tokens, sparse=SPARSE, memory=memory)
+def save(path, model, tokens, store="file"):
+    caches, _ = prefill(model, tokens, sparse=SPARSE, store=store)
     saved.save(path, model, caches, tokens, SPARSE)
     return caches
 
@@ -36,56 +36,24 @@ def beside(path, pattern="*.entries"):
     return sorted(path.parent.glob(pattern))
 
 
-def asked(model, cache, memory="recall:file"):
+def asked(model, cache, store="file"):
     """What follows a question, and its log-probabilities."""
-    return steps(model, question(), n=12, prompt_cache=cache, sparse=SPARSE, memory=memory)
+    return steps(model, question(), n=12, prompt_cache=cache, sparse=SPARSE, store=store)
 
 
-@pytest.mark.parametrize("make, memory", [(make_llama, "recall"), (make_qwen, "recall:4bit")])
-def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make, memory):
-    model, in_file = make(head_dim=32), memory.replace("recall", "recall:file")
-    caches = save(path, model, tokens, in_file)
-    wanted = asked(model, caches, in_file)
-    for way in (memory, in_file):
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make):
+    model = make(head_dim=32)
+    caches = save(path, model, tokens)
+    wanted = asked(model, caches)
+    for store in ("memory", "file"):
         loaded = saved.load(path, model)
         assert (loaded.tokens, loaded.policy) == (tokens.tolist(), str(SPARSE))
-        assert_same(asked(model, loaded.prompt_cache, way), wanted)
+        assert_same(asked(model, loaded.prompt_cache, store), wanted)
     # What was in memory can be asked in files.
-    save(path, model, tokens, memory)
+    save(path, model, tokens, "memory")
     assert not beside(path)
-    assert_same(asked(model, saved.load(path, model).prompt_cache, in_file), wanted)
-
-
-def test_a_book_of_an_earlier_version_loads(path, tokens):
-    model = make_llama()
-    caches, _ = prefill(model, tokens, sparse=SPARSE, memory="recall:file")
-    for cache in caches:
-        cache.__class__ = type("BookKVCache", (RecordingKVCache,), {})
-    saved.save(path, model, caches, tokens, SPARSE)
-    loaded = saved.load(path, model).prompt_cache
-    assert {type(cache) for cache in loaded} == {RecordingKVCache}
-    assert_same(asked(model, loaded), asked(model, caches))
-
-
-def test_a_memory_that_does_not_fit_a_book_is_refused(path, tokens):
-    model = make_llama(head_dim=32)
-    save(path, model, tokens, "recall:file:8bit")
-    words = "stored otherwise: give memory=recall:file:8bit or recall:8bit"
-    for memory in ("recall:file", "recall:file:4bit"):
-        with pytest.raises(SnapKVError, match=words):
-            asked(model, saved.load(path, model).prompt_cache, memory)
-
-
-@pytest.mark.parametrize("memory", ["recall", "recall:file"])
-def test_a_policy_chooses_from_a_book_s_entries(path, tokens, memory):
-    """At each question, as from entries that have never been in a file."""
-    model, answers = make_llama(head_dim=32), []
-    policy = {"policy": "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8", "memory": memory}
-    held = save(path, model, tokens, "recall")
-    save(path, model, tokens)
-    for cache in (saved.load(path, model).prompt_cache, held):
-        answers.append(steps(model, question(), prompt_cache=cache, **policy))
-    assert_same(*answers)
+    assert_same(asked(model, saved.load(path, model).prompt_cache), wanted)
 
 
 @pytest.mark.parametrize("resident", [1 << 16, 64])
@@ -96,7 +64,7 @@ def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
     monkeypatch.setattr(held_rows, "BLOCK", 32)
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
-    options = {"sparse": SPARSE, "memory": "recall:file"}
+    options = {"sparse": SPARSE, "store": "file"}
     steps(model, tokens, 1, prompt_cache=caches, **options)
     said = [*tokens.tolist(), 0][: caches[0].offset]
     saved.save(path, model, caches, said, SPARSE)

@@ -153,17 +153,13 @@ def test_a_type_in_the_table_and_its_configuration_are_tried(tmp_path):
 
 NEW_STORE = '''"""The store that holds entries in memory in few bits."""
 
-from ...entries.quantization import Quantization
 from .memory import MemoryStore
 
 
 class SmallStore(MemoryStore):
-    """Entries in 3 bits, unless others are asked for."""
+    """Entries in 3 bits."""
 
-    name = "small"
-
-    def __init__(self, quantization=None):
-        super().__init__(quantization or Quantization(3, 32))
+    name, bits = "small", 3
 '''
 # A request and a line of the command, the tests of stores, and those of every kind of cache.
 USES_STORE = """
@@ -176,14 +172,14 @@ import mlx_snapkv
 from mlx_snapkv.cli import app
 from tiny_models import make_llama
 
-for memory in ("recall:small", "recall:small:8bit", "recall:tiny"):
+for store in ("small", "tiny"):
     try:
-        options = {"sparse": "budget=40,n_sink=4,n_window=16", "memory": memory}
+        options = {"sparse": "budget=40,n_sink=4,n_window=16", "store": store}
         report = mlx_snapkv.prefill(make_llama(head_dim=32), mx.arange(200) % 64, **options)[1]
-        print(mlx_snapkv.__file__, memory, report.kv_bytes_before // report.kv_bytes_after)
+        print(mlx_snapkv.__file__, store, report.kv_bytes_before // report.kv_bytes_after)
     except mlx_snapkv.SnapKVError as error:
         print("refused:", error)
-words = "generate --model demo --prompt Hello -m 1 --sparse budget=40 --memory recall:tiny"
+words = "generate --model demo --prompt Hello -m 1 --sparse budget=40 --store tiny"
 sys.argv = ["mlx-snapkv", *words.split()]
 with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(SystemExit):
     app.main()
@@ -193,7 +189,7 @@ sys.exit(pytest.main([*options, "tests/caches/test_stores.py", "tests/caches/tes
 """
 
 
-def test_a_new_file_is_a_store_of_any_memory(tmp_path):
+def test_a_new_file_is_a_store(tmp_path):
     imported = "from mlx_snapkv.caches.stores.memory import"
     case, before = (
         '    "offloaded, small, of 8 bits": lambda: offloaded(SmallStore(HOW)),\n',
@@ -208,10 +204,9 @@ def test_a_new_file_is_a_store_of_any_memory(tmp_path):
     make_copy(ROOT / "tests", tmp_path / "tests", {"cache_kinds.py": kinds})
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     printed = run(tmp_path, USES_STORE)
-    for memory, factor in (("recall:small", 6), ("recall:small:8bit", 3)):
-        assert f"{tmp_path}/mlx_snapkv/__init__.py {memory} {factor}\n" in printed
-    refused = "refused: .*recall:small, recall:small:8bit or recall:small:4bit, got 'recall:tiny'"
-    assert len(re.findall(refused, printed, re.S)) == 1 and printed.count("'recall:tiny'") == 2
+    assert f"{tmp_path}/mlx_snapkv/__init__.py small 6\n" in printed
+    refused = "refused: .*memory, 8bit, 4bit, file or small, got 'tiny'"
+    assert len(re.findall(refused, printed, re.S)) == 1 and printed.count("'tiny'") == 2
     assert "\n6 passed" in printed
 
 

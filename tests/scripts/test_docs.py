@@ -177,9 +177,9 @@ def setting_of(words):
     """What a command says of policy or sparse attention, and memory."""
     said = dict(itertools.pairwise(words))
     if "--sparse" in said:
-        return f"sparse:{said['--sparse']}", said.get("--memory", "recall")
+        return f"sparse:{said['--sparse']}", said.get("--store", "memory")
     policy = f"snapkv:{said['--snapkv']}" if "--snapkv" in said else said.get("--policy")
-    return policy, said.get("--memory", "drop")
+    return policy, said.get("--store")
 
 
 CHOSEN = {setting_of(shlex.split(choice.command)) for choice in CHOICES}
@@ -200,7 +200,7 @@ def test_auto_takes_what_the_tables_say():
     assert SETTINGS[QUESTION][:4] == (SPARSE, PACKED, FILED, SNAPKV)
     for given in (
         "--sparse budget=6.25%",
-        "--sparse top_k=1024 --memory recall:file",
+        "--sparse top_k=1024 --store file",
         "--snapkv top_k=4096",
     ):
         assert f"`{given}` |" in README

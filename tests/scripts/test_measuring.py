@@ -25,8 +25,8 @@ ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head siz
 
 def test_facts_are_asked_for_one_a_turn(demo_llama):
     ways = {(way.table, way.name, way.share): way for way in measure_facts.ways(1024)}
-    assert len(ways) == 1 + 6 + 3 + 6 + 4 * 4
-    full, dropped = ways["memories", "full cache", 16], ways["memories", "SnapKV, drop", 16]
+    assert len(ways) == 1 + 4 + 2 + 6 + 4 * 4
+    full, dropped = ways["memories", "full cache", 16], ways["memories", "SnapKV", 16]
     found = [measure_facts.measure(*demo_llama, way, 1024, 1, 3) for way in (full, dropped)]
     assert [row["asked"] for row in found] == [3, 3] and found[0]["right"] == 3
     assert found[0]["held_bytes"] == found[0]["decoding_bytes"] > 8 * found[1]["decoding_bytes"]

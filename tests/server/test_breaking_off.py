@@ -13,10 +13,9 @@ from mlx_snapkv.server.served_batch import ServedBatch
 
 WINDOW = "n_sink=4,n_window=16,obs_window=32"
 SAFE = [
-    (None, "drop"),
-    (f"snapkv:budget=64,{WINDOW}", "drop"),
-    (f"snapkv:budget=64,{WINDOW}", "recall"),
-    ("sparse:budget=64,read_top_k=32", "recall"),
+    (None, None),
+    (f"snapkv:budget=64,{WINDOW}", None),
+    ("sparse:budget=64,read_top_k=32", "memory"),
 ]
 CHUNK = 128
 
@@ -24,9 +23,9 @@ CHUNK = 128
 class Served:
     """A batch, and its requests' events."""
 
-    def __init__(self, loaded, method, memory):
+    def __init__(self, loaded, method, store):
         policy = method and method_named(method)
-        options = {"policy": policy, "memory": memory, "prefill_step_size": CHUNK}
+        options = {"policy": policy, "store": store, "prefill_step_size": CHUNK}
         self.loaded, self.prefixes = loaded, PrefixCache(1 << 30)
         self.checkpoints = Checkpoints(self.prefixes, loaded, options)
         self.batch = ServedBatch(
@@ -55,11 +54,11 @@ def loaded(demo_llama):
     return Loaded(*demo_llama, ("demo",))
 
 
-@pytest.mark.parametrize("method, memory", SAFE)
-def test_a_retry_goes_on_where_the_first_was_left(loaded, document, method, memory):
+@pytest.mark.parametrize("method, store", SAFE)
+def test_a_retry_goes_on_where_the_first_was_left(loaded, document, method, store):
     text = document[0][:4500]
-    whole = Served(loaded, method, memory).answered(text)
-    served = Served(loaded, method, memory)
+    whole = Served(loaded, method, store).answered(text)
+    served = Served(loaded, method, store)
     request, events = served.start(text)
     while not any(isinstance(event, Read) and event.n_read >= CHUNK for event in events):
         served.batch.step()
@@ -71,7 +70,7 @@ def test_a_retry_goes_on_where_the_first_was_left(loaded, document, method, memo
 
 
 def test_what_is_evicted_meanwhile_is_not_kept(loaded, document):
-    served = Served(loaded, f"keydiff:budget=256,block={CHUNK}", "drop")
+    served = Served(loaded, f"keydiff:budget=256,block={CHUNK}", None)
     request, _ = served.start(document[0][:4500])
     for _ in range(2):
         served.batch.step()

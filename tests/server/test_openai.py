@@ -164,7 +164,7 @@ def test_models_and_mistakes(client):
 
 def test_a_short_prompt_goes_on_from_quantised_entries():
     """Below the gate it decodes with others, in mlx-lm's batches, which hold plain entries only."""
-    with serving(memory="recall:file:4bit") as served:
+    with serving(policy="sparse:budget=25%,n_window=32", store="file") as served:
         (long, _, kept), (short, n_known, plain) = (
             ask(served, talk(FACT + COLD * n + "What is the access code of the amber falcon?"))
             for n in (80, 20)
@@ -173,21 +173,20 @@ def test_a_short_prompt_goes_on_from_quantised_entries():
     assert kept["mlx_snapkv"]["entries"] and not plain["mlx_snapkv"]["entries"]
 
 
-@pytest.mark.parametrize("memory", ["recall:file:8bit", "drop"])
-def test_an_answer_from_all_entries_is_the_full_caches(demo_llama, memory):
+def test_an_answer_from_all_entries_is_the_full_caches(demo_llama):
     body = {"prompt": "The key of the door is here. " * 60, "max_tokens": 12}
     bodies = body, body | {"full_cache": True}, body
     tiny = POLICY.replace("25%", "64").replace("32,min", "16,min")
-    with serving(policy=tiny, memory=memory) as served:
+    with serving(policy=tiny) as served:
         first, full, again = (served.post("/v1/completions", each).json() for each in bodies)
     assert full["choices"][0]["text"].strip() == generate(*demo_llama, **body)
     assert first["mlx_snapkv"]["entries"] == again["mlx_snapkv"]["entries"] == 64
-    assert full["mlx_snapkv"]["entries"] is None and full["mlx_snapkv"]["memory"] == memory
+    assert full["mlx_snapkv"]["entries"] is full["mlx_snapkv"]["store"] is None
     assert full["mlx_snapkv"]["reason"] == "the full cache was asked for"
     assert first["choices"][0]["text"] == again["choices"][0]["text"]
     for each in (full, again):
         n_known = each["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert n_known > 300 if memory != "drop" else n_known == 0
+        assert n_known > 300
 
 
 def test_a_prompt_that_fits_the_budget_shares_only_what_was_read_in_full():

@@ -54,7 +54,7 @@ def test_a_pasted_document_is_asked_about(page, document):
     figures = page.figures()
     kept, read = (int(n.replace(",", "")) for n in figures["entries"].split(" of "))
     assert read > 1400 and kept == pytest.approx(read / 4, abs=2)
-    sizes = re.fullmatch(r"(.+) MB → (.+) MB, (.+) MB read by a token", figures["memory"])
+    sizes = re.fullmatch(r"(.+) MB → (.+) MB, (.+) MB read by a token", figures["store"])
     before, after, each = map(float, sizes.groups())
     assert each < 0.3 * before < before < after
     assert re.fullmatch(r"\d+\.\d\d s", figures["first"]), figures

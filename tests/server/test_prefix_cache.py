@@ -11,6 +11,7 @@ from mlx_snapkv.caches import open_files
 from mlx_snapkv.server.prefix_cache import PrefixCache
 
 DOCUMENT = list(range(320))
+SPARSE = "sparse:budget=256"
 
 
 def of(n, kind=KVCache):
@@ -70,7 +71,7 @@ def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
 def test_questions_of_one_document_share_it(document):
     """Beside another document, in the room of two."""
     text, facts = document
-    with serving(memory="recall:file:8bit") as served:
+    with serving(policy=SPARSE, store="file") as served:
         prefixes, other = served.engine.prefixes, f"Another one. {text}"
         ask(served, talk(f"{other} What is it?"))
         prefixes._most_bytes = 5 * (prefixes.nbytes + prefixes.file_nbytes) // 2
@@ -87,7 +88,7 @@ def test_prompts_in_files_leave_files_for_connections(monkeypatch):
     most, before = 100, len(os.listdir("/dev/fd"))
     limits = (2 * (before + most),) * 2  # a process's own, and the system's, which can't be raised
     monkeypatch.setattr(open_files.resource, "getrlimit", lambda kind: limits)
-    with serving(memory="recall:file") as served:
+    with serving(policy=SPARSE, store="file") as served:
         for n in range(24):
             ask(served, talk(f"{n} word " * 110), max_tokens=1)
         assert most / 2 < len(os.listdir("/dev/fd")) - before < most + 30

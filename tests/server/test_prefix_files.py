@@ -37,13 +37,14 @@ def is_private(folder):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--memory", "recall:file:8bit", "--prefix-bytes", "1"),
-        ("--model", "demo-qwen3-next", "--memory", "recall"),  # whose caches can't be cut
+        ("--policy", POLICY, "--prefix-bytes", "1GB"),
+        ("--policy", POLICY, "--model", "demo-qwen3-next"),  # whose caches can't be cut
+        ("--sparse", "budget=256", "--store", "file", "--prefix-bytes", "1"),
     ],
 )
 def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, flags):
     folder = tmp_path / "prefixes"
-    flags = (*flags, "--policy", POLICY, "--prefix-dir", str(folder))
+    flags = (*flags, "--prefix-dir", str(folder))
     with served_process(*flags) as (url, process):
         assert known(url, document, 0) == 0
         process.kill()
@@ -54,8 +55,15 @@ def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, 
 
 
 def test_a_killed_servers_conversation_goes_on_from_compressed_entries(document, tmp_path):
-    """Without a memory: exactly from where it was, with entries of the same bits and groups, and nothing else does."""
-    flags = ("--policy", POLICY, "--kv-bits", "8", "--prefix-dir", str(tmp_path))
+    """Exactly from where it was, with entries of the same bits and groups, and nothing else does."""
+    flags = (
+        "--policy",
+        "keydiff:budget=256,block=64",
+        "--kv-bits",
+        "8",
+        "--prefix-dir",
+        str(tmp_path),
+    )
     with served_process(*flags, "--kv-group-size", "32") as (url, process):
         assert known(url, document, 0) == 0
         process.kill()
@@ -67,7 +75,7 @@ def test_a_killed_servers_conversation_goes_on_from_compressed_entries(document,
 
 def test_a_book_of_a_killed_server_goes_on_unless_it_is_damaged(document, tmp_path):
     """Damage is found when entries are first read, by a request that goes on from them; it is answered all the same."""
-    flags = ("--sparse", "budget=256", "--memory", "recall:file", "--prefix-dir", str(tmp_path))
+    flags = ("--sparse", "budget=256", "--store", "file", "--prefix-dir", str(tmp_path))
     with served_process(*flags) as (url, process):
         assert known(url, document, 0) == 0
         process.kill()
@@ -105,20 +113,20 @@ def n_known(files, tokens):
 
 
 def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
-    written(PrefixFiles(tmp_path, 1 << 30, model, {"memory": "drop"}), model, ONE)
+    written(PrefixFiles(tmp_path, 1 << 30, model, {"store": "one"}), model, ONE)
     (good,) = tmp_path.iterdir()
     data = good.read_bytes()
     (tmp_path / f"{'0' * 32}.safetensors").write_bytes(data[: len(data) // 2])
     (tmp_path / "other.safetensors").write_text("a file of somebody's")
-    files = PrefixFiles(tmp_path, 1 << 30, model, {"memory": "drop"})
+    files = PrefixFiles(tmp_path, 1 << 30, model, {"store": "one"})
     assert n_known(files, [*ONE[:30], 1, 1]) == 30 and len(caplog.records) == 1
-    for others, setting in ((model, "recall"), (make_llama(seed=1), "drop")):
-        assert PrefixFiles(tmp_path, 1 << 30, others, {"memory": setting}).kept == []
+    for others, setting in ((model, "other"), (make_llama(seed=1), "one")):
+        assert PrefixFiles(tmp_path, 1 << 30, others, {"store": setting}).kept == []
     good.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
     assert n_known(files, ONE) == 0 and "checksum does not match" in caplog.records[-1].getMessage()
     good.write_bytes(data)
-    files = PrefixFiles(tmp_path, 1 << 30, model, {"memory": "drop"})
-    written(PrefixFiles(tmp_path / "other", 1 << 30, model, {"memory": "drop"}), model, OTHER)
+    files = PrefixFiles(tmp_path, 1 << 30, model, {"store": "one"})
+    written(PrefixFiles(tmp_path / "other", 1 << 30, model, {"store": "one"}), model, OTHER)
     os.replace(next((tmp_path / "other").iterdir()), good)  # under the server
     assert n_known(files, ONE) == 0 and "another prompt" in caplog.records[-1].getMessage()
 
@@ -144,10 +152,10 @@ def test_what_a_killed_server_had_not_finished_goes_but_not_what_another_one_wri
 def test_the_oldest_make_room_of_other_settings_too(model, tmp_path):
     somebodys = tmp_path / "notes.safetensors"
     somebodys.write_bytes(b"x" * 100_000)
-    written(PrefixFiles(tmp_path, 1, model, {"memory": "drop"}), model, ONE)
+    written(PrefixFiles(tmp_path, 1, model, {"store": "one"}), model, ONE)
     (first,) = set(tmp_path.iterdir()) - {somebodys}
     size = first.stat().st_size
-    files = PrefixFiles(tmp_path, 7 * size // 2, model, {"memory": "recall"})
+    files = PrefixFiles(tmp_path, 7 * size // 2, model, {"store": "other"})
     written(files, model, OTHER)
     assert first.exists()
     written(files, model, ONE[::-1], OTHER[::-1])

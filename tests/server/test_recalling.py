@@ -1,4 +1,4 @@
-"""A server that forgets nothing: entries in files, and models that take nothing back."""
+"""What a server keeps of its prompts: all entries, in memory or files, and models that take nothing back."""
 
 import concurrent.futures
 
@@ -8,21 +8,18 @@ from server_helpers import POLICY, ask, load_named, serving, talk
 
 from mlx_snapkv import Conversation, Sparse
 
-SMALL = POLICY.replace("25%", "96").replace("32,min", "40,min").replace("ahead=4", "ahead=0")
 SPARSE = Sparse(budget=256)
 WAYS = [
-    (POLICY, "recall"),
-    (SPARSE, "recall:8bit"),
-    (SMALL, "recall:file"),
-    (SPARSE, "recall:file:8bit"),
+    (SPARSE, "8bit"),
+    (SPARSE, "file"),
 ]
 
 
-@pytest.mark.parametrize(("policy", "memory"), WAYS, ids=lambda value: str(value)[:12])
-def test_follow_ups_answer_as_a_conversation_and_four_at_once(document, demo_llama, policy, memory):
+@pytest.mark.parametrize(("policy", "store"), WAYS, ids=lambda value: str(value)[:12])
+def test_follow_ups_answer_as_a_conversation_and_four_at_once(document, demo_llama, policy, store):
     text, facts = document
-    conversation = Conversation(*demo_llama, policy=policy, memory=memory, max_tokens=16)
-    with serving(policy=policy, memory=memory) as served:
+    conversation = Conversation(*demo_llama, policy=policy, store=store, max_tokens=16)
+    with serving(policy=policy, store=store) as served:
         said = []
         for i, fact in enumerate(facts[:3]):
             said.append(fact.question if i else f"{text}\n\n{fact.question}")
@@ -39,11 +36,38 @@ def test_follow_ups_answer_as_a_conversation_and_four_at_once(document, demo_lla
         for fact, (answer, cached, _) in zip(facts[2:], answers):
             assert answer == fact.value and cached > 1400
         files = served.metric('mlx_snapkv_kv_bytes{kind="prefix_files"}')
-        assert (files > 0) == ("file" in memory)
+        assert (files > 0) == ("file" in store)
 
 
-@pytest.mark.parametrize("memory", ["recall:file", "drop"])
-def test_a_system_prompt_is_read_once(document, memory):
+def test_with_a_policy_follow_ups_choose_among_all_that_was_read(document):
+    """A prefix keeps all entries, and each request compresses a copy: so it keeps what a first request would."""
+    text, facts = document
+    with serving(policy=POLICY) as served:
+        said = []
+        for i, fact in enumerate(facts[:3]):
+            said.append(fact.question if i else f"{text}\n\n{fact.question}")
+            answer, cached, found = ask(served, talk(*said), logprobs=True)
+            served_alone = found["choices"][0]["logprobs"]["content"]
+            assert answer == fact.value and (cached > 1400) == (i > 0)
+            said.append(answer)
+        kept = served.metric('mlx_snapkv_kv_bytes{kind="prefixes"}')
+        assert kept > 3 * found["mlx_snapkv"]["kv_bytes_after"]
+
+        def follow_up(fact):
+            return ask(served, talk(*said, fact.question))
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(follow_up, facts[2:]))
+        for fact, (answer, cached, _) in zip(facts[2:], answers):
+            assert answer == fact.value and cached > 1400
+        served.engine.prefixes.trim_to(n_sequences=0)
+        answer, cached, again = ask(served, talk(*said[:-1]), logprobs=True)
+        assert (answer, cached) == (said[-1], 0)
+        read = [token["logprob"] for token in again["choices"][0]["logprobs"]["content"]]
+        assert read == pytest.approx([token["logprob"] for token in served_alone], abs=1e-3)
+
+
+def test_a_system_prompt_is_read_once(document):
     """By a model with linear layers, whose caches can't be cut; as many queries vote over a known prompt."""
     text, facts = document
     system = {"role": "system", "content": text[: len(text) // 2]}
@@ -55,25 +79,25 @@ def test_a_system_prompt_is_read_once(document, memory):
         tokens = found["choices"][0]["logprobs"]["content"]
         return cached, found["mlx_snapkv"]["entries"], [token["logprob"] for token in tokens]
 
-    with serving(load_named("demo-qwen3-next"), policy=POLICY, memory=memory) as served:
+    with serving(load_named("demo-qwen3-next"), policy=POLICY) as served:
         known = [told(prompt) for prompt in prompts]
         assert known[0][0] == 0 and min(cached for cached, *_ in known[1:]) > 650
         said = talk(questions[1], ask(served, prompts[1])[0], facts[4].question)
         _, cached, _ = ask(served, [system, *said])
         # As many as vote are read again, which are more than a turn's tokens here.
-        assert cached >= max(n for n, *_ in known) + (memory == "drop")
+        assert cached >= max(n for n, *_ in known)
         for prompt, (_, entries, logprobs) in zip(
             prompts[1:], known[1:]
         ):  # the last is the first again
             served.engine.prefixes.trim_to(n_sequences=0)
             cached, anew, found = told(prompt)
             assert (cached, anew) == (0, entries)
-            assert memory == "drop" or found == pytest.approx(logprobs, abs=1e-3)
+            assert found == pytest.approx(logprobs, abs=1e-3)
 
 
 def test_a_full_disk_is_no_mistake_of_the_client(caplog):
     body = {"messages": talk("The oak is quick. " * 200), "max_tokens": 4}
-    with serving(memory="recall:file") as served:
+    with serving(policy=SPARSE, store="file") as served:
         with full_disk(100_000):
             found = served.post("/v1/chat/completions", json=body)
         assert found.status_code == 500

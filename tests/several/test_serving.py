@@ -19,7 +19,7 @@ STARTING, ENDING = 60, 20  # seconds that they get
 @contextlib.contextmanager
 def served(folder, *options):
     """A client of two processes, and those."""
-    command = ["serve", "--model", "demo", "--port", "0", "--policy", POLICY, "--memory", "recall"]
+    command = ["serve", "--model", "demo", "--port", "0", "--policy", POLICY]
     with running(folder, "several_server", *command, *options) as ranks:
         until = time.monotonic() + STARTING
         while not (found := re.search(r" at (http://\S+)", ranks[0].said)):

@@ -16,11 +16,11 @@ STORES: dict[str, type["Store"]] = {}  # by name
 class Store(EntryView):
     """Entries that more are appended to.
 
-    A kind of store with a `name` is registered: `memory="recall:NAME"` makes one a layer, with the quantization that
-    `memory="recall:NAME:4bit"` asks for.
+    A kind of store with a `name` is registered: `store=NAME` makes one for each layer.
     """
 
     name: ClassVar[str]
+    bits: ClassVar[int | None] = None  # of a packed key or value; None leaves entries plain
     in_files: bool = False  # whoever saves a cache puts its entries beside the file
     cache: Any = None  # unless in files, mlx-lm's cache that they are in, which may go on by itself
     # Keys and values of the first of entries in files, `(B, n_kv_heads, 1, head_dim)`, which a saved cache has of them

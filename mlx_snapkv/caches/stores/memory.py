@@ -24,7 +24,7 @@ from .base import Store
 class MemoryStore(Store):
     """Entries in one of mlx-lm's caches: in `cache`, or a new one that is quantised so."""
 
-    name = ""
+    name = "memory"
 
     def __init__(self, quantization: Quantization | None = None, cache: Any = None):
         if isinstance(cache, QuantizedKVCache):
@@ -67,3 +67,11 @@ class MemoryStore(Store):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         return n_bytes(self.cache.keys_and_values()) if self.n_entries else 0
+
+
+class EightBitStore(MemoryStore):
+    name, bits = "8bit", 8
+
+
+class FourBitStore(MemoryStore):
+    name, bits = "4bit", 4

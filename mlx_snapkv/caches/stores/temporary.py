@@ -36,7 +36,7 @@ def no_room(error: OSError) -> EntryFileError:
     why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
     why = limit_reached() if is_open_files_limit(error) else why
     return EntryFileError(
-        f"entries can't be kept in a file in {tempfile.gettempdir()}: {why}, or use another memory"
+        f"entries can't be kept in a file in {tempfile.gettempdir()}: {why}, or use another store"
     )
 
 

@@ -29,11 +29,11 @@ async def _respond(request: Request, body: Body) -> Response:
     if body.seed is not None:  # one for each answer
         bodies = [b.model_copy(update={"seed": body.seed + i}) for i, b in enumerate(bodies)]
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    memory = request.app.state.engine.options.get("memory", "drop")
+    store = request.app.state.engine.options.get("store")
     how = {
         "is_chat": isinstance(body, ChatBody),
         "with_usage": with_usage,
-        "memory": memory,
+        "store": store,
         "n": n,
         "by_functions": body.by_functions,
     }
@@ -76,7 +76,7 @@ class CompletionFormatter(ResponseFormatter):
         model: str,
         is_chat: bool,
         with_usage: bool,
-        memory: str,
+        store: str | None,
         n: int,
         by_functions: bool = False,
     ):
@@ -85,7 +85,7 @@ class CompletionFormatter(ResponseFormatter):
         self._n = n  # answers to each prompt
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
-        self._is_chat, self._with_usage, self._memory = is_chat, with_usage, memory
+        self._is_chat, self._with_usage, self._store = is_chat, with_usage, store
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._n_sent: Counter[int] = Counter()  # of those tokens
         self._n_calls: Counter[int] = Counter()
@@ -167,7 +167,7 @@ class CompletionFormatter(ResponseFormatter):
         names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
         about = {name: getattr(report, name) for name in names}
         about["entries"] = report.entries if report.compressed else None
-        about["memory"] = self._memory
+        about["store"] = self._store
         about |= {name: n for name in STAYING if (n := getattr(report, name))}
         return {"usage": used, "mlx_snapkv": about, **self.warnings}
 

@@ -1,6 +1,6 @@
-"""The values of `memory`: which store keeps all entries, and how a prompt cache is moved into it."""
+"""Prompt caches whose entries are in a store: how they are made, moved there, and saved."""
 
-from typing import Any, TypeGuard
+from typing import Any
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -19,74 +19,60 @@ from .layers import (
 from .recording import RecordingKVCache
 from .stores import STORES, Store
 
-BITS = "8bit", "4bit"
-MEMORIES = (
-    "drop",
-    *(":".join(filter(None, ("recall", name, bits))) for name in STORES for bits in ("", *BITS)),
-)
+
+def require_store(store: str | None) -> None:
+    if store is not None and store not in STORES:
+        *most, last = STORES
+        raise OptionError("store", f"{', '.join(most)} or {last}", store)
 
 
-def require_memory(memory: str) -> None:
-    if memory not in MEMORIES:
-        *most, last = MEMORIES
-        raise OptionError("memory", f"{', '.join(most)} or {last}", memory)
+def in_files(store: str | None) -> bool:
+    return store is not None and STORES[store].in_files
 
 
-def keeps_all(memory: str | None) -> TypeGuard[str]:
-    """Whether this is a memory in which all entries stay."""
-    return memory not in (None, "drop")
-
-
-def in_files(memory: str) -> bool:
-    return store_kind(memory).in_files
-
-
-def store_kind(memory: str) -> type[Store]:
-    """The kind of store that keeps entries so; in memory, if `memory` is "drop"."""
-    words = [word for word in memory.split(":")[1:] if word not in BITS]
-    return STORES[":".join(words)]
-
-
-def make_caches(model, memory: str) -> list:
-    """A model's empty caches; unless `memory` is "drop", its full-attention layers keep all entries.
+def make_caches(model, store: str | None) -> list:
+    """Return a model's empty caches; with a store its full-attention layers keep all entries there.
 
     Raises:
         SnapKVError: the model's entries can't be kept that way.
         UnsupportedModelError: its entries can't be compressed.
     """
     caches = make_prompt_cache(model)
-    if memory == "drop":
+    if store is None:
         return caches
     layers = attention_layers(model, caches)
-    quantization = memory_quantization(model, layers, memory)
-    kind = store_kind(memory)
+    quantization = store_quantization(model, layers, store)
     for layer in layers:
-        store = kind(quantization)
-        layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer, store))
+        kept = STORES[store](quantization)
+        layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer, kept))
     return caches
 
 
-def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Quantization | None:
-    """How a memory stores entries, in groups of a size that divides the heads. Raises as `make_caches` does."""
-    wider, _, bits = memory.rpartition(":")
-    if bits not in BITS:
+def store_quantization(
+    model, layers: list[AttentionLayer], store: str | None
+) -> Quantization | None:
+    """Return how a store packs entries, in groups of a size that divides the heads; None if it leaves them plain.
+
+    Raises: SnapKVError: the model's entries can't be packed so.
+    """
+    if store is None or (bits := STORES[store].bits) is None:
         return None
-    require_quantised_attention(layers, "give {}", Option("memory", wider))
-    groups = fitting_groups(head_sizes(model, layers), Option("memory", memory))
-    return Quantization(int(bits[0]), 64 if 64 in groups else 32)
+    require_quantised_attention(layers, "give {}", Option("store", "memory"))
+    groups = fitting_groups(head_sizes(model, layers), Option("store", store))
+    return Quantization(bits, 64 if 64 in groups else 32)
 
 
-def recalling_caches(model, prompt_cache: list, memory: str) -> list:
-    """Caches that keep all entries as `memory` says, beginning with a prompt cache's, which stays as it is.
+def moved_to_store(model, prompt_cache: list, store: str) -> list:
+    """Return caches that keep all entries in a store, beginning with a prompt cache's, which stays as it is.
 
     Raises: SnapKVError: some of its entries are gone, or the model's can't be kept that way.
     """
     if is_compressed(prompt_cache):
         raise SnapKVError(
             "{} needs a prompt cache with all entries, and this one is compressed",
-            Option("memory", memory),
+            Option("store", store),
         )
-    empty = make_caches(model, memory)
+    empty = make_caches(model, store)
     layers = attention_layers(model, empty)
     caches = copies_but_entries(prompt_cache, layers)
     for layer in layers:
@@ -94,9 +80,9 @@ def recalling_caches(model, prompt_cache: list, memory: str) -> list:
     return caches
 
 
-def lasting_forms(model, caches: list, memory: str) -> list:
+def lasting_forms(model, caches: list, store: str | None) -> list:
     """Caches that a caller goes on from: mlx-lm's own, which have no index, unless entries are in files or a book's."""
-    stays = in_files(memory) or book_memory(caches) is not None
+    stays = in_files(store) or book_store(caches) is not None
     return caches if stays else saved_forms(model, caches)
 
 
@@ -131,13 +117,6 @@ def moved_into(empty: Any, found: Any) -> Any:
     wanted, loaded = layer_cache(empty), layer_cache(found)
     if loaded.is_compressed or _alike(wanted.store, loaded.store):
         return found
-    if wanted.in_files and loaded.in_files:
-        stored = str(book_memory([found]))
-        raise SnapKVError(
-            "the entries of this prompt are stored otherwise: give {} or {}",
-            Option("memory", stored),
-            stored.replace(f":{found.store.name}", ""),
-        )
     if not has_all_entries(found):
         raise SnapKVError(
             f"its {type(found).__name__} has no entries that a policy can choose among: load it without a policy"
@@ -152,18 +131,15 @@ def moved_into(empty: Any, found: Any) -> Any:
 
 
 def _alike(a: Store | None, b: Store | None) -> bool:
-    """Whether entries of one need not be moved to the other: both are in files, or in memory as they are."""
+    """Return whether entries of one store need not be moved to the other."""
     if a is None or b is None:
         return False
     return a.name == b.name and a.quantization == b.quantization
 
 
-def book_memory(caches: list) -> str | None:
-    """The memory in files that fits these caches; None if their entries are not in files."""
-    for store in (cache.store for cache in books(caches)):
-        how = store.quantization
-        return f"recall:{store.name}" + (f":{how.bits}bit" if how else "")
-    return None
+def book_store(caches: list) -> str | None:
+    """Return the name of the store in files that these caches' entries are in; None if they are not in files."""
+    return next((cache.store.name for cache in books(caches)), None)
 
 
 def books(prompt_cache: list) -> list:
