@@ -12,6 +12,7 @@ from .engine.generate import stream_generate as stream_generate
 from .engine.prefill import prefill as prefill
 from .engine.report import CompressionReport as CompressionReport
 from .errors import SnapKVError as SnapKVError
+from .errors import TrainedLengthWarning as TrainedLengthWarning
 from .measure.inspection import Inspection as Inspection
 from .measure.inspection import inspect_prompt as inspect_prompt
 from .models.patch import patch_for_snapkv as patch_for_snapkv

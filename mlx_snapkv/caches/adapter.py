@@ -1,12 +1,11 @@
 """mlx-lm's own caches behind the contract."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Stored, arrays
+from ..entries.quantization import Stored
 from ..errors import TrimError
 from .contract import LayerCache, Mark
 from .evicting import snapshot
@@ -25,26 +24,13 @@ def has_all_entries(cache: Any) -> bool:
     return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
-def full_cache(entries: Entries, noted: LayerCache | None = None) -> Any:
-    """mlx-lm's cache of these entries, as they are stored, with what another cache has noted about them."""
+def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
+    """Return mlx-lm's cache of these entries, as they are stored; see `LayerCache.sparse_from`."""
     cache = MemoryStore(entries.quantization).cache
     cache.keys, cache.values = entries.stored_keys, entries.stored_values
     cache.offset = len(entries)
-    if noted is not None:
-        take_notes(layer_cache(cache), noted)
+    cache.sparse_from = sparse_from
     return cache
-
-
-def take_notes(cache: LayerCache, other: LayerCache) -> None:
-    """Note in a cache what another one of the same tokens has noted."""
-    cache.sparse_from, cache.token_ids = other.sparse_from, other.token_ids
-
-
-class KnownTokens(NamedTuple):
-    """The first tokens of a cache, and what shows that they still are: its last layer's keys depend on all of them."""
-
-    ids: mx.array  # `(n,)`
-    first_numbers: mx.array  # of their keys, as they are stored, `(n,)`
 
 
 class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
@@ -62,25 +48,6 @@ class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
     @sparse_from.setter
     def sparse_from(self, position: int | None) -> None:
         self.cache.sparse_from = position
-
-    @property
-    def token_ids(self) -> mx.array | None:  # type: ignore[override]
-        """Those whose keys are there still: who trims mlx-lm's cache, and goes on with other tokens, tells nobody."""
-        known: KnownTokens | None = getattr(self.cache, "token_ids", None)
-        if known is None:
-            return None
-        same = known.first_numbers[: self.offset] == self._first_numbers(known.ids.size)
-        return known.ids[: mx.cumprod(same.astype(mx.int32)).sum().item()]
-
-    @token_ids.setter
-    def token_ids(self, ids: mx.array | None) -> None:
-        known = None if ids is None else KnownTokens(ids, self._first_numbers(ids.size))
-        mx.eval(known)  # or the numbers' keys could not be written to
-        self.cache.token_ids = known
-
-    def _first_numbers(self, n: int) -> mx.array:
-        """The first number of each of the first `n` keys, `(n,)`, or of as many as there are, as it is stored."""
-        return mx.contiguous(arrays(self.cache.keys)[0][0, 0, : min(n, self.offset), 0])
 
     @property
     def sample(self) -> tuple[Stored, Stored]:

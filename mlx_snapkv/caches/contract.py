@@ -39,9 +39,6 @@ class LayerCache(ABC):
     needs_layer: bool = False  # its `layer` must be set, which no file has; see `matching.adopt`
     # Position of the first entry that was computed from few of those before it, if not all were computed from all.
     sparse_from: int | None = None
-    # Ids `(n,)`, int32, of the first tokens that it has read, -1 where one is not known, or None; of all layers' caches
-    # that of the last full-attention layer has them.
-    token_ids: mx.array | None = None
     block: int = 1  # tokens that fit in after an eviction
     room: float = math.inf  # tokens that fit in before the next eviction
     nbytes: int

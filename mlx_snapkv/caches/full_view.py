@@ -24,11 +24,10 @@ class FullView(Entries):
         self,
         views: Sequence[EntryView],  # they stay as they are, in order of position
         layer: Any,
-        index: KeyIndex | None = None,  # finds the likeliest entries, unless they are few
     ):
         super().__init__(None, None, layer=layer)
         self._entries = JoinedView(views)
-        self.index = index if ranks_by_index(len(self)) else None
+        self.index: KeyIndex | None = None  # finds the likeliest entries, unless they are few
 
     def __len__(self) -> int:
         return self._entries.n_entries
@@ -37,10 +36,10 @@ class FullView(Entries):
         """The same entries with others behind them, without an index."""
         return FullView([self._entries, view], self.layer)
 
-    def gather(self, positions: mx.array) -> Entries:
-        """Return the entries at uint32 `positions` `(B, n_kv_heads, n)`, plain."""
+    def gather(self, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys and values, plain, of the entries at uint32 `positions` `(B, n_kv_heads, n)`."""
         keys, values = self._entries.gather(positions)
-        return Entries(keys, values, given_positions=positions, layer=self.layer)
+        return keys, values
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
         """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`, their readers in turn; None if the

@@ -55,7 +55,7 @@ class PageRanking:
             mx.arange(stop * PAGE, start, dtype=mx.uint32),
         )
         sink, window = (mx.broadcast_to(x, (*chosen.shape[:2], x.size)) for x in ends)
-        return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1)).plain()
+        return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
 
     def forget(self) -> None:
         """Entries have been rolled back."""

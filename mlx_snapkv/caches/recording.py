@@ -81,7 +81,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
     def share(self, cache: Any, n: int) -> None:
         """Hold the first `n` entries of another cache, whose arrays are shared until they are written."""
         self.index, self.page_means, self.clusters = None, PageMeans(), None
-        self.token_ids = None
         step, self.growing = self.growing.step, full_cache(Entries(cache.keys, cache.values))
         self.growing.offset, self.growing.step = n, step
         self.store = MemoryStore(cache=self.growing)
@@ -104,14 +103,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         """The same without a look at what there is; those before go to where they are kept."""
         self.offload()
         self.growing.update_and_fetch(keys, values)
-
-    def note_tokens(self, ids: mx.array) -> None:
-        """Note the ids `(n,)` of the newest tokens; of others, not noted before, none is known."""
-        known = mx.zeros(0, mx.int32) if self.token_ids is None else self.token_ids
-        start = self.offset - ids.size
-        unknown = mx.full(max(0, start - known.size), -1, mx.int32)
-        self.token_ids = mx.concatenate([known[:start], unknown, ids.astype(mx.int32)])
-        mx.eval(self.token_ids)  # or it would grow to a chain of all chunks
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All there are; what the store gives is computed one after the other, for less memory."""
@@ -141,7 +132,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
 
     def saved_form(self) -> Any:
         self.offload()
-        return self if self.in_files else full_cache(self.store.held(), self)
+        return self if self.in_files else full_cache(self.store.held(), self.sparse_from)
 
     def offload(self) -> None:
         """Move the entries to the store. Raises: SnapKVError: there is no space for them; they stay in memory then."""
@@ -200,8 +191,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         self.page_means.truncate(self.offset // PAGE)
         if self.clusters is not None:
             self.clusters = self.clusters.of_first(self.offset)
-        if self.token_ids is not None:
-            self.token_ids = self.token_ids[: self.offset]
         if self.sparse_from is not None and self.offset <= self.sparse_from:
             self.sparse_from = None
         return n

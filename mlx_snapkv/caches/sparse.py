@@ -41,7 +41,7 @@ class SparseKVCache(Choosing, LayerCache):
         # Every token reads sink, window and the answer's recent entries.
         self._gathered = Gathered()
         if n:
-            self._gathered.append(*ranking.always_read().plain())
+            self._gathered.append(*ranking.always_read())
             self._seen = self._gathered.always()
             mx.eval(self._seen)
         self.n_seen = self.size()  # entries that the last token saw

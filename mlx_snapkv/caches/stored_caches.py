@@ -6,7 +6,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..entries.quantization import Quantization, fitting_groups
 from ..errors import Option, OptionError, SnapKVError
-from .adapter import full_cache, has_all_entries, layer_cache, take_notes
+from .adapter import full_cache, has_all_entries, layer_cache
 from .layers import (
     AttentionLayer,
     attention_layers,
@@ -104,7 +104,7 @@ def plain_forms(model, caches: list) -> list:
             continue
         plain: Any = KVCache()
         if found.offset:
-            plain = full_cache(found.stored_entries().packed(None), found)
+            plain = full_cache(found.stored_entries().packed(None), found.sparse_from)
         layer.put(forms, plain)
     return forms
 
@@ -124,9 +124,9 @@ def moved_into(empty: Any, found: Any) -> Any:
     if loaded.offset == 0:
         return empty
     if wanted.store is None:
-        return full_cache(loaded.stored_entries().packed(None), loaded)
+        return full_cache(loaded.stored_entries().packed(None), loaded.sparse_from)
     empty.fill(loaded.stored_entries())  # as they are stored, which is not quantised twice
-    take_notes(empty, loaded)
+    empty.sparse_from = loaded.sparse_from
     return empty
 
 

@@ -42,8 +42,8 @@ class TokenRanking:
         self._n_chosen = max(0, quota.entries - quota.n_sink - (n - self._stop))
         self._count()
 
-    def always_read(self) -> Entries:
-        """Return the prompt's entries that every token reads: the sink and the window."""
+    def always_read(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values of the prompt's entries that every token reads: the sink and the window."""
         ends = [mx.arange(self.n_first), mx.arange(self._stop, len(self._prompt))]
         places = mx.concatenate(ends).astype(mx.uint32)
         return self._prompt.gather(mx.broadcast_to(places, (*self._heads, places.size)))
@@ -76,7 +76,7 @@ class TokenRanking:
             places, bias = top_of_groups(scores, *self._among), None
         else:
             places, bias = _choice_and_bias(self.rest, heads, scale, scores, *self._among)
-        return self.view.gather(places).plain(), bias
+        return self.view.gather(places), bias
 
     def choose_among(self, oldest: tuple[mx.array, mx.array]) -> None:
         """Let later tokens choose among these entries, too: the oldest after the sink that were always read."""

@@ -33,14 +33,6 @@ class SparseMode:
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model for a chunk `(1, L)`, and again for the last tokens of the prompt, which read more."""
-        everything = self.layers[-1].cache_in(self._prompt_cache)
-        n = everything.offset
-        logits = self._read(inputs, cache)
-        if everything.offset == n + inputs.shape[1]:
-            everything.note_tokens(inputs[0])
-        return logits
-
-    def _read(self, inputs: mx.array, cache: list) -> mx.array:
         reading, first = self.plan.sparse_reading, self.layers[0].cache_in(cache)
         if reading is not None and first.reads_some:
             n = reading.last_from - first.offset

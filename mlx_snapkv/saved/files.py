@@ -21,11 +21,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from .._version import __version__
-from ..caches.layers import attention_layers, first_sparse, layer_caches
+from ..caches.layers import first_sparse, layer_caches
 from ..caches.matching import adopt, require_match, require_tokens
 from ..caches.stored_caches import books
 from ..engine.report import NO_POLICY
-from ..errors import SnapKVError, UnsupportedModelError
+from ..errors import SnapKVError
 from ..models.distributed import require_whole
 from ..paths import path_of, reason, require_place
 from ..policies import Method, Sparse, Stages, method_named
@@ -136,10 +136,6 @@ def load(path: str | Path, model) -> SavedPrompt:
     sparse_from = _sparse_from(found, policy)
     for cache in layer_caches(prompt_cache):
         cache.sparse_from = sparse_from
-    if tokens is not None:
-        with contextlib.suppress(UnsupportedModelError):  # nothing of it is read again
-            last = attention_layers(model, prompt_cache)[-1].entries_in(prompt_cache)
-            last.token_ids = mx.array(tokens, mx.int32)
     return SavedPrompt(prompt_cache, tokens, policy, notes)
 
 
