@@ -75,31 +75,6 @@ class UnknownOptionError(SnapKVError):
     """A misspelt or unsupported option; the message lists the known ones."""
 
 
-# By option of an earlier release, the arguments of the error that says what is there instead.
-GONE: dict[str, tuple[Any, ...]] = {
-    "refresh": (
-        "{} is gone: {} lets every token choose what it reads",
-        Option("sparse", "budget=6.25%"),
-    )
-}
-
-
-def gone(option: str, place: Any = None) -> UnknownOptionError:
-    """The error about an option of an earlier release.
-
-    Args:
-        place: what names it, if that is no argument and no flag: a variable, a key in a file.
-    """
-    message, *instead = GONE[option]
-    return UnknownOptionError(message, place or Option(option), *instead)
-
-
-def require_current(options: Iterable[str]) -> None:
-    """Raises: UnknownOptionError: an option has been replaced."""
-    for name in GONE.keys() & set(options):
-        raise gone(name)
-
-
 class UnsupportedModelError(SnapKVError):
     """A model whose attention can't be captured, or whose entries can't be dropped safely."""
 

@@ -9,4 +9,3 @@ from .window import SnapKVCache
 # mlx-lm's `load_prompt_cache` looks classes up by name.
 for _kind in (SnapKVCache, BlockKVCache, RecordingKVCache):
     setattr(mlx_cache, _kind.__name__, _kind)
-mlx_cache.BookKVCache = RecordingKVCache  # type: ignore[attr-defined]  # as earlier versions' files call it

@@ -26,16 +26,6 @@ _DECODERS = {
     "quota": lambda numbers: Quota(*numbers),
     "steady": lambda ends: range(*ends),
 }
-_EARLIER = {  # names in files of earlier versions
-    "_steady": "steady",
-    "_expected": "expected",
-    "accumulates": "counting.counts",
-    "_received": "counting.received",
-    "_uncounted": "counting.waiting",
-    "_sums": "moments.sums",
-    "_n_counted": "moments.n_counted",
-    "_counted_to": "moments.counted_to",
-}
 
 
 class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
@@ -135,13 +125,13 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         kinds, others = json.loads(v[0])
         for (name, kind), value in zip(kinds.items(), v[1:], strict=True):
             others[name] = tuple(value) if kind == "tuple" else value
-        found = {_EARLIER.get(name, name): value for name, value in others.items()}
-        for name in _DECODERS.keys() & found.keys():
-            found[name] = None if found[name] is None else _DECODERS[name](found[name])
+        for name in _DECODERS.keys() & others.keys():
+            others[name] = None if others[name] is None else _DECODERS[name](others[name])
         for part, cls in self.PARTS.items():
-            names = [name for name in found if name.startswith(f"{part}.")]
-            found[part] = cls(**{name.removeprefix(f"{part}."): found.pop(name) for name in names})
-        vars(self).update(found)
+            names = [name for name in others if name.startswith(f"{part}.")]
+            values = {name.removeprefix(f"{part}."): others.pop(name) for name in names}
+            others[part] = cls(**values)
+        vars(self).update(others)
 
     def is_trimmable(self) -> bool:
         """Only since a mark: mlx-lm takes true for "any number of tokens"."""

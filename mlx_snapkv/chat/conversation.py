@@ -17,7 +17,7 @@ from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.rewind import rolled_back_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
-from ..errors import SnapKVError, UnknownOptionError, require_current, suggestion
+from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
 from ..policies import Policy, Sparse, Stages, resolve_method
@@ -27,7 +27,6 @@ from .states import NOTED, Before, load
 
 def _require_options(generation: dict[str, Any]) -> None:
     """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
-    require_current(generation)
     reserved = {"prompt_cache", "input_embeddings"}  # which the conversation gives
     options = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs} - reserved
     for name in generation.keys() - options:

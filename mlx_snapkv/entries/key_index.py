@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from .compiled import compiled
 from .held_rows import HeldRows, MakeAside
-from .quantization import Stored, join, n_rows
+from .quantization import Stored, join
 from .queries import Queries
 from .selection import nan_scores
 from .spans import spans
@@ -113,26 +113,22 @@ class KeyIndex:
 
     @classmethod
     def restored(cls, state: Any, keys: mx.array, aside: MakeAside) -> KeyIndex | None:
-        """The index of a file, for keys of this shape; None if it does not fit them.
-
-        It is without codes, which `fill` is to be given. Earlier versions' files have them in `state`.
-        """
+        """Return the index of a file, for keys of this shape, to which `fill` adds codes; None if it does not fit."""
         index = cls.__new__(cls)
         B, H, _, D = keys.shape
         try:
-            index._mean, index._of_keys, index._of_queries, *codes = state
-            given = tuple(codes) or no_codes(keys)
-            fits = (
-                index._mean.shape == (B, H, 1, D)
-                and index._of_keys.shape == index._of_queries.shape == (B, H, D, _padded(D))
-                and _forms(given) == _forms(no_codes(keys))
-            )
-        except (AttributeError, IndexError, TypeError, ValueError):
+            index._mean, index._of_keys, index._of_queries = state
+            fits = index._mean.shape == (
+                B,
+                H,
+                1,
+                D,
+            ) and index._of_keys.shape == index._of_queries.shape == (B, H, D, _padded(D))
+        except (AttributeError, TypeError, ValueError):
             return None
         if not fits:
             return None
-        index.codes = HeldRows(no_codes(keys), aside=aside)
-        index.fill([given])
+        index.codes, index.n_made_of = HeldRows(no_codes(keys), aside=aside), 0
         return index
 
     def fill(self, codes: Iterable[Stored]) -> None:
@@ -248,12 +244,6 @@ def no_codes(keys: mx.array) -> tuple[mx.array, ...]:
     """Codes and powers of two of none of the keys, to show their forms."""
     B, H, _, D = keys.shape
     return tuple(mx.zeros((B, H, 0, width), dtype) for width, dtype in _packed(D))
-
-
-def _forms(codes: Sequence[mx.array]) -> list[tuple]:
-    """Their shapes but for the number of keys, which is that of the first, and their dtypes."""
-    n = n_rows(codes)
-    return [(x.shape[:2], x.shape[2] - n, x.shape[3:], x.dtype) for x in codes]
 
 
 def index_bytes(keys: mx.array) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..caches.stored_caches import in_files
-from ..errors import Option, SnapKVError, require_current
+from ..errors import Option, SnapKVError
 from ..policies import (
     AUTO,
     Policy,
@@ -260,7 +260,6 @@ def resolve(
             Option("policy", "auto"),
             Option("sparse"),
         )
-    require_current(options)
     given = {name: options[name] for name in OPTIONS if name in options}
     others = {name: value for name, value in options.items() if name not in OPTIONS}
     require_for_auto(given)

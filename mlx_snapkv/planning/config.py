@@ -10,7 +10,6 @@ from ..entries.quantization import Quantization, taken_from
 from ..errors import (
     SnapKVError,
     UnsupportedModelError,
-    require_current,
 )
 from ..models import attentions, type_of
 from ..models.distributed import TENSOR, split_of
@@ -58,7 +57,6 @@ class CompressionConfig(RequestOptions):
 
         Raises: SnapKVError: one is invalid or conflicts with another.
         """
-        require_current(keywords)
         method = resolve_method(*map(keywords.get, METHODS))
         own = {name: keywords[name] for name in OPTIONS if name in keywords}
         taken = {*METHODS, *OPTIONS}

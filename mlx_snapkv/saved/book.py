@@ -105,8 +105,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
             f"the folder with its entries, {folder}, is missing: keep it beside the file"
         )
     caches = books(prompt_cache)
-    # Earlier versions have the codes in the prompt's file.
-    for number, (cache, n_codes) in enumerate(zip(caches, book.get("codes", [0] * len(caches)))):
+    for number, (cache, n_codes) in enumerate(zip(caches, book["codes"])):
         opened = []
         for file in _files(folder, number, cache, quantization, n, n_codes):
             own, checksums = np.split(checksums, [-(-file.n // file.piece)])

@@ -28,11 +28,10 @@ from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..models.distributed import require_whole
 from ..paths import path_of, reason, require_place
-from ..policies import Method, Sparse, Stages, method_named
+from ..policies import Method, Stages
 from . import book, sealed
 
-FORMAT = 7
-OLDER = {"6"}  # formats that are read, too
+FORMAT = 1
 SAMPLES = 64  # values of each parameter in the fingerprint
 _MARK = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # the first entry that was computed from few, or None
@@ -108,7 +107,7 @@ def load(path: str | Path, model) -> SavedPrompt:
     ours = not {_MARK, sealed.KEY}.isdisjoint(found)
     if ours and not sealed.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
-    if ours and found[_MARK] not in {str(FORMAT), *OLDER}:
+    if ours and found[_MARK] != str(FORMAT):
         why = f"has format {found[_MARK]}, but this version reads format {FORMAT}"
         raise SnapKVError(f"{path} {why}: save the prompt again with mlx-snapkv cache-prompt")
     try:
@@ -133,19 +132,11 @@ def load(path: str | Path, model) -> SavedPrompt:
         raise SnapKVError(f"{path} can't be used: {error}{again}") from error
     adopt(prompt_cache, model)
     policy = found["policy"] if ours else NO_POLICY
-    sparse_from = _sparse_from(found, policy)
+    noted = found[_SPARSE_FROM] if ours else "None"
+    sparse_from = None if noted == "None" else int(noted)
     for cache in layer_caches(prompt_cache):
         cache.sparse_from = sparse_from
     return SavedPrompt(prompt_cache, tokens, policy, notes)
-
-
-def _sparse_from(found: dict[str, str], policy: str) -> int | None:
-    """The first entry of a saved prompt that was computed from few; earlier versions did not note it."""
-    noted = found.get(_SPARSE_FROM)
-    if noted is not None:
-        return None if noted == "None" else int(noted)
-    method = None if policy == NO_POLICY else method_named(policy)
-    return 0 if isinstance(method, Sparse) and method.reads_little else None
 
 
 def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:

@@ -291,7 +291,6 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
         ({"store": "forget"}, "store must be memory, .* or file, got 'forget'"),
         ({"max_token": 1}, r"unknown option 'max_token' of a conversation \(did you mean 'max_tok"),
         ({"policy": "snapkv", "max_kv_size": 9}, "max_kv_size can't be combined with a policy"),
-        ({"refresh": "turn"}, "refresh is gone: sparse=budget=6.25% lets every token choose"),
         ({"policy": "tova", "sparse": True}, "give only one of them"),
     ],
 )

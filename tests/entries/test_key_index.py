@@ -95,16 +95,16 @@ def test_codes_in_a_file_rank_as_those_in_memory(low_rank, few_in_memory, monkey
         assert mx.allclose(*found, rtol=1e-4, atol=1e-3)
 
 
-def test_an_earlier_version_s_index_has_its_codes_in_its_state(low_rank, few_in_memory):
+def test_an_index_is_restored_from_its_state_and_codes(low_rank, few_in_memory):
     keys, queries = low_rank
     index = indexed(keys, queries)
-    state = [*index.state, *index.codes.between(0, T)]
-    found = KeyIndex.restored(state, keys[:, :, :1], AsideFile)
+    found = KeyIndex.restored(index.state, keys[:, :, :1], AsideFile)
+    found.fill([index.codes.between(0, T)])
     assert len(found) == found.n_made_of == T and found.nbytes < 0.8 * index.nbytes
     wanted = index.relevance(asking(queries), T)
     assert mx.allclose(found.relevance(asking(queries), T), wanted, rtol=1e-4, atol=1e-3)
-    assert KeyIndex.restored(state[:4], keys[:, :, :1], AsideFile) is None
-    assert KeyIndex.restored(state, keys[:, :1, :1], AsideFile) is None
+    assert KeyIndex.restored(index.state[:2], keys[:, :, :1], AsideFile) is None
+    assert KeyIndex.restored(index.state, keys[:, :1, :1], AsideFile) is None
 
 
 def test_many_queries_and_keys_are_asked_in_turn(low_rank, monkeypatch):
