@@ -1,6 +1,8 @@
-"""What transformers 5 writes into config.json as `rope_parameters`, given to mlx-lm by the names that it reads.
+"""Give mlx-lm what transformers 5 writes into config.json as `rope_parameters`, by the names that mlx-lm reads.
 
-Most of mlx-lm's families read `rope_theta` and `rope_scaling` alone, and take a default where these are missing.
+Most families of mlx-lm 0.32.2 read `rope_theta` and `rope_scaling` alone. Without these LLaMA and Qwen2 silently take a
+default base (10,000 and 1,000,000), so their answers are nonsense, and Qwen3-Next fails. Delete this file and its tests
+once mlx-lm reads `rope_parameters` for every family, as it does for Qwen3.
 """
 
 from __future__ import annotations
