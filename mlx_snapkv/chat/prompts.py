@@ -7,6 +7,7 @@ from itertools import chain, compress, count, pairwise
 from operator import ne
 from typing import Any
 
+from ..completions.chat_template import apply_template
 from ..engine.tokenizer_limit import ignore_length_limit
 from ..errors import SnapKVError
 
@@ -20,14 +21,6 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
         (next(compress(count(), map(ne, first, o)), min(len(first), len(o))) for o in others),
         default=len(first),
     )
-
-
-def rendered(tokenizer, messages: list[dict[str, str]], **options: Any) -> Any:
-    """What the chat template makes of messages. Raises: SnapKVError: it fails."""
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # templates are code of the model's authors
-        raise SnapKVError(f"the chat template refused the conversation: {error}") from error
 
 
 class Rendering:
@@ -45,8 +38,8 @@ class Rendering:
     def __call__(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         """Raises: SnapKVError: the chat template fails."""
         if self._cuts is None:
-            return list(rendered(self._tokenizer, messages, **options))
-        text = rendered(self._tokenizer, messages, tokenize=False, **options)
+            return list(apply_template(self._tokenizer, messages, **options))
+        text = apply_template(self._tokenizer, messages, tokenize=False, **options)
         starts = [match.start() for match in self._cuts.finditer(text)]
         pieces = [text[start:end] for start, end in pairwise([0, *starts, len(text)])]
         self._tokens_by_piece = {
@@ -69,7 +62,7 @@ class Rendering:
             return None
         turn = [{"role": role, "content": "x"} for role in ("user", "assistant")]
         try:
-            chat = rendered(self._tokenizer, [*turn, turn[0]], add_generation_prompt=True)
+            chat = apply_template(self._tokenizer, [*turn, turn[0]], add_generation_prompt=True)
         except SnapKVError:
             return None
         contents = [token.content for token in added.values()]
@@ -94,7 +87,7 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
     if not ignore_chat_template and tokenizer.has_chat_template:
         options = {"tokenize": False, "add_generation_prompt": True}
         chats = ([{"role": "user", "content": text}] for text in (MARKER, question))
-        marked, with_question = (rendered(tokenizer, chat, **options) for chat in chats)
+        marked, with_question = (apply_template(tokenizer, chat, **options) for chat in chats)
         if MARKER not in marked:
             raise SnapKVError("this model's chat template drops the question")
         question = with_question[marked.index(MARKER) :]

@@ -98,9 +98,9 @@ def _constrained(
     max_tokens: int,
 ) -> dict[str, Any]:
     """Options of `stream_generate` for an answer that obeys a schema; SnapKVError if it can't be enforced."""
-    from ..completions.chat_template import Rendered, initial_state
     from ..completions.constraint import Constraint
     from ..completions.grammar import json_form
+    from ..completions.rendering import Rendered, initial_state
 
     if prompt.prefill_response is not None:
         raise SnapKVError("--json-schema constrains a whole answer: drop --prefill-response")

@@ -12,7 +12,8 @@ from typing import Annotated, Any, BinaryIO
 from typer import Option
 
 from ..chat.prompts import common_prefix
-from ..errors import SnapKVError, brief
+from ..completions.chat_template import apply_template, template_failures
+from ..errors import SnapKVError
 from ..paths import path_of, refusing
 from .command import flag_of
 from .options import IgnoreChatTemplate, SystemPrompt, TalkingModelOptions
@@ -85,14 +86,12 @@ class PromptOptions(TextOptions):
             "add_generation_prompt": begun is None,
             "continue_final_message": begun is not None,
         }
-        try:
+        with template_failures():
             if raw:
                 tokens = tokenizer.encode(text)
             else:
                 dated = _dated(tokenizer, today)
-                tokens = tokenizer.apply_chat_template(messages, **ending, **dated)
-        except Exception as error:  # templates are code of the model's authors
-            raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
+                tokens = apply_template(tokenizer, messages, **ending, **dated)
         if not tokens:
             raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
         return tokens

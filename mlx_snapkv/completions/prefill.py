@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ..errors import SnapKVError
+from .chat_template import apply_template
 from .messages import Message, whole
 
 MARK = "THE-ANSWER-GOES-ON-HERE"
@@ -31,15 +33,15 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
 
     def text(given: list[dict[str, Any]], opens: bool) -> Any:
         how = options | {"add_generation_prompt": opens, "tokenize": False}
-        return tokenizer.apply_chat_template(given, **how)
+        return apply_template(tokenizer, given, **how)
 
     *before, last = messages
-    refusal: Exception = ValueError("it leaves out the assistant's message at the end")
+    refusal = SnapKVError("the chat template leaves out the assistant's message at the end")
     try:
         whole = text([*before, last | {"content": last["content"] + MARK}], False)
         if MARK in whole:
             return whole[: whole.rfind(MARK)]
-    except Exception as error:  # templates are code of the model's authors
+    except SnapKVError as error:
         refusal = error
     if not before:
         raise refusal

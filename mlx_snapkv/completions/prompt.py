@@ -9,9 +9,9 @@ from ..engine.generate import text_tokens
 from ..engine.token_ids import require_in_vocabulary
 from ..errors import SnapKVError, brief
 from .body import Body, ChatBody
-from .chat_template import Rendered, initial_state, render
 from .grammar import name_of
 from .messages import Message, whole
+from .rendering import Rendered, initial_state, render
 from .thinking import thinking_options
 from .tool_choice import ToolChoice
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .body import ChatBody
-from .chat_template import variables
+from .rendering import variables
 
 # Of a budget in tokens: the effort that it stands for, up to so many.
 EFFORTS = ((2048, "low"), (8192, "medium"))

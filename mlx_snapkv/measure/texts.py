@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import SnapKVError, brief
+from ..completions.chat_template import apply_template
+from ..errors import SnapKVError
 from ..paths import path_of, reason
 
 OPTION = "--text"
@@ -114,8 +115,8 @@ def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
     """
     messages = [{"role": "user", "content": f"{MARK}{ending}"}]
     options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
-    try:
-        before, after = tokenizer.apply_chat_template(messages, **options).split(MARK)
-    except Exception as error:  # templates are code of the model's authors
-        raise SnapKVError(f"the chat template failed: {brief(error)}") from error
+    text = apply_template(tokenizer, messages, **options)
+    if text.count(MARK) != 1:
+        raise SnapKVError("the chat template changes what the user says")
+    before, after = text.split(MARK)
     return before, after

@@ -204,5 +204,5 @@ def test_what_stands_around_a_text(demo_llama):
     )
     assert frame_of(tokenizer, "W?") == ([1], [1], [10, 10, 87, 63, 10])
     tokenizer.has_chat_template = True
-    with pytest.raises(SnapKVError, match="the chat template failed"):
+    with pytest.raises(SnapKVError, match="the chat template changes what the user says"):
         frame_of(tokenizer, "W?")
