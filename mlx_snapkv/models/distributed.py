@@ -22,10 +22,8 @@ T = TypeVar("T")
 
 # mlx.launch or mpirun sets one of these for every process.
 RANK_IN = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-TENSOR, PIPELINE = (
-    "tensor",
-    "pipeline",
-)  # a slice of every layer's heads for each rank, or some of the layers
+TENSOR = "tensor"  # each rank has a slice of every layer's heads
+PIPELINE = "pipeline"  # each rank has some of the layers
 SPLIT = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 LOOKED_AT = 8  # modules, and layers, that show whether a model is split
 
