@@ -33,7 +33,7 @@ class FullView(Entries):
         return self._entries.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
-        """The same entries with others behind them, without an index."""
+        """Return these entries and then those of `view`, without an index."""
         return FullView([self._entries, view], self.layer)
 
     def gather(self, positions: mx.array) -> tuple[mx.array, mx.array]:

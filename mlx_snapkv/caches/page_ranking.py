@@ -36,7 +36,7 @@ class PageRanking:
         self._first = reach.n_sink // PAGE  # first page that may be chosen
 
     def reads_all(self, start: int) -> bool:
-        """Whether a chunk from `start` on reads everything before it."""
+        """Return whether a chunk from `start` on reads everything before it."""
         return self._pages(start)[1] == 0
 
     def n_read(self, start: int) -> int:
@@ -89,7 +89,7 @@ def _largest_shares(queries: mx.array, parts: Sequence[Callable[[], mx.array]]) 
     """
     if len(parts) == 1:
         return _shares_in_one(queries, parts[0]())
-    # Of a part at a time, so that a longer text takes no more memory: the logits are made twice.
+    # The logits of a part are made twice, so that a longer text takes no more memory.
     total = mx.array(-mx.inf)
     for part in parts:
         logits = grouped_logits(queries, part())

@@ -50,18 +50,18 @@ class TokenRanking:
 
     @staticmethod
     def can_weigh(layer: Any) -> bool:
-        """Whether a layer's attention function takes a bias for each of its query heads."""
+        """Return whether a layer's attention function takes a bias for each of its query heads."""
         family = layer.family
         return family.asks_to_hide and not (family.tiled or layer.borrowers or layer.cap)
 
     @property
     def n_window(self) -> int:
-        """The prompt's last entries, which every token reads."""
+        """Return the number of the prompt's last entries, which every token reads."""
         return max(0, len(self._prompt) - self._stop)
 
     @property
     def n_means(self) -> int:
-        """Means of the rest, which it reads besides."""
+        """Return the number of means of the rest, which a token reads, too."""
         return 0 if self.rest is None else self.rest.clusters.n
 
     def choose(
@@ -94,16 +94,16 @@ class TokenRanking:
             self.rest = self.rest._replace(clusters=clusters, choosable=self._choosable(clusters))
 
     def _count(self) -> None:
-        """Note how many entries a token chooses of those that there are now."""
+        """Note how many entries a token chooses."""
         n = self._stop - self.n_first
         self.n_read = n_of_groups(n, self._n_chosen, len(self.view)) if self._n_chosen else 0
 
     def _scores(self, asked: Queries, stop: int) -> mx.array:
-        """How much queries attend to each of the entries between sink and `stop`, as `top_of_groups` takes it."""
+        """Return scores of the entries between sink and `stop`, for `top_of_groups`: 0 at most, and rising with the
+        queries' attention."""
         if self.view.index is not None:
             scores = self.view.index.relevance(asked, stop)
         else:
-            # Of 0 at most, and rising with the votes.
             scores = -1 / attention_votes(self.view.blocks(), asked)
         return scores[..., self.n_first : stop]
 
@@ -147,14 +147,15 @@ class TokenRanking:
         self.rest = Rest(clusters, self._choosable(clusters), *factors)
 
     def _clusters(self, held: WholeBlocks | None) -> Clusters:
-        """Those of all entries; of the first, perhaps, they are held."""
+        """Return the clusters of all entries; clusters of the first entries may be `held`."""
         if held is None:
             return clusters_of(self.view)
         known, n = held.clusters(), held.n_entries
         return known if n == len(self.view) else known.followed_by(clusters_of(self.view, n))
 
     def _would_read(self, one: Queries) -> mx.array:
-        """Which entries a token of the prompt would read, bool `(B, n_kv_heads, 1, n)`, as one of the answer does."""
+        """Return which entries a token of the prompt would read as a token of the answer does, bool `(B, n_kv_heads,
+        1, n)`."""
         own, every = one.places.start, mx.arange(len(self.view))
         stop = max(self.n_first, own - self.n_window)
         read = (every < self.n_first) | ((every >= stop) & (every <= own))
@@ -166,7 +167,7 @@ class TokenRanking:
 
     @property
     def _among(self) -> tuple[int, int, int]:
-        """How many places a token chooses, the first that it may, and how many there are."""
+        """Return how many places a token chooses, the first that it may choose, and the number of entries."""
         return self._n_chosen, self.n_first, len(self.view)
 
     @property

@@ -70,7 +70,7 @@ def load_model(
     require_alone(adapter_path=adapter_path, quantize_activations=quantize_activations)
     folder = _place(name, option)
     adapter = _adapter_folder(adapter_path)
-    # It says that prompts beyond the model's length fail; with our policies they don't.
+    # It says that texts longer than the tokenizer's limit fail. They don't; commands warn of long prompts themselves.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     listen()
     where = str(folder) if os.path.exists(folder) else name  # which no file may be able to have

@@ -86,8 +86,10 @@ class SparseMode:
 
     @cached_property
     def no_means(self) -> str | None:
-        """Why tokens see nothing of what they don't read, though they were to; all layers do, or none, since mlx-lm
-        makes one mask for them."""
+        """Return why tokens see no means of the rest though they were asked for, or None.
+
+        Either all layers have means or none has, since mlx-lm makes one mask for all.
+        """
         if self.plan.policy.rest is None:
             return None
         if not all(map(TokenRanking.can_weigh, self.layers)):

@@ -39,8 +39,7 @@ def warn_beyond_trained_length(model, n_tokens: int) -> None:
 
 
 def _scalings(config: Any) -> list[Any]:
-    """Return the scalings of a configuration, by mlx-lm's name or that of transformers 5, which may have several, by
-    layer type."""
+    """Return the scalings of a configuration under mlx-lm's name or transformers 5's, which may name several."""
     found = _field(config, "rope_scaling") or _field(config, "rope_parameters")
     by_type = (
         [x for x in found.values() if isinstance(x, Mapping)] if isinstance(found, Mapping) else []
