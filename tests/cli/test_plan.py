@@ -63,7 +63,7 @@ def test_auto_takes_what_is_recommended(call, demo_llama, monkeypatch, n, usable
     (found,) = json.loads(out)["taken"]
     assert found["fits"] == taken.fits
     if taken.fits:
-        assert (found["policy"], found["memory"]) == taken.setting
+        assert (found["policy"], found["store"]) == taken.setting
         assert (taken.setting.flags or "QUESTION") in found["command"]
 
 
