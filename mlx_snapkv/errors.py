@@ -83,10 +83,6 @@ class TrainedLengthWarning(UserWarning):
     """A prompt is longer than its model was trained to read."""
 
 
-class TrimError(SnapKVError):
-    """A rewind past the tokens of the last update, whose evicted entries are gone."""
-
-
 class EntryFileError(SnapKVError):
     """Entries in files, perhaps at `path`, can't be kept, or are not what was saved: no mistake of whoever asks."""
 

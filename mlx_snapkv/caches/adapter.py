@@ -1,14 +1,14 @@
 """mlx-lm's own caches behind the contract."""
 
+from collections.abc import Callable
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
 from ..entries.quantization import Stored
-from ..errors import TrimError
-from .contract import LayerCache, Mark
-from .evicting import snapshot
+from .contract import LayerCache
+from .evicting import restorer_of
 from .stores import MemoryStore
 
 
@@ -36,6 +36,8 @@ def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
 class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
     """A `KVCache` or `QuantizedKVCache`, which holds all entries."""
 
+    grows = True
+
     @property
     def offset(self) -> int:  # type: ignore[override]
         return self.cache.offset
@@ -59,10 +61,8 @@ class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
     def saved_form(self) -> Any:
         return self.cache
 
-    def rollback(self, n: int) -> None:
-        if n > self.offset:
-            raise TrimError(f"this cache holds {self.offset} tokens, {n} can't be rolled back")
-        self.truncate(self.offset - n)
+    def trim(self, n: int) -> int:  # type: ignore[override]
+        return self.cache.trim(n)
 
 
 class StateCache(LayerCache):
@@ -90,11 +90,5 @@ class StateCache(LayerCache):
     def held(self, n_queries: int = 0) -> Entries:
         raise TypeError(f"a {type(self.cache).__name__} has no entries to choose from")
 
-    def mark(self) -> None:
-        self._mark = Mark(snapshot(vars(self.cache)))
-
-    def rollback(self, n: int) -> None:
-        """Back to this wrapper's mark, whatever `n` is: `layer_cache` makes a new wrapper at each call."""
-        if self._mark is None:
-            raise TrimError("a linear state or sliding window goes back to a mark only")
-        vars(self.cache).update(snapshot(self._mark.state))
+    def restorer(self) -> Callable[[], None]:
+        return restorer_of(self.cache)

@@ -91,7 +91,7 @@ class BlockKVCache(EvictingCache):
     def n_after_next(self) -> int:
         return (self.quota.entries if self.is_due() else self._n) + 1
 
-    def _evict(self) -> None:
+    def evict(self) -> None:
         if self._n <= self.quota.entries:
             return
         assert self.policy is not None
@@ -127,9 +127,8 @@ class BlockKVCache(EvictingCache):
         if n <= 0:
             return
         queries = mx.contiguous(captured.read(captured.heads[:, :, : int(n)]))
-        marked = self._mark is not None
-        self.counting = self.counting.with_queries(queries, apart=marked)
-        if not marked and (n > 1 or len(self.counting.waiting) >= self.block):
+        self.counting = self.counting.with_queries(queries)
+        if n > 1 or len(self.counting.waiting) >= self.block:
             self.counting = self.counting.of_entries(self._received())
 
     def _received(self) -> mx.array | None:
@@ -184,13 +183,3 @@ class BlockKVCache(EvictingCache):
         newest = mx.arange(self.offset - n, self.offset, dtype=mx.uint32)
         newest = mx.broadcast_to(newest, (*self._heads, n))
         return newest if kept is None else mx.concatenate([kept, newest], axis=2)
-
-    def _n_free(self) -> int:
-        waiting = len(self.counting.waiting) + max(0, self.offset - self.last)
-        return int(min(self._n_since, waiting)) if self.counting.counts else self._n_since
-
-    def _roll_back(self, n: int) -> None:
-        beyond = int(max(0, self.offset - self.last))  # these are not to be counted
-        self._n -= n
-        self.offset -= n
-        self.counting = self.counting.without_newest(max(0, n - beyond))

@@ -3,7 +3,6 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -13,19 +12,6 @@ from ..entries.quantization import Quantization, Stored, arrays, n_bytes, rows
 from .stores import Store
 
 
-@dataclass
-class Mark:
-    """Where a cache can be rolled back to: what it was then, and all it was before the first eviction since."""
-
-    state: dict[str, Any] = field(default_factory=dict)
-    before: dict[str, Any] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values that this alone holds."""
-        return n_bytes((self.before["keys"], self.before["values"])) if self.before else 0
-
-
 class LayerCache(ABC):
     """One layer's cache, ours or one of mlx-lm's behind `adapter.layer_cache`."""
 
@@ -33,6 +19,7 @@ class LayerCache(ABC):
     quantization: Quantization | None = None  # how the entries are stored; None is plain
     store: Store | None = None  # where all entries are kept between turns, if they are
     is_compressed: bool = False  # entries were chosen from, or are going to be
+    grows: bool = False  # no entry is ever evicted or overwritten: the newest tokens can be trimmed
     observes: bool = False  # it records queries to come: the attention class must be patched
     chooses: bool = False  # tokens that come together choose together what they read
     stacks: bool = False  # a batch holds its entries in one array with others', a slot each, and asks where each goes
@@ -43,8 +30,8 @@ class LayerCache(ABC):
     room: float = math.inf  # tokens that fit in before the next eviction
     nbytes: int
     size: Callable[[], int]
+    trim: Callable[[int], int]  # of a cache that grows: drop the newest tokens, and count them
     file_nbytes: int = 0  # bytes of keys and values in files
-    _mark: Mark | None = None
 
     @property
     def recorded(self) -> Sequence[mx.array]:
@@ -105,22 +92,18 @@ class LayerCache(ABC):
         """Bytes of all the tokens' entries, had none been dropped or quantised."""
         return self.offset * n_bytes(rows(self.held().plain(), 0, 1)) if self.offset else 0
 
-    def mark(self) -> None:
-        """From now on tokens can be rolled back exactly, to here; what came before stays."""
-        self._mark = Mark()
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that brings the cache back to what it is now, as often as it is called.
 
-    @abstractmethod
-    def rollback(self, n: int) -> None:
-        """Drop the newest `n` tokens. Raises: TrimError: not all can be, exactly; the cache is then as it was."""
+        A cache that only grows is trimmed; any other has a function of its own, which restores a copy.
+        """
+        assert self.grows, f"a {type(self).__name__} can't be restored"
+        n = self.offset
 
-    def commit(self) -> Mark:
-        """Keep the tokens since `mark`; what `reopen` needs to roll them back all the same."""
-        mark, self._mark = self._mark or Mark(), None
-        return mark
+        def restore() -> None:
+            self.trim(self.offset - n)
 
-    def reopen(self, mark: Mark) -> None:
-        """Let the next `rollback` go to a mark that was committed, whatever was marked since."""
-        self._mark = mark
+        return restore
 
 
 def keys_of(owner: Callable[[Any], Any]) -> Any:

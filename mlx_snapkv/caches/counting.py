@@ -13,7 +13,7 @@ class AttentionCount:
     """What the queries counted so far gave each entry, and the queries that are still to be counted.
 
     Queries wait, as counting those of single tokens one by one would read all keys for each. A count never changes, so
-    a cache that is rolled back has the one before.
+    a cache that is restored has the one before.
     """
 
     # Queries are counted; if not, entries keep what they had received elsewhere.
@@ -25,14 +25,9 @@ class AttentionCount:
         """For the entries that stay, which had received this; nothing waits."""
         return replace(self, received=received, waiting=[])
 
-    def with_queries(self, queries: mx.array, apart: bool) -> AttentionCount:
-        """With the newest tokens' queries waiting, `apart` if they may be rolled back one by one."""
-        parts = mx.split(queries, queries.shape[2] if apart else 1, axis=2)
-        return replace(self, waiting=[*self.waiting, *parts])
-
-    def without_newest(self, n: int) -> AttentionCount:
-        """Without the last `n` queries, which wait apart."""
-        return replace(self, waiting=self.waiting[: len(self.waiting) - n])
+    def with_queries(self, queries: mx.array) -> AttentionCount:
+        """With the newest tokens' queries waiting."""
+        return replace(self, waiting=[*self.waiting, queries])
 
     def total(
         self, shape: tuple[int, ...], votes: Callable[[mx.array], mx.array]

@@ -1,9 +1,10 @@
-"""What the caches that evict entries have in common: how an eviction is rolled back, and what a file holds of them."""
+"""What the caches that evict entries have in common: how they are restored, and what a file holds of them."""
 
+import copy
 import dataclasses
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -15,10 +16,10 @@ from ..entries.entries import Entries
 from ..entries.quantization import Quantised, Quantization, Stored, n_bytes, n_rows, pack, rows
 from ..entries.queries import Queries, Recorder
 from ..entries.query_moments import QueryMoments
-from ..errors import SnapKVError, TrimError
+from ..errors import SnapKVError
 from ..policies import Policy, resolve_policy
 from ..policies.budgets import Quota
-from .contract import LayerCache, Mark
+from .contract import LayerCache
 
 _DECODERS = {
     "policy": lambda text: resolve_policy(policy=text),
@@ -31,7 +32,7 @@ _DECODERS = {
 class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     """A cache that evicts entries when it is full; its `layer` is None if its policy asks for no more than entries."""
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"layer", "_by_reader", "_mark"})
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"layer", "_by_reader"})
     # Objects whose attributes a file holds as `part.name`.
     PARTS: ClassVar[dict[str, type]] = {"moments": QueryMoments}
 
@@ -49,8 +50,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """Add tokens' keys and values as they are to be stored."""
 
     def flush(self) -> None:
-        """Move all entries into the first `n_entries` rows, as `place` wants it; none can be rolled back then."""
-        self.commit()
+        """Move all entries into the first `n_entries` rows, as `place` wants it."""
 
     @abstractmethod
     def place(self) -> int:
@@ -60,16 +60,11 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """Whether an eviction precedes the next `L` tokens."""
         return False
 
-    def _evict(self) -> None:
+    def evict(self) -> None:
         """Let the policy choose what stays."""
 
-    @abstractmethod
-    def _n_free(self) -> int:
-        """Tokens that can be rolled back without undoing an eviction."""
-
-    @abstractmethod
-    def _roll_back(self, n: int) -> None:
-        """Drop the newest `n` tokens, at most `_n_free()`."""
+    def restorer(self) -> Callable[[], None]:
+        return super().restorer() if self.grows else restorer_of(self)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; the entries the attention is to see."""
@@ -80,34 +75,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         stored = self.keys, self.values
         # A slice would keep an eviction from writing in place.
         return stored if n_rows(stored) == self._n else rows(stored, 0, self._n)
-
-    def evict(self) -> None:
-        """Evict entries now; since a mark, so that it can be rolled back."""
-        if self._mark is not None and self._mark.before is None:
-            self._mark.before = snapshot(vars(self))
-        self._evict()
-
-    def rollback(self, n: int) -> None:
-        """Drop the newest `n` tokens, exactly: those since `mark`, or since it was last fed or evicted.
-
-        Raises: TrimError: some are older, or the oldest came between two evictions since `mark`; it is then as it was.
-        """
-        mark = self._mark
-        before = (mark.before if mark else None) or {"offset": self.offset}
-        since = self.offset - before["offset"]
-        if mark and 0 < since <= n:
-            now = dict(vars(self))
-            vars(self).update(before, _mark=Mark(mark.state))
-            try:
-                return self.rollback(n - since)
-            except TrimError:
-                vars(self).update(now)
-                raise
-        free = self._n_free()
-        if not 0 <= n <= free:
-            raise TrimError(f"this cache can roll back 0 to {free} tokens, not {n}")
-        if n:
-            self._roll_back(n)
 
     @property
     def state(self) -> tuple:
@@ -134,12 +101,8 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         vars(self).update(others)
 
     def is_trimmable(self) -> bool:
-        """Only since a mark: mlx-lm takes true for "any number of tokens"."""
-        return self._mark is not None
-
-    def trim(self, n: int) -> int:
-        self.rollback(n)
-        return n
+        """False: mlx-lm takes true for "any number of tokens", and the prompt's evicted entries are gone."""
+        return False
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
@@ -193,10 +156,21 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return self.voters(self.queries[:, :, -n:], asked, (*self._heads, self._n))
 
 
-def snapshot(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A cache's attributes, which later writes into its arrays and lists leave alone; nothing is copied before."""
-    # An array of its own shares the memory until somebody writes into the other.
-    return tree_map(lambda x: mx.stop_gradient(x) if isinstance(x, mx.array) else x, attributes)
+def restorer_of(cache: Any) -> Callable[[], None]:
+    """Return a function that brings a cache's attributes back to what they are now, as often as it is called."""
+    before = _copied(vars(cache))
+
+    def restore() -> None:
+        vars(cache).clear()
+        vars(cache).update(_copied(before))
+
+    return restore
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Copy a cache's attributes, with arrays and lists of their own: later writes leave the copies alone."""
+    # The copy of an array shares its memory until one of the two is written to.
+    return tree_map(lambda x: copy.copy(x) if isinstance(x, mx.array) else x, attributes)
 
 
 def _is_array(value: Any) -> bool:

@@ -43,10 +43,6 @@ class Gathered:
         write((self.keys, self.values), end, (keys, values))
         self.n += new
 
-    def trim(self, n: int) -> None:
-        """Drop the newest `n` of those."""
-        self.n -= n
-
     def remove(self, start: int, n: int) -> None:
         """Drop `n` of those from the one at `start` on; what was chosen is gone, too."""
         held = self.always()

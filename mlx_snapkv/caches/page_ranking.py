@@ -57,10 +57,6 @@ class PageRanking:
         sink, window = (mx.broadcast_to(x, (*chosen.shape[:2], x.size)) for x in ends)
         return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
 
-    def forget(self) -> None:
-        """Entries have been rolled back."""
-        self.means.truncate(len(self._view) // PAGE)
-
     def _pages(self, start: int) -> tuple[int, int]:
         """Return `(stop, n)`: a chunk from `start` on chooses `n` of the pages before `stop`, 0 if it reads all."""
         reach = self._last if start >= self._last_from else self._reach

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,10 +15,10 @@ from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
 from ..entries.quantization import join, n_bytes
 from ..entries.queries import Recorder
-from ..errors import Missing, TrimError
+from ..errors import Missing
 from ..policies.sparse import PAGE
 from .adapter import full_cache
-from .contract import LayerCache, Mark, keys_of
+from .contract import LayerCache, keys_of
 from .page_means import PageMeans
 from .stores import FileStore, MemoryStore, Store
 
@@ -43,6 +43,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         store: where entries are kept between turns; None is plain memory.
     """
 
+    grows = True
     store: Store
     page_means: PageMeans  # of the first entries, if they are in files
     clusters: WholeBlocks | None  # of the first entries
@@ -153,21 +154,19 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         else:
             self.store.append(entries)
 
-    def mark(self) -> None:
-        state = {"stored": self._n_stored, "growing": copy.copy(self.growing)}
-        self._mark = Mark({**state, "index": copy.deepcopy(self.index)})
+    def restorer(self) -> Callable[[], None]:
+        trim, n_stored, growing = super().restorer(), self._n_stored, copy.copy(self.growing)
+        index = self.index
 
-    def rollback(self, n: int) -> None:
-        if n > self.offset:
-            raise TrimError(f"this cache holds {self.offset} tokens, {n} can't be rolled back")
-        before: dict[str, Any] = self._mark.state if self._mark else {"stored": self._n_stored}
-        self.trim(n)
-        # What was plain at the mark is so again, if all has been offloaded since.
-        if before["stored"] < self._n_stored == before["stored"] + before["growing"].offset:
-            self.store.truncate(before["stored"])
-            self.growing = copy.copy(before["growing"])
-        if self._mark and self.offset == before["stored"] + before["growing"].offset:
-            self.index = copy.deepcopy(before["index"])
+        def restore() -> None:
+            was_offloaded = self._n_stored > n_stored
+            self.index = index  # it may have been made anew since
+            trim()
+            if was_offloaded:  # what was plain is so again
+                self.store.truncate(n_stored)
+                self.growing = copy.copy(growing)
+
+        return restore
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.offset, return_array, window_size)

@@ -12,7 +12,6 @@ from mlx_lm.models.cache import create_attention_mask
 from ..entries.entries import Entries
 from ..entries.quantization import n_bytes, rows
 from ..entries.queries import Captured
-from ..errors import TrimError
 from .bias import biased
 from .choosing import Choosing
 from .contract import LayerCache, keys_of
@@ -36,7 +35,7 @@ class SparseKVCache(Choosing, LayerCache):
 
     def __init__(self, ranking: TokenRanking):
         self.ranking, self.layer = ranking, ranking.view.layer
-        self.offset = self._n_prompt = n = len(ranking.view)
+        self.offset = n = len(ranking.view)
         self._most_recent = max(RECENT, ranking.n_window + RECENT // 2)
         # Every token reads sink, window and the answer's recent entries.
         self._gathered = Gathered()
@@ -123,9 +122,3 @@ class SparseKVCache(Choosing, LayerCache):
 
     def is_trimmable(self) -> bool:
         return False
-
-    def rollback(self, n: int) -> None:
-        if n > min(self.offset - self._n_prompt, self._n_recent):
-            raise TrimError("only an answer's latest tokens can be rolled back")
-        self._gathered.trim(n)
-        self.offset -= n

@@ -88,11 +88,6 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     def held(self, n_queries: int = 0) -> Entries:
         return self.everything.held(n_queries)
 
-    def rollback(self, n: int) -> None:
-        self.everything.rollback(n)
-        self.offset -= n
-        self._ranking.forget()
-
     @property
     def full_nbytes(self) -> int:
         return self.everything.full_nbytes

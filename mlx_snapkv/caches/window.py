@@ -9,7 +9,6 @@ from ..entries.quantization import (
     Stored,
     each,
     grown,
-    join,
     n_rows,
     rows,
     with_room,
@@ -34,15 +33,14 @@ class SnapKVCache(EvictingCache):
 
     Keys keep the rotation of their original position; `offset` is the logical position of the next token. An update of
     `L > 1` tokens equals `L` updates of one: `make_mask` hides from each token what would be overwritten by then.
-    Pending tokens move into the window before the next single token, or when the slack is full, so that rolling them
-    back moves a counter.
+    Pending tokens move into the window before the next update.
 
     Raises: SnapKVError: the shapes disagree, or `n_window < 1`.
     """
 
-    TRANSIENT = EvictingCache.TRANSIENT | {"_tail"}
+    TRANSIENT = EvictingCache.TRANSIENT | {"is_drafted"}
 
-    _tail: tuple[Stored, Stored] | None = None  # what was written last behind the window
+    is_drafted = False  # mlx-lm's speculative decoding goes on from here, and trims the drafts that it rejects
 
     def __init__(
         self,
@@ -67,22 +65,18 @@ class SnapKVCache(EvictingCache):
         self._pinned = positions.astype(mx.uint32)
         self._n = n
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
-        self._newest = 0  # tokens that can be rolled back: of the last update, or since the mark
 
     def append(self, keys: Stored, values: Stored) -> None:
         L = n_rows(keys)
-        if self._flushes(L):
-            self._flush()
-            self._shrink(L)
-        if L == 1 and self._n == self.n_keep and self._mark is None:
+        self._flush()
+        self._shrink(L)
+        if L == 1 and self._n == self.n_keep:
             row = self.place()
         else:
             row = self._n
             self._n += L
             self._make_room()
-            if not self.grows:
-                self._tail = join(self._tail, (keys, values)) if self._tail else (keys, values)
-            self._count(L)
+            self.offset += L
         write((self.keys, self.values), row, (keys, values))
 
     def _make_room(self) -> None:
@@ -102,15 +96,11 @@ class SnapKVCache(EvictingCache):
         else:
             row = self.n_pin + self._oldest
             self._oldest = (self._oldest + 1) % self.n_window
-        self._count(1)
+        self.offset += 1
         return row
 
-    def _count(self, L: int) -> None:
-        self.offset += L
-        self._newest = self._newest + L if self.grows or self._mark is not None else L
-
     @property
-    def grows(self) -> bool:
+    def grows(self) -> bool:  # type: ignore[override]
         """Whether the window has no limit: nothing is ever overwritten."""
         return self.n_window >= UNLIMITED
 
@@ -129,67 +119,42 @@ class SnapKVCache(EvictingCache):
             self.keys, self.values = each(mx.contiguous, kept)
 
     def flush(self) -> None:
-        super().flush()
         self._flush()
         self._shrink(1)
-
-    def _flushes(self, L: int) -> bool:
-        """Whether the pending tokens move into the window before an update of `L`."""
-        full = L == 1 or self._n + L > self.n_keep + SLACK
-        return self._mark is None and full
 
     def _flush(self) -> None:
         """Write the pending tokens over the window's oldest entries."""
         pending = self._n - self.n_keep
         if pending > 0:
-            # Read from the buffers, they would make the next write a copy.
-            tail = self._tail
-            if tail is None or n_rows(tail) < pending:  # some came before the cache was saved
-                tail = self.keys_and_values()
-            n, self._oldest = n_rows(tail), (self._oldest + pending) % self.n_window
+            self._oldest = (self._oldest + pending) % self.n_window
             moved = min(pending, self.n_window)
             places = self.n_pin + mx.arange(self._oldest - moved, self._oldest) % self.n_window
-            write((self.keys, self.values), places, rows(tail, n - moved, n))
+            newest = rows((self.keys, self.values), self._n - moved, self._n)
+            write((self.keys, self.values), places, newest)
             self._n = self.n_keep
-            self._newest = 0
-        self._tail = None
-
-    def mark(self) -> None:
-        super().mark()
-        if self._n > self.n_keep + SLACK // 2:
-            self._flush()
-        self._newest = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """None, `"causal"`, or bool `(N, rows)`; see `visible`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         p, w = self.n_pin, self.n_window
-        m, oldest = self._n - p, self._oldest
-        if self._flushes(N):
-            m, oldest = min(m, w), (oldest + max(0, m - w)) % w
-        all_seen = m + N <= w or (N == 1 and m == w and self._mark is None)
+        pending = max(0, self._n - self.n_keep)
+        m, oldest = self._n - p - pending, (self._oldest + pending) % w
+        all_seen = m + N <= w or (N == 1 and m == w)
         if all_seen and (N == 1 or not return_array):
             return None if N == 1 else "causal"
         return visible(p, m, w, N, oldest)
 
-    def _n_free(self) -> int:
-        return self._newest
+    def is_trimmable(self) -> bool:
+        """True for mlx-lm's speculative decoding alone, which trims no more than it has fed."""
+        return self.is_drafted and self.grows
 
-    def _roll_back(self, n: int) -> None:
-        pending = self._n - self.n_keep
-        if n > max(0, pending) and self._oldest:
-            # The last token, alone, has overwritten the oldest: the ring is turned so that this comes first.
-            order = mx.arange(self.n_keep)
-            order[self.n_pin :] = mx.roll(order[self.n_pin :], -self._oldest)
-            turned = each(lambda x: mx.take(x, order, axis=2), (self.keys, self.values))
-            (self.keys, self.values), self._oldest = turned, 0
-        if self._tail is not None:
-            left = n_rows(self._tail) - n
-            self._tail = rows(self._tail, 0, left) if left > 0 else None
+    def trim(self, n: int) -> int:  # type: ignore[override]
+        """Drop the newest `n` tokens of a window that grows, or as many as came since the compression."""
+        n = min(n, self._n - self.n_pin)
         self._n -= n
         self.offset -= n
-        self._newest -= n
+        return n
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]

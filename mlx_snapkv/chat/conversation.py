@@ -11,11 +11,11 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
-from ..caches.layers import held_tokens
+from ..caches.layers import held_tokens, is_compressed
 from ..caches.stored_caches import make_caches, saved_forms
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.rewind import rolled_back_beyond, rolled_back_to
+from ..engine.restore import trimmed_to
 from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
@@ -183,13 +183,13 @@ class Conversation:
         read, caches = self.read[: common_prefix([left, self.read])], self.prompt_cache
         self._read_nothing()
         self.messages, self.said = messages, said
-        if read and rolled_back_to(len(read), caches):
+        if read and not is_compressed(caches) and trimmed_to(len(read), caches):
             self.read, self.prompt_cache = read, caches
 
     @property
     def undo_nbytes(self) -> int:
         """Bytes of keys and values that are kept for `undo` alone."""
-        return 0 if self._before_last is None else self._before_last.kv_nbytes
+        return 0 if self._before_last is None else self._before_last.caches.kv_nbytes
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a `.safetensors` file, as a whole or not at all. Raises: SnapKVError."""
@@ -246,7 +246,6 @@ class Conversation:
         try:
             for response in responses:
                 if not answered:
-                    before.release()
                     self._before_last = None
                 answered.append(response.token)
                 text += response.text
@@ -258,8 +257,8 @@ class Conversation:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
                 self.said = [*self.said, parts]
                 self.attached = []
-                is_whole = self._remember(tokens + answered)
-                self._before_last = before if is_whole and before.is_cheap else None
+                self._remember(tokens + answered, before)
+                self._before_last = before if before.is_cheap else None
             else:
                 before.restore()
 
@@ -275,15 +274,17 @@ class Conversation:
         earlier = self._rendered(self.messages, add_generation_prompt=False)
         return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
 
-    def _remember(self, tokens: list[int]) -> bool:
+    def _remember(self, tokens: list[int], before: Before) -> None:
         """Note which tokens the cache has read; with sparse attention that is without the answer.
 
-        False if a step was interrupted that can't be rolled back: the next turn then reads the conversation again.
+        If a step was interrupted when some layers had been fed its token, that token is trimmed. Where it can't be, the
+        caches are restored, and the next turn reads this one again.
         """
         sequence = self.read + tokens
-        if not rolled_back_beyond(len(sequence), self.prompt_cache) and not self.n_unknown:
-            self._read_nothing()
-            return False
-        n = len(sequence) if self.policy is None else held_tokens(self.model, self.prompt_cache)
+        n = len(sequence)
+        if not trimmed_to(n, self.prompt_cache):
+            before.caches.restore()
+            n = len(self.read)
+        elif self.policy is not None:
+            n = held_tokens(self.model, self.prompt_cache)
         self.read, self.pending_tokens = sequence[:n], sequence[n:]
-        return True

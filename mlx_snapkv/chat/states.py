@@ -9,7 +9,7 @@ from ..caches.layers import attention_layers, is_compressed, kv_bytes
 from ..caches.matching import n_tokens
 from ..caches.stored_caches import book_store, make_caches, moved_into
 from ..engine.report import NO_POLICY
-from ..engine.rewind import Rewind
+from ..engine.restore import CacheCopy
 from ..errors import Option, SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.options import OPTIONS
@@ -19,24 +19,28 @@ NOTED = ("messages", "said", "attached", "pending_tokens", "options", "system", 
 REPLACED = ("messages", "said", "read", "pending_tokens", "report")  # by every turn
 
 
-class Before(Rewind):
-    """Restores a conversation to the state it is in now, bit for bit; once, while its next turn is the last one."""
+class Before:
+    """Restores a conversation to the state it is in now, bit for bit, while its next turn is the last one.
+
+    Attributes:
+        caches: restores its caches alone.
+    """
 
     def __init__(self, conversation: Any):
-        super().__init__(conversation.prompt_cache)
+        self.caches = CacheCopy(conversation.prompt_cache)
         # Which holds this, and is to go with its caches as soon as nobody needs it.
         self._conversation = weakref.proxy(conversation)
         self._fields = {name: getattr(conversation, name) for name in REPLACED}
 
     def restore(self) -> None:
-        super().restore()
+        self.caches.restore()
         vars(self._conversation).update(self._fields)
 
     @property
     def is_cheap(self) -> bool:
         """Whether anything had been read, and this keeps no more than the conversation itself."""
         held = kv_bytes(self._conversation.prompt_cache)
-        return bool(self._fields["read"]) and self.kv_nbytes <= held
+        return bool(self._fields["read"]) and self.caches.kv_nbytes <= held
 
 
 def load(

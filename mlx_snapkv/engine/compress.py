@@ -209,7 +209,7 @@ def _small_cache(
     del entries, kept
     voters = before if policy.observes_answer else None
     small.inherit(voters)
-    for i in range(len(later)):
+    for i in range(0 if plan.options.is_text else len(later)):
         small.append(*rows((later.stored_keys, later.stored_values), i, i + 1))
         small.inherit(voters)
     mx.eval(small.state)

@@ -20,15 +20,13 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import layer_caches, members
-from ..errors import Option, OptionError, SnapKVError
+from ..errors import Option, SnapKVError
 from ..models import type_of
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.request_plan import Plan
-from .loop_model import evicts, rewinding
+from .loop_model import drafted
 from .prefill import mlx_generate, read
 from .report import CompressionReport
-
-NUM_DRAFT_TOKENS = 2  # mlx-lm's own default
 
 Serve = Callable[..., Iterator[GenerationResponse]]
 
@@ -38,7 +36,7 @@ class DraftedAnswer:
     """The answer to a request with a policy and a draft model of the same vocabulary, which keeps everything.
 
     `options` are mlx-lm's; their `prompt_cache` holds the main model's caches, then the draft's. It is a SnapKVError if
-    a model's layers can't take tokens back, or the policy's entries would depend on the drafts.
+    a layer's cache can't be trimmed.
     """
 
     model: Any
@@ -67,7 +65,6 @@ class DraftedAnswer:
         both = ("main", self.model, self._main), ("draft", self.draft_model, self._draft)
         for role, model, caches in both:
             _refuse(role, model, [c for c in members(caches) if type(c) is not KVCache])
-        _require_exact(self.plan, self.options.get("num_draft_tokens", NUM_DRAFT_TOKENS))
 
     def responses(
         self, serve: Serve, on_report: Callable[[CompressionReport], None] | None
@@ -103,7 +100,7 @@ class DraftedAnswer:
         """mlx-lm's speculative loop from the last token said, with the figures of the whole answer."""
         tokens = [response.token for response in said]
         for cache in layer_caches(self._main):
-            cache.rollback(1)  # mlx-lm's loop had run one step ahead
+            cache.trim(1)  # mlx-lm's loop had run one step ahead
         started = time.perf_counter()
         if len(tokens) > 1:
             self._draft_reads(mx.array(tokens[:-1]))
@@ -114,9 +111,9 @@ class DraftedAnswer:
         }
         last, n_more = mx.array(tokens[-1:]), self.max_tokens - len(tokens)
         prompt = {name: getattr(said[-1], name) for name in ("prompt_tokens", "prompt_tps")}
-        with rewinding(self.model, self._main) as model:
+        with drafted(self._main):
             for response in mlx_generate.stream_generate(
-                model, self._one_text, last, n_more, self.draft_model, **options
+                self.model, self._one_text, last, n_more, self.draft_model, **options
             ):
                 n = len(tokens) + response.generation_tokens
                 tps = n / (before + time.perf_counter() - started)
@@ -136,13 +133,13 @@ class DraftedAnswer:
         return [of_all(p) for p in self.options.get("logits_processors") or []] or None
 
 
-def require_rewindable(model, prompt_cache: list | None) -> None:
-    """Refuse, policy or not, layers that can't roll tokens back, or whose entries are evicted by a choice."""
+def require_growing(model, prompt_cache: list | None) -> None:
+    """Refuse a main model whose caches do more than grow, policy or not: rejected drafts can't be trimmed from them."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     caches = caches[: len(model.layers)]
-    pairs = zip(members(caches), layer_caches(caches))
-    _refuse("main", model, [c for c, ours in pairs if not (c.is_trimmable() or ours.is_compressed)])
-    if evicts(caches):
+    pairs = list(zip(members(caches), layer_caches(caches)))
+    _refuse("main", model, [c for c, ours in pairs if not (ours.grows or ours.is_compressed)])
+    if not all(ours.grows for _, ours in pairs):
         raise SnapKVError(
             "a draft model can't continue from a prompt cache that evicts during decoding: drop {}, or compress the "
             "prompt with snapkv",
@@ -161,16 +158,6 @@ def _refuse(role: str, model, caches: list) -> None:
             kinds,
             Option("draft_model"),
         )
-
-
-def _require_exact(plan: Plan, num_draft: int) -> None:
-    """Refuse policies whose entries would not be those of decoding token by token."""
-    decode_policy = plan.decode_policy
-    if decode_policy.schedule == "once":
-        return
-    if num_draft >= decode_policy.block:
-        allowed = f"less than the policy's block of {decode_policy.block} tokens"
-        raise OptionError("num_draft_tokens", allowed, num_draft)
 
 
 class OneText(TokenizerWrapper):

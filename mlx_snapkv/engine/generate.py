@@ -16,7 +16,7 @@ from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import Plan, plan_request
 from ..policies import Policy, SnapKV, Sparse, Stages
-from .draft_model import DraftedAnswer, require_rewindable
+from .draft_model import DraftedAnswer, require_growing
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, served
@@ -121,10 +121,10 @@ def _plan_beside_draft(
 ) -> Plan:
     """The plan of a prompt of `n` tokens whose prompt cache, if one is given, has a draft model's caches, too.
 
-    Raises: SnapKVError: the model's caches can't be rolled back.
+    Raises: SnapKVError: the model's caches do more than grow.
     """
     cache = options.get("prompt_cache")
-    require_rewindable(model, cache)
+    require_growing(model, cache)
     return plan_request(
         model,
         config,

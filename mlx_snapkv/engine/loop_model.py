@@ -52,20 +52,12 @@ class RequestModel(WrappedModel):
 class SplitCalls(WrappedModel):
     """A model that reads several tokens as if they came one by one, on caches that evict.
 
-    A call that would cross an eviction is made in pieces, so that it comes when it would come to single tokens. With
-    `marks`, the caches are marked before every call, so that its tokens can be rolled back.
+    A call that would cross an eviction is made in pieces, so that it comes when it would come to single tokens.
     """
-
-    def __init__(self, model, marks: bool = False):
-        super().__init__(model)
-        self._marks = marks
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         model = self["wrapped"]
         caches = layer_caches(cache)
-        if self._marks:
-            for c in caches:
-                c.mark()
         logits = []
         while not kwargs and inputs.shape[1] > (n := min(map(_fitting, caches))):
             logits.append(model(inputs[:, : int(n)], cache=cache))
@@ -90,16 +82,16 @@ def one_by_one(model, prompt_cache: list):
 
 
 @contextlib.contextmanager
-def rewinding(model, prompt_cache: list) -> Iterator[SplitCalls]:
-    """A model whose last call mlx-lm's `trim_prompt_cache` can roll back in `prompt_cache`, for the block."""
-    caches = layer_caches(prompt_cache)
-    for cache in caches:
-        cache.mark()
+def drafted(prompt_cache: list) -> Iterator[None]:
+    """Let mlx-lm's loop trim the drafts that it rejects from compressed caches, for the block."""
+    compressed: list[Any] = [cache for cache in layer_caches(prompt_cache) if cache.is_compressed]
+    for cache in compressed:
+        cache.is_drafted = True
     try:
-        yield SplitCalls(model, marks=True)
+        yield
     finally:
-        for cache in caches:
-            cache.commit()
+        for cache in compressed:
+            cache.is_drafted = False
 
 
 class PacedModel(WrappedModel):

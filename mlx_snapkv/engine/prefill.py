@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.layers import file_bytes, kv_bytes, kv_dtype
+from ..caches.layers import file_bytes, kv_bytes, kv_dtype, layer_caches, members
 from ..caches.stored_caches import lasting_forms, make_caches, saved_forms
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.trained_length import warn_beyond_trained_length
@@ -20,7 +20,7 @@ from .decode import offload
 from .loop_model import pacing
 from .report import CompressionReport
 from .request import Request, Uncompressed, make_request
-from .rewind import Rewind
+from .restore import CacheCopy
 from .sparse import note_chunks
 from .token_ids import require_known, token_ids
 
@@ -43,7 +43,7 @@ def prefill(
 
     To decode with mlx-lm directly, feed `prompt[:-1]` here and give `prompt[-1:]` and the cache to mlx-lm's
     `generate_step`. Of a prompt given whole, the entries kept are those that our `generate_step` keeps: the next tokens
-    that vote (`lookahead`) are decoded, greedily, and rolled back.
+    that vote (`lookahead`) are decoded, greedily, and leave nothing else.
 
     With `sparse` a text is read for questions to come: all entries stay, where `store` says, and later requests, and
     turns of a conversation, go on from them.
@@ -129,10 +129,15 @@ def _leave_entries(request: Request) -> None:
 
 
 def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
-    """Decode `n` tokens after the log-probabilities `following`, for their queries, then roll them back."""
+    """Decode `n` tokens after the log-probabilities `following`, for their queries, and undo all else of them.
+
+    A cache that evicts keeps their entries, too, until the compression, which leaves out what comes after a text.
+    """
     if n <= 0:
         return
-    before, token = Rewind(prompt_cache), mx.argmax(following, axis=-1)
+    pairs = zip(members(prompt_cache), layer_caches(prompt_cache))
+    before = CacheCopy([cache for cache, ours in pairs if not ours.is_compressed])
+    token = mx.argmax(following, axis=-1)
     # The loop feeds the token it is given and each one it yields.
     list(mlx_generate.generate_step(token, model, max_tokens=n - 1, prompt_cache=prompt_cache))
     before.restore()

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_lm.generate import GenerationResponse
 
-from ..caches.layers import attention_layers, is_compressed, require_quantizable
+from ..caches.layers import attention_layers, require_quantizable
 from ..caches.matching import n_tokens
 from ..caches.stored_caches import lasting_forms, make_caches
 from ..entries.quantization import taken_from
@@ -19,10 +19,10 @@ from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
 from .compress import KeptCallback
-from .loop_model import evicts, pacing, rewinding
+from .loop_model import drafted, evicts, pacing
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, CompressionReport
 from .request import Request, Uncompressed, make_request
-from .rewind import Rewind
+from .restore import CacheCopy
 
 ReportCallback = Callable[[CompressionReport], None]
 
@@ -109,13 +109,13 @@ def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterato
             "input_embeddings can't continue from a prompt cache that evicts entries: give token ids, or compress "
             "the prompt with snapkv"
         )
-    model: contextlib.AbstractContextManager = contextlib.nullcontext(request.model)
-    if options.get("draft_model") is not None and is_compressed(cache):
-        model = rewinding(request.model, cache)
+    drafts: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if options.get("draft_model") is not None:
+        drafts = drafted(cache)
 
     def items() -> Iterator[Any]:
-        with request.recording(), model as going_on:
-            yield from start(going_on, **options)
+        with request.recording(), drafts:
+            yield from start(request.model, **options)
 
     return items()
 
@@ -184,14 +184,13 @@ class _Timed(Iterator[Any]):
 
 def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
     """The items of a request; if it fails before the first, its cache is as it was."""
-    before = Rewind(prompt_cache)
+    before = CacheCopy(prompt_cache)
     try:
         first = next(items, None)
     except BaseException:
         before.restore()
         raise
-    before.release()
-    del before  # and what it keeps of evicted entries
+    del before  # or it would keep what it has copied until the answer ends
     if first is not None:
         yield first
         yield from items

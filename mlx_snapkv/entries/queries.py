@@ -145,7 +145,7 @@ class Recorder(OnQueries):
         a = max(self.first, start, b - self.newest)
         if a >= b:
             return
-        if start < self._stop:  # tokens were rolled back meanwhile
+        if start < self._stop:  # tokens were trimmed meanwhile
             kept = max(0, self.n_queries - (self._stop - start))
             earlier = [mx.concatenate(self._queries, axis=2)[:, :, :kept]] if kept else []
             self._queries = [mx.contiguous(x) for x in earlier]

@@ -19,7 +19,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class QueryMoments:
-    """The sums so far. They never change, so a cache that is rolled back has those before."""
+    """The sums so far. They never change, so a cache that is restored has those before."""
 
     # A shift, and the sums of `query - shift` and of its outer products, or nothing. A cache's `state` holds them, so
     # that mlx-lm computes them with every chunk.

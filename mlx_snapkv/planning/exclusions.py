@@ -87,11 +87,11 @@ EXCLUSIONS = (
     Exclusion(
         ("draft_model", "policy"),
         When.COMPRESSING,
-        lambda o: o.has_draft_model and o.evicts and o.policy.stages[1].observes_answer,
+        lambda o: o.has_draft_model and o.evicts and not o.policy.stages[1].grows,
         lambda o: SnapKVError(
-            "{} with schedule=block lets every answer token vote, and the votes of rejected drafts can't be undone: "
-            "use schedule=once, or drop {}",
-            o.policy.stages[1].name,
+            "a draft model needs a cache that only grows after the prompt, and {} goes on evicting: use snapkv with "
+            "on_full=grow, or drop {}",
+            o.policy.stages[1],
             Option("draft_model"),
         ),
     ),

@@ -1,6 +1,5 @@
 import mlx.core as mx
 import numpy as np
-import pytest
 import reference
 from cache_kinds import SCALE, B, D, H, feed, rows
 from hypothesis import given
@@ -100,33 +99,15 @@ def test_a_file_of_an_earlier_version_loads_with_what_was_counted_so_far():
         assert mx.array_equal(loaded.held().received, cache.held().received)
 
 
-@pytest.mark.parametrize("n_back", [0, 2])
-def test_the_last_queries_vote_when_a_block_is_evicted_but_not_of_tokens_rolled_back(n_back):
+def test_the_last_queries_vote_when_a_block_is_evicted_but_not_of_tokens_undone():
     cache = make_cache(TOVA(), budget=6, n_window=1, block=6)
-    feed(cache, 6), feed(cache, 5)
-    cache.trim(n_back)
+    feed(cache, 6), feed(cache, 3)
+    restore = cache.restorer()
+    feed(cache, 2)
+    restore()
     feed(cache, 1)
-    keys, _, queries = rows(0, 12 - n_back)
-    last = range(11 - n_back, 12 - n_back)
+    keys, _, queries = rows(0, 10)
+    last = range(9, 10)
     votes = reference.votes(queries[:, :, -1:], keys, last, SCALE).mean(axis=1)[0]
     cache.evict()
     assert cache.positions[0, 0].tolist() == reference.select(votes, 0, 5, 1)
-
-
-def test_a_committed_eviction_is_rolled_back_when_its_mark_is_reopened():
-    cache = make_cache(budget=8, block=4)
-    update(cache, 11)
-    held = cache.keys_and_values()[0]
-    cache.mark()
-    update(cache, 1), update(cache, 1)  # which evicts
-    cache.rollback(1)
-    assert mx.array_equal(cache.keys_and_values()[0], rows(0, 12)[0])
-    update(cache, 1)
-    mark = cache.commit()
-    assert mark.nbytes == 2 * B * H * 12 * D * 4
-    cache.mark()
-    update(cache, 1)
-    assert cache.commit().nbytes == 0
-    cache.reopen(mark)
-    cache.rollback(3)
-    assert cache.offset == 11 and mx.array_equal(cache.keys_and_values()[0], held)

@@ -1,4 +1,4 @@
-"""Every kind of cache answers the whole contract, and what is rolled back has never been there."""
+"""Every kind of cache answers the whole contract, and what is undone has never been there."""
 
 import copy
 import tempfile
@@ -16,7 +16,6 @@ from mlx_snapkv.caches.matching import problem_of
 from mlx_snapkv.engine.loop_model import one_by_one
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import arrays
-from mlx_snapkv.errors import TrimError
 
 
 def feed_split(cache, n):
@@ -93,21 +92,34 @@ def test_what_one_more_token_leaves_is_known_before(kind):
 
 
 @pytest.mark.parametrize("kind", [*FULL, *STATES])
-def test_what_is_rolled_back_has_never_been_there(kind):
+def test_what_is_trimmed_or_restored_has_never_been_there(kind):
     """Other kinds: `test_whatever_is_done_a_cache_is_as_one_that_was_only_fed`."""
-    for n in range(1, 7) if kind not in STATES else (6,):
+    for n in range(1, 7) if kind in FULL else (6,):
         cache, other = KINDS[kind](), KINDS[kind]()
         for c in (cache, other):
             feed(c, 1)
         layer = layer_cache(cache)
-        layer.mark()
+        assert layer.grows == (kind in FULL)
+        restore = layer.restorer()
         for update in (2, 1, 3):
             feed_split(cache, update)
-        layer.rollback(n)
-        layer.commit()
+        if n < 6:
+            assert layer.trim(n) == n
+        else:
+            restore()
         for _ in range(6 - n):
             feed(other, 1)
         assert_same(cache, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_is_restored_as_often_as_one_likes(kind):
+    cache, other = KINDS[kind](), KINDS[kind]()
+    restore = layer_cache(cache).restorer()
+    for n in (1, 20, 7):
+        feed_split(cache, n)
+        restore()
+    assert_same(cache, other)
 
 
 def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems():
@@ -141,17 +153,9 @@ def saved(cache):
     return loaded
 
 
-def without_last(fed, n):
-    """The pieces without the last `n` tokens."""
-    ends = np.minimum(np.cumsum(fed), sum(fed) - n).astype(int)
-    return [piece for piece in np.diff(ends, prepend=0).tolist() if piece]
-
-
-TOO_MANY = 10**6
 STEPS = st.one_of(
     st.tuples(st.just("feed"), st.integers(1, 10)),
-    st.tuples(st.just("rollback"), st.integers(-1, 10) | st.just(TOO_MANY)),
-    st.tuples(st.sampled_from(["mark", "commit", "copy", "save"]), st.just(0)),
+    st.tuples(st.sampled_from(["note", "restore", "copy", "save"]), st.just(0)),
 )
 
 
@@ -162,34 +166,24 @@ STEPS = st.one_of(
 )
 def test_whatever_is_done_a_cache_is_as_one_that_was_only_fed(kind, steps):
     cache, replayed = EVICTING[kind](), EVICTING[kind]()
-    pieces, since_mark = [], None  # tokens that were fed and not rolled back
+    pieces, noted = (
+        [],
+        None,
+    )  # tokens that were fed and not undone; what restores the cache, and those until then
     for name, n in steps:
-        # mlx-lm takes true for any number of tokens.
-        assert cache.is_trimmable() == (since_mark is not None)
+        assert not cache.is_trimmable()  # mlx-lm takes true for any number of tokens
         if name == "feed":
             pieces += feed_split(cache, n)
-            since_mark = None if since_mark is None else since_mark + n
-        elif name == "rollback":
-            n = n if n == TOO_MANY else min(n, sum(pieces))
-            try:
-                cache.rollback(n)
-            except TrimError:
-                assert n != since_mark, "a mark can always be come back to"
-                continue
-            assert 0 <= n != TOO_MANY
-            # Tokens from before the mark may be free, too.
-            since_mark = None if since_mark is None else since_mark - n
-            pieces = without_last(pieces, n)
+        elif name == "note":
+            noted = cache.restorer(), list(pieces)
+        elif name == "restore" and noted:
+            noted[0]()
+            pieces = list(noted[1])
         elif name == "copy":
-            other, cache = cache, copy.deepcopy(cache)
-            other.commit()
+            other, cache, noted = cache, copy.deepcopy(cache), None
             feed_split(other, 7)  # which makes no difference to the copy
         elif name == "save":
-            cache, since_mark = saved(cache), None
-        else:
-            since_mark = 0 if name == "mark" else None
-            getattr(cache, name)()
-    cache.commit()
+            cache, noted = saved(cache), None
     for n in pieces:
         feed_split(replayed, n)
     assert_same(cache, replayed)

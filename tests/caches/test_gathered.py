@@ -36,15 +36,12 @@ def test_reads_means_chosen_and_what_every_token_reads(seed):
     always = entries(3, 1000)
     gathered.append(*always)
     for step in range(60):
-        what = draw.choice(["append", "append", "trim", "remove", "rest", "copy"])
+        what = draw.choice(["append", "append", "remove", "rest", "copy"])
         n = always[0].shape[2]
         if what == "append":
             new = entries(draw.choice([1, 1, 2, 300]), step)
             gathered.append(*new)
             always = tuple(map(mx.array, joined(always, new)))
-        elif what == "trim" and n > 3:
-            gathered.trim(2)
-            always = tuple(x[:, :, :-2] for x in always)
         elif what == "remove" and n > 5:
             gathered.remove(1, 3)
             always = tuple(

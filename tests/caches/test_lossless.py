@@ -33,18 +33,19 @@ def rows_of(n, seed=0, width=64):
 
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("store", STORES)
-def test_tokens_since_a_mark_and_stored_ones_are_rolled_back(store, offloads):
+def test_new_tokens_and_stored_ones_are_undone(store, offloads):
     for n in (0, 3, 8, 13):
         cache = RecordingKVCache(0, 0, KVCache.step, store=store())
         cache.update_and_fetch(*rows_of(10))
         cache.offload()
         cache.update_and_fetch(*rows_of(3, 1))
         before, nbytes = [mx.array(x) for x in cache.keys_and_values()], cache.nbytes
-        cache.mark()
+        restore = cache.restorer()
         cache.update_and_fetch(*rows_of(300, 2))
         if offloads:
             cache.offload()
-        cache.rollback(300 + n)
+        restore()
+        assert cache.trim(n) == n
         assert cache.offset == 13 - n and (n or cache.nbytes == nbytes)
         cache.update_and_fetch(*rows_of(4, 3))
         pairs = zip(before, rows_of(4, 3))
@@ -115,15 +116,14 @@ CHUNKS = st.lists(st.integers(1, 8), min_size=1, max_size=12)
 def test_chunks_that_go_to_the_store_one_after_the_other_lose_nothing(
     before, since, goes_back, in_file
 ):
-    """Nor are they changed by tokens since a mark that were rolled back."""
+    """Nor are they changed by tokens that were undone."""
     rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
     cache = RecordingKVCache(0, 0, KVCache.step, store=(FileStore if in_file else MemoryStore)())
     n = feed(cache, rows, before)
     if goes_back:
-        cache.mark()
+        restore = cache.restorer()
         feed(cache, others, since)
-        cache.rollback(sum(since))
-        cache.commit()
+        restore()
         assert cache.offset == n
     feed(cache, [x[:, :, n:] for x in rows], since)
     assert cache.growing.offset == (since[-1] if in_file else sum(before + since))
@@ -159,7 +159,7 @@ def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
 
 
 def test_an_index_grows_with_a_recording_cache_and_is_as_if_made_of_it_at_once(monkeypatch):
-    """What is rolled back leaves it, and where it was marked it is as it was there."""
+    """What is trimmed leaves it, and where the cache is restored it is as it was."""
     exact_up_to(monkeypatch, 50)
     model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=64)
     (layer,) = attention_layers(model, make_prompt_cache(model))
@@ -177,11 +177,10 @@ def test_an_index_grows_with_a_recording_cache_and_is_as_if_made_of_it_at_once(m
 
     first = grown(100)
     of_first, codes = relevance(first), copy.deepcopy(first)
-    cache.mark()
+    restore = cache.restorer()
     feed(cache, others, [90])
     assert len(FullView(cache.views(), layer).grown_index(cache.index, None)) == 190
-    cache.rollback(90)
-    cache.commit()
+    restore()
     assert len(cache.index) == 100 and mx.array_equal(relevance(cache.index), of_first)
     feed(cache, others, [60])
     cache.trim(80)

@@ -180,7 +180,7 @@ def arrays(weighed):
 
 
 def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monkeypatch):
-    """Caches of entries in files hold those of whole blocks, and drop what is rolled back."""
+    """Caches of entries in files hold those of whole blocks, and drop what is trimmed."""
     model, made = make_llama(), mock.Mock(wraps=clusters.clusters_of)
     monkeypatch.setattr(token_ranking, "clusters_of", made)
     cache, known = make_prompt_cache(model), 0

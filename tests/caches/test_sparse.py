@@ -133,20 +133,6 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes(few_recent, monkeypa
     assert any(place >= N for places in wanted for place in places)
 
 
-@pytest.mark.parametrize("n", [58, 70])
-def test_tokens_are_rolled_back_whatever_was_moved_meanwhile(index, few_recent, n):
-    """Nothing was, or some entries: the tokens after the wrong ones are as if those had never been."""
-    model = make_llama()
-    caches = choosing(model, ALL)
-    said(model, caches, TOKENS[N : N + n])
-    said(model, caches, TOKENS[:14])
-    for cache in caches:
-        cache.rollback(14)
-    found = said(model, caches, TOKENS[N + n :])
-    wanted = said(model, choosing(model, ALL), TOKENS[N:])[n:]
-    assert mx.allclose(found, wanted, atol=1e-4)
-
-
 def test_copies_go_on_by_themselves(index, few_recent):
     """Taken before anything was moved, and after: each says what it would have said without the other."""
     model = make_llama()

@@ -45,6 +45,21 @@ def interrupted(model, monkeypatch, after=0):
         yield
 
 
+@contextlib.contextmanager
+def interrupted_between_layers(model, monkeypatch):
+    """Ctrl-C in a step, when all layers but the last one have been fed its token."""
+    original = type(model.layers[-1]).__call__
+
+    def call(self, *args, **kwargs):
+        if self is model.layers[-1]:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(model.layers[-1]), "__call__", call)
+        yield
+
+
 def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack):
     model, tokenizer = demo_model
     document, facts = haystack
@@ -98,7 +113,7 @@ def test_stores_answer_every_question_of_a_document_and_hold_what_they_say(demo_
 
 @pytest.mark.parametrize("store", RECALLS)
 def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, store, monkeypatch):
-    """It holds the keys of all that was read, also where a turn was taken back meanwhile."""
+    """It holds the keys of all that was read, also where a turn was undone meanwhile."""
     made = []
 
     class Counted(KeyIndex):
@@ -203,27 +218,43 @@ def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
 def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
     demo_model, haystack, monkeypatch
 ):
-    """Some layers have been fed a token that the answer does not have; of linear ones it can't be rolled back."""
+    """Some layers have been fed a token that the answer does not have; linear ones are as before the turn, then."""
     model, facts = demo_model[0], haystack[1]
     mine, plain = (begun(demo_model, haystack, 1) for _ in range(2))
+    before = list(mine.read)
     answers = [conversation.send(facts[1].question) for conversation in (mine, plain)]
     for answer in answers:
         next(answer), next(answer), next(answer)
-    original = type(model.layers[-1]).__call__
-
-    def call(self, *args, **kwargs):
-        if self is model.layers[-1]:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(model.layers[-1]), "__call__", call)
+    with interrupted_between_layers(model, monkeypatch):
         next(answers[0])
     answers[1].close()
     assert mine.messages == plain.messages
-    assert mine.read == ([] if model.model_type == "qwen3_next" else plain.read)
+    assert mine.read == (before if model.model_type == "qwen3_next" else plain.read)
+    assert mine.read + mine.pending_tokens == plain.read + plain.pending_tokens
     assert ask(mine, facts[2].question) == ask(plain, facts[2].question)
     assert mine.read == plain.read
+
+
+def test_a_window_that_slides_is_then_as_before_the_turn(demo_llama, haystack, monkeypatch):
+    """What it has overwritten is gone: the next turn reads this one again, with what was answered."""
+    mine, plain = (begun(demo_llama, haystack, 1, policy=SMALL) for _ in range(2))
+    before = list(mine.read)
+    answer = mine.send(haystack[1][1].question)
+    said = "".join(next(answer).text for _ in range(7))  # the cut comes after the fifth
+    with interrupted_between_layers(demo_llama[0], monkeypatch):
+        next(answer)
+    assert mine.report.compressed and mine.messages[-1]["content"] == said
+    assert mine.read == before and held_tokens(demo_llama[0], mine.prompt_cache) == len(before)
+    ask(mine, haystack[1][2].question)
+    mine.undo(), mine.undo()
+    assert mine.messages == plain.messages
+    mine, question = begun(demo_llama, haystack, 1, policy=SMALL), haystack[1][1].question
+    answer = mine.send(question)
+    next(answer)
+    with interrupted_between_layers(demo_llama[0], monkeypatch):
+        list(answer)
+    assert mine.undo() == question and mine.read == plain.read
+    assert ask(mine, haystack[1][2].question) == ask(plain, haystack[1][2].question)
 
 
 def test_an_interruption_between_tokens_keeps_what_was_answered(demo_model, haystack, monkeypatch):

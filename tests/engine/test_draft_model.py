@@ -1,20 +1,20 @@
 """Draft models on a compressed main cache: the greedy answer without a draft, token for token."""
 
-import contextlib
 import random
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, prefill, stream_generate
 from mlx_snapkv.engine.prefill import mlx_generate
 
 SNAPKV = "snapkv:top_k=20,n_sink=4,n_window=32"
-RING = f"{SNAPKV},lookahead=4,on_full=slide"
-RING_OF_THE_REST = "snapkv:top_k=2,n_sink=4,n_window=16,obs_window=16,lookahead=4,on_full=slide"
+LOOKING = f"{SNAPKV},lookahead=4"
+RING = f"{LOOKING},on_full=slide"
+FEW = "snapkv:top_k=2,n_sink=4,n_window=16,obs_window=16,lookahead=4"
 KEYDIFF = "keydiff:budget=40,block=16"
 PROMPT = [random.Random(0).randrange(300) for _ in range(100)]
 
@@ -57,9 +57,7 @@ def said(responses):
 
 @pytest.mark.parametrize(
     "policy, k, n",
-    [(RING, 3, 201), (KEYDIFF, 5, 201), (f"{SNAPKV},lookahead=0", 2, 50),
-     (f"{SNAPKV},lookahead=4", 4, 100),
-     (f"{KEYDIFF} then {RING_OF_THE_REST}", 3, 50)],
+    [(f"{SNAPKV},lookahead=0", 2, 50), (LOOKING, 4, 201), (f"{KEYDIFF} then {FEW}", 3, 50)],
 )  # fmt: skip
 def test_a_poor_draft_changes_nothing(main, draft, tokenizer, policy, k, n):
     expected = list(stream_generate(main, tokenizer, PROMPT, n, policy=policy))
@@ -80,8 +78,8 @@ def test_a_poor_draft_changes_nothing(main, draft, tokenizer, policy, k, n):
 
 @pytest.mark.parametrize("n", [1, 5, 6])
 def test_answers_that_end_where_the_draft_starts(main, draft, tokenizer, n):
-    mine = list(stream_generate(main, tokenizer, PROMPT, n, draft, policy=RING))
-    assert said(mine) == said(stream_generate(main, tokenizer, PROMPT, n, policy=RING))
+    mine = list(stream_generate(main, tokenizer, PROMPT, n, draft, policy=LOOKING))
+    assert said(mine) == said(stream_generate(main, tokenizer, PROMPT, n, policy=LOOKING))
     assert mine[-1].finish_reason == "length" and mine[-1].generation_tokens == n
 
 
@@ -89,7 +87,7 @@ def test_processors_see_the_whole_text(main, draft, tokenizer):
     def never_again(tokens, logits):
         return mx.where(mx.zeros(logits.shape[-1]).at[tokens].add(1) > 0, -1e9, logits)
 
-    options = {"policy": RING, "logits_processors": [never_again]}
+    options = {"policy": LOOKING, "logits_processors": [never_again]}
     expected = list(stream_generate(main, tokenizer, PROMPT, 40, **options))
     mine = list(stream_generate(main, tokenizer, PROMPT, 40, draft, **options))
     assert said(mine) == said(expected)
@@ -112,21 +110,26 @@ def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, t
     before = list(caches)
     options = {"prompt_cache": caches, "prompt_progress_callback": fail}
     with pytest.raises(RuntimeError, match="stop"):
-        list(stream_generate(main, tokenizer, PROMPT, 20, draft, policy=RING, **options))
+        list(stream_generate(main, tokenizer, PROMPT, 20, draft, policy=LOOKING, **options))
     assert all(a is b and a.empty() for a, b in zip(caches, before))
 
 
 @pytest.mark.parametrize(
     "keywords, message",
     [
-        ({"policy": "h2o:budget=40"}, "h2o with schedule=block lets every answer token vote"),
-        ({"policy": KEYDIFF, "num_draft_tokens": 16}, "num_draft_tokens must be less than the policy's block of 16"),
-        ({"policy": RING, "kv_bits": 8}, "kv_bits"),
-        ({"policy": RING, "max_tokens": -1}, "max_tokens must be at least 1"),
-        ({"policy": RING, "max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"policy": RING, "prompt_cache": [KVCache(), KVCache()]}, "caches of both models, 2 [+] 2, got 2"),
-        ({"policy": RING, "draft_model": make_qwen()}, "the draft model \\("),
+        *(
+            ({"policy": policy}, f"cache that only grows after the prompt, and {name}:.* goes on evicting: use snapkv")
+            for policy, name in ((RING, "snapkv"), (KEYDIFF, "keydiff"), ("h2o:budget=40", "h2o"),
+                                 ("tova:budget=40,schedule=once", "tova"), (f"{KEYDIFF} then {RING}", "snapkv"))
+        ),
+        ({"policy": LOOKING, "kv_bits": 8}, "kv_bits"),
+        ({"policy": LOOKING, "max_tokens": -1}, "max_tokens must be at least 1"),
+        ({"policy": LOOKING, "max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"policy": LOOKING, "prompt_cache": [KVCache(), KVCache()]}, "caches of both models, 2 [+] 2, got 2"),
+        ({"policy": LOOKING, "draft_model": make_qwen()}, "the draft model \\("),
         ({"model": make_qwen()}, r"main model \(qwen3_next\) has layers with ArraysCache"),
+        ({"model": make_qwen(), "policy": LOOKING}, r"main model \(qwen3_next\) has layers with ArraysCache"),
+        ({"prompt_cache": [RotatingKVCache(64), RotatingKVCache(64)]}, "layers with RotatingKVCache"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exact_is_refused_at_the_call(main, draft, tokenizer, keywords, message):
@@ -136,12 +139,16 @@ def test_what_cannot_be_exact_is_refused_at_the_call(main, draft, tokenizer, key
         stream_generate(tokenizer=tokenizer, prompt=prompt, **options)
 
 
-def test_a_given_cache_that_chooses_by_itself_is_refused(main, draft, tokenizer):
-    """mlx-lm's loop alone would choose too early: not the answer without a draft."""
-    for policy in (KEYDIFF, RING, SNAPKV):
+def test_a_given_cache_that_evicts_is_refused_and_one_that_grows_goes_on(main, draft, tokenizer):
+    for policy in (KEYDIFF, RING):
         cache, _ = prefill(main, PROMPT[:-1], policy)
         options = {"prompt_cache": cache + make_prompt_cache(draft), "num_draft_tokens": 3}
-        sentence = "a draft model can't continue from a prompt cache that evicts"
-        refused = pytest.raises(SnapKVError, match=sentence)
-        with refused if "keydiff" in policy else contextlib.nullcontext():
-            assert list(stream_generate(main, tokenizer, PROMPT[-1:], 20, draft, **options))
+        with pytest.raises(SnapKVError, match="can't continue from a prompt cache that evicts"):
+            stream_generate(main, tokenizer, PROMPT[-1:], 20, draft, **options)
+    answers = []
+    for drafts in (None, draft):
+        cache, _ = prefill(main, PROMPT[:-1], SNAPKV)
+        options = {"prompt_cache": cache + (make_prompt_cache(draft) if drafts else [])}
+        answers.append(said(stream_generate(main, tokenizer, PROMPT[-1:], 20, drafts, **options)))
+        assert not any(c.is_trimmable() for c in cache)
+    assert answers[0] == answers[1]

@@ -49,13 +49,13 @@ def arrays_of(cache):
 @pytest.fixture
 def evictions(monkeypatch):
     """The caches that have evicted, one item for each time."""
-    made, original = [], BlockKVCache._evict
+    made, original = [], BlockKVCache.evict
 
     def watched(self):
         made.append(self)
         original(self)
 
-    monkeypatch.setattr(BlockKVCache, "_evict", watched)
+    monkeypatch.setattr(BlockKVCache, "evict", watched)
     return made
 
 

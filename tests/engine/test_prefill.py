@@ -16,7 +16,7 @@ POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
 
 
 def test_the_cache_is_cut_and_lookahead_leaves_no_trace_but_its_votes(tiny_model, tokens):
-    """The tokens looked ahead at are taken back, from the linear layers' states too."""
+    """The tokens looked ahead at are undone, in the linear layers' states too."""
     full = make_prompt_cache(tiny_model)
     plain(tiny_model, tokens, 0, prompt_cache=full)
     cache, report = prefill(tiny_model, tokens, POLICY)

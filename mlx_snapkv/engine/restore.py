@@ -1,0 +1,47 @@
+"""Going back: a prompt cache is trimmed where it only grows, and restored from a copy where it does not."""
+
+from ..caches.layers import kv_bytes, layer_caches, members
+
+
+class CacheCopy:
+    """A prompt cache as it is when this is made: its list, its entries and its linear states.
+
+    Of a cache that only grows the number of tokens is noted. Any other is copied: the copy shares the memory of the
+    arrays until the cache writes into them.
+    """
+
+    def __init__(self, prompt_cache: list):
+        self._list, self._caches = prompt_cache, list(prompt_cache)
+        caches = layer_caches(prompt_cache)
+        self._restorers = [cache.restorer() for cache in caches]
+        # Of the caches that were copied: how many tokens they had been fed, and the bytes of their entries.
+        self._copied = [(c, c.offset, c.kv_nbytes) for c in caches if not c.grows]
+
+    def restore(self) -> None:
+        """Put the caches back into the list, as they were."""
+        self._list[:] = self._caches
+        for restore in self._restorers:
+            restore()
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of keys and values that this alone holds: of caches that were replaced, or have been fed since."""
+        now = {id(cache) for cache in members(self._list)}
+        replaced = kv_bytes([cache for cache in members(self._caches) if id(cache) not in now])
+        return replaced + sum(
+            nbytes
+            for cache, offset, nbytes in self._copied
+            if id(cache) in now and cache.offset > offset
+        )
+
+
+def trimmed_to(n_tokens: int, prompt_cache: list) -> bool:
+    """Trim a prompt cache to its first `n_tokens`; False, and nothing is trimmed, where a cache does not only grow."""
+    caches = layer_caches(prompt_cache)
+    if all(cache.offset <= n_tokens for cache in caches):
+        return True
+    if not all(cache.grows for cache in caches):
+        return False
+    for cache in caches:
+        cache.trim(max(0, cache.offset - n_tokens))
+    return True
