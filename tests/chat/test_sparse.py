@@ -31,7 +31,7 @@ def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
 def read(last=False):
     """How many entries a chunk may read, or the last tokens where entries are in files."""
     reach = Sparse.from_string(SPARSE).reach(2048)
-    reach = reach.of_last(bounded=True) if last else reach
+    reach = reach.of_last(in_files=True) if last else reach
     return range(reach.most + 1 - PAGE, reach.most + 1)
 
 
