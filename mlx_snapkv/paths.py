@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import SnapKVError
+
+UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.part")  # the name of a file that `replacing` has written
 
 
 def path_of(name: str | Path, option: str | None = None) -> Path:
@@ -48,10 +51,17 @@ def reason(error: Exception) -> str:
 
 def put(path: Path, data: str | bytes) -> None:
     """Write a file, which is there as a whole or as it was before. Raises: OSError."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the block a file to write, which then takes the place of `path`. Raises: OSError: `path` is as it was."""
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{secrets.token_hex(6)}.part")  # however long the name is
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        yield temporary
         with contextlib.suppress(OSError):
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))  # of one that it replaces
         os.replace(temporary, target)

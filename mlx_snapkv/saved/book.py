@@ -26,6 +26,7 @@ from ..entries.key_index import no_codes
 from ..entries.quantization import KEYS, VALUES, Quantization, Stored, pack
 from ..entries.spans import spans
 from ..errors import SnapKVError
+from ..paths import UNFINISHED
 from . import sealed
 
 KEY = "book"
@@ -87,7 +88,7 @@ def remove_unfinished(folder: Path, before: float) -> None:
             if own and is_folder:
                 unfinished = named_folder(path.with_name(f"{own[1]}.safetensors")) != path
             else:
-                unfinished = bool(sealed.TEMPORARY.fullmatch(path.name)) and not is_folder
+                unfinished = bool(UNFINISHED.fullmatch(path.name)) and not is_folder
             parts = [path, *(path.iterdir() if is_folder else [])]
             if unfinished and max(part.stat().st_mtime for part in parts) < before:
                 (shutil.rmtree if is_folder else os.unlink)(path)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import SnapKVError
-from ..paths import refusing
+from ..paths import refusing, replacing
 
 KEY = "checksum"
 UNKNOWN = "0" * 8  # the digits until the checksum is known
-TEMPORARY = re.compile(r"\..+\.[0-9]+\.safetensors")  # the name of an unfinished file
 _DIGITS = re.compile(rb'"0\.checksum": ?"([0-9a-f]{8})"')
 _PIECE = 1 << 20  # bytes: few enough to be still in the processor's cache when they are written
 
@@ -59,16 +58,12 @@ def sealed(target: Path) -> Iterator[Any]:
 
     Raises: OSError: it can't be written; a file that was there before still is.
     """
-    temporary = target.with_name(f".{target.stem}.{os.getpid()}.safetensors")
-    try:
+    with replacing(target) as temporary:
         with SealedWriter(temporary.open("wb", buffering=0)) as writer:
             yield writer
         with temporary.open("r+b") as file:
             file.seek(_place(_head(file)))
             file.write(_digits(writer.crc))
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def is_whole(path: Path) -> bool:

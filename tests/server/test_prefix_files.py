@@ -136,8 +136,8 @@ def test_what_a_killed_server_had_not_finished_goes_but_not_what_another_one_wri
 ):
     """Or it would stay for good, beside what --prefix-dir-bytes counts."""
     name = "0" * 32
-    left = [f".{name}.4711.safetensors", f"{name}-0123456789ab.entries/0.keys"]
-    others = ["notes.entries/0", f".{name}.4712.safetensors", "mine-0123456789ab.entries/0.keys"]
+    left = [".0123456789ab.part", f"{name}-0123456789ab.entries/0.keys"]
+    others = ["notes.entries/0", ".ba9876543210.part", "mine-0123456789ab.entries/0.keys"]
     left, others = ([tmp_path / each for each in names] for names in (left, others))
     for path in (*left, *others):
         path.parent.mkdir(exist_ok=True)
