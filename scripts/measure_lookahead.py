@@ -23,7 +23,6 @@ from evaluation.columns import string_match_all
 from results_page import ROOT, Result, shared_options
 
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.measure import records as loop
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference, divergence
 from mlx_snapkv.measure.intervals import difference
@@ -116,7 +115,7 @@ def measure(model, tokenizer, pieces: list[Piece], rows: list[Record], results: 
     questions = (
         document({"task": r["task"], "document": r["number"]}, asked, of_question, r) for r in rows
     )
-    return loop.run(itertools.chain(texts, questions), results)
+    return results.complete(itertools.chain(texts, questions))
 
 
 def ruler(folder: Path, most: int) -> list[Record]:
@@ -165,8 +164,10 @@ def main() -> None:
         texts = Texts([str(args.folder / "essays")])
         pieces = texts.pieces(tokenizer, LENGTH, LENGTHS[-1] + 1 + JUDGED, args.pieces)
         rows = ruler(args.folder / "ruler" / short / "2048", args.asked)
-        records = Results({"model": short, "length": LENGTH}, args.records / f"{short}.jsonl")
-        for row in summary(measure(model, tokenizer, pieces, rows, records)):
+        setting, path = {"model": short, "length": LENGTH}, args.records / f"{short}.jsonl"
+        with Results(setting, path) as records:
+            measured = measure(model, tokenizer, pieces, rows, records)
+        for row in summary(measured):
             result.add({"model": short} | row)
 
 

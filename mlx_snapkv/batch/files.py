@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
 import tempfile
 import uuid
@@ -16,7 +13,7 @@ from typing import IO, Any, BinaryIO
 
 from ..completions.body import Body, parse
 from ..errors import Option, SnapKVError
-from ..paths import naming, refusing, require_place
+from ..json_lines import JsonLines
 
 DUPLICATE = "duplicate_custom_id"
 NO_OBJECT = "invalid_json_line"
@@ -117,23 +114,14 @@ class AnswersFile:
 
     def __init__(self, path: Path, run: dict[str, Any]):
         self.path, self._run = path, run
-        self._file = -1
+        self._lines = JsonLines(path, START)
         self._read()
 
     def _read(self) -> None:
         self._keys: set[str | int] = set()
-        self.n_answered = self.n_errors = self._size = 0
-        if not require_place(self.path):
-            return
-        number, raw = 0, b""
-        with self.path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if raw.endswith(b"\n"):
-                    self._note(number, raw)
-                    self._size += len(raw)
-        rest = b"" if raw.endswith(b"\n") else raw.rstrip(b"\0")  # which a power cut leaves
-        if not (rest.startswith(START) or START.startswith(rest)):
-            self._note(number, rest)
+        self.n_answered = self.n_errors = 0
+        for number, line in self._lines.read():
+            self._note(number, line)
 
     def _note(self, number: int, raw: bytes) -> None:
         try:
@@ -161,23 +149,11 @@ class AnswersFile:
         self.n_errors += error is not None
 
     def __enter__(self) -> AnswersFile:
-        with contextlib.ExitStack() as undo, refusing(f"{self.path} can't be written"):
-            undo.callback(self.__exit__)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                why = "is in use by another run: wait until that run ends"
-                raise SnapKVError(f"{self.path} {why}") from None
-            self._read()
-            os.ftruncate(self._file, self._size)
-            undo.pop_all()
+        self._lines.open(self._read)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._file >= 0:
-            os.close(self._file)  # which releases the lock, too
-            self._file = -1
+        self._lines.close()
 
     def has(self, line: Line) -> bool:
         return line.key in self._keys
@@ -195,24 +171,5 @@ class AnswersFile:
     def _add(self, line: Line, **outcome: Any) -> None:
         """Write a request's outcome to the disk, as a whole or not at all. Raises: OSError."""
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
-        data = json.dumps(record).encode() + b"\n"
-        try:
-            with naming(self.path), os.fdopen(os.dup(self._file), "ab") as file:
-                file.write(data)
-                file.flush()
-                _sync(self._file)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._size)
-            raise
-        self._size += len(data)
+        self._lines.append(record)
         self._keys.add(line.key)
-
-
-def _sync(file: int) -> None:
-    """Have it all on the disk; a Mac's `fsync` is content with the disk's own memory."""
-    if hasattr(fcntl, "F_FULLFSYNC"):
-        with contextlib.suppress(OSError):  # not every file system can
-            fcntl.fcntl(file, fcntl.F_FULLFSYNC)
-            return
-    os.fsync(file)

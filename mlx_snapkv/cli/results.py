@@ -183,9 +183,10 @@ class ResultOptions:
         """
         from .progress import StepBars
 
-        with StepBars(None if files is None else files.path(".jsonl")) as bars:
+        answers = None if files is None else files.path(".jsonl")
+        with results_in(files, fixed) as results, StepBars(answers) as bars:
             bars.start("documents", n_documents)
-            records = run(results_in(files, fixed), bars.done)
+            records = run(results, bars.done)
         measured = {**VERSION, "summary": page.summarise(records), "records": records}
         result = {**about(self.program), **fixed, **measured}
         if self.as_json:

@@ -19,7 +19,6 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import n_bytes
 from ..planning.units import format_bytes
 from ..policies import Stages
-from . import records as loop
 from .divergence import Reference
 from .intervals import difference, interval
 from .methods import FULL, KNOWN, LATER, Method
@@ -70,7 +69,7 @@ def run(
     results: Results,
     on_piece: Callable[[bool], None] = lambda measured: None,
 ) -> list[Record]:
-    """The records of all pieces, settings and methods; see `loop.run`.
+    """The records of all pieces, settings and methods; see `Results.complete`.
 
     Args:
         questions: each piece is asked one of them, in turn, where it is asked any.
@@ -97,7 +96,7 @@ def run(
         ], measure
 
     each = (document(piece, *frame) for piece, frame in zip(pieces, itertools.cycle(framed)))
-    return loop.run(each, results, on_piece)
+    return results.complete(each, on_piece)
 
 
 def without_lookahead(policy: Any) -> Any:

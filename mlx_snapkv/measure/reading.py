@@ -161,10 +161,10 @@ class Reading:
             return self.full(), CompressionReport(str(policy or NO_POLICY), n_prompt, plan.reason)
         if not shares_reading(policy) and not answering:
             return prefill(self.model, self.tokens, policy)
-        request = self.request(policy, answering)
+        request = self._request(policy, answering)
         return request.prompt_cache, request.compress()
 
-    def request(self, policy: AnyPolicy, answering: bool) -> Request:
+    def _request(self, policy: AnyPolicy, answering: bool) -> Request:
         """One whose caches hold what `compressed` compresses, and who votes on it."""
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")

@@ -18,7 +18,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.engine.prefill import prefill
-from mlx_snapkv.measure import records as loop
 from mlx_snapkv.measure.compare import Kept, decode
 from mlx_snapkv.measure.divergence import Reference
 from mlx_snapkv.measure.methods import SETTINGS, Method
@@ -37,7 +36,7 @@ def run(
     results: Results,
     on_document: Callable[[bool], None] = lambda asked: None,
 ) -> list[Record]:
-    """Every method's answer to every question in every setting; see `loop.run`."""
+    """Every method's answer to every question in every setting; see `Results.complete`."""
     named = {method.name: method for method in methods}
 
     def cells(place: Record):
@@ -63,7 +62,7 @@ def run(
 
         return wanted, measure
 
-    return loop.run(map(cells, dataset.places), results, on_document)
+    return results.complete(map(cells, dataset.places), on_document)
 
 
 class Answers:

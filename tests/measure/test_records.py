@@ -22,9 +22,9 @@ def record(question):
 @pytest.fixture
 def path(tmp_path):
     """A file with two records."""
-    results = Results(SETTING, tmp_path / "r.jsonl")
-    results.add(record(0))
-    results.add(record(1))
+    with Results(SETTING, tmp_path / "r.jsonl") as results:
+        results.add(record(0))
+        results.add(record(1))
     return tmp_path / "r.jsonl"
 
 
@@ -33,10 +33,10 @@ def test_an_unfinished_line_is_dropped(path, kept):
     """The last one; the first one starts the file anew."""
     whole = path.read_bytes()
     path.write_bytes(whole[:kept])
-    results = Results(SETTING, path)
-    for n in (0, 1) if kept > 0 else (1,):
-        assert results.get(asked(n)) is None
-        results.add(record(n))
+    with Results(SETTING, path) as results:
+        for n in (0, 1) if kept > 0 else (1,):
+            assert results.get(asked(n)) is None
+            results.add(record(n))
     assert path.read_bytes() == whole
 
 
@@ -61,3 +61,8 @@ def test_another_file_is_refused_by_name_and_left_alone(tmp_path, content, words
     with pytest.raises(SnapKVError, match=words):
         Results(SETTING, path)
     assert path.read_text() == content
+
+
+def test_a_file_belongs_to_one_run(path):
+    with Results(SETTING, path), pytest.raises(SnapKVError, match="is in use by another run"):
+        Results(SETTING, path).__enter__()

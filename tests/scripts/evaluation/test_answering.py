@@ -87,13 +87,13 @@ def test_tables_say_how_much_of_the_answers_came_before_the_compression(asked):
 def test_a_run_goes_on_where_it_was(asked, tmp_path):
     """Only what is missing is asked: the last answers, and one in the middle."""
     model, dataset, records = asked
-    results = Results(dataset.setting, tmp_path / "r.jsonl")
-    for record in [r for i, r in enumerate(records[:-2]) if i != 7]:
-        results.add(record)
+    with Results(dataset.setting, tmp_path / "r.jsonl") as results:
+        for record in [r for i, r in enumerate(records[:-2]) if i != 7]:
+            results.add(record)
     for was_asked in (True, False):
         told = []
-        results = Results(dataset.setting, tmp_path / "r.jsonl")
-        again = run(model, dataset, [*METHODS.values()], SETTINGS, results, told.append)
+        with Results(dataset.setting, tmp_path / "r.jsonl") as results:
+            again = run(model, dataset, [*METHODS.values()], SETTINGS, results, told.append)
         assert again == records and told == [was_asked] * 2
         assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1 + len(records)
 

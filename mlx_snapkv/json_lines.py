@@ -1,0 +1,94 @@
+"""Files of results as JSON lines, which a later run goes on from."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import SnapKVError
+from .paths import naming, refusing, require_place
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, each on the disk as a whole before the next is begun.
+
+    Nothing is written before `open`, after which the file belongs to this process until `close`.
+
+    Args:
+        start: the first bytes of every line that this package writes.
+
+    Raises: SnapKVError: the file can't be written.
+    """
+
+    def __init__(self, path: Path, start: bytes):
+        self.path, self._start = path, start
+        self._file = -1
+        self._size = 0  # bytes of whole lines
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """Yield every line with its number, from 1; a last line of ours that was not finished is left out."""
+        self._size = 0
+        if not require_place(self.path):
+            return
+        number, line = 0, b""
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield number, line
+                    self._size += len(line)
+        rest = b"" if line.endswith(b"\n") else line.rstrip(b"\0")  # which a power cut leaves
+        if not (rest.startswith(self._start) or self._start.startswith(rest)):
+            yield number, rest
+
+    def open(self, read: Callable[[], None]) -> None:
+        """Lock the file, call `read`, which reads it again, and drop a last line that was not finished.
+
+        Raises: SnapKVError: the file can't be written, or another process has it.
+        """
+        with contextlib.ExitStack() as undo, refusing(f"{self.path} can't be written"):
+            undo.callback(self.close)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                why = "is in use by another run: wait until that run ends"
+                raise SnapKVError(f"{self.path} {why}") from None
+            read()
+            os.ftruncate(self._file, self._size)
+            undo.pop_all()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._size == 0
+
+    def close(self) -> None:
+        """Close the file, which releases the lock, too."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write a line to the disk, as a whole or not at all. Raises: OSError: the disk is full, say."""
+        data = json.dumps(record).encode() + b"\n"
+        try:
+            with naming(self.path), os.fdopen(os.dup(self._file), "ab") as file:
+                file.write(data)
+                file.flush()
+                _sync(self._file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(data)
+
+
+def _sync(file: int) -> None:
+    """Have it all on the disk; a Mac's `fsync` is content with the disk's own memory."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        with contextlib.suppress(OSError):  # not every file system can
+            fcntl.fcntl(file, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(file)
