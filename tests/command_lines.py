@@ -3,7 +3,6 @@
 import io
 import re
 import sys
-import tempfile
 
 import pytest
 
@@ -20,7 +19,6 @@ def caller(main, monkeypatch, capsys):
     """
 
     def call(*args, stdin=b""):
-        monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)  # which --store-dir sets
         monkeypatch.setattr(sys, "argv", ["mlx-snapkv", *args])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         with pytest.raises(SystemExit) as exit:

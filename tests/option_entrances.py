@@ -149,15 +149,18 @@ def serve(folder):
     """Ask servers that share a folder of prefixes: one with another tint does not use what the first has read."""
     cached, real = [], server.serve
 
-    def asked(engine, settings, place, started):
-        def ask():
+    def asked(engine, settings, place, on_start):
+        def ask(running):
             url = f"http://127.0.0.1:{place.getsockname()[1]}/v1/chat/completions"
             body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
             found = httpx.post(url, json=body, timeout=60).json()
             cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
-            engine.server.should_exit = True
+            running.should_exit = True
 
-        real(engine, settings, place, lambda: threading.Thread(target=ask).start())
+        def start(running):
+            threading.Thread(target=ask, args=(running,)).start()
+
+        real(engine, settings, place, start)
 
     server.serve = asked
     words = ["serve", "--model", "demo", "--port", 0, "--sparse", "budget=64"]

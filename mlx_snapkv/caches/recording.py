@@ -20,7 +20,8 @@ from ..policies.sparse import PAGE
 from .adapter import full_cache
 from .contract import LayerCache, keys_of
 from .page_means import PageMeans
-from .stores import FileStore, MemoryStore, Store
+from .stores import MemoryStore, Store
+from .stores.temporary import AsideFile
 
 _NO_FILES = (
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
@@ -240,4 +241,4 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         keys, values, index = v
         store: Any = Missing(_NO_FILES, cache=None, in_files=True, first_entry=(keys, values))
         self.__init__(0, 0, KVCache.step, None, store)  # type: ignore[misc]
-        self.index = None if index is None else KeyIndex.restored(index, keys, FileStore.aside)
+        self.index = None if index is None else KeyIndex.restored(index, keys, AsideFile)

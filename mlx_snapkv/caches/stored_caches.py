@@ -1,5 +1,6 @@
 """Prompt caches whose entries are in a store: how they are made, moved there, and saved."""
 
+import os
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -20,7 +21,10 @@ from .recording import RecordingKVCache
 from .stores import STORES, Store
 
 
-def require_store(store: str | None) -> None:
+def require_store(store: str | None, folder: str | None = None) -> None:
+    """Raises: SnapKVError: there is no such store, or its files can't be written to the folder."""
+    if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise OptionError("store_dir", "a writable folder", folder)
     if store is not None and store not in STORES:
         *most, last = STORES
         raise OptionError("store", f"{', '.join(most)} or {last}", store)
@@ -30,8 +34,11 @@ def in_files(store: str | None) -> bool:
     return store is not None and STORES[store].in_files
 
 
-def make_caches(model, store: str | None) -> list:
+def make_caches(model, store: str | None, folder: str | None = None) -> list:
     """Return a model's empty caches; with a store its full-attention layers keep all entries there.
+
+    Args:
+        folder: of a store's temporary files; None is TMPDIR.
 
     Raises:
         SnapKVError: the model's entries can't be kept that way.
@@ -41,9 +48,10 @@ def make_caches(model, store: str | None) -> list:
     if store is None:
         return caches
     layers = attention_layers(model, caches)
-    quantization = store_quantization(model, layers, store)
+    kind, quantization = STORES[store], store_quantization(model, layers, store)
+    place: dict[str, Any] = {"folder": folder} if kind.in_files else {}
     for layer in layers:
-        kept = STORES[store](quantization)
+        kept = kind(quantization, **place)
         layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer, kept))
     return caches
 
@@ -62,7 +70,7 @@ def store_quantization(
     return Quantization(bits, 64 if 64 in groups else 32)
 
 
-def moved_to_store(model, prompt_cache: list, store: str) -> list:
+def moved_to_store(model, prompt_cache: list, store: str, folder: str | None = None) -> list:
     """Return caches that keep all entries in a store, beginning with a prompt cache's, which stays as it is.
 
     Raises: SnapKVError: some of its entries are gone, or the model's can't be kept that way.
@@ -72,7 +80,7 @@ def moved_to_store(model, prompt_cache: list, store: str) -> list:
             "{} needs a prompt cache with all entries, and this one is compressed",
             Option("store", store),
         )
-    empty = make_caches(model, store)
+    empty = make_caches(model, store, folder)
     layers = attention_layers(model, empty)
     caches = copies_but_entries(prompt_cache, layers)
     for layer in layers:
@@ -116,6 +124,8 @@ def moved_into(empty: Any, found: Any) -> Any:
     """
     wanted, loaded = layer_cache(empty), layer_cache(found)
     if loaded.is_compressed or _alike(wanted.store, loaded.store):
+        if wanted.store is not None and loaded.store is not None:
+            loaded.store.folder = wanted.store.folder
         return found
     if not has_all_entries(found):
         raise SnapKVError(

@@ -20,6 +20,7 @@ from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
+from ..planning.options import noted
 from ..policies import Policy, Sparse, Stages, resolve_method
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
@@ -115,7 +116,7 @@ class Conversation:
         if self.policy is None:
             self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
         else:
-            self.prompt_cache = make_caches(self.model, self.store)
+            self.prompt_cache = make_caches(self.model, self.store, self.options["store_dir"])
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.report: CompressionReport | None = None
@@ -195,7 +196,7 @@ class Conversation:
         """Write the conversation to a `.safetensors` file, as a whole or not at all. Raises: SnapKVError."""
         if not self.read:
             raise SnapKVError("the conversation is empty, so there is nothing to save")
-        notes = {name: getattr(self, name) for name in NOTED}
+        notes = {name: getattr(self, name) for name in NOTED} | {"options": noted(self.options)}
         caches = saved_forms(self.model, self.prompt_cache)
         saved.save(path, self.model, caches, self.read, self.policy or NO_POLICY, notes)
 

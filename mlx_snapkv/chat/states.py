@@ -59,7 +59,7 @@ def load(
     caches = list(prompt.prompt_cache)
     try:
         if method is not None:
-            empty = make_caches(model, config.store)
+            empty = make_caches(model, config.store, config.store_dir)
             for layer in attention_layers(model, empty):
                 layer.put(
                     caches, moved_into(layer.cache_in(empty), layer.cache_in(prompt.prompt_cache))

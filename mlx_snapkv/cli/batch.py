@@ -10,7 +10,7 @@ from typer import Argument, Exit, Option
 
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
-from ..planning.options import OPTIONS
+from ..planning.options import noted
 from . import cache_options, options
 from .reading import Reading
 
@@ -119,7 +119,7 @@ def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
     """Return what every answer says of its entries, and a run that continues the file must agree in."""
     policy = keywords["policy"]
     about = {"policy": None if policy is None else str(policy), "kv_bits": kv_bits}
-    return about | {name: keywords[name] for name in OPTIONS}
+    return about | noted(keywords)
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:

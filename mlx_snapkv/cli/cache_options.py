@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from ..errors import SnapKVError, UnsupportedModelError
-from ..paths import path_of
 from ..planning.options import RequestOptions
 from .command import flag_of
 from .options import n_bytes, one_of
@@ -203,41 +199,15 @@ class AutoPolicyOptions(PolicyOptions):
         return None if self.is_auto else super().resolve()
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredOptions(RequestOptions):
-    """The options of a request, and the folder of its files."""
-
-    store_dir: Annotated[Path | None, Option(help="Folder for --store file; default: TMPDIR.")] = (
-        None
-    )
+@dataclass(frozen=True)
+class CompressionOptions(RequestOptions, AutoPolicyOptions):
+    """The policy or sparse attention, or what suits the prompt and the machine, and a request's other options."""
 
     def __post_init__(self) -> None:
-        self.require_valid()
-        if self.store_dir is None:
-            return
-        folder = path_of(self.store_dir, "--store-dir")
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise SnapKVError(f"--store-dir must be a writable folder, got {folder}")
-        tempfile.tempdir = str(folder)
-
-    def require_valid(self) -> None:
-        """Raises: SnapKVError: an option is invalid or conflicts with another."""
         from ..planning.config import CompressionConfig
 
-        CompressionConfig(**self.keywords)
-
-
-@dataclass(frozen=True)
-class CompressionOptions(StoredOptions, AutoPolicyOptions):
-    """The policy, or what suits the prompt and the machine, and what becomes of what it does not keep."""
-
-    def require_valid(self) -> None:
-        if not self.is_auto:
-            super().require_valid()
-            return
-        from ..planning.auto import require_for_auto
-
-        require_for_auto(self.keywords)
+        super().__post_init__()
+        CompressionConfig(**self.keywords)  # which finds mistakes
 
     def served(self) -> dict[str, Any]:
         """Return the keywords of `generate_step` that these options stand for."""

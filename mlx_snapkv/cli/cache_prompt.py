@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from ..engine.report import NO_POLICY, CompressionReport
+from ..planning.options import RequestOptions, noted
 from ..planning.units import format_bytes
 from . import cache_options, options
 from .prompts import TextOptions, opening_tokens
@@ -20,7 +21,7 @@ def cache_prompt(
     prompt: TextOptions,
     cache: cache_options.CacheOptions,
     policy: cache_options.PolicyOptions,
-    request: cache_options.StoredOptions,
+    request: RequestOptions,
     quiet: options.Quiet = False,
 ) -> None:
     """Read a long text once and save its KV cache: all entries, or what a policy keeps.
@@ -56,13 +57,15 @@ def cache_prompt(
     tokens = reading.wait_for(opening)
     keywords = {"policy": chosen, **config.keywords, **vars(cache)}
     reading.warn(loaded, len(tokens), was_chosen=chosen is None, is_text=True, **keywords)
-    cost = partial(file_cost, loaded, store, saved_in=path.resolve().parent)
+    cost = partial(
+        file_cost, loaded, store, folder=config.store_dir, saved_in=path.resolve().parent
+    )
     with reading.bar(cost) as bar:
         read, report = _read(
             loaded, tokens, chosen, config.keywords, **vars(cache), prompt_progress_callback=bar
         )
     notes: dict[str, Any] = {"text": text, "system_prompt": prompt.system_prompt}
-    notes |= {"time": now.isoformat(), "options": config.keywords}
+    notes |= {"time": now.isoformat(), "options": noted(config.keywords)}
     used = report.policy if report.compressed else NO_POLICY
     if store is not None:
         used = str(chosen)

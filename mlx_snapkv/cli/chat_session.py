@@ -205,4 +205,6 @@ class Session:
     def _cost(self, n_new: int) -> FileCost | None:
         """What a turn with a document will write to files."""
         now = self.conversation
-        return file_cost(now.model, now.store, n_new) if n_new > SHORT_TURN else None
+        if n_new <= SHORT_TURN:
+            return None
+        return file_cost(now.model, now.store, n_new, folder=now.options["store_dir"])

@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import Option, SnapKVError
-from ..planning.options import OPTIONS
 from .config import ONE_OF, Setting, settings_of
 
 Group = TypeVar("Group")
@@ -64,9 +63,6 @@ NEEDS = {
     "kv_memory": ("policy", "auto"),
     "prefix_dir_bytes": ("prefix_dir", ""),
 }
-# Only a policy or sparse attention has a use for these; some commands choose one without being told.
-FOR_METHOD = {*OPTIONS}
-CHOOSING = {"chat", "compare"}
 
 
 class Command(TyperCommand):
@@ -96,27 +92,23 @@ class Command(TyperCommand):
         return rest
 
     def _pass_over_settings(self, ctx: Any) -> None:
-        """Leave out settings that the command line replaces, or that only a policy or sparse attention could use."""
+        """Leave out settings that the command line replaces, and a store where there is no sparse attention."""
         params = ctx.params
         if any(is_typed(ctx, name) for name in ONE_OF):
             self._drop_settings(ctx, ONE_OF)
         if params.get("policy") in ("none", ["none"]):  # the full cache, whatever a setting says
             params["policy"] = None
-        chosen = any(params.get(name) is not None for name in ONE_OF)
-        if "store_dir" in params and not chosen and self.name not in CHOOSING:
-            self._drop_settings(ctx, FOR_METHOD)
-        may_be_sparse = params.get("sparse") is not None or params.get("policy") == "auto"
-        if "store_dir" in params and not may_be_sparse and self.name != "compare":
+        may_be_sparse = self.name == "compare" or params.get("policy") == "auto"
+        if not may_be_sparse and params.get("sparse") is None:
             self._drop_settings(ctx, {"store"})
 
     def _drop_settings(self, ctx: Any, names: set[str]) -> None:
         """Set these options to their defaults, unless they were typed."""
+        settings = ctx.meta["settings"]
         for option in self.params:
-            if option.name in names & ctx.meta["settings"].keys() and not is_typed(
-                ctx, option.name
-            ):
+            if option.name in names & settings.keys() and not is_typed(ctx, option.name):
                 ctx.params[option.name] = option.default
-                del ctx.meta["settings"][option.name]
+                del settings[option.name]
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; a mistake's sentence also says which settings that it names come from elsewhere."""

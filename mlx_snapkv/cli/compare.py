@@ -10,6 +10,7 @@ from typer import Option
 
 from ..measure.tables import Table
 from ..paths import put_result
+from ..planning.options import RequestOptions
 from ..planning.units import format_bytes
 from . import cache_options, options
 from .prompts import PromptOptions
@@ -53,7 +54,7 @@ def compare(
     prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
-    request: cache_options.StoredOptions,
+    request: RequestOptions,
     shown: CompareOptions,
 ) -> None:
     """Answer your own prompt with the full cache and with policies, and show what differs.
@@ -103,7 +104,7 @@ def compare(
         reading.say(f"wrote {path}")
 
 
-def _default_methods(n_prompt: int, request: cache_options.StoredOptions) -> list[Method]:
+def _default_methods(n_prompt: int, request: RequestOptions) -> list[Method]:
     """The full cache, sparse attention and two policies that suit the prompt's length."""
     from ..planning.auto import worth_comparing
     from ..policies import Sparse

@@ -221,7 +221,8 @@ class _Answer:
         from ..planning.footprint import file_cost
 
         show = not self.output.as_json
-        cost = partial(file_cost, model, self.keywords["store"]) if show else None
+        store, folder = (self.keywords[name] for name in ("store", "store_dir"))
+        cost = partial(file_cost, model, store, folder=folder) if show else None
         options = {"on_report": explaining(self.taken, self.reports.append), **self.keywords}
         try:
             with reading.bar(cost) as update:

@@ -74,7 +74,9 @@ def prefill(
     require_step_size(prefill_step_size)
     warn_beyond_trained_length(model, tokens.size)
     plan = plan_request(model, config, tokens.size, prompt_cache)
-    cache = make_caches(model, config.store) if prompt_cache is None else prompt_cache
+    cache = prompt_cache
+    if cache is None:
+        cache = make_caches(model, config.store, config.store_dir)
     request = make_request(model, plan, cache, owned=prompt_cache is None)
     loop_options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),

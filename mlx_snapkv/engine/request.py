@@ -164,5 +164,5 @@ def make_request(
         return Uncompressed(model, prompt_cache or [], report)
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if plan.options.store is not None and not owned:
-        caches = moved_to_store(model, caches, plan.options.store)
+        caches = moved_to_store(model, caches, plan.options.store, plan.options.store_dir)
     return Request(model, plan, caches, on_kept)

@@ -94,7 +94,7 @@ def require_servable(
     config = config.beside(options)
     config.require(model)
     require_compatible(config, When.COMPRESSING)
-    caches = make_caches(model, config.store)
+    caches = make_caches(model, config.store, config.store_dir)
     layers = attention_layers(model, caches)
     if config.quantization is not None:
         require_quantizable(model, layers, config.quantization)

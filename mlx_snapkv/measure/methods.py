@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
+from ..planning.options import noted
 from ..planning.request_plan import reason_to_leave
 from .reading import AnyPolicy, shares_reading
 
@@ -27,7 +28,7 @@ class Method:
         """What tables call it."""
         if self.policy is None:
             return FULL
-        named = (f", {k} {v}" for k, v in self.options.items() if v not in ("memory", None))
+        named = (f", {k} {v}" for k, v in noted(self.options).items() if v not in ("memory", None))
         return f"{self.policy}{''.join(named)}"
 
     @property

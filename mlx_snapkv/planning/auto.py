@@ -262,18 +262,13 @@ def resolve(
         )
     given = {name: options[name] for name in OPTIONS if name in options}
     others = {name: value for name, value in options.items() if name not in OPTIONS}
-    require_for_auto(given)
+    CompressionConfig(**given)  # which finds mistakes
     own = (others.get(name) is None for name in ("prompt_cache", "draft_model"))
     request = AutoRequest(n_prompt, task, given, all(own), others.get("kv_bits"), kv_memory)
     how = {name: others[name] for name in ("prefill_step_size", "kv_group_size") if name in others}
     planner = Planner(model, max_tokens=min(max(0, max_tokens), TYPICAL), **how)
     found = recommended(planner, request, this_machine().usable)
     return found.config.beside(others), others, found
-
-
-def require_for_auto(options: dict[str, Any]) -> None:
-    """Raises: SnapKVError: one of `RequestOptions` is invalid, or none of the settings could have it."""
-    CompressionConfig(**options)
 
 
 def worth_comparing(n_prompt: int) -> list[str]:

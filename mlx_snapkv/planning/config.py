@@ -13,9 +13,10 @@ from ..errors import (
 )
 from ..models import attentions, type_of
 from ..models.distributed import TENSOR, split_of
+from ..paths import path_of
 from ..policies import Method, Stages, resolve_method
 from .exclusions import When, require_compatible
-from .options import OPTIONS, RequestOptions
+from .options import OPTIONS, RequestOptions, noted
 from .prompt_plan import require_step_size
 
 METHODS = ("snapkv", "policy", "sparse")
@@ -46,7 +47,9 @@ class CompressionConfig(RequestOptions):
         super().__post_init__()
         if self.store is None and self.is_sparse:
             object.__setattr__(self, "store", "memory")
-        require_store(self.store)
+        if self.store_dir is not None:
+            object.__setattr__(self, "store_dir", str(path_of(self.store_dir, "--store-dir")))
+        require_store(self.store, self.store_dir)
         require_compatible(self, When.GIVEN)
 
     @classmethod
@@ -77,7 +80,7 @@ class CompressionConfig(RequestOptions):
     @property
     def identity(self) -> dict[str, str]:
         """What entries depend on beside the model and the tokens: those of another identity can't stand for them."""
-        what = {"policy": self.policy, "quantization": self.quantization, **self.keywords}
+        what = {"policy": self.policy, "quantization": self.quantization, **noted(self.keywords)}
         return {name: str(value) for name, value in what.items()}
 
     @property

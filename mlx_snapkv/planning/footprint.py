@@ -264,11 +264,18 @@ class FileCost:
 
 
 def file_cost(
-    model, store: str | None, n_new: int, *, saved_in: Path | None = None
+    model,
+    store: str | None,
+    n_new: int,
+    *,
+    folder: str | None = None,
+    saved_in: Path | None = None,
 ) -> FileCost | None:
-    """What reading `n_new` tokens will write; None if their entries don't go to files.
+    """Return what reading `n_new` tokens will write; None if their entries don't go to files.
 
-    `saved_in` is the folder that all entries are copied to in the end.
+    Args:
+        folder: of temporary files; None is TMPDIR.
+        saved_in: the folder that all entries are copied to in the end.
     """
     if n_new == 0 or not in_files(store):
         return None
@@ -277,9 +284,9 @@ def file_cost(
     if n_new > RESIDENT:
         stored += int(n_new * (sizes.of_index() + sizes.of_means()))
     disks: dict[int, Disk] = {}
-    for folder in filter(None, (Path(tempfile.gettempdir()), saved_in)):
+    for place in filter(None, (Path(folder or tempfile.gettempdir()), saved_in)):
         with contextlib.suppress(OSError):  # some don't say what is free
-            device = folder.stat().st_dev
-            before = disks.get(device) or Disk((), stored, shutil.disk_usage(folder).free)
-            disks[device] = before._replace(folders=(*before.folders, folder))
+            device = place.stat().st_dev
+            before = disks.get(device) or Disk((), stored, shutil.disk_usage(place).free)
+            disks[device] = before._replace(folders=(*before.folders, place))
     return FileCost(n_new, tuple(disks.values())) if disks else None

@@ -6,14 +6,17 @@ from typing import Any
 from ..errors import OptionError
 
 
-def option(help: str, *values: Any) -> Any:
+def option(help: str, *values: Any, changes_entries: bool = True) -> Any:
     """Return a field of `RequestOptions`, which is None unless the caller sets it.
 
     Args:
         help: a sentence for `--help` and the docs.
         *values: the values that are allowed beside None, if they are few.
+        changes_entries: entries depend on it: it is noted in saved files and part of what prefixes are found by.
     """
-    return field(default=None, metadata={"help": help, "values": values})
+    return field(
+        default=None, metadata={"help": help, "values": values, "changes": changes_entries}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,9 @@ class RequestOptions:
         "Where --sparse keeps all entries: in memory, in 8bit or 4bit there, or in temporary files (file). "
         "Default: memory."
     )
+    store_dir: str | None = option(
+        "Folder for --store file; default: TMPDIR.", changes_entries=False
+    )
 
     def __post_init__(self) -> None:
         for each in fields(RequestOptions):
@@ -45,4 +51,10 @@ class RequestOptions:
         return {name: getattr(self, name) for name in OPTIONS}
 
 
+def noted(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the options that entries depend on."""
+    return {name: value for name, value in keywords.items() if name in NOTED}
+
+
 OPTIONS = tuple(each.name for each in fields(RequestOptions))
+NOTED = tuple(each.name for each in fields(RequestOptions) if each.metadata["changes"])

@@ -64,7 +64,7 @@ def prefix_room(
     except SnapKVError:  # of the policy, which can't serve so long a prompt
         each = 0
     if in_files(config.store):
-        least, free = IN_FILES, shutil.disk_usage(tempfile.gettempdir()).free
+        least, free = IN_FILES, shutil.disk_usage(config.store_dir or tempfile.gettempdir()).free
     else:
         least, free = IN_MEMORY, machine.usable - weight_bytes(model)
     limit = given or min(max(least, each), max(LEAST, free // 2))

@@ -1,6 +1,7 @@
 """Requests whose entries all stay: what they refuse and leave alone, and what they keep."""
 
 import functools
+import tempfile
 
 import pytest
 from entry_helpers import exact_up_to
@@ -113,3 +114,15 @@ def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, 
     assert f": a token reads {format_bytes(report.kv_bytes_read)} (float32" in str(report)
     assert f"all 200 entries stay in {where}" in str(report)
     assert report.warnings == []
+
+
+def test_files_are_in_the_folder_that_was_given(wide, tokens, tmp_path, monkeypatch):
+    made, make_file = [], tempfile.TemporaryFile
+    recorded = lambda **how: made.append(how["dir"]) or make_file(**how)  # noqa: E731
+    monkeypatch.setattr(tempfile, "TemporaryFile", recorded)
+    options = {"sparse": SPARSE["sparse"], "store": "file"}
+    caches, _ = prefill(wide, tokens, **options, store_dir=str(tmp_path))
+    list(steps(wide, tokens[:3], prompt_cache=caches, **options, store_dir=str(tmp_path)))
+    assert set(made) == {str(tmp_path)}
+    with pytest.raises(SnapKVError, match=r"^store_dir must be a writable folder, got '/no/such'$"):
+        prefill(wide, tokens, **options, store_dir="/no/such")

@@ -22,6 +22,7 @@ class Store(EntryView):
     name: ClassVar[str]
     bits: ClassVar[int | None] = None  # of a packed key or value; None leaves entries plain
     in_files: bool = False  # whoever saves a cache puts its entries beside the file
+    folder: str | None = None  # of files to come; None is TMPDIR
     cache: Any = None  # unless in files, mlx-lm's cache that they are in, which may go on by itself
     # Keys and values of the first of entries in files, `(B, n_kv_heads, 1, head_dim)`, which a saved cache has of them
     # to show the shapes; None if there are none.

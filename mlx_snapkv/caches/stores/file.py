@@ -206,7 +206,6 @@ class FileStore(JoinedView, Store):
     name = "file"
     in_files = True
     nbytes = 0
-    aside = AsideFile
 
     def __init__(
         self,
@@ -214,10 +213,16 @@ class FileStore(JoinedView, Store):
         files: Sequence[EntryFile] = (),
         n_entries: int = 0,
         first_entry: tuple[mx.array, mx.array] | None = None,
+        folder: str | None = None,
     ):
         self.quantization, self._first_entry = quantization, first_entry
+        self.folder = folder
         super().__init__([_Part(files, quantization, n_entries)] if n_entries else [])
         self._grows = False  # the last part's files are this store's alone
+
+    def aside(self) -> AsideFile:
+        """Return a file for rows that are derived from these entries."""
+        return AsideFile(self.folder)
 
     def append(self, entries: Entries) -> None:
         new = entries.packed(self.quantization)
@@ -230,7 +235,7 @@ class FileStore(JoinedView, Store):
                 file.write(x, part.n_entries)
         except OSError as error:
             self._cut()
-            raise no_room(error) from error
+            raise no_room(error, self.folder) from error
         self._parts[-1] = replace(part, n_entries=part.n_entries + len(new))
 
     def _begin(self, layouts: list[Layout]) -> None:
@@ -248,7 +253,8 @@ class FileStore(JoinedView, Store):
                 break
             first, n = first - 1, n + before
         joined = parts[first:] if first < len(parts) - 1 else []
-        own, at = _Part([EntryFile(layout) for layout in layouts], self.quantization), 0
+        files = [EntryFile(layout, temporary_file(self.folder)) for layout in layouts]
+        own, at = _Part(files, self.quantization), 0
         for part in joined:
             for file, source in zip(own.files, part.files):
                 file.copy(source, part.n_entries, at)
@@ -273,7 +279,7 @@ class FileStore(JoinedView, Store):
 
     def __deepcopy__(self, memo: dict) -> FileStore:
         self._grows = False
-        other = FileStore(self.quantization, first_entry=self._first_entry)
+        other = FileStore(self.quantization, first_entry=self._first_entry, folder=self.folder)
         other._parts = list(self._parts)
         return other
 

@@ -18,10 +18,10 @@ from ...errors import EntryFileError
 from ..open_files import allow_more_files, is_open_files_limit, limit_reached
 
 
-def temporary_file() -> Any:
-    """A new file, in TMPDIR. Raises: OSError."""
+def temporary_file(folder: str | None = None) -> Any:
+    """Open a new file in a folder, by default TMPDIR. Raises: OSError."""
     allow_more_files()
-    return tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)
+    return tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0, dir=folder)
 
 
 def write_at(file: Any, data: memoryview, start: int) -> None:
@@ -31,20 +31,23 @@ def write_at(file: Any, data: memoryview, start: int) -> None:
         data, start = data[n:], start + n
 
 
-def no_room(error: OSError) -> EntryFileError:
-    """What to tell a user for whom a file can't be made or written."""
+def no_room(error: OSError, folder: str | None = None) -> EntryFileError:
+    """Return what to tell a user for whom a file in the folder can't be made or written."""
     why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
     why = limit_reached() if is_open_files_limit(error) else why
     return EntryFileError(
-        f"entries can't be kept in a file in {tempfile.gettempdir()}: {why}, or use another store"
+        f"entries can't be kept in a file in {folder or tempfile.gettempdir()}: {why}, or use another store"
     )
 
 
 class AsideFile:
-    """A file that rows are put in, to be read as they were."""
+    """A file that rows are put in, to be read as they were; in a folder, by default TMPDIR."""
 
     _file: Any = None  # until there are some
     _size = 0
+
+    def __init__(self, folder: str | None = None):
+        self._folder = folder
 
     def put(self, stored: Stored) -> Callable[[], Stored]:
         """Put rows at its end; the result reads them. Raises: EntryFileError: there is no room."""
@@ -57,11 +60,11 @@ class AsideFile:
         data, start = np.asarray(mx.contiguous(array).flatten().view(mx.uint8)).data, self._size
         try:
             if self._file is None:
-                self._file = temporary_file()
+                self._file = temporary_file(self._folder)
                 weakref.finalize(self, self._file.close)
             write_at(self._file, data, start)
         except OSError as error:
-            raise no_room(error) from error
+            raise no_room(error, self._folder) from error
         self._size += len(data)
         return partial(self._read, start, array.shape, array.dtype)
 
