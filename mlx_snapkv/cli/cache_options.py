@@ -145,8 +145,7 @@ class PolicyOptions:
         str | None,
         Option(
             help='Sparse attention with these options, such as "top_k=2048" ("" for the defaults): all entries '
-            "stay, and chunks "
-            "of the prompt and tokens of the answer choose which few they read."
+            "stay, and chunks of the prompt and tokens of the answer choose which few they read."
         ),
     ] = None
 
@@ -173,8 +172,7 @@ class AutoPolicyOptions(PolicyOptions):
         str | None,
         Option(
             help='A policy, such as "keydiff:budget=25%" (mlx-snapkv policies lists them), or auto, which '
-            "chooses one for "
-            "the prompt, the task and this machine."
+            "chooses one for the prompt, the task and this machine."
         ),
     ] = None
     kv_memory: Annotated[

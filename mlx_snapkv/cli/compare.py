@@ -33,8 +33,7 @@ class CompareOptions(options.ShownOptions):
         list[str] | None,
         Option(
             help="Policy to compare, such as keydiff:budget=25%; repeatable. Default, without --sparse either: "
-            "sparse attention "
-            "and two policies that suit the prompt's length."
+            "sparse attention and two policies that suit the prompt's length."
         ),
     ] = None
     sparse: Annotated[

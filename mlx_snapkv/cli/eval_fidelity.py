@@ -31,9 +31,8 @@ class FidelityOptions:
         list[str] | None,
         Option(
             parser=one_of("text", "known", "later"),
-            help="What is scored: how the text continues (text), or the full cache's own answer to a question "
-            "that the policy "
-            "sees (known) or that comes after the compression (later); repeatable. Default: text.",
+            help="What is scored: how the text continues (text), or the full cache's own answer to a question that "
+            "the policy sees (known) or that comes after the compression (later); repeatable. Default: text.",
         ),
     ] = None
     length: Annotated[
@@ -55,9 +54,8 @@ class FidelityOptions:
     question: Annotated[
         list[str] | None,
         Option(
-            help="Question for the settings known and later; repeatable, the pieces then take turns. Default: "
-            "three questions "
-            "that suit any text."
+            help="Question for the settings known and later; repeatable, the pieces then take turns. Default: three "
+            "questions that suit any text."
         ),
     ] = None
 

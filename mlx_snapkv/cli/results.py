@@ -155,9 +155,8 @@ class ResultOptions:
     output: Annotated[
         str | None,
         Option(
-            help="Write results to OUTPUT.jsonl as they come, or continue from it if it exists; at the end "
-            "write OUTPUT.json "
-            "and OUTPUT.md."
+            help="Write results to OUTPUT.jsonl as they come, or continue from it if it exists; at the end write "
+            "OUTPUT.json and OUTPUT.md."
         ),
     ] = None
     as_json: AsJson = False

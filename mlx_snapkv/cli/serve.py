@@ -50,8 +50,7 @@ class HTTPOptions:
         list[str] | None,
         Option(
             help="Another name of this machine by which clients without a key may reach it, such as "
-            "host.docker.internal; "
-            "repeatable."
+            "host.docker.internal; repeatable."
         ),
     ] = None
     alias: Annotated[list[str] | None, Option(help="Another name for the model; repeatable.")] = (
@@ -62,8 +61,7 @@ class HTTPOptions:
         list[str],
         Option(
             help="NAME of header lines 'NAME: …' to drop from the start of a system prompt, so that the prefix "
-            "cache matches "
-            "the rest; repeatable; '' drops none. Default: Claude Code's."
+            "cache matches the rest; repeatable; '' drops none. Default: Claude Code's."
         ),
     ] = field(default_factory=lambda: [BILLING])
 
