@@ -53,7 +53,6 @@ bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and 
 	$(RUN) scripts/measure_books.py
 	$(RUN) scripts/measure_batches.py
 	$(RUN) scripts/measure_servers.py
-	$(RUN) scripts/measure_plan.py
 	$(RUN) scripts/write_docs.py
 
 bench-gpu: $(VENV)/.installed ## one model on this machine's GPU: a table to paste into an issue (ten minutes; MODEL=REPOSITORY for another model)

@@ -12,7 +12,7 @@ from typing import Any
 import policies_page
 import readme_results
 import sparse_page
-from results_page import Row, figures, load, measured, right, table, written_by
+from results_page import Row, figures, load, measured, right, table
 
 from mlx_snapkv.cli.listings import CHOICES
 from mlx_snapkv.measure.intervals import interval
@@ -41,6 +41,17 @@ def choices() -> list[str]:
         pages = ", ".join(f"[{page.partition('.md')[0]}]({page})" for page in choice.pages.split())
         rows.append((choice.when, choice.why, pages))
     return table(("you have", "how it works", "measured in"), rows)
+
+
+def settings() -> list[str]:
+    """Return README's table: each choice, and its command without a model, text and question."""
+    rows = []
+    for choice in CHOICES:
+        command = choice.command
+        for words in (" --model MODEL", " --prompt-file TEXT", " --prompt QUESTION"):
+            command = command.replace(words, "")
+        rows.append((choice.when, f"`{command}`"))
+    return table(("you have", "command"), rows)
 
 
 def commands() -> list[str]:
@@ -149,38 +160,6 @@ def servers() -> list[str]:
         "right": "{right}/{questions}",
     }
     return [*measured(result), *figures(rows, columns)]
-
-
-def plan() -> list[str]:
-    """Planned and used bytes, by model."""
-    result = load("plan")
-    off = lambda row: row["planned"] / row["used"] - 1  # noqa: E731
-    rows = []
-    for (name,), own in grouped(result["rows"], "model").items():
-        lengths = [f"{own[i]['tokens']:,}" for i in (0, -1)]
-        used = [row["used"] for row in own]
-        rows.append(
-            {"model": name, "cases": len(own), "tokens": " to ".join(dict.fromkeys(lengths))}
-            | {"weights": own[0]["weights"], "least": min(used), "most": max(used)}
-            | {"mean": statistics.fmean(abs(off(row)) for row in own)}
-            | {"worst": max(map(off, own), key=abs)}
-        )
-    every = sorted(abs(off(row)) for row in result["rows"])
-    near = sum(error < 0.1 for error in every)
-    told = (
-        f"The median error of {len(every)} cases is {every[len(every) // 2]:.1%}, the largest {every[-1]:.1%}; "
-        f"{near} are within 10%."
-    )
-    columns = {
-        "model": "`{model}`",
-        "cases": "{cases}",
-        "tokens": "{tokens}",
-        "weights": "{weights:bytes}",
-        "used": "{least:bytes} to {most:bytes}",
-        "mean error": "{mean:.1%}",
-        "worst": "{worst:+.1%}",
-    }
-    return [written_by(result), told, "", *figures(rows, columns)]
 
 
 # What is remembered
@@ -307,13 +286,13 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "policies": lambda: policies_page.summary_table("docs/policies.md"),
     "choices": choices,
     "options": options,
+    "settings": settings,
     "commands": commands,
     "speed": lambda: speed("benchmarks"),
     "gpu": lambda: speed("benchmarks-gpu"),
     "books": books,
     "batches": batches,
     "servers": servers,
-    "plan": plan,
     "memories": memories,
     "bits": bits,
     "resident": resident,

@@ -16,11 +16,12 @@ from ..caches.stored_caches import make_caches, saved_forms
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.restore import trimmed_to
-from ..engine.serving import MAX_TOKENS, require_servable, served
+from ..engine.serving import require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
 from ..planning.options import noted
+from ..planning.prompt_plan import MAX_TOKENS
 from ..policies import Policy, Sparse, Stages, resolve_method
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load

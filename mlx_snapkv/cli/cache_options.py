@@ -239,7 +239,7 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
             generation: mlx-lm's options.
         """
         from ..planning.auto import resolve
-        from ..planning.memory_plan import MAX_TOKENS
+        from ..planning.prompt_plan import MAX_TOKENS
         from .loading import load_without_weights, require_alone
 
         if not self.is_auto:

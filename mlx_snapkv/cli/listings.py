@@ -25,25 +25,25 @@ auto chooses one of the settings below for the prompt, the task and this machine
 {ASK} --policy auto
 choose.md#commands
 
-a long text whose entries fit in memory
-Sparse attention: all entries stay, and chunks of the prompt and tokens of the answer choose which few they read.
-{ASK} --sparse budget=6.25%
-sparse.md
+a text whose entries fit in memory
+The full cache: every token reads all entries, and no option is needed.
+{ASK}
+benchmarks.md#planning-memory
 
 one question about a long text, and little memory
 SnapKV: the question's tokens vote for the entries that the answer needs, and all others leave memory.
 {ASK} --snapkv top_k=4096
 quality.md
 
-a chat, several questions about one text
-All entries stay in memory, which takes a tenth more than the full cache. Every answer token chooses which it reads.
-mlx-snapkv chat --model MODEL --sparse budget=6.25%
+a chat, several questions about one text, and little memory
+All entries stay, in 4 bits. Chunks of the prompt and tokens of the answer choose which few they read.
+mlx-snapkv chat --model MODEL --sparse budget=6.25% --store 4bit
 sparse.md#what-conversations-find
 
 an agent, or several clients at once
 A prefix that several prompts share is read once, and answers are decoded together.
-mlx-snapkv serve --model MODEL --sparse budget=6.25%
-server.md#beside-mlx-lms-server sparse.md#what-conversations-find
+mlx-snapkv serve --model MODEL
+server.md#beside-mlx-lms-server
 
 many documents overnight
 Each prompt is read and compressed on its own, and the small caches are decoded together.

@@ -14,12 +14,13 @@ from ..errors import SnapKVError
 from ..planning.auto import QUESTION, explaining, resolve
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
+from ..planning.prompt_plan import MAX_TOKENS
 from ..planning.request_plan import Plan, plan_request
 from ..policies import Policy, SnapKV, Sparse, Stages
 from .draft_model import DraftedAnswer, require_growing
 from .prefill import mlx_generate
 from .report import CompressionReport
-from .serving import MAX_TOKENS, ReportCallback, served
+from .serving import ReportCallback, served
 from .token_ids import require_known, token_ids
 from .tokenizer_limit import ignore_length_limit
 

@@ -4,10 +4,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.layers import AttentionLayer
+from ..caches.layers import AttentionLayer, token_caches
 from ..models.counts import query_heads
 from ..models.distributed import n_ranks
-from ..planning.footprint import EntrySizes
 from ..planning.scores import LEAST, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
 from ..policies.budgets import UNLIMITED
@@ -32,7 +31,9 @@ class Pieces:
         # Several Macs have to make the same calls, and each has its own memory: they read whole chunks.
         if score_bytes > self._limit and n_ranks() == 1:
             # Only then are the model's shapes looked up, which takes some time.
-            self._pair_bytes = max(shape.scores for shape in layer_shapes(model, EntrySizes(model)))
+            self._pair_bytes = max(
+                shape.scores for shape in layer_shapes(model, token_caches(model))
+            )
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
         while inputs.shape[1] > LEAST and (n := self.at_once(cache)) < inputs.shape[1]:

@@ -27,7 +27,6 @@ from .restore import CacheCopy
 ReportCallback = Callable[[CompressionReport], None]
 
 ENOUGH = 8  # tokens that tell how fast a cache is
-MAX_TOKENS = 256  # mlx-lm's own default
 
 
 def served(

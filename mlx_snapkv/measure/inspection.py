@@ -15,14 +15,14 @@ from ..caches.recording import RecordingKVCache
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
 from ..engine.report import CompressionReport
-from ..engine.serving import MAX_TOKENS, served
+from ..engine.serving import served
 from ..engine.token_ids import token_ids
 from ..entries.queries import on_queries
 from ..errors import OptionError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
-from ..planning.prompt_plan import PREFILL_STEP_SIZE
+from ..planning.prompt_plan import MAX_TOKENS, PREFILL_STEP_SIZE
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .recorder import Attended, Recorder
 from .sentences import Sentence, Span, ranked, special_tokens, token_spans

@@ -19,8 +19,9 @@ from ..policies import (
 )
 from .config import CompressionConfig
 from .machine import this_machine
-from .memory_plan import MAX_TOKENS, MemoryPlan, Planner
+from .memory_plan import MemoryPlan, Planner
 from .options import OPTIONS
+from .prompt_plan import MAX_TOKENS
 from .units import format_bytes
 
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
@@ -70,13 +71,15 @@ SMALL = _within(8192)
 FEW: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]  # tokens: less than half would be evicted
 TYPICAL = 32_768  # tokens of the prompts to come, where none is known
 
-# By task, from the best for the answer to the smallest.
+# By task, from the best for the answer to the smallest. Later questions of a conversation may ask for any entry.
 EVICTING = (SNAPKV, SMALL, *(_within(n) for n in (4096, 2048, 1024, 512)))
 SETTINGS = {
-    QUESTION: (SPARSE, PACKED, FILED, *EVICTING),
-    CONVERSATION: (SPARSE, PACKED, FILED, *EVICTING),
+    QUESTION: (FULL, *EVICTING, FILED),
+    CONVERSATION: (FULL, PACKED, FILED, *EVICTING),
     BATCH: EVICTING,
 }
+# Part of the usable memory that the full cache may take: other programs need memory, too.
+COMFORTABLE = 0.75
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class AutoRequest:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
         task: one of `SETTINGS`.
         options: those of `RequestOptions` that the caller set.
-        may_be_sparse: whether all entries may stay, which is so in any case if the caller set a store.
+        may_be_sparse: whether sparse attention can serve the request, as it has to if the caller set a store.
         kv_bits: of the entries, as of `generate_step`.
         kv_memory: limit of the entries in bytes.
     """
@@ -103,7 +106,7 @@ class AutoRequest:
         """The candidates, best first. A store that the caller set is for sparse attention."""
         if (store := self.options.get("store")) is not None:
             return (SPARSE._replace(store=store),)
-        return SETTINGS[self.task] if self.may_be_sparse else EVICTING
+        return tuple(s for s in SETTINGS[self.task] if self.may_be_sparse or not s.is_sparse)
 
     def config(self, setting: Setting) -> CompressionConfig:
         """How a request is compressed by a setting. Raises: SnapKVError: options conflict."""
@@ -170,7 +173,9 @@ class _Candidate:
 
 
 def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
-    """The best setting that fits in `usable` bytes: the full cache for few tokens, else the best for the task.
+    """Return the best setting for the task that fits in `usable` bytes.
+
+    For few tokens that is the full cache. For more it is the full cache only if that leaves memory to spare.
 
     Raises: SnapKVError: no setting can be combined with the request's options.
     """
@@ -180,7 +185,12 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
     if not planner.can_compress:
         return first.recommended("this model's entries can't be compressed")
     kv_most = usable if request.kv_memory is None else request.kv_memory
-    fit = [x for x in candidates if x.plan.peak <= usable and x.kv_bytes <= kv_most]
+    spared = usable if n < FEW else int(COMFORTABLE * usable)
+
+    def fits(x: _Candidate) -> bool:
+        return x.plan.peak <= (spared if x.setting is FULL else usable) and x.kv_bytes <= kv_most
+
+    fit = [x for x in candidates if fits(x)]
     if not fit:
         room = format_bytes(min(usable, kv_most))
         least = min(candidates, key=lambda x: max(x.plan.peak / usable, x.kv_bytes / kv_most))
@@ -189,8 +199,11 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
     if best is first:
         return best.recommended(_why_first(first.setting, n))
     of_kv, of_all = (first.kv_bytes, kv_most), (first.plan.peak, usable)
-    need, limit = map(format_bytes, of_kv if first.kv_bytes > kv_most else of_all)
-    return best.recommended(f"{first.setting} would take {need}, and {limit} is available")
+    need, limit = of_kv if first.kv_bytes > kv_most else of_all
+    would = f"{first.setting} would take {format_bytes(need)}"
+    if need <= limit:
+        return best.recommended(f"{would} of the {format_bytes(limit)} for models")
+    return best.recommended(f"{would}, and {format_bytes(limit)} is available")
 
 
 def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candidate]:
@@ -219,8 +232,10 @@ def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candida
 
 def _why_first(setting: Setting, n: int) -> str:
     """Why the first of the candidates for a prompt of `n` tokens is the best."""
-    if setting is FULL:
+    if setting is FULL and n < FEW:
         return f"at {n:,} tokens reading all entries costs little"
+    if setting is FULL:
+        return f"all entries of {n:,} tokens fit in memory"
     if not setting.is_sparse:
         return "the question chooses the entries that the answer needs from a long prompt"
     bits = re.search(r"(\d+)bit", setting.store or "")

@@ -3,17 +3,20 @@
 import contextlib
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+from mlx_lm.models.cache import KVCache
 
 from ..caches.adapter import has_all_entries
 from ..caches.layers import AttentionLayer, attention_layers, members, token_caches
 from ..caches.page_means import means_held_as
 from ..caches.stored_caches import in_files, store_quantization
+from ..entries.attention import ONE_PASS_BYTES
 from ..entries.clusters import SIZE
 from ..entries.held_rows import BLOCK, RESIDENT
 from ..entries.key_index import index_bytes, ranks_by_index
@@ -24,21 +27,40 @@ from ..policies.sparse import PAGE
 from .config import CompressionConfig
 from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
+from .scores import scores_limit
+from .shapes import LayerShape, layer_shapes, window_of
 from .units import format_bytes
+
+# Bytes of activations and copies for each that is counted. MLX begins a layer while arrays of the one before are still
+# there, and norms, logits, votes and freed buffers that do not fit what comes next are not counted.
+MARGIN = 2.5
 
 
 class Need(NamedTuple):
-    """What one request takes, in bytes."""
+    """What one request takes, in bytes, beside the model's weights."""
 
-    reading: int  # additional until its prompt has been compressed
-    kept: int  # of the entries then
-    held: int  # of all caches when its answer ends, the room for more included
+    reading: int  # entries beyond `held` until its prompt has been compressed
+    kept: int  # entries then
+    held: int  # all caches when its answer ends, the room for more included
     fixed: bool = False  # their shape is constant from the first token to the last
-    stays: int = 0  # additional after that, of entries that the answer still chooses from
+    stays: int = 0  # entries beyond `held` after that, from which the answer still chooses
+    chunk: int = 0  # what a chunk of its prompt holds beside entries
+    step: int = 0  # what a token of its answer holds beside entries
 
     @property
     def most(self) -> int:
+        """The most bytes of entries at once."""
         return max(self.reading, self.stays) + self.held
+
+    @property
+    def in_prefill(self) -> int:
+        """The most bytes in use until the prompt has been compressed."""
+        return self.held + self.reading + self.chunk
+
+    @property
+    def in_answer(self) -> int:
+        """The most bytes in use after that."""
+        return self.held + self.stays + self.step
 
 
 class EntrySizes:
@@ -71,6 +93,16 @@ class EntrySizes:
         self.sliding = [(c.nbytes // c.keys.shape[2], window_of(c) or 0) for c in windows]
         self.states = sum(c.nbytes for c in others if c not in plain and c not in windows)
 
+    @cached_property
+    def shapes(self) -> set[LayerShape]:
+        """The distinct shapes of the model's layers."""
+        return layer_shapes(self.model, self.caches)
+
+    @property
+    def of_widest(self) -> int:
+        """Bytes of a token's entries in the layer with the most."""
+        return max((*self.of_token(), *self.plain), default=0)
+
     def of_token(self, quantization: Quantization | None = None) -> list[int]:
         """Bytes of a token's entries in each of `layers`, stored as `quantization` says."""
         return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
@@ -83,9 +115,12 @@ class EntrySizes:
         """Bytes of a token where `store` keeps all entries of `layers`, in memory or files."""
         return sum(self.of_token(store_quantization(self.model, self.layers, store)))
 
-    def of_head(self) -> int:
-        """Bytes of a query head's vector in all of `layers`."""
-        return sum(keys.shape[-1] * keys.dtype.size for keys, _ in self._entries)
+    def of_files(self, store: str | None, n: int) -> int:
+        """Bytes of `n` tokens in files: entries, and of a long text index and means."""
+        if not in_files(store):
+            return 0
+        stored = n * self.stored(store)
+        return stored + (int(n * (self.of_index() + self.of_means())) if n > RESIDENT else 0)
 
     def of_index(self) -> int:
         """Bytes of a token in the key indexes of `layers`."""
@@ -123,6 +158,9 @@ class Footprint:
     sizes: EntrySizes
     config: CompressionConfig
     step_size: int = PREFILL_STEP_SIZE
+    quantises_full: bool = (
+        False  # mlx-lm quantises long full caches, unless requests decode together
+    )
 
     def __post_init__(self):
         self.quantization = self.config.quantization
@@ -141,13 +179,12 @@ class Footprint:
         )
 
     def need(self, plan: Plan, max_tokens: int) -> Need:
-        """What a request takes."""
+        """Return what a request with an answer of `max_tokens` takes."""
+        if plan.reason is not None:
+            return self._need_of_full(plan, max_tokens)
         sizes, n_prompt = self.sizes, plan.n_prompt
         whole = n_prompt + max_tokens + KVCache.step  # by which full caches grow
         rest, plain = sizes.rest(whole, self.step_size), sum(sizes.plain)
-        if plan.reason is not None:
-            size = sum(sizes.of_token()) + plain
-            return Need(0, n_prompt * size, whole * size + rest)
         last = plan.decode_policy
         chosen = self.kept(plan)
         kept = self.row_bytes * chosen
@@ -156,9 +193,57 @@ class Footprint:
         # Entries that go to where they stay have gone there before the answer's first token chooses.
         gone = plan.sparse_reading is not None and self.config.store != "memory"
         reading = max(0, self.bytes_read(plan) + kept * (not gone) - held)
-        stays = stored + self.means(plan) if self.config.is_sparse else 0
-        fixed = last.keeps_shape and not sizes.plain
-        return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed, stays)
+        return Need(
+            reading=reading,
+            kept=kept + n_prompt * plain,
+            held=held + whole * plain + rest,
+            fixed=last.keeps_shape and not sizes.plain,
+            stays=stored + self.means(plan) if self.config.is_sparse else 0,
+            chunk=self._chunk(plan),
+            step=int(MARGIN * sizes.of_widest * (n_prompt if sizes.plain else chosen)),
+        )
+
+    def _need_of_full(self, plan: Plan, max_tokens: int) -> Need:
+        """Return what a request takes whose prompt is left to mlx-lm."""
+        sizes, n_prompt = self.sizes, plan.n_prompt
+        whole = n_prompt + max_tokens + KVCache.step  # by which full caches grow
+        is_quantised = self.quantises_full and n_prompt > DEFAULT_QUANTIZED_KV_START
+        size = sizes.full(self.quantization if is_quantised else None)
+        held = whole * size + sizes.rest(whole, self.step_size)
+        plain = min(n_prompt, DEFAULT_QUANTIZED_KV_START + self.step_size) * sizes.full(None)
+        chunk = min(n_prompt, self.step_size)
+        copied = int(MARGIN * sizes.of_widest * n_prompt)  # of a layer whose cache grows
+        return Need(
+            reading=max(0, plain - held) if is_quantised else 0,
+            kept=n_prompt * size,
+            held=held,
+            chunk=max(x.held(chunk, n_prompt, margin=MARGIN) for x in sizes.shapes) + copied,
+            step=copied,
+        )
+
+    def _chunk(self, plan: Plan) -> int:
+        """Return the bytes that a chunk holds beside entries: activations, scores, and a copy of a layer's entries."""
+        sizes, n, reading = self.sizes, plan.n_prompt, plan.sparse_reading
+        chunk, seen, means = min(n, plan.chunk_size(self.step_size)), self.rows_read(plan), 0
+        if reading is not None:
+            seen = min(n, max(reading.reach.most, reading.last.most)) + chunk
+            means = int(sizes.of_means() * self.with_rows(n))
+        limit = None if plan.options.reads_in_blocks else scores_limit()
+        most = n if sizes.plain else seen
+        held = max(x.held(chunk, most, limit, MARGIN) for x in sizes.shapes)
+        received = ONE_PASS_BYTES if plan.options.accumulates_attention else 0
+        return held + int(MARGIN * (sizes.of_widest * seen + means)) + received
+
+    def of_prefix(self, n: int) -> int:
+        """Return the bytes of caches that have read `n` tokens, in memory and files, for requests to go on from."""
+        if self.config.evicts and not self.config.reads_in_blocks:
+            # All entries are kept, and each request compresses a copy.
+            return replace(self, config=CompressionConfig()).of_prefix(n)
+        if not self.config.is_sparse:
+            return self.need(self.plan(n), 0).held
+        sizes = self.sizes
+        held = self.stored(n) + n * sum(sizes.plain) + sizes.rest(n, self.step_size)
+        return held + sizes.of_files(self.config.store, n)
 
     def stored(self, n: int) -> int:
         """Bytes in memory of `n` tokens where all entries stay, with their index."""
@@ -210,13 +295,6 @@ class Footprint:
 
 def weight_bytes(model) -> int:
     return sum(x.nbytes for _, x in cast(list, tree_flatten(model.parameters())))
-
-
-def window_of(cache: Any) -> int | None:
-    """Entries that a sliding or chunked window holds; None if a cache has none."""
-    if isinstance(cache, RotatingKVCache):
-        return cache.max_size
-    return cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
 
 
 def _grown(n: int, policy: Method, max_tokens: int) -> int:
@@ -279,10 +357,7 @@ def file_cost(
     """
     if n_new == 0 or not in_files(store):
         return None
-    sizes = EntrySizes(model)
-    stored = n_new * sizes.stored(store)
-    if n_new > RESIDENT:
-        stored += int(n_new * (sizes.of_index() + sizes.of_means()))
+    stored = EntrySizes(model).of_files(store, n_new)
     disks: dict[int, Disk] = {}
     for place in filter(None, (Path(folder or tempfile.gettempdir()), saved_in)):
         with contextlib.suppress(OSError):  # some don't say what is free

@@ -4,38 +4,15 @@ import functools
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-from mlx_lm.models.cache import KVCache
-
 from ..caches.layers import require_quantizable
-from ..entries.attention import BLOCK_BYTES, ONE_PASS_BYTES
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from ..models.counts import query_heads, vocabulary
 from ..models.trained_length import trained_length
 from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_method
-from ..policies.budgets import UNLIMITED
 from .config import CompressionConfig
-from .footprint import EntrySizes, Footprint, Need, weight_bytes
-from .prompt_plan import PREFILL_STEP_SIZE
-from .request_plan import Plan, SparseReading, plan_request
-from .scores import scores_limit
-from .shapes import layer_shapes
-
-MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
-
-# Times a layer's keys and values. A growing full cache holds the old ones until they are copied, while the next
-# layer's copy has begun. An evicting cache holds float32 keys to score, and the entries kept.
-GROWN = 1.25
-EVICTED = 3.0
-
-# Times the logits of the queries that vote: of all entries at once, or of a block, of which many are under way.
-VOTED = 2.25
-VOTED_BLOCKS = 12
-LEAST_BLOCK = 64  # entries
-
-# Times the entries of a layer that a chunk reads sparsely: gathered, and joined with its own.
-GATHERED = 2.0
+from .footprint import EntrySizes, Footprint, weight_bytes
+from .prompt_plan import MAX_TOKENS, PREFILL_STEP_SIZE
+from .request_plan import Plan, plan_request
 
 
 @dataclass(frozen=True)
@@ -76,10 +53,6 @@ class Planner:
         self._max_tokens, self._step_size = max_tokens, prefill_step_size
         self._sizes, self._weights = EntrySizes(model), weight_bytes(model)
         self.can_compress = self._sizes.refusal is None
-        self._shapes, self._limit = layer_shapes(model, self._sizes), scores_limit()
-        self._vocabulary = vocabulary(model)
-        self._widest = max((*self._sizes.of_token(), *self._sizes.plain), default=0)
-        self._heads = max((query_heads(layer.attention) for layer in self._sizes.layers), default=0)
         self._footprint = functools.cache(self._made)
 
     def plan(
@@ -109,28 +82,25 @@ class Planner:
         return self.counted(plan)
 
     def counted(self, plan: Plan) -> tuple[MemoryPlan, int]:
-        """What a request takes that goes so, and the most bytes of its entries at once."""
-        chosen, how, context = plan.policy, plan.options.quantization, plan.n_prompt
-        reason = None if chosen is None else plan.reason
-        used = plan.options if reason is None else replace(plan.options, policy=None)
-        footprint = self._footprint(used)
-        need = footprint.need(plan, self._max_tokens)
+        """Return what a request takes that goes so, and the most bytes of its entries at once."""
+        how, context = plan.options.quantization, plan.n_prompt
+        used = plan.options if plan.reason is None else replace(plan.options, policy=None)
+        need = self._footprint(used).need(plan, self._max_tokens)
         found = MemoryPlan(
             context,
-            None if chosen is None else str(chosen),
+            None if plan.policy is None else str(plan.policy),
             plan.options.store,
             None if how is None else how.bits,
             self._weights,
-            self._kv(context, used, need),
-            self._weights + self._reading(footprint, plan),
-            self._weights + self._answering(footprint, plan),
-            reason,
+            need.kept + need.stays,
+            self._weights + need.in_prefill,
+            self._weights + need.in_answer,
+            None if plan.policy is None else plan.reason,
         )
-        is_quantised = used.policy is None and how is not None  # by mlx-lm, which no need counts
-        return found, found.kv if is_quantised else need.most
+        return found, need.most
 
     def _made(self, config: CompressionConfig) -> Footprint:
-        return Footprint(self._sizes, config, self._step_size)
+        return Footprint(self._sizes, config, self._step_size, quantises_full=True)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:
         if kv_bits is None:
@@ -138,94 +108,6 @@ class Planner:
         found = Quantization(kv_bits, self._group_size)
         require_quantizable(self.model, self._sizes.layers, found)
         return found
-
-    def _kv(self, context: int, config: CompressionConfig, need: Need) -> int:
-        if config.policy is None and context > DEFAULT_QUANTIZED_KV_START:
-            return context * self._sizes.full(config.quantization)
-        return need.kept + need.stays
-
-    def _reading(self, footprint: Footprint, plan: Plan) -> int:
-        """The most in use while a prompt is read, up to its last token, which is read with the answer."""
-        n, how = max(1, plan.n_prompt - 1), footprint.quantization
-        if plan.reason is not None:
-            chunk = min(n, self._step_size)
-            start = -(-DEFAULT_QUANTIZED_KV_START // chunk) * chunk  # of mlx-lm's own quantising
-            ends = [(n, None)] if how is None or n <= start else [(start, None), (n, how)]
-            return max(
-                _rows(end) * self._sizes.full(bits)
-                + int(GROWN * self._widest * end)
-                + self._chunks(end, chunk)
-                for end, bits in ends
-            )
-        in_blocks = plan.options.reads_in_blocks
-        most, chunk = footprint.rows_read(plan), min(n, plan.chunk_size(self._step_size))
-        entries = footprint.bytes_read(plan) + sum(self._sizes.plain) * _rows(n)
-        if in_blocks:
-            entries += int(EVICTED * self._widest * most)
-        if plan.sparse_reading is not None:
-            most, gathered = _read_at_once(plan, plan.sparse_reading)
-            entries += int(
-                GATHERED * self._widest * (gathered + chunk)
-                + self._sizes.of_means() * footprint.with_rows(n)
-            )
-            most += chunk
-        held = self._chunks(n, chunk, most, None if in_blocks else self._limit)
-        if plan.options.accumulates_attention:
-            held = max(held, self._counting(chunk, most))
-        return max(entries + held, self._choosing(footprint, plan))
-
-    def _choosing(self, footprint: Footprint, plan: Plan) -> int:
-        """The most in use while a policy chooses among a layer's entries; all entries read are there until then."""
-        sizes, most = self._sizes, footprint.rows_read(plan)
-        if self._max_tokens < plan.n_ahead:  # the answer ends before
-            return 0
-        heads = self._heads
-        entries = footprint.bytes_read(plan) + sum(sizes.plain) * _rows(plan.n_prompt)
-        entries += self._widest * most  # a layer's, in order
-        entries += footprint.stored(plan.n_prompt)
-        if not plan.decode_policy.obs_window or plan.options.is_sparse:
-            return entries
-        queries = plan.n_voters * heads * sizes.of_head()
-        logits = 4 * heads * plan.n_voters * most
-        if logits <= ONE_PASS_BYTES:
-            held = int(VOTED * logits)
-        else:
-            held = VOTED_BLOCKS * max(BLOCK_BYTES, 4 * heads * plan.n_voters * LEAST_BLOCK)
-        return entries + queries + held
-
-    def _answering(self, footprint: Footprint, plan: Plan) -> int:
-        """The most in use while an answer is decoded."""
-        n_prompt, sizes = plan.n_prompt, self._sizes
-        before, rows = _rows(n_prompt - 1), _rows(n_prompt + self._max_tokens)
-        if plan.reason is not None:
-            how = footprint.quantization if n_prompt > DEFAULT_QUANTIZED_KV_START else None
-            entries = rows * sizes.full(how) + self._widest * before * (rows > before)
-            seen = n_prompt
-        else:
-            kept, last = footprint.kept(plan), plan.decode_policy
-            entries = footprint.row_bytes * (kept + _added(last, kept, self._max_tokens))
-            if plan.options.is_sparse:
-                entries += footprint.stored(n_prompt + self._max_tokens)
-                entries += footprint.means(plan)
-            entries += sum(sizes.plain) * (n_prompt + _added(last, n_prompt, self._max_tokens))
-            seen = max(kept, n_prompt) if sizes.plain else kept
-        held = max(x.held(1, n_prompt, seen) for x in self._shapes)
-        logits = 3 * 4 * self._vocabulary  # as they are, normalised, and what is sampled from
-        return entries + sizes.rest(n_prompt + self._max_tokens, self._step_size) + logits + held
-
-    def _chunks(self, n: int, chunk: int, most: int = UNLIMITED, limit: int | None = None) -> int:
-        """Bytes held by the last whole chunk, or the rest after it, besides full caches of `most` entries."""
-        whole, rest = n - n % chunk, n % chunk
-        spans = [(chunk, chunk), (chunk, whole), (rest, n)]
-        held = max(x.held(length, end, most, limit) for x in self._shapes for length, end in spans)
-        return held + self._sizes.rest(n, chunk)
-
-    def _counting(self, chunk: int, rows: int) -> int:
-        """Bytes held to sum all queries' attention: that of early chunks is summed in one pass, up to 8 MiB."""
-        step = max(x.scores for x in self._shapes) * chunk * min(chunk, rows)
-        layers = min(len(self._sizes.layers), 7)  # as many as are under way at once
-        passes = ONE_PASS_BYTES // step if step else 0
-        return int(2.2 * layers * step * min(passes, -(-rows // chunk)))
 
 
 def plan_memory(
@@ -251,21 +133,3 @@ def plan_memory(
     chosen = resolve_method(snapkv, policy, sparse)
     named = policy if isinstance(policy, str) else chosen
     return Planner(model, **options).plan(context, named, kv_bits)
-
-
-def _read_at_once(plan: Plan, reading: SparseReading) -> tuple[int, int]:
-    """Entries that a chunk of a prompt reads sparsely at most, the last tokens' among them; copies of how many."""
-    most = min(plan.n_prompt, reading.last.most)
-    everything = most == plan.n_prompt and plan.options.store == "memory"  # which is not gathered
-    return most, reading.reach.most if everything else most
-
-
-def _added(policy: Method, n: int, max_tokens: int) -> int:
-    """Rows beside `n` for the answer's own entries."""
-    if policy.keeps_shape:
-        return 0
-    return max_tokens + min(policy.block, n // 8) if policy.grows else policy.block
-
-
-def _rows(n: int) -> int:
-    return -(-n // KVCache.step) * KVCache.step

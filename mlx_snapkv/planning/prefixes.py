@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from ..caches.stored_caches import in_files, store_quantization
+from ..caches.stored_caches import in_files
 from ..errors import SnapKVError
 from ..models.trained_length import trained_length
 from .config import CompressionConfig
@@ -60,7 +60,7 @@ def prefix_room(
     longest = trained_length(model) or max_context or UNTOLD
     context = min(longest, max_context or longest)
     try:
-        each = kept_bytes(model, config, context)
+        each = Footprint(EntrySizes(model), config).of_prefix(context)
     except SnapKVError:  # of the policy, which can't serve so long a prompt
         each = 0
     if in_files(config.store):
@@ -71,18 +71,3 @@ def prefix_room(
     if max_kv_bytes is not None and not in_files(config.store):
         limit = min(limit, max_kv_bytes)
     return PrefixRoom(limit, context, each)
-
-
-def kept_bytes(model: Any, config: CompressionConfig, n: int) -> int:
-    """What caches that have read a prompt of `n` tokens take, in memory and in files, for others to go on from."""
-    if config.evicts and not config.reads_in_blocks:
-        config = CompressionConfig()  # all entries are kept, and each request compresses a copy
-    sizes = EntrySizes(model)
-    footprint = Footprint(sizes, config)
-    if not config.is_sparse:
-        return footprint.need(footprint.plan(n), 0).held
-    found = footprint.stored(n) + n * sum(sizes.plain) + sizes.rest(n, footprint.step_size)
-    if in_files(config.store):
-        how = store_quantization(model, sizes.layers, config.store)
-        found += n * sum(sizes.of_token(how))
-    return found

@@ -15,7 +15,9 @@ from .scores import largest_chunk
 
 ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
 
-PREFILL_STEP_SIZE = 2048  # mlx-lm's own default
+# mlx-lm's own defaults:
+PREFILL_STEP_SIZE = 2048  # tokens of a chunk
+MAX_TOKENS = 256  # of an answer
 
 # Chunks are multiples of this where they may be: quantised mixture models are reported to go wrong at other lengths.
 MULTIPLE = 32

@@ -10,19 +10,19 @@ PLAN = ["plan", "--model", "demo"]
 
 
 def test_a_table_of_one_context(call):
-    code, out, _ = call(*PLAN, "--context", "16k", "--memory", "300MB")
+    code, out, _ = call(*PLAN, "--context", "16k", "--memory", "450MB")
     lines = out.splitlines()
     assert code == 0 and lines[0] == "The trained length of demo is 16,384 tokens."
     rows = [line.split() for line in lines if "B " in line and "may" not in line]
     assert rows[1][:5] == ["16k", "full", "cache", "50.3", "MB"] and rows[1][-1] == "no"
     assert [(row[0], row[-1]) for row in rows[2:4]] == [
-        ("sparse", "recommended"),
-        ("snapkv:top_k=4096", "yes"),
+        ("sparse", "yes"),
+        ("snapkv:top_k=4096", "recommended"),
     ]
-    assert "200 MB of 300 MB is available to models." in " ".join(out.split())
-    assert "recommended: sparse, because all entries fit in memory" in lines[-2]
+    assert "300 MB of 450 MB is available to models." in " ".join(out.split())
+    assert "recommended: snapkv:top_k=4096, because the full cache would take" in lines[-2]
     asked = "mlx-snapkv generate --model demo --prompt-file FILE --prompt QUESTION"
-    assert shlex.split(lines[-1]) == [*asked.split(), "--sparse", "read=sparse"]
+    assert shlex.split(lines[-1]) == [*asked.split(), "--policy", "snapkv:top_k=4096"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_all_contexts_up_to_the_trained_length(call):
     found = json.loads(call(*PLAN, "--json")[1])
     assert found["trained_length"] == 16_384
     taken = {taken["context"]: taken["policy"] for taken in found["taken"]}
-    assert taken == {4096: None, 8192: None, 16_384: "sparse"}
+    assert taken == dict.fromkeys((4096, 8192, 16_384))
 
 
 def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, monkeypatch):

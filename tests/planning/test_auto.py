@@ -1,12 +1,13 @@
 """`policy="auto"`: what is taken for which prompt, task and machine, and why."""
 
+import math
+
 import pytest
 
 from mlx_snapkv import (
     CompressedBatchGenerator,
     Conversation,
     SnapKVError,
-    Sparse,
     batch_generate,
     generate_step,
     inspect_prompt,
@@ -16,9 +17,9 @@ from mlx_snapkv import (
 from mlx_snapkv.planning import auto as module
 from mlx_snapkv.planning.auto import (
     BATCH,
+    COMFORTABLE,
     CONVERSATION,
     FEW,
-    FILED,
     FULL,
     PACKED,
     QUESTION,
@@ -33,7 +34,7 @@ from mlx_snapkv.planning.auto import (
 )
 from mlx_snapkv.planning.machine import Machine
 from mlx_snapkv.planning.memory_plan import Planner
-from mlx_snapkv.policies import AUTO, method_named, resolve_policy
+from mlx_snapkv.policies import AUTO, resolve_policy
 
 GB = 10**9
 LONG = 20_000  # tokens
@@ -54,39 +55,52 @@ def cost(planner, n, setting):
     "n, task, lacks, setting, why",
     [
         (FEW - 1, QUESTION, None, FULL, "at 10,931 tokens reading all entries costs little"),
-        (FEW, QUESTION, None, SPARSE, "all entries fit in memory"),
+        (FEW, QUESTION, None, FULL, "all entries of 10,932 tokens fit in memory"),
         (FEW, BATCH, None, SNAPKV, "the question chooses"),
-        (FEW, CONVERSATION, None, SPARSE, "every token"),
-        (FEW, CONVERSATION, "memory", PACKED, "and {} is available"),
-        (FEW, QUESTION, "KV memory", PACKED, "and {} is available"),
+        (FEW, CONVERSATION, None, FULL, "fit in memory"),
+        (FEW, QUESTION, "KV memory", SMALL, "the full cache would take"),
+        (FEW, CONVERSATION, "KV memory", PACKED, "and {} is available"),
         (FEW, BATCH, "KV memory", SMALL, "and {} is available"),
-        (9000, QUESTION, "KV memory", PACKED, "the full cache would take"),
+        (9000, QUESTION, "KV memory", SETTINGS[QUESTION][3], "the full cache would take"),
     ],
 )
 def test_what_is_taken(planner, n, task, lacks, setting, why):
     """`lacks`: of what a byte is missing for the first setting."""
     first = FULL if n < FEW else SETTINGS[task][0]
-    peak, kv = cost(planner, n, first)
-    usable = peak - 1 if lacks == "memory" else GB
+    _, kv = cost(planner, n, first)
     most = kv - 1 if lacks == "KV memory" else None
-    taken = recommended(planner, AutoRequest(n, task, kv_memory=most), usable)
-    limit = module.format_bytes(most or usable)
-    assert taken.setting == setting and taken.fits and why.format(limit) in str(taken)
+    taken = recommended(planner, AutoRequest(n, task, kv_memory=most), GB)
+    assert taken.setting == setting and taken.fits
+    assert why.format(module.format_bytes(most or GB)) in str(taken)
+
+
+@pytest.mark.parametrize("task, second", [(QUESTION, SNAPKV), (CONVERSATION, PACKED)])
+def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
+    peak, _ = cost(planner, FEW, FULL)
+    enough = math.ceil(peak / COMFORTABLE)
+    assert recommended(planner, AutoRequest(FEW, task), enough + 1).setting == FULL
+    taken = recommended(planner, AutoRequest(FEW, task), enough - 2)
+    assert (
+        taken.setting == second
+        and f"of the {module.format_bytes(enough - 2)} for models" in taken.why
+    )
 
 
 @pytest.mark.parametrize("task", [QUESTION, CONVERSATION])
-def test_less_memory_takes_the_next_setting_that_reads_all_entries_then_policies(planner, task):
-    """From all entries in memory over 4 bits to files, whose indexes stay; what is less is evicted."""
-    found = [cost(planner, FEW, setting)[0] for setting in SETTINGS[task][:3]]
-    assert found == sorted(found, reverse=True)
-    for peak, setting in zip(found, (SPARSE, PACKED, FILED)):
-        assert recommended(planner, AutoRequest(FEW, task), peak).setting == setting
-    assert not recommended(planner, AutoRequest(FEW, task), found[-1] - 1).setting.is_sparse
+def test_less_memory_takes_the_next_setting_that_fits(planner, task):
+    """A question evicts before its entries go to files, a conversation after."""
+    peaks = {setting: cost(planner, FEW, setting)[0] for setting in SETTINGS[task]}
+    for setting, peak in peaks.items():
+        before = SETTINGS[task][: SETTINGS[task].index(setting)]
+        taken = recommended(planner, AutoRequest(FEW, task), peak)
+        if setting is not FULL and all(peaks[other] > peak for other in before):
+            assert taken.setting == setting
+        assert taken.setting is not FULL
 
 
 def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
     taken = recommended(planner, AutoRequest(FEW), 10**6)
-    assert not taken.fits and taken.setting == SETTINGS[QUESTION][-1]
+    assert not taken.fits and taken.setting in SETTINGS[QUESTION][1:]
     monkeypatch.setattr(planner, "can_compress", False)
     assert recommended(planner, AutoRequest(FEW), GB).setting == FULL
 
@@ -109,18 +123,17 @@ def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
         for setting in SETTINGS[task]:
             AutoRequest(None, task).config(setting).require(demo_llama[0])
     config, _, taken = resolve(demo_llama[0], None, CONVERSATION, {}, policy=AUTO)
-    assert config.policy == Sparse() and taken.setting == SPARSE
+    assert config.policy is None and taken.setting == FULL
 
 
 def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
     """Not only the entries: what a chunk holds while it is read, too."""
-    for task, first in ((QUESTION, SPARSE), (BATCH, SNAPKV)):
-        peak, kv = cost(planner, FEW, first)
-        assert kv + planner.plan(1).weights < 0.9 * peak
-        for usable, fits in ((peak, True), (peak - 1, False)):
-            monkeypatch.setattr(module, "this_machine", lambda usable=usable: Machine(GB, usable))
-            _, _, taken = resolve(demo_llama[0], FEW, task, {}, policy=AUTO)
-            assert (taken.setting == first) == fits
+    peak, kv = cost(planner, FEW, SNAPKV)
+    assert kv + planner.plan(1).weights < 0.9 * peak
+    for usable, fits in ((peak, True), (peak - 1, False)):
+        monkeypatch.setattr(module, "this_machine", lambda usable=usable: Machine(GB, usable))
+        _, _, taken = resolve(demo_llama[0], FEW, BATCH, {}, policy=AUTO)
+        assert (taken.setting == SNAPKV) == fits
 
 
 @pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
@@ -146,7 +159,7 @@ def test_python_compresses_by_it(demo_llama, monkeypatch):
 def test_conversations_and_batches_take_it(demo_llama):
     model, tokenizer = demo_llama
     chat = Conversation(model, tokenizer, policy=AUTO)
-    assert chat.policy == Sparse() and chat.store == "memory"
+    assert chat.policy is None and chat.store is None
     for asked in ({"policy": AUTO}, {"snapkv": True}):
         found = batch_generate(model, tokenizer, [[7, 8, 9]], max_tokens=2, **asked)
         assert len(found.texts) == 1
@@ -193,17 +206,16 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
 @pytest.mark.parametrize(
     "options, setting",
     [
-        ({}, SPARSE),
+        ({}, FULL),
         ({"store": "8bit"}, SPARSE._replace(store="8bit")),
-        # Whoever gives a cache goes on from entries in memory.
-        ({"prompt_cache": []}, SNAPKV),
-        ({"draft_model": "a model"}, SNAPKV),
+        ({"prompt_cache": []}, FULL),
+        ({"draft_model": "a model"}, FULL),
     ],
 )  # fmt: skip
 def test_a_long_question(demo_llama, options, setting):
     config, _, taken = resolve(demo_llama[0], LONG, QUESTION, options, policy=AUTO)
     assert taken.setting == setting and config.store == setting.store
-    assert config.policy == method_named(setting.method)
+    assert config.policy == setting.chosen
     config.require(demo_llama[0])
     where = "fit in memory in 8 bits" if setting.store == "8bit" else "fit in memory"
     assert not setting.is_sparse or f"all entries {where}" in taken.why

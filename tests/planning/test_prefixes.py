@@ -9,8 +9,9 @@ from mlx_snapkv import KeyDiff, SnapKV, Sparse, prefill
 from mlx_snapkv.caches.layers import file_bytes, memory_bytes
 from mlx_snapkv.planning import prefixes
 from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.footprint import EntrySizes, Footprint
 from mlx_snapkv.planning.machine import mac
-from mlx_snapkv.planning.prefixes import PrefixRoom, kept_bytes, prefix_room
+from mlx_snapkv.planning.prefixes import PrefixRoom, prefix_room
 
 GB = 10**9
 SNAPKV = SnapKV(budget=200, n_sink=4, n_window=32, obs_window=32, lookahead=0)
@@ -81,7 +82,8 @@ def test_a_kept_prompt_takes_what_was_counted(make, config):
     else:
         cache, _ = prefill(model, tokens, config.policy, store=config.store)
     taken = memory_bytes(cache) + file_bytes(cache)
-    assert kept_bytes(model, config, len(tokens)) == pytest.approx(taken, rel=0.25)
+    footprint = Footprint(EntrySizes(model), config)
+    assert footprint.of_prefix(len(tokens)) == pytest.approx(taken, rel=0.25)
 
 
 def test_one_sentence_however_little_there_is():

@@ -19,7 +19,7 @@ import write_docs
 from mlx_snapkv.cli.app import app
 from mlx_snapkv.cli.config import commands_of
 from mlx_snapkv.cli.listings import CHOICES
-from mlx_snapkv.planning.auto import CONVERSATION, FILED, PACKED, QUESTION, SETTINGS, SNAPKV, SPARSE
+from mlx_snapkv.planning.auto import CONVERSATION, EVICTING, FILED, FULL, PACKED, QUESTION, SETTINGS
 from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
 
 ROOT = Path(__file__).parents[2]
@@ -195,12 +195,12 @@ def test_every_page_gives_the_settings_of_the_table(page):
 
 
 def test_auto_takes_what_the_tables_say():
-    """Sparse attention in memory, then in 4 bits, then in files, then SnapKV."""
-    assert SETTINGS[QUESTION] == SETTINGS[CONVERSATION]
-    assert SETTINGS[QUESTION][:4] == (SPARSE, PACKED, FILED, SNAPKV)
+    """The full cache, then what a question leaves, or what a conversation needs."""
+    assert SETTINGS[QUESTION] == (FULL, *EVICTING, FILED)
+    assert SETTINGS[CONVERSATION] == (FULL, PACKED, FILED, *EVICTING)
     for given in (
-        "--sparse budget=6.25%",
-        "--sparse top_k=1024 --store file",
-        "--snapkv top_k=4096",
+        "chat --sparse budget=6.25% --store 4bit",
+        "chat --sparse top_k=1024 --store file",
+        "generate --snapkv top_k=4096",
     ):
-        assert f"`{given}` |" in README
+        assert f"`mlx-snapkv {given}` |" in README
