@@ -21,7 +21,7 @@ from .adapter import full_cache
 from .contract import LayerCache, keys_of
 from .page_means import PageMeans
 from .stores import MemoryStore, Store
-from .stores.temporary import AsideFile
+from .stores.file import AsideFile
 
 _NO_FILES = (
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "

@@ -89,13 +89,13 @@ def moved_to_store(model, prompt_cache: list, store: str, folder: str | None = N
 
 
 def lasting_forms(model, caches: list, store: str | None) -> list:
-    """Caches that a caller goes on from: mlx-lm's own, which have no index, unless entries are in files or a book's."""
+    """Return caches for a caller to continue with: mlx-lm's own, which have no index, unless entries are in files."""
     stays = in_files(store) or book_store(caches) is not None
     return caches if stays else saved_forms(model, caches)
 
 
 def saved_forms(model, caches: list) -> list:
-    """Caches to be written to a file: of kinds that mlx-lm knows, but for a book's."""
+    """Return caches to be written to a file: of kinds that mlx-lm knows, except a book's."""
     forms = list(caches)
     if any(cache.store is not None for cache in layer_caches(caches)):
         for layer in attention_layers(model, caches):

@@ -73,6 +73,7 @@ def root(
 def main(commands: typer.Typer = app) -> None:
     """Run the command; a user's mistake is one line on stderr and exit code 2, a full disk 1."""
     process.hold_standard_descriptors()
+    process.allow_many_files()
     warnings.simplefilter("ignore", TrainedLengthWarning)  # commands say it themselves, in one line
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from ..caches.recording import RecordingKVCache
 from ..caches.stored_caches import books
 from ..caches.stores.file import FileStore, Layout, SavedFile
 from ..entries.key_index import no_codes
-from ..entries.quantization import KEYS, VALUES, Quantization, Stored, pack
+from ..entries.quantization import KEYS, VALUES, Stored
 from ..entries.spans import spans
 from ..errors import SnapKVError
 from ..paths import UNFINISHED
@@ -97,8 +97,7 @@ def remove_unfinished(folder: Path, before: float) -> None:
 def open_book(path: Path, text: str, prompt_cache: list) -> None:
     """Give a book's caches the entries beside it; `text` is the metadata for KEY. Raises: SnapKVError: they aren't."""
     book = json.loads(text)
-    n, how = book["entries"], book["quantization"]
-    quantization = how and Quantization(*how)
+    n = book["entries"]
     checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
     if not folder.is_dir():
@@ -106,13 +105,14 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
             f"the folder with its entries, {folder}, is missing: keep it beside the file"
         )
     caches = books(prompt_cache)
-    for number, (cache, n_codes) in enumerate(zip(caches, book["codes"])):
+    for number, (cache, n_codes) in enumerate(zip(caches, book["codes"], strict=True)):
         opened = []
-        for file in _files(folder, number, cache, quantization, n, n_codes):
+        for file in _files(folder, number, cache, n, n_codes):
             own, checksums = np.split(checksums, [-(-file.n // file.piece)])
             opened.append(SavedFile(file.path, file.layout, file.n, own, file.piece))
         keys, values, *codes = opened
-        cache.store = FileStore(quantization, [keys, values], n, cache.store.first_entry)
+        first_entry = cache.store.first_entry
+        cache.store = FileStore(files=[keys, values], n_entries=n, first_entry=first_entry)
         if codes and cache.index is not None:
             cache.index.fill(codes[0].read(*span) for span in spans(0, n_codes))
         if cache.offset != n:
@@ -150,11 +150,9 @@ class _File:
 
 def _write(folder: Path, caches: list[RecordingKVCache], progress: Progress | None) -> str:
     """Write the entries, a file after the other; what `open_book` is to be given."""
-    quantization, n = caches[0].store.quantization, caches[0].offset
-    n_codes = list(map(_n_codes, caches))
+    n, n_codes = caches[0].offset, list(map(_n_codes, caches))
     found = [
-        _files(folder, number, cache, quantization, n, n_codes[number])
-        for number, cache in enumerate(caches)
+        _files(folder, number, cache, n, n_codes[number]) for number, cache in enumerate(caches)
     ]
     total = sum(file.n * file.layout.token for files in found for file in files)
     done, checksums = 0, []
@@ -172,7 +170,6 @@ def _write(folder: Path, caches: list[RecordingKVCache], progress: Progress | No
         "folder": folder.name,
         "entries": n,
         "codes": n_codes,
-        "quantization": quantization and (quantization.bits, quantization.group_size),
         "checksums": base64.b64encode(np.array(checksums, np.uint32).tobytes()).decode(),
     }
     return json.dumps(about)
@@ -186,16 +183,9 @@ def _stored(cache: RecordingKVCache) -> Iterator[Callable[[int, int], Stored]]:
         yield cache.index.codes.between
 
 
-def _files(
-    folder: Path,
-    number: int,
-    cache: RecordingKVCache,
-    quantization: Quantization | None,
-    n: int,
-    n_codes: int,
-) -> list[_File]:
+def _files(folder: Path, number: int, cache: RecordingKVCache, n: int, n_codes: int) -> list[_File]:
     """A layer's files of `n` keys and values and of `n_codes`, if there are any."""
-    keys, values = (Layout.of(pack(x, quantization)) for x in cache.sample)
+    keys, values = map(Layout.of, cache.sample)
     files = [
         _File(folder / f"{number:03d}.keys", keys, n),
         _File(folder / f"{number:03d}.values", values, n),

@@ -10,7 +10,6 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from ..caches.layers import file_bytes, first_sparse, memory_bytes
-from ..caches.open_files import many_are_open
 from ..caches.stored_caches import books
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
@@ -90,9 +89,7 @@ class PrefixCache:
             return new.in_common(p.ids) == len(p.ids) and (new.whole or len(p.ids) == len(ids))
 
         self._keep([*(p for p in self._kept if not serves(p)), new])
-        while self.nbytes + self.file_nbytes > self._most_bytes or (
-            self.file_nbytes and many_are_open()
-        ):
+        while self.nbytes + self.file_nbytes > self._most_bytes:
             self.trim_to(n_sequences=len(self) - 1)
         return True
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import itertools
 import os
 import tempfile
 import zlib
@@ -20,8 +19,7 @@ from hypothesis import strategies as st
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.stores import STORES, MemoryStore
-from mlx_snapkv.caches.stores.file import FileStore, Layout, SavedFile
-from mlx_snapkv.caches.stores.temporary import AsideFile
+from mlx_snapkv.caches.stores.file import AsideFile, FileStore, Layout, SavedFile
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.attention import latest_votes
 from mlx_snapkv.entries.entries import Entries
@@ -74,12 +72,15 @@ def saved(folder, rows):
         path.write_bytes(raw)
         sums = [zlib.crc32(raw[i : i + size]) for i in range(0, len(raw), size)]
         files.append(SavedFile(path, layout, n, np.array(sums, np.uint32), PIECE))
-    return FileStore(None, files, n), [file.path for file in files]
+    return FileStore(files=files, n_entries=n), [file.path for file in files]
 
 
-@pytest.mark.parametrize(
-    "kind, how", [*itertools.product(STORES.values(), (None, HOW)), ("saved", None)]
-)
+KINDS = [
+    (kind, None if kind.bits is None else Quantization(kind.bits, 64)) for kind in STORES.values()
+]
+
+
+@pytest.mark.parametrize("kind, how", [*KINDS, ("saved", None)])
 @settings(max_examples=30)
 @given(st.data())
 def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
@@ -133,12 +134,36 @@ def test_files_have_no_name_go_with_the_store_and_are_shared_by_copies(tmp_path,
     before = bytes_in_nameless_files(tmp_path)
     copies = [copy.deepcopy(store) for _ in range(3)]
     assert bytes_in_nameless_files(tmp_path) == before > 0 and not list(tmp_path.iterdir())
-    holding(copies[0], rows_of(10))
-    assert bytes_in_nameless_files(tmp_path) == before * 2010 // 2000
-    copies[0].truncate(2004)
-    assert bytes_in_nameless_files(tmp_path) == before * 2004 // 2000
-    del store, copies
+    for one in copies[:2]:  # the first goes on in the files, and the second in files of its own
+        holding(one, rows_of(10))
+    assert bytes_in_nameless_files(tmp_path) == before * 2020 // 2000
+    copies[1].truncate(2004)  # which are that copy's alone
+    assert bytes_in_nameless_files(tmp_path) == before * 2014 // 2000
+    assert [one.n_entries for one in (store, *copies)] == [2000, 2010, 2004, 2000]
+    del store, copies, one
     assert bytes_in_nameless_files(tmp_path) == 0
+
+
+def test_a_conversation_goes_on_in_the_same_files():
+    """Each turn's caches are a copy of those before, which are kept."""
+    store, turns, wanted = FileStore(), [], rows_of(10)
+    for seed in range(20):
+        store = copy.deepcopy(store)
+        turns.append(holding(store, rows_of(10, seed)))
+    assert [len(each._parts) for each in turns] == [1] * 20
+    assert_bits_equal(turns[0].entries(), wanted)
+
+
+def test_what_a_failed_fork_leaves_is_nothing(monkeypatch):
+    """Where no files can be made, those that another store goes on in stay as they are."""
+    first = holding(FileStore(), rows_of(10))
+    other = copy.deepcopy(first)
+    holding(first, rows_of(10, 1))
+    with monkeypatch.context() as patch, pytest.raises(SnapKVError, match="nowhere"):
+        patch.setattr(tempfile, "tempdir", "/nowhere")
+        holding(other, rows_of(5, 2))
+    assert other.n_entries == 10
+    assert_bits_equal([x[:, :, 10:] for x in first.entries()], rows_of(10, 1))
 
 
 def bytes_in_nameless_files(folder):
@@ -244,14 +269,12 @@ def test_what_is_put_aside_needs_room():
 
 @pytest.mark.parametrize("damage", [cut_short, unreadable])
 def test_what_was_put_aside_can_not_be_read(damage):
-    wanted, other = rows_of(20)
-    number = os.dup(0)  # the file's is the next that is free
-    os.close(number)
+    pair = rows_of(20)
     aside = AsideFile()
-    reads = aside.put(wanted), aside.put((wanted, other))
-    mend = damage(number)
+    reads = [aside.put(tuple(pair)) for _ in range(2)]
+    mend = damage(aside._file._file.fileno())
     for read in reads:
-        with pytest.raises(SnapKVError, match="temporary file can't be read"):
+        with pytest.raises(SnapKVError, match="entries kept in a file can't be read"):
             read()
     mend()
-    assert_bits_equal([reads[0](), *reads[1]()], [wanted, wanted, other])
+    assert_bits_equal([*reads[0](), *reads[1]()], [*pair, *pair])

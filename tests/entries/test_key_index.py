@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from mlx_snapkv.caches.stores.temporary import AsideFile
+from mlx_snapkv.caches.stores.file import AsideFile
 from mlx_snapkv.entries import held_rows
 from mlx_snapkv.entries.key_index import KeyIndex, index_bytes
 from mlx_snapkv.entries.queries import Queries

@@ -164,7 +164,7 @@ def test_models_and_mistakes(client):
 
 def test_a_short_prompt_goes_on_from_quantised_entries():
     """Below the gate it decodes with others, in mlx-lm's batches, which hold plain entries only."""
-    with serving(policy="sparse:budget=25%,n_window=32", store="file") as served:
+    with serving(policy=Sparse(budget=256), store="4bit") as served:
         (long, _, kept), (short, n_known, plain) = (
             ask(served, talk(FACT + COLD * n + "What is the access code of the amber falcon?"))
             for n in (80, 20)

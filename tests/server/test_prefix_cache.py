@@ -1,17 +1,14 @@
 """Many questions of one document take the memory, and the disk, of one."""
 
-import gc
-import os
-
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from server_helpers import ask, serving, talk
 
-from mlx_snapkv.caches import open_files
+from mlx_snapkv import Sparse
 from mlx_snapkv.server.prefix_cache import PrefixCache
 
 DOCUMENT = list(range(320))
-SPARSE = "sparse:budget=256"
+SPARSE = Sparse(budget=256)
 
 
 def of(n, kind=KVCache):
@@ -80,19 +77,6 @@ def test_questions_of_one_document_share_it(document):
             assert (answer, known > 1400) == (fact.value, i > 0) and len(prefixes) == 2
             assert prefixes.nbytes + prefixes.file_nbytes <= prefixes._most_bytes
         assert ask(served, talk(f"{other} What was it?"))[1] > 1400
-
-
-def test_prompts_in_files_leave_files_for_connections(monkeypatch):
-    """Every prompt kept has open files in every layer; the oldest go before there are too many."""
-    gc.collect()  # what earlier tests have left
-    most, before = 100, len(os.listdir("/dev/fd"))
-    limits = (2 * (before + most),) * 2  # a process's own, and the system's, which can't be raised
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda kind: limits)
-    with serving(policy=SPARSE, store="file") as served:
-        for n in range(24):
-            ask(served, talk(f"{n} word " * 110), max_tokens=1)
-        assert most / 2 < len(os.listdir("/dev/fd")) - before < most + 30
-        assert ask(served, talk(f"{n} word " * 110), max_tokens=1)[1] > 300
 
 
 def test_a_clock_in_the_system_prompt_is_told_once(served, caplog):

@@ -1,15 +1,18 @@
-"""A layer's entries in files, which are read through memory maps."""
+"""A layer's entries in files: one of keys and one of values, which are read through `numpy.memmap`."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
+import tempfile
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +20,18 @@ import mlx.core as mx
 import numpy as np
 
 from ...entries.entries import Entries
-from ...entries.quantization import Quantization, Stored, arrays, unpack
+from ...entries.quantization import Quantization, Stored, arrays
 from ...errors import EntryFileError
 from ...paths import refusing
-from ..file_map import file_map
-from ..open_files import allow_more_files
-from .base import Store
-from .temporary import AsideFile, no_room, temporary_file, write_at
-from .views import EntryView, JoinedView
-
-COPIED = 8 << 20  # bytes of a file at a time
-JOINED = 256 << 20  # bytes of a file that are copied to join parts, at most
+from .base import EntryView, JoinedView, Store
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How keys or values lie in a file: token after token, rows of `heads` `(B, n_kv_heads)`."""
+    """The order of rows in a file: token after token, and for each token the rows of `heads` `(B, n_kv_heads)`."""
 
     heads: tuple[int, ...]
-    # Dtypes and widths of the arrays that a row is stored in: itself, or packed values, scales and biases.
+    # Dtypes and widths of the arrays that a row is stored in: itself, or packed values and their scales.
     parts: tuple[tuple[mx.Dtype, int], ...]
 
     @classmethod
@@ -45,19 +41,21 @@ class Layout:
 
     @property
     def row(self) -> int:
+        """Bytes of a token of one head."""
         return sum(dtype.size * width for dtype, width in self.parts)
 
     @property
     def token(self) -> int:
+        """Bytes of a token."""
         return math.prod(self.heads) * self.row
 
     def to_bytes(self, stored: Stored) -> memoryview:
-        """Rows `(B, n_kv_heads, n, ...)` as they lie in the file."""
+        """Return the bytes that a file has for rows `(B, n_kv_heads, n, ...)`."""
         parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in arrays(stored)]
         return np.asarray(mx.concatenate(parts, axis=-1)).data.cast("B")
 
     def from_bytes(self, found: np.ndarray) -> Stored:
-        """Rows of `(B, n_kv_heads, n)` items of a file."""
+        """Return the rows of `(B, n_kv_heads, n)` items of a file."""
         whole = mx.array(np.ascontiguousarray(found).view(np.uint8).reshape(*found.shape, self.row))
         edges = np.cumsum([dtype.size * width for dtype, width in self.parts])[:-1].tolist()
         split = zip(mx.split(whole, edges, axis=-1), self.parts)
@@ -66,63 +64,62 @@ class Layout:
 
 
 class EntryFile:
-    """A layer's keys or values in a file; by default one without a name, which goes with this."""
+    """Rows of a layer in an open file, which is closed with this object.
 
-    path: Path | None = None  # of a file that was saved and never changes
+    Attributes:
+        n_rows: rows that were written.
+        is_shared: copies of a store read it, so that none of its rows may go.
+    """
+
+    path: Path | None = None  # set if the file was saved and never changes
+    is_shared = False
     _map: Any = None
 
-    def __init__(self, layout: Layout, file: Any = None):
-        self.layout = layout
-        self._file = file or temporary_file()
+    def __init__(self, layout: Layout, file: Any):
+        self.layout, self.n_rows, self._file = layout, 0, file
         weakref.finalize(self, self._file.close)
 
-    def write(self, stored: Stored, at: int) -> None:
-        """Write rows from entry `at` on. Raises: OSError; EntryFileError: those before it are gone."""
-        data, start = self.layout.to_bytes(stored), at * self.layout.token
+    def append(self, stored: Stored) -> None:
+        """Write rows at the end. Raises: OSError; EntryFileError: those before are gone."""
+        start = self.n_rows * self.layout.token
         self._require(start)  # the system would fill up with zeros
+        data = self.layout.to_bytes(stored)
         write_at(self._file, data, start)
-
-    def copy(self, other: EntryFile, n: int, at: int) -> None:
-        """Write the first `n` entries of a file of the same layout from entry `at` on."""
-        size, start = n * self.layout.token, at * self.layout.token
-        other._require(size)
-        for done in range(0, size, COPIED):
-            data = os.pread(other._file.fileno(), min(COPIED, size - done), done)
-            write_at(self._file, memoryview(data), start)
-            start += len(data)
+        self.n_rows += len(data) // self.layout.token
 
     def cut(self, n: int) -> None:
-        os.ftruncate(self._file.fileno(), n * self.layout.token)
+        """Drop all rows but the first `n`, and what was written of others."""
+        self.n_rows, size = n, n * self.layout.token
+        with contextlib.suppress(OSError):
+            if os.fstat(self._file.fileno()).st_size > size:
+                os.ftruncate(self._file.fileno(), size)
 
     def read(self, start: int, stop: int) -> Stored:
         rows = self._rows(np.arange(start, stop))[start:stop]
         return self.layout.from_bytes(rows.transpose(1, 2, 0))
 
     def gather(self, places: np.ndarray) -> Stored:
-        """The rows at `places` `(B, n_kv_heads, n)`."""
+        """Return the rows at `places` `(B, n_kv_heads, n)`."""
         B, H = self.layout.heads
         batch, head = np.ogrid[:B, :H]
         rows = self._rows(places)
         return self.layout.from_bytes(rows[places, batch[..., None], head[..., None]])
 
     def _rows(self, places: np.ndarray) -> np.ndarray:
-        """The file's first rows, `(n, B, n_kv_heads)`, each one item, of which those at `places` are read."""
-        n, row = int(places.max(initial=0)) + 1, np.dtype((np.void, self.layout.row))
+        """Return the file's rows, `(n, B, n_kv_heads)`, each one item, of which those at `places` are read."""
+        n = int(places.max(initial=0)) + 1
         self._require(n * self.layout.token)
-        n_held = len(self._mapped(n * self.layout.token)) // self.layout.token
-        return np.ndarray((n_held, *self.layout.heads), row, self._map)
-
-    def _mapped(self, n_bytes: int) -> Any:
-        """A map of at least so many bytes: the one there is, unless the file had fewer when that was made."""
-        if self._map is None or len(self._map) < n_bytes:
+        if self._map is None or len(self._map) < n:  # the file has grown since
+            row = np.dtype((np.void, self.layout.row))
+            shape = os.fstat(self._file.fileno()).st_size // self.layout.token, *self.layout.heads
             try:
-                self._map = file_map(self._file.fileno())
+                self._map = np.asarray(np.memmap(self._file, row, "r", shape=shape))
             except OSError as error:
                 raise EntryFileError(f"entries kept in a file can't be read: {error}") from error
         return self._map
 
     def _require(self, n_bytes: int) -> None:
-        """Raises: EntryFileError: the file is shorter. A map of what is no longer there would end the process."""
+        """Raises: EntryFileError: the file is shorter. Reading a map beyond its end would kill the process."""
         if (found := os.fstat(self._file.fileno()).st_size) < n_bytes:
             why = f"it should have {n_bytes:,} bytes and has {found:,}"
             raise EntryFileError(f"entries kept in a file can't be read: {why}")
@@ -132,75 +129,96 @@ class SavedFile(EntryFile):
     """A file with a name, which never changes; each piece's checksum is compared when it is first read.
 
     Args:
-        n_entries: what it holds.
-        checksums: uint32, CRC-32 of each `piece` entries; the last piece may be shorter.
+        n_rows: what it holds.
+        checksums: uint32, CRC-32 of each `piece` rows; the last piece may be shorter.
 
     Raises: SnapKVError: it can't be opened, or is not of that size.
     """
 
-    def __init__(
-        self, path: Path, layout: Layout, n_entries: int, checksums: np.ndarray, piece: int
-    ):
+    def __init__(self, path: Path, layout: Layout, n_rows: int, checksums: np.ndarray, piece: int):
         self.path = path
         with refusing(f"{path} can't be read"):
-            allow_more_files()
             super().__init__(layout, path.open("rb", buffering=0))
-        self._size, self._checksums, self._piece = n_entries * layout.token, checksums, piece
+        self.n_rows, self._checksums, self._piece = n_rows, checksums, piece
         self._is_new = np.ones(len(checksums), np.bool_)  # not compared yet
-        self._require_size()
+        self._require(n_rows * layout.token)
 
     def _rows(self, places: np.ndarray) -> np.ndarray:
-        self._require_size()
+        rows = super()._rows(places)
         pieces = np.unique(places // self._piece)
         pieces = pieces[self._is_new[pieces]]
         if pieces.size:
-            whole, size = memoryview(self._mapped(self._size)), self._piece * self.layout.token
-            parts = (whole[i * size : (i + 1) * size] for i in pieces.tolist())
+            parts = (rows[i * self._piece : (i + 1) * self._piece] for i in pieces.tolist())
             with ThreadPoolExecutor(os.cpu_count()) as threads:
-                sound = self._checksums[pieces] == list(threads.map(zlib.crc32, parts))
+                found = list(threads.map(lambda part: zlib.crc32(part.view(np.uint8)), parts))
+            sound = self._checksums[pieces] == found
             self._is_new[pieces[sound]] = False
             if not sound.all():
+                start = pieces[~sound][0] * self._piece * self.layout.token
                 raise EntryFileError(
-                    f"{self.path} is damaged: a checksum does not fit from byte {pieces[~sound][0] * size:,} on; "
+                    f"{self.path} is damaged: a checksum does not fit from byte {start:,} on; "
                     "put back the file that was saved, or save the prompt again",
                     self.path,
                 )
-        return super()._rows(places)
+        return rows
 
-    def _require_size(self) -> None:
-        found = os.fstat(self._file.fileno()).st_size
-        if found != self._size:
-            why = f"it should have {self._size:,} bytes and has {found:,}"
+    def _require(self, n_bytes: int) -> None:
+        found, size = os.fstat(self._file.fileno()).st_size, self.n_rows * self.layout.token
+        if found != size:
+            why = f"it should have {size:,} bytes and has {found:,}"
             raise EntryFileError(f"{self.path} is damaged: {why}", self.path)
+
+
+class AsideFile:
+    """A file that blocks of rows are put in, such as those of an index, to be read as they were."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        self._folder = folder  # None is TMPDIR
+        self._file: EntryFile | None = None  # until there are some
+
+    def put(self, stored: Stored) -> Callable[[], Stored]:
+        """Put rows at the end; the result reads them. Raises: EntryFileError: there is no room."""
+        try:
+            if self._file is None:
+                self._file = EntryFile(Layout.of(stored), temporary_file(self._folder))
+            file, start = self._file, self._file.n_rows
+            file.append(stored)
+        except OSError as error:
+            raise no_room(error, self._folder) from error
+        return partial(file.read, start, file.n_rows)
 
 
 @dataclass(frozen=True)
 class _Part(EntryView):
     """The first `n_entries` of a file of keys and one of values."""
 
-    files: Sequence[Any]
-    quantization: Quantization | None
+    files: Sequence[EntryFile]
     n_entries: int = 0
+    quantization = None
     waits = True
 
     @property
-    def is_saved(self) -> bool:
-        return any(file.path is not None for file in self.files)
+    def may_grow(self) -> bool:
+        """Return whether a row that is appended to the files comes right after the entries."""
+        return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         return self.files[which].read(start, stop)
 
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
         chosen = np.array(places)
-        return tuple(unpack(file.gather(chosen), self.quantization) for file in self.files)
+        return tuple(file.gather(chosen) for file in self.files)  # type: ignore[misc]
 
 
 class FileStore(JoinedView, Store):
-    """Entries in files of keys and of values.
+    """Plain entries in a file of keys and a file of values.
 
-    Copies share files, and processes those that were saved, the `files` of `n_entries` to begin with; their
-    `first_entry` may be given so that it need not be read. What each is given from then on goes to files without names
-    of its own, and what it drops stays with the others.
+    A copy shares the files and goes on in them. Where another copy has gone on before, or the files were saved, a new
+    pair of files begins.
+
+    Args:
+        files: saved files of keys and of values, with `n_entries` each, to begin with.
+        first_entry: keys and values of the first of these, so that they need not be read.
     """
 
     name = "file"
@@ -215,72 +233,46 @@ class FileStore(JoinedView, Store):
         first_entry: tuple[mx.array, mx.array] | None = None,
         folder: str | None = None,
     ):
-        self.quantization, self._first_entry = quantization, first_entry
-        self.folder = folder
-        super().__init__([_Part(files, quantization, n_entries)] if n_entries else [])
-        self._grows = False  # the last part's files are this store's alone
+        self.quantization, self._first_entry, self.folder = None, first_entry, folder
+        super().__init__([_Part(files, n_entries)] if n_entries else [])
 
     def aside(self) -> AsideFile:
         """Return a file for rows that are derived from these entries."""
         return AsideFile(self.folder)
 
     def append(self, entries: Entries) -> None:
-        new = entries.packed(self.quantization)
+        new = entries.packed(None)
         stored = new.stored_keys, new.stored_values
+        part = self._parts[-1] if self._parts and self._parts[-1].may_grow else None
         try:
-            if not self._grows:
-                self._begin(list(map(Layout.of, stored)))
-            part = self._parts[-1]
+            if part is None:
+                part = _Part([EntryFile(Layout.of(x), temporary_file(self.folder)) for x in stored])
             for file, x in zip(part.files, stored):
-                file.write(x, part.n_entries)
-        except OSError as error:
-            self._cut()
-            raise no_room(error, self.folder) from error
-        self._parts[-1] = replace(part, n_entries=part.n_entries + len(new))
-
-    def _begin(self, layouts: list[Layout]) -> None:
-        """Begin files of this store's own, with copies of the last parts where each is less than twice those behind it.
-
-        So the parts of a conversation, which gets files of its own in every turn, are as many as its length has bits,
-        besides large ones, which stay as they are.
-        """
-        parts, first = self._parts, len(self._parts) - 1
-        most = JOINED // max(layout.token for layout in layouts)
-        n = parts[-1].n_entries if parts and not parts[-1].is_saved else 0
-        while first > 0 and not parts[first - 1].is_saved:
-            before = parts[first - 1].n_entries
-            if before >= 2 * n or n + before > most:
-                break
-            first, n = first - 1, n + before
-        joined = parts[first:] if first < len(parts) - 1 else []
-        files = [EntryFile(layout, temporary_file(self.folder)) for layout in layouts]
-        own, at = _Part(files, self.quantization), 0
-        for part in joined:
-            for file, source in zip(own.files, part.files):
-                file.copy(source, part.n_entries, at)
-            at += part.n_entries
-        self._parts[len(parts) - len(joined) :] = [replace(own, n_entries=at)]
-        self._grows = True
+                file.append(x)
+        except (OSError, EntryFileError) as error:
+            for file in part.files if part else ():
+                file.cut(part.n_entries)  # type: ignore[union-attr]
+            if isinstance(error, OSError):
+                raise no_room(error, self.folder) from error
+            raise
+        self._parts = self._parts[:-1] if part.n_entries else self._parts
+        self._parts = [*self._parts, replace(part, n_entries=part.n_entries + len(new))]
 
     def truncate(self, n: int) -> None:
         while self.n_entries > n:
             part = self._parts.pop()
-            left = n - self.n_entries
-            if left > 0:
-                self._parts.append(replace(part, n_entries=left))
-                self._cut()
-            else:
-                self._grows = False
-
-    def _cut(self) -> None:
-        for file in self._parts[-1].files if self._grows else ():
-            with contextlib.suppress(OSError):
-                file.cut(self._parts[-1].n_entries)
+            if (left := n - self.n_entries) <= 0:
+                continue
+            self._parts.append(replace(part, n_entries=left))
+            for file in part.files:
+                if file.path is None and not file.is_shared:
+                    file.cut(left)
 
     def __deepcopy__(self, memo: dict) -> FileStore:
-        self._grows = False
-        other = FileStore(self.quantization, first_entry=self._first_entry, folder=self.folder)
+        other = FileStore(first_entry=self._first_entry, folder=self.folder)
         other._parts = list(self._parts)
+        for file in (file for part in self._parts for file in part.files):
+            file.is_shared = True
         return other
 
     @property
@@ -297,3 +289,25 @@ class FileStore(JoinedView, Store):
         return sum(
             file.layout.token * part.n_entries for part in self._parts for file in part.files
         )
+
+
+def temporary_file(folder: str | None) -> Any:
+    """Return a new file without a name in a folder, by default TMPDIR. Raises: OSError."""
+    return tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0, dir=folder)
+
+
+def write_at(file: Any, data: memoryview, start: int) -> None:
+    """Write bytes from `start` on. Raises: OSError."""
+    while data:
+        n = os.pwrite(file.fileno(), data, start)
+        data, start = data[n:], start + n
+
+
+def no_room(error: OSError, folder: str | None) -> EntryFileError:
+    """Return what to tell a user for whom a file in the folder can't be made or written."""
+    why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
+    if error.errno == errno.EMFILE:
+        why = f"{error.strerror}; run ulimit -n 4096 before it"
+    return EntryFileError(
+        f"entries can't be kept in a file in {folder or tempfile.gettempdir()}: {why}, or use another store"
+    )
