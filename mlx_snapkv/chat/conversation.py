@@ -20,19 +20,19 @@ from ..engine.serving import require_servable, served
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
-from ..planning.options import noted
+from ..planning.options import OPTIONS, noted
 from ..planning.prompt_plan import MAX_TOKENS
 from ..policies import Policy, Sparse, Stages, resolve_method
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
 
 
-def _require_options(generation: dict[str, Any]) -> None:
-    """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
+def _require_options(options: dict[str, Any]) -> None:
+    """Raises: UnknownOptionError: one is neither of `RequestOptions` nor of mlx-lm's for an answer."""
     reserved = {"prompt_cache", "input_embeddings"}  # which the conversation gives
-    options = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs} - reserved
-    for name in generation.keys() - options:
-        why = f"{suggestion(name, options)}; known: {', '.join(sorted(options))}"
+    known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs, *OPTIONS} - reserved
+    for name in options.keys() - known:
+        why = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
         raise UnknownOptionError(f"unknown option {name!r} of a conversation{why}")
 
 
@@ -72,6 +72,7 @@ class Conversation:
         system: str | None = None,
         **options: Any,
     ):
+        _require_options(options)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         config, generation, _ = resolve(
@@ -83,7 +84,6 @@ class Conversation:
             sparse=sparse,
             max_tokens=options.get("max_tokens", MAX_TOKENS),
         )
-        _require_options(generation)
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
         self._rendered = Rendering(tokenizer)
         self.policy, self.options = config.policy, config.keywords

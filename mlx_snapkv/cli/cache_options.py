@@ -1,4 +1,4 @@
-"""The options of KV caches, each declared once: how entries are stored, which are kept, what becomes of the rest."""
+"""The options of KV caches that commands share: how entries are quantised, and which are kept or read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class MLXCacheOptions(CacheOptions):
-    """The same with mlx-lm's options of a full cache."""
+    """The options of entries, and mlx-lm's own of a full cache."""
 
     max_kv_size: Annotated[
         int | None,
@@ -78,7 +78,10 @@ class MLXCacheOptions(CacheOptions):
     ] = None
 
     def generation(self, policy: Method | Stages | None) -> dict[str, Any]:
-        """The same as options of `stream_generate`; SnapKVError if one has no effect on a policy's entries."""
+        """Return these as options of `stream_generate`.
+
+        Raises: SnapKVError: one has no effect on a policy's entries.
+        """
         if self.quantized_kv_start is not None and policy is not None:
             raise SnapKVError(
                 "--quantized-kv-start is for the full cache only, since a policy's entries are quantised at the "
@@ -87,7 +90,7 @@ class MLXCacheOptions(CacheOptions):
         return {k: v for k, v in vars(self).items() if k != "quantized_kv_start" or v is not None}
 
     def notes(self, policy: Method | Stages | None, n: int) -> Iterator[str]:
-        """What does nothing for a prompt and an answer of `n` tokens, and no harm."""
+        """Yield a note on each option that has no effect on a prompt and an answer of `n` tokens."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         start = self.quantized_kv_start
@@ -116,14 +119,14 @@ class MLXCacheOptions(CacheOptions):
 def each_method(
     policy: Iterable[str] | None, snapkv: str | None = None, sparse: Iterable[str] | None = None
 ) -> list[Method | Stages]:
-    """That of --snapkv, and those of every --policy and --sparse. Raises: SnapKVError: one can't be read."""
+    """Return what --snapkv and every --policy and --sparse name. Raises: SnapKVError: one can't be read."""
     texts = {"snapkv": [] if snapkv is None else [snapkv], "policy": policy, "sparse": sparse}
     methods = [typed(name, text) for name, some in texts.items() for text in some or []]
     return [method for method in methods if method is not None]
 
 
 def typed(name: str, text: str) -> Method | Stages | None:
-    """What an option names. Raises: SnapKVError: it can't be read; the message names the flag and what was typed."""
+    """Return what an option names. Raises: SnapKVError: it can't be read; the message names the flag and the text."""
     from ..policies import resolve_method
 
     try:
@@ -156,7 +159,7 @@ class PolicyOptions:
         return next(map(flag_of, named), "")
 
     def resolve(self) -> Method | Stages | None:
-        """The policy or sparse attention; SnapKVError for a mistake in it, or for two."""
+        """Return the policy or sparse attention. Raises: SnapKVError: it can't be read, or two are given."""
         from ..policies import resolve_method
 
         texts = {"snapkv": self.snapkv, "policy": self.policy, "sparse": self.sparse}
@@ -166,7 +169,7 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class AutoPolicyOptions(PolicyOptions):
-    """The same, or what suits the prompt and the machine."""
+    """The policy or sparse attention, or auto, which chooses one for the prompt and this machine."""
 
     policy: Annotated[
         str | None,
@@ -189,7 +192,7 @@ class AutoPolicyOptions(PolicyOptions):
         return asks_for_auto(self.snapkv, self.policy)
 
     def resolve(self) -> Method | Stages | None:
-        """The same; None while auto has not chosen one."""
+        """Return the policy or sparse attention; None if there is none, or auto is to choose."""
         if self.is_auto and self.sparse is not None:
             raise SnapKVError(
                 "--policy auto and --sparse both say how entries are used: give only one"
@@ -231,11 +234,11 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
         generation: dict[str, Any],
         max_tokens: int | None = None,
     ) -> Recommendation | None:
-        """What --policy auto takes, said in one line; None of anything else.
+        """Return what --policy auto chooses, and say so in one line; None if auto was not given.
 
         Args:
             model: a loaded one, or the name of one.
-            n_prompt, task, max_tokens: as of `resolve`.
+            n_prompt, task, max_tokens: see `resolve`.
             generation: mlx-lm's options.
         """
         from ..planning.auto import resolve
@@ -260,5 +263,5 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
 
 
 def keywords_of(found: Recommendation | None) -> dict[str, Any]:
-    """The keywords that --policy auto changes, if it was given; see `CompressionOptions.recommend`."""
+    """Return the keywords that --policy auto changes, if it was given; see `CompressionOptions.recommend`."""
     return {} if found is None else found.keywords

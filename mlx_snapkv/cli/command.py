@@ -153,7 +153,7 @@ def without_settings(ctx: Any, group: Group, *names: str) -> Group:
 
 
 def refusal(name: str, option: Any, value: Any, error: Any) -> str:
-    """What an option must be, and what it got, for an error of typer's or of its `parser`."""
+    """Return what an option must be and what it got, for an error of typer's or of the option's `parser`."""
     kind = getattr(option, "type", option)  # older typers have the range there
     least, most = getattr(kind, "min", None), getattr(kind, "max", None)
     values = value if isinstance(value, (list, tuple)) else [value]
@@ -170,7 +170,7 @@ def flag_of(name: str) -> str:
 
 
 def in_flags(error: SnapKVError) -> str:
-    """An error's sentence for those who typed flags: the library's `max_kv_size=512` is `--max-kv-size 512`."""
+    """Return an error's sentence with its options as flags: the library's `max_kv_size=512` is `--max-kv-size 512`."""
 
     def flag(option: Option) -> str:
         value = "" if option.value is None else f" {option.value}"

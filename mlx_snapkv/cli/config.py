@@ -17,7 +17,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "MLX_SNAPKV_"
-# Who gives one of them drops another that a less specific place has.
+# One of these replaces another from a less specific place.
 ONE_OF = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
 
@@ -37,7 +37,7 @@ def config_file() -> Path:
 
 
 def settings_of(context: Any) -> dict[str, Setting]:
-    """What applies to a command's options unless the command line says otherwise, by parameter."""
+    """Return the settings of a command's options, by parameter; the command line goes before them."""
     path: tuple[str, ...] = ()
     parent = context
     while parent.parent is not None:
@@ -46,7 +46,7 @@ def settings_of(context: Any) -> dict[str, Setting]:
 
 
 def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Setting]:
-    """Variables go before the file, a command's own table before the keys above it."""
+    """Return a command's settings. Variables go before the file, its own table before the keys above that."""
     options, settings = _options(command), dict[str, Setting]()
     variables = {
         name[len(PREFIX) :].lower(): value
@@ -83,7 +83,10 @@ def _read(root: Any) -> Table:
 
 
 def _checked(table: Table, group: Any, place: str) -> Table:
-    """The table with underscores in its names; SnapKVError if one is neither an option nor a command there."""
+    """Return the table with underscores in its names.
+
+    Raises: SnapKVError: a name is neither an option nor a command there.
+    """
     below = {name.replace("-", "_"): c for name, c in getattr(group, "commands", {}).items()}
     options: dict[str, Any] = {}
     for _, command in commands_of(group):
@@ -105,7 +108,7 @@ def _checked(table: Table, group: Any, place: str) -> Table:
 
 
 def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command in a group that does something, with the names it is called by."""
+    """Yield every command in a group that does something, with the names that it is called by."""
     if not hasattr(command, "commands"):
         yield path, command
     for name, below in getattr(command, "commands", {}).items():
