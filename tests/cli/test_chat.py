@@ -3,7 +3,6 @@ import re
 import pytest
 
 SNAPKV = ["--snapkv", "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4"]
-POLICY = SNAPKV
 SPARSE = ["--sparse", "budget=100,n_window=32"]
 
 
@@ -38,9 +37,9 @@ def test_a_quiet_chat_keeps_entries_in_a_file_and_leaves_stderr_to_commands(scri
     code, out, err = script(lines, *ways)
     assert (code, out) == (0, [fact.value for fact in facts])
     first, report, layers, held, _ = err.splitlines()
-    assert first.startswith("notes of today.txt: ") and "(8 bits)" in report
+    assert first.startswith("notes of today.txt: ") and "(float32)" in report
     assert layers == "entries: 100 in layers 0 to 2"
-    assert re.fullmatch(r"held between turns: 0 B in memory, [\d.]+ [kM]B in files", held)
+    assert re.fullmatch(r"held between turns: [\d.]+ k?B in memory, [\d.]+ [kM]B in files", held)
 
 
 def test_a_policy_that_gains_nothing_is_told_once(script, document, monkeypatch):
@@ -50,10 +49,10 @@ def test_a_policy_that_gains_nothing_is_told_once(script, document, monkeypatch)
     _, facts = document
     questions = [fact.question for fact in facts]
     code, _, err = script(
-        [*questions, "/policy keydiff:budget=64,schedule=once", questions[0]], *POLICY
+        [*questions, "/policy keydiff:budget=64,schedule=once", questions[0]], *SPARSE
     )
     assert code == 0 and err.count("warning: slower than the full cache\n") == 2
-    assert "warning" not in script(questions, *POLICY, "-q")[2]
+    assert "warning" not in script(questions, *SPARSE, "-q")[2]
 
 
 def test_reset_policy_and_system_start_again(script, document):
@@ -62,7 +61,7 @@ def test_reset_policy_and_system_start_again(script, document):
     file = f"/file {path}"
     lines = [file, facts[0].question, "/reset", "/stats", file, "/policy none", "/policy"]
     lines += ["/reset", "/policy", "/system Be brief.", "/quit", "never sent"]
-    code, out, err = script(lines, *POLICY)
+    code, out, err = script(lines, *SPARSE)
     assert (code, out) == (0, [facts[0].value])
     waiting = "with policy none, and the document will be read with your next message"
     for words in ("there is no turn yet", waiting, "with that system prompt\n"):
@@ -90,10 +89,10 @@ def test_a_files_own_settings_end_with_it(script, document, tmp_path):
     assert (code, out) == (0, [facts[0].value]) and f"saved in {own}" in err
     script([*asked, f"/save {full}"])
     lines = [f'/load "{own}"', f"/load {full}", *(fact.question for fact in facts), "/stats"]
-    code, out, err = script([*lines, "/reset", f"/file {path}", facts[1].question], *POLICY)
+    code, out, err = script([*lines, "/reset", f"/file {path}", facts[1].question], *SPARSE)
     assert (code, out) == (0, [f.value for f in (*facts, facts[1])])
     assert "policy keydiff:budget=300, as it was saved" in err
-    assert "100 entries kept" in err
+    assert "store memory\n" in err and "100 entries" in err
 
 
 def test_turns_are_taken_back_and_answered_again(script, document):
@@ -113,7 +112,7 @@ def test_turns_are_taken_back_and_answered_again(script, document):
 def test_files_are_listed_and_detached(script, document):
     path, facts = document
     lines = [f"/file {path}", "/file LICENSE", "/files", "/files detach LICENSE", facts[0].question]
-    code, out, err = script([*lines, "/files", "/reset", "/files"], *POLICY)
+    code, out, err = script([*lines, "/files", "/reset", "/files"], *SPARSE)
     assert (code, out) == (0, [facts[0].value])
     for words in ("1  notes of today.txt, will be read", "2  LICENSE, will be read", "detached LICENSE",
                   "   notes of today.txt, part of the conversation", "no file is attached"):  # fmt: skip
@@ -136,7 +135,7 @@ def test_a_conversation_is_exported_as_markdown(script, document, tmp_path):
     notes, talk = tmp_path / "mine.md", tmp_path / "talk.md"
     notes.write_text("mine")
     said = [f"/file {path}", facts[0].question, f'/export "{talk}"', facts[1].question]
-    code, _, err = script([*said, f"/export {talk}", f"/export {notes}"], *POLICY)
+    code, _, err = script([*said, f"/export {talk}", f"/export {notes}"], *SPARSE)
     assert code == 2 and f"/export {notes}: the file exists" in err
     text = talk.read_text()
     headings = [line for line in text.splitlines() if line.startswith("#")]
