@@ -192,7 +192,7 @@ class AutoPolicyOptions(PolicyOptions):
         return asks_for_auto(self.snapkv, self.policy)
 
     def resolve(self) -> Method | Stages | None:
-        """Return the policy or sparse attention; None if there is none, or auto is to choose."""
+        """Return the policy or sparse attention; None for the full cache, and until auto chooses."""
         if self.is_auto and self.sparse is not None:
             raise SnapKVError(
                 "--policy auto and --sparse both say how entries are used: give only one"
@@ -208,10 +208,10 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
         from ..planning.config import CompressionConfig
 
         super().__post_init__()
-        CompressionConfig(**self.keywords)  # which finds mistakes
+        CompressionConfig(**self.keywords)  # raises for mistakes
 
     def served(self) -> dict[str, Any]:
-        """Return the keywords of `generate_step` that these options stand for."""
+        """Return these options as keywords of `generate_step`."""
         from ..planning.config import CompressionConfig
 
         method = self.resolve()

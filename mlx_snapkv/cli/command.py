@@ -54,7 +54,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-# By option, another one it does nothing without, and what that one's value must contain.
+# An option does nothing unless the other one's value contains this text.
 NEEDS = {
     "kv_group_size": ("kv_bits", ""),
     "quantized_kv_start": ("kv_bits", ""),
@@ -76,7 +76,7 @@ class Command(TyperCommand):
         """Parse the command line, with the settings as click's `default_map`."""
         settings = ctx.meta["settings"] = self.settings(ctx)
         ctx.default_map = {name: setting.value for name, setting in settings.items()}
-        given = list(args)  # which click's parser empties
+        given = list(args)  # click's parser empties `args`
         try:
             rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:

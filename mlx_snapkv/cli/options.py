@@ -17,12 +17,12 @@ from .command import refusal
 MOST = 10_000_000  # tokens of a prompt
 BYTES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 TOKENS = {"k": 1 << 10, "m": 1 << 20}
-# Of a chat template's own parameters, those that may be given beside its free ones.
+# Parameters of `apply_chat_template` that --chat-template-config may set.
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 
 
 def n_bytes(text: Any, least: int = 1) -> int:
-    """At least so many bytes, from a number and, if there is one, a decimal unit: "500MB", "4 GB", "1.5e9"."""
+    """Return a number of bytes, `least` or more, from a text with or without a decimal unit: "500MB", "4 GB", "1.5e9"."""
     bounds = f" from {least:,}" if least > 1 else ""
     what = f"a number of bytes{bounds}, such as 500MB or 4GB"
     return _number(str(text).strip().lower().removesuffix("b"), BYTES, least, 2**62, what)
@@ -225,7 +225,7 @@ class SamplingOptions:
     max_tokens: MaxTokens = 256
 
     def changed(self, name: str, text: str, context: Context) -> "SamplingOptions":
-        """The same with another value of one setting; SnapKVError if its flag would not take that."""
+        """Return these options with another value of one. Raises: SnapKVError: its flag would not take the value."""
         name, settings = name.lstrip("-").replace("-", "_"), vars(self)
         if name not in settings:
             meant = (
@@ -239,7 +239,7 @@ class SamplingOptions:
             raise SnapKVError(refusal(f"/set {name}", flag, text, error)) from error
 
     def generation(self, tokenizer: Any) -> dict[str, Any]:
-        """The same as options of mlx-lm's `stream_generate`; SnapKVError if one is beyond the vocabulary."""
+        """Return options of mlx-lm's `stream_generate`. Raises: SnapKVError: one is beyond the vocabulary."""
         from mlx_lm.sample_utils import make_sampler
 
         options, size = dict(vars(self)), len(tokenizer)

@@ -79,7 +79,7 @@ class CompressionConfig(RequestOptions):
 
     @property
     def identity(self) -> dict[str, str]:
-        """What entries depend on beside the model and the tokens: those of another identity can't stand for them."""
+        """Return what entries depend on beside the model and the tokens: a server's prefixes are found by it."""
         what = {"policy": self.policy, "quantization": self.quantization, **noted(self.keywords)}
         return {name: str(value) for name, value in what.items()}
 
