@@ -22,7 +22,7 @@ TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 
 
 def n_bytes(text: Any, least: int = 1) -> int:
-    """Return a number of bytes, `least` or more, from a text with or without a decimal unit: "500MB", "4 GB", "1.5e9"."""
+    """Return bytes, `least` or more, from a number with or without a decimal unit: "500MB", "4 GB", "1.5e9"."""
     bounds = f" from {least:,}" if least > 1 else ""
     what = f"a number of bytes{bounds}, such as 500MB or 4GB"
     return _number(str(text).strip().lower().removesuffix("b"), BYTES, least, 2**62, what)
