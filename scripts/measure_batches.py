@@ -15,8 +15,8 @@ from results_page import Result, Row, shared_options
 
 from mlx_snapkv import CompressedBatchGenerator
 from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.measure.contenders import Contender, compressed, decoding_cache, random_prompt
-from mlx_snapkv.policies import SnapKV
 
 ANSWER = 128  # tokens decoded after each prompt: mlx-lm's own default
 WARM_UP = 3

@@ -18,7 +18,7 @@ from results_page import Result, shared_options, watched
 from mlx_snapkv.caches.layers import file_bytes, held_tokens, kv_bytes
 from mlx_snapkv.measure.contenders import RANDOM, make_random_model, random_prompt
 from mlx_snapkv.measure.speed import ANSWER, Row, ask
-from mlx_snapkv.policies import Sparse
+from mlx_snapkv.sparse.options import Sparse
 
 READS = Sparse(budget=1664, n_sink=128, n_window=512, read_top_k=1024)
 QUESTION = 32  # tokens

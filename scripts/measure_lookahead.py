@@ -31,10 +31,10 @@ from mlx_snapkv.measure.reading import Reading, read_once
 from mlx_snapkv.measure.records import Record, Results
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.measure.texts import Piece, Texts, around, frame_of
-from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.planning.settings import resolve_compress
 
 LENGTHS = (0, 8, 16, 32, 64)
-POLICIES = {n: resolve_policy(policy=f"snapkv:budget=12.5%,lookahead={n}") for n in LENGTHS}
+POLICIES = {n: resolve_compress(policy=f"snapkv:budget=12.5%,lookahead={n}") for n in LENGTHS}
 LENGTH = 1400  # tokens of a piece
 JUDGED = 64  # of its tokens, at a time
 # A lookahead's last token is fed on all entries, too, and so predicts the next one.

@@ -29,7 +29,7 @@ from mlx_snapkv.entries import clusters, key_index
 from mlx_snapkv.measure.divergence import divergence
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.models.trained_length import trained_length
-from mlx_snapkv.policies.sparse import CHUNK
+from mlx_snapkv.sparse.options import CHUNK
 
 FOLLOWING = 64  # tokens whose predictions are compared
 # Of a text's tokens, which are read for each way by itself: their queries weigh the rest.
@@ -67,7 +67,7 @@ def of_text(model, tokens: list[int], following: list[int], share: float) -> Ite
     full = predictions(model, latest, following, prompt_cache=copy.deepcopy(cache))
     for way, (together, size) in WAYS.items():
         chosen = share - (1 / size if size else 0)
-        sparse = f"budget={100 * chosen}%,read=dense,rest={'means' if size else 'none'}"
+        sparse = f"budget={100 * chosen}%,read=dense,residual={'means' if size else 'none'}"
         with means(together, size):
             options = {"prompt_cache": copy.deepcopy(cache), "sparse": sparse}
             found = predictions(model, latest, following, **options)

@@ -27,7 +27,7 @@ from mlx_snapkv.engine.prefill import read
 from mlx_snapkv.measure.divergence import divergence, judged, log_softmax
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.measure.texts import Texts
-from mlx_snapkv.policies.sparse import CHUNK
+from mlx_snapkv.sparse.options import CHUNK
 
 JUDGED = 64  # tokens that follow a text
 

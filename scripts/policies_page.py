@@ -6,7 +6,7 @@ import re
 from results_page import table
 
 from mlx_snapkv.cli.listings import defaults
-from mlx_snapkv.policies import POLICIES, Policy
+from mlx_snapkv.compress.policy import POLICIES, Policy
 
 PAGE = """# The policies
 

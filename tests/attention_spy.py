@@ -9,6 +9,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
+from mlx_snapkv.planning.settings import resolve_setting
 
 
 def softmax_votes(call, n, kv_head_of):
@@ -60,7 +61,9 @@ def read_and_spy(model, tokens, policy, monkeypatch):
 
     cache = make_prompt_cache(model)
     request = make_request(
-        model, plan_request(model, CompressionConfig(policy), tokens.size, cache), cache
+        model,
+        plan_request(model, CompressionConfig(resolve_setting(policy=policy)), tokens.size, cache),
+        cache,
     )
     with request.recording(), monkeypatch.context() as patched:
         if any(layer.cap for layer in attention_layers(model, cache)):

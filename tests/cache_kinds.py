@@ -11,7 +11,7 @@ from mlx_snapkv.caches.stores.file import FileStore
 from mlx_snapkv.caches.stores.memory import MemoryStore
 from mlx_snapkv.entries.quantization import Quantization, pack
 from mlx_snapkv.entries.queries import Captured, Recorder
-from mlx_snapkv.policies.budgets import Quota
+from mlx_snapkv.entries.quota import Quota
 
 B, H, D = 1, 2, 32
 SCALE = 0.3

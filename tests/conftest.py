@@ -8,9 +8,9 @@ from hypothesis import settings
 from mlx_lm import load
 from tiny_models import make_llama, make_qwen
 
+from mlx_snapkv.compress.policies import lagkv
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
-from mlx_snapkv.policies import lagkv
 
 # An example that takes long on a slow machine is no failure.
 settings.register_profile("tests", deadline=None)

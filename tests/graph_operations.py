@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.engine.loop_model import observing
 from mlx_snapkv.measure.contenders import Contender, decoding_cache
-from mlx_snapkv.policies import SnapKV, Sparse
+from mlx_snapkv.sparse.options import Sparse
 
 VIEWS = {
     "AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "NumberOfElements", "Reshape",
@@ -36,7 +37,11 @@ class Counts:
 
 def contenders(n: int) -> list[Contender]:
     """What a token may be decoded from after `n` tokens, the full cache first."""
-    policies = [SnapKV(budget="6.25%"), Sparse(budget="6.25%", rest=None), Sparse(budget="6.25%")]
+    policies = [
+        SnapKV(budget="6.25%"),
+        Sparse(budget="6.25%", residual=None),
+        Sparse(budget="6.25%"),
+    ]
     compressed = [Contender(str(policy), n // 16, policy) for policy in policies]
     return [Contender("full cache", n), *compressed]
 

@@ -7,7 +7,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import plain
 
 from mlx_snapkv import prefill, saved
-from mlx_snapkv.policies import POLICIES
+from mlx_snapkv.compress.policy import POLICIES
 
 OPTIONS = {
     "snapkv": "n_sink=2,n_window=16,obs_window=8,lookahead=2",

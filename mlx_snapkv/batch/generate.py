@@ -9,6 +9,9 @@ from mlx_lm.generate import BatchResponse as MlxBatchResponse
 from mlx_lm.generate import BatchStats
 from mlx_lm.generate import batch_generate as mlx_batch_generate
 
+from ..compress.options import Compress
+from ..compress.policies import SnapKV
+from ..compress.policy import Policy
 from ..engine.generate import figures
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.token_ids import require_known, token_ids
@@ -18,7 +21,7 @@ from ..models.trained_length import warn_beyond_trained_length
 from ..planning.auto import BATCH, explaining, resolve
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import NO_POLICY_REASON
-from ..policies import Policy, SnapKV, Sparse, Stages
+from ..sparse.options import Sparse
 from .generator import CompressedBatchGenerator
 
 
@@ -41,7 +44,7 @@ def batch_generate(
     return_logprobs: bool = False,
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
-    policy: Policy | Stages | str | None = None,
+    policy: Policy | Compress | str | None = None,
     sparse: Sparse | dict[str, Any] | str | bool | None = None,
     on_report: Callable[[CompressionReport], None] | None = None,
     **kwargs: Any,
@@ -71,7 +74,7 @@ def batch_generate(
         model, longest, BATCH, kwargs, snapkv=snapkv, policy=policy, sparse=sparse, max_tokens=most
     )
     report_to = explaining(taken, on_report)
-    if config.policy is None:
+    if config.setting is None:
         config.require(model)
         for prompt in token_lists:
             report_to(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
@@ -132,7 +135,7 @@ def _answer_all(
     answers = [_Answer() for _ in prompts]
     generator = CompressedBatchGenerator(
         model,
-        policy=config.policy,
+        policy=config.setting,
         stop_tokens=[[token] for token in tokenizer.eos_token_ids],
         on_report=lambda uid, report: setattr(answers[uid], "report", report),
         reads_first=True,

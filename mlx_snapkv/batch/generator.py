@@ -12,6 +12,8 @@ from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, greedy_sample
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
+from ..compress.policies import SnapKV
+from ..compress.policy import Policy
 from ..engine.loop_model import PacedModel
 from ..engine.serving import require_servable
 from ..entries.quantization import taken_from
@@ -19,7 +21,8 @@ from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import FULL_CACHE_REASON, Plan, plan_request
-from ..policies import Method, SnapKV, Sparse, Stages
+from ..planning.settings import Setting
+from ..sparse.options import Sparse
 from .groups import Groups, Guard, Single, decoding, request_errors
 from .job import BatchReport, BatchSettings, Job
 
@@ -70,7 +73,7 @@ class CompressedBatchGenerator(BatchGenerator):
         model,
         *,
         snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
-        policy: Method | Stages | str | None = None,
+        policy: Policy | Setting | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
         on_report: BatchReport | None = None,
         on_read: Callable[[int, list, list[int]], None] | None = None,
@@ -82,7 +85,7 @@ class CompressedBatchGenerator(BatchGenerator):
         how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
         config, kwargs = CompressionConfig.taken_from(kwargs | how, turns=turns)
         self._plans: dict[int, Plan] = {}  # of requests that wait
-        if config.policy is None and not turns:
+        if config.setting is None and not turns:
             config.require(model)
             self._settings = None
             super().__init__(model, **taken_from(kwargs)[1])

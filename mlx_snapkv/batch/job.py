@@ -71,9 +71,9 @@ class Job:
     def _all_entries(self, request: Request) -> list | None:
         """Return caches with all entries of what has been read, before a policy chooses; None if some are gone."""
         options = request.plan.options
-        if options.is_sparse:
+        if options.sparse is not None:
             return request.prompt_cache
-        if options.reads_in_blocks:
+        if options.evicts_in_blocks:
             return None
         return saved_forms(self.model, copies_but_entries(request.caches, request.layers))
 

@@ -51,7 +51,7 @@ class Memory:
         """
         total = 0
         for fixed, most in ((True, 2), (False, 4)):
-            padded = math.inf if self._footprint.config.policy is None else most
+            padded = math.inf if self._footprint.config.setting is None else most
             group = [need.held for need in needs if need.fixed == fixed]
             total += sum(int(min(padded * held, max(group))) for held in group)
         return total

@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from ..compress.policy import Policy
+from ..compress.selection import select
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, grown, n_rows, rows, with_room, write
 from ..entries.queries import Captured
+from ..entries.quota import UNLIMITED, Quota
 from ..errors import SnapKVError
-from ..policies import Policy
-from ..policies.budgets import UNLIMITED, Quota
 from .counting import AttentionCount
 from .evicting import EvictingCache
 
@@ -98,7 +99,7 @@ class BlockKVCache(EvictingCache):
         # Of older queries, entries after their own may be gone.
         entries = self.held(min(self.policy.obs_window, max(1, self.quota.n_window)))
         entries.budget, entries.n_window = self.quota.entries, self.quota.n_window
-        kept = entries.taken(self.quota.select(self.policy.score(entries)))
+        kept = entries.taken(select(self.policy.score(entries), self.quota))
         # A buffer that is referred to elsewhere would be copied.
         entries.release()
         if n_rows(self.keys) > self.capacity:

@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 
+from ..compress.policy import Policy
 from ..entries.entries import Entries
-from ..policies import Policy
-from ..policies.budgets import Quota
+from ..entries.quota import Quota
 from .block import BlockKVCache
 from .evicting import EvictingCache
 from .layers import AttentionLayer

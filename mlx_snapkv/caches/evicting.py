@@ -12,17 +12,18 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import _BaseCache
 
+from ..compress.policies import policy_named
+from ..compress.policy import Policy
 from ..entries.entries import Entries
 from ..entries.quantization import Quantised, Quantization, Stored, n_bytes, n_rows, pack, rows
 from ..entries.queries import Queries, Recorder
 from ..entries.query_moments import QueryMoments
+from ..entries.quota import Quota
 from ..errors import SnapKVError
-from ..policies import Policy, resolve_policy
-from ..policies.budgets import Quota
 from .contract import LayerCache
 
 _DECODERS = {
-    "policy": lambda text: resolve_policy(policy=text),
+    "policy": policy_named,
     "quantization": lambda how: Quantization(*how),
     "quota": lambda numbers: Quota(*numbers),
     "steady": lambda ends: range(*ends),

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..entries.held_rows import HeldRows
 from ..entries.quantization import Quantization, groups_dividing, pack, rows, unpack
 from ..entries.spans import spans
-from ..policies.sparse import PAGE
+from ..sparse.options import PAGE
 from .full_view import FullView
 
 

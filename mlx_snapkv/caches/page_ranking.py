@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..entries.queries import Captured
 from ..entries.rest import grouped_logits
-from ..policies.sparse import PAGE, Reach
+from ..sparse.options import PAGE, Reach
 from .full_view import FullView
 from .page_means import PageMeans
 

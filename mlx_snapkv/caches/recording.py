@@ -16,7 +16,7 @@ from ..entries.key_index import KeyIndex
 from ..entries.quantization import join, n_bytes
 from ..entries.queries import Recorder
 from ..errors import Missing
-from ..policies.sparse import PAGE
+from ..sparse.options import PAGE
 from .adapter import full_cache
 from .contract import LayerCache, keys_of
 from .page_means import PageMeans

@@ -13,9 +13,9 @@ from ..entries.compiled import compiled
 from ..entries.entries import Entries
 from ..entries.quantization import n_rows, rows
 from ..entries.queries import Captured, Queries
+from ..entries.quota import Quota
 from ..entries.rest import FITTED, Example, Rest, best_factors, distances
 from ..entries.selection import n_of_groups, top_of_groups
-from ..policies.budgets import Quota
 from .full_view import FullView
 from .stores import MemoryStore
 

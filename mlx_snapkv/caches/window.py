@@ -14,8 +14,8 @@ from ..entries.quantization import (
     with_room,
     write,
 )
+from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
-from ..policies.budgets import UNLIMITED
 from .evicting import EvictingCache
 
 SLACK = 16  # rows behind the window, once several tokens have come at a time

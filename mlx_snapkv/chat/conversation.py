@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import saved
 from ..caches.layers import held_tokens, is_compressed
 from ..caches.stored_caches import make_caches, saved_forms
+from ..compress.policy import Policy
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.restore import trimmed_to
@@ -22,7 +23,8 @@ from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
 from ..planning.options import OPTIONS, noted
 from ..planning.prompt_plan import MAX_TOKENS
-from ..policies import Policy, Sparse, Stages, resolve_method
+from ..planning.settings import Setting, resolve_setting
+from ..sparse.options import Sparse
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
 
@@ -67,7 +69,7 @@ class Conversation:
         model,
         tokenizer,
         *,
-        policy: Policy | Stages | str | None = None,
+        policy: Policy | Setting | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
         system: str | None = None,
         **options: Any,
@@ -86,7 +88,7 @@ class Conversation:
         )
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
         self._rendered = Rendering(tokenizer)
-        self.policy, self.options = config.policy, config.keywords
+        self.policy, self.options = config.setting, config.keywords
         if self.policy is None:
             self._config.require(model)
         else:
@@ -208,7 +210,7 @@ class Conversation:
         model,
         tokenizer,
         *,
-        policy: Policy | Stages | str | None = None,
+        policy: Policy | Setting | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
         **options: Any,
     ) -> "Conversation":
@@ -223,7 +225,7 @@ class Conversation:
 
         Raises: SnapKVError: the file is damaged, another model's, or can't be used with that policy.
         """
-        method = policy if sparse is None else resolve_method(policy=policy, sparse=sparse)
+        method = policy if sparse is None else resolve_setting(policy=policy, sparse=sparse)
         own, state = load(path, model, method, options)
         conversation = cls(model, tokenizer, **options | own)
         vars(conversation).update(state)

@@ -8,12 +8,14 @@ from .. import saved
 from ..caches.layers import attention_layers, is_compressed, kv_bytes
 from ..caches.matching import n_tokens
 from ..caches.stored_caches import book_store, make_caches, moved_into
+from ..compress.policy import Policy
 from ..engine.report import NO_POLICY
 from ..engine.restore import CacheCopy
 from ..errors import Option, SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.options import OPTIONS
-from ..policies import Method, Stages, method_named
+from ..planning.settings import Setting, setting_named
+from ..sparse.options import Sparse
 
 NOTED = ("messages", "said", "attached", "pending_tokens", "options", "system", "n_unknown")
 REPLACED = ("messages", "said", "read", "pending_tokens", "report")  # by every turn
@@ -44,7 +46,7 @@ class Before:
 
 
 def load(
-    path: str | Path, model, policy: Method | Stages | str | None, options: dict[str, Any]
+    path: str | Path, model, policy: Policy | Setting | str | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a saved conversation, or a text that waits for its first question: what a `Conversation` is made with, and
     attributes that it then gets; see `Conversation.load`."""
@@ -90,11 +92,11 @@ def _resumed(
     given, noted = {name: options.get(name) for name in OPTIONS}, notes.get("options", {})
     store, is_own = given["store"], prompt.policy != NO_POLICY
     policy = prompt.policy if is_own else policy
-    method = method_named(policy) if isinstance(policy, str) else policy
+    method = setting_named(policy) if isinstance(policy, str) else policy
     if is_own:
-        store = None if method is None or method.evicts else store or noted.get("store")
+        store = store or noted.get("store") if isinstance(method, Sparse) else None
     if book is not None:
-        if method is None or method.evicts:
+        if not isinstance(method, Sparse):
             raise SnapKVError(
                 "{} holds a book, of which all entries stay: give {} instead of a policy",
                 path,
@@ -104,7 +106,7 @@ def _resumed(
     if is_compressed(prompt.prompt_cache):
         if method is None:
             raise SnapKVError(f"{path} holds a compressed prompt, which needs a policy to continue")
-        if store is not None or not method.evicts:
+        if store is not None or isinstance(method, Sparse):
             raise SnapKVError(
                 "{} holds a compressed prompt, whose evicted entries are gone: drop {}",
                 path,

@@ -15,7 +15,7 @@ from .process import listen
 from .results import ResultFiles, about, print_table, write_json, write_result
 
 if TYPE_CHECKING:
-    from ..policies import Method, Stages
+    from ..planning.settings import Setting
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
 POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
@@ -60,7 +60,7 @@ class BenchOptions:
     steps: Annotated[int, Option(min=1, max=200, help="Tokens to decode per cache.")] = 50
     output: Annotated[str | None, Option(help="Write OUTPUT.json and OUTPUT.md.")] = None
 
-    def methods(self) -> list[Method | Stages]:
+    def methods(self) -> list[Setting]:
         """Those that were given, or else the default ones; SnapKVError if one can't be read."""
         if self.policy or self.sparse:
             return each_method(self.policy, sparse=self.sparse)
@@ -70,14 +70,14 @@ class BenchOptions:
 def bench(*, options: BenchOptions) -> None:
     """Measure prefill and decoding by context length: the full cache, mlx-lm's options, policies, sparse attention."""
     from ..engine.wired_memory import hold_memory
-    from ..measure.contenders import RANDOM, make_random_model
+    from ..measure.contenders import RANDOM, decode_quota, make_random_model
     from ..measure.speed import Plan, measure_speed, speed_table
     from ..measure.tables import as_page
     from .progress import StepBars
 
     model, policies = options.model, options.methods()
     for policy, n in product(policies, [*options.context, *options.prompt_tokens]):
-        policy.prefill_quota(n)  # which finds mistakes
+        decode_quota(policy, n)  # which finds mistakes
     files = None if options.output is None else ResultFiles(options.output, (".json", ".md"))
     listen()
     loaded = make_random_model() if model is None else load_model(model)[0]

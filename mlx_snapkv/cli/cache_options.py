@@ -17,7 +17,7 @@ from .options import n_bytes, one_of
 if TYPE_CHECKING:
     from ..entries.quantization import Quantization
     from ..planning.auto import Recommendation
-    from ..policies import Method, Stages
+    from ..planning.settings import Setting
 
 PrefillStepSize = Annotated[int, Option(min=1, help="Maximum number of prompt tokens per chunk.")]
 Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "top_k=1024".')]
@@ -77,7 +77,7 @@ class MLXCacheOptions(CacheOptions):
         ),
     ] = None
 
-    def generation(self, policy: Method | Stages | None) -> dict[str, Any]:
+    def generation(self, policy: Setting | None) -> dict[str, Any]:
         """Return these as options of `stream_generate`.
 
         Raises: SnapKVError: one has no effect on a policy's entries.
@@ -89,7 +89,7 @@ class MLXCacheOptions(CacheOptions):
             )
         return {k: v for k, v in vars(self).items() if k != "quantized_kv_start" or v is not None}
 
-    def notes(self, policy: Method | Stages | None, n: int) -> Iterator[str]:
+    def notes(self, policy: Setting | None, n: int) -> Iterator[str]:
         """Yield a note on each option that has no effect on a prompt and an answer of `n` tokens."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
@@ -118,19 +118,19 @@ class MLXCacheOptions(CacheOptions):
 
 def each_method(
     policy: Iterable[str] | None, snapkv: str | None = None, sparse: Iterable[str] | None = None
-) -> list[Method | Stages]:
+) -> list[Setting]:
     """Return what --snapkv and every --policy and --sparse name. Raises: SnapKVError: one can't be read."""
     texts = {"snapkv": [] if snapkv is None else [snapkv], "policy": policy, "sparse": sparse}
     methods = [typed(name, text) for name, some in texts.items() for text in some or []]
     return [method for method in methods if method is not None]
 
 
-def typed(name: str, text: str) -> Method | Stages | None:
+def typed(name: str, text: str) -> Setting | None:
     """Return what an option names. Raises: SnapKVError: it can't be read; the message names the flag and the text."""
-    from ..policies import resolve_method
+    from ..planning.settings import resolve_setting
 
     try:
-        return resolve_method(**{name: text})
+        return resolve_setting(**{name: text})
     except SnapKVError as error:
         raise SnapKVError("{} {}: {}", flag_of(name), shlex.quote(text), error) from error
 
@@ -158,13 +158,13 @@ class PolicyOptions:
         named = (n for n in ("snapkv", "policy", "sparse") if getattr(self, n) is not None)
         return next(map(flag_of, named), "")
 
-    def resolve(self) -> Method | Stages | None:
+    def resolve(self) -> Setting | None:
         """Return the policy or sparse attention. Raises: SnapKVError: it can't be read, or two are given."""
-        from ..policies import resolve_method
+        from ..planning.settings import resolve_setting
 
         texts = {"snapkv": self.snapkv, "policy": self.policy, "sparse": self.sparse}
         each = [typed(name, text) for name, text in texts.items() if text is not None]
-        return each[0] if len(each) == 1 else resolve_method(**texts)
+        return each[0] if len(each) == 1 else resolve_setting(**texts)
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,11 @@ class AutoPolicyOptions(PolicyOptions):
 
     @property
     def is_auto(self) -> bool:
-        from ..policies import asks_for_auto
+        from ..planning.settings import asks_for_auto
 
         return asks_for_auto(self.snapkv, self.policy)
 
-    def resolve(self) -> Method | Stages | None:
+    def resolve(self) -> Setting | None:
         """Return the policy or sparse attention; None for the full cache, and until auto chooses."""
         if self.is_auto and self.sparse is not None:
             raise SnapKVError(

@@ -12,14 +12,16 @@ from prompt_toolkit.document import Document
 
 from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
+from ..compress.policy import POLICIES
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.distributed import from_first, n_ranks
 from ..paths import path_of, put, refusing, require_place
 from ..planning.auto import CONVERSATION
 from ..planning.config import CompressionConfig
+from ..planning.settings import AUTO, setting_named
 from ..planning.units import format_bytes
-from ..policies import AUTO, POLICIES, Sparse, method_named
 from ..saved import require_writable
+from ..sparse.options import Sparse
 from .cache_options import CompressionOptions, keywords_of
 from .chat_session import Session
 from .loading import ALONE_ONLY
@@ -143,7 +145,7 @@ def _compare(session: Session, _: str) -> None:
     now = session.conversation
     if now.report is None or not now.report.compressed:
         raise SnapKVError("the full cache gave the last answer: there is nothing to compare")
-    if now.policy is None or now.policy.evicts:
+    if not isinstance(now.policy, Sparse):
         raise SnapKVError("the evicted entries are gone: chat with --sparse")
     before = now.policy
     try:
@@ -210,7 +212,7 @@ def _load(session: Session, path: str) -> None:
     loaded = Conversation.load(path, now.model, now.tokenizer, **given, **now.generation)
     session.replace(loaded)
     config = CompressionConfig(**session.options)
-    is_same = (config.policy, config.keywords) == (loaded.policy, loaded.options)
+    is_same = (config.setting, config.keywords) == (loaded.policy, loaded.options)
     whose = "" if is_same else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{whose}")
 
@@ -256,7 +258,7 @@ def _policy(session: Session, text: str) -> None:
             )
         )
     else:
-        changes = {"policy": None if text == "none" else method_named(text)}
+        changes = {"policy": None if text == "none" else setting_named(text)}
     policy = changes["policy"] or "none"
     session.start_again(f"started a new conversation with policy {policy}", **changes)
 

@@ -18,6 +18,7 @@ from typer import Context
 from ..chat.conversation import Conversation
 from ..errors import SnapKVError
 from ..planning.footprint import FileCost, file_cost
+from ..sparse.options import Sparse
 from .options import SamplingOptions
 from .progress import stderr_console
 from .prompts import require_text
@@ -181,7 +182,7 @@ class Session:
         now = self.conversation
         self.options |= {name: changes[name] for name in self.options if name in changes}
         options = {"system": now.system, **self.options, **changes}
-        if options["policy"] is None or options["policy"].evicts:
+        if not isinstance(options["policy"], Sparse):
             options["store"] = None
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
         if changes:

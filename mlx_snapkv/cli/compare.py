@@ -106,7 +106,7 @@ def compare(
 def _default_methods(n_prompt: int, request: RequestOptions) -> list[Method]:
     """The full cache, sparse attention and two policies that suit the prompt's length."""
     from ..planning.auto import worth_comparing
-    from ..policies import Sparse
+    from ..sparse.options import Sparse
 
     # Of a short prompt the default reads more than the policies keep, or all.
     is_short = 4 * Sparse().entries(n_prompt) > n_prompt

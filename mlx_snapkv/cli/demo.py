@@ -72,7 +72,8 @@ def demo(
 
 def _chats(n_prompt: int) -> dict[str, dict[str, Any]]:
     """By the name of its column, the options of each `Conversation`."""
-    from ..policies import SnapKV, Sparse
+    from ..compress.policies import SnapKV
+    from ..sparse.options import Sparse
 
     few = n_prompt // SHARE
     return {
@@ -84,7 +85,7 @@ def _chats(n_prompt: int) -> dict[str, dict[str, Any]]:
 
 
 def _announced(n_prompt: int, n_facts: int) -> str:
-    from ..policies.sparse import LAST
+    from ..sparse.options import LAST
 
     return (
         f"A document of about {n_prompt:,} tokens hides {n_facts} facts. Three chats ask for them one after the other: "
@@ -161,12 +162,17 @@ def _column(
 
 def _speed(model: Any) -> str:
     """A token's time at `LONG` random entries, from all of them, those that SnapKV keeps, and those that it chooses."""
+    from ..compress.options import Compress
+    from ..compress.policies import SnapKV
     from ..measure.contenders import Contender, compressed, decoding_cache
     from ..measure.speed import entries_bytes, step_in_turn
-    from ..policies import SnapKV, Sparse
+    from ..sparse.options import Sparse
 
     few = LONG // SHARE
-    each = [Contender(FULL, LONG), *compressed(LONG, [SnapKV(budget=few), Sparse(budget=few)])]
+    each = [
+        Contender(FULL, LONG),
+        *compressed(LONG, [Compress(SnapKV(budget=few)), Sparse(budget=few)]),
+    ]
     caches = [decoding_cache(model, one, LONG) for one in each]
     full, *others = (median(times[1:]) for times in step_in_turn(model, caches, STEPS))
     size, *sizes = (

@@ -100,7 +100,7 @@ def policies(
       --policy "keydiff:budget=25%,n_window=20%"
       --policy "keydiff:budget=8192 then snapkv:top_k=1024"
     """
-    from ..policies import POLICIES
+    from ..compress.policy import POLICIES
 
     if choose:
         for choice in CHOICES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
@@ -16,6 +16,7 @@ from .options import AsJson, MaxTokens, Model, n_bytes, n_tokens, tokens_text
 from .results import print_table
 
 if TYPE_CHECKING:
+    from ..planning.config import CompressionConfig
     from ..planning.machine import Machine
     from ..planning.memory_plan import MemoryPlan, Planner
 
@@ -118,7 +119,8 @@ class Plans:
 
         planner, usable = self.planner, self.machine.usable
         # --kv-bits is for what a policy keeps.
-        methods = [SPARSE.method, SNAPKV.method] if self.kv_bits is None else [SNAPKV.method]
+        methods = [str(config.setting) for config in (SPARSE, SNAPKV)]
+        methods = methods if self.kv_bits is None else methods[1:]
         shown = methods if planner.can_compress else []
         others = shown if self.policy is None else [self.policy]
         made = {policy: planner.plan(n, policy, self.kv_bits) for policy in (None, *others)}
@@ -134,7 +136,7 @@ class Plans:
             return Choice(n, plans)
         would = f"{_policy_text(first)} would take {format_bytes(first.peak)}"
         over = f"{would}, and {format_bytes(usable)} is available"
-        best = replace(recommendation.plan, policy=recommendation.setting.method)
+        best = recommendation.plan
         plans += [] if best in plans else [best]
         return Choice(n, plans, best, recommendation.why if self.policy is None else over)
 
@@ -179,9 +181,7 @@ class Plans:
     def _command(self, plan: MemoryPlan) -> str:
         words = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"
         if plan.policy is not None and plan.reason is None:
-            from ..planning.auto import Setting
-
-            words += f" {Setting(plan.policy, plan.store).flags}"
+            words += f" {_config(plan).flags}"
         return words if plan.kv_bits is None else f"{words} --kv-bits {plan.kv_bits}"
 
     def _table(self, choices: list[Choice]) -> Table:
@@ -205,7 +205,13 @@ class Plans:
 
 
 def _policy_text(plan: MemoryPlan) -> str:
-    from ..planning.auto import Setting
+    text = str(_config(plan)) if plan.policy else "full cache"
+    return text if plan.kv_bits is None else f"{text}, {plan.kv_bits} bits"
 
-    policy = str(Setting(plan.policy, plan.store)) if plan.policy else "full cache"
-    return policy if plan.kv_bits is None else f"{policy}, {plan.kv_bits} bits"
+
+def _config(plan: MemoryPlan) -> CompressionConfig:
+    from ..planning.config import CompressionConfig
+    from ..planning.settings import setting_named
+
+    setting = None if plan.policy is None else setting_named(plan.policy)
+    return CompressionConfig(setting, store=plan.store)

@@ -18,6 +18,7 @@ from ..errors import SnapKVError
 from ..measure.tables import Table, is_ours, require_matplotlib
 from ..paths import path_of, put_result, refusing, require_place
 from ..planning.options import RequestOptions
+from ..sparse.options import Sparse
 from .cache_options import each_method
 from .options import AsJson
 
@@ -221,11 +222,11 @@ def methods_of(
     from ..planning.exclusions import When, require_compatible
 
     chosen = each_method(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
-    is_any_sparse = any(not each.evicts for each in chosen)
+    is_any_sparse = any(isinstance(each, Sparse) for each in chosen)
     options: dict[Any, dict[str, Any]] = {}
     for each in chosen:
         given = (request or RequestOptions()).keywords
-        if each.evicts and is_any_sparse:
+        if is_any_sparse and not isinstance(each, Sparse):
             given["store"] = None  # it is for sparse attention
         config = CompressionConfig(each, **given)
         require_compatible(config, When.CHOSEN)

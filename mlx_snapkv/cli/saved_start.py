@@ -10,14 +10,15 @@ from ..caches.layers import is_compressed, kv_bytes, layer_caches
 from ..caches.matching import n_tokens
 from ..caches.stored_caches import book_store
 from ..chat.prompts import mlx_lm_suffix
+from ..compress.options import Compress
 from ..demo import MODELS
 from ..engine.compress import compress_prompt_cache
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
+from ..planning.settings import setting_named
 from ..planning.units import format_bytes
-from ..policies import Method, Stages, method_named
 from .cache_options import CompressionOptions
 from .prompts import encode_question
 
@@ -58,12 +59,12 @@ class SavedStart:
         changes = {flag: policy, "--store": store}
         if self._stored_in is not None:
             self._require_nothing_else(policy, quantization)
-            policy, store = method_named(self._saved.policy), store or self._stored_in
+            policy, store = setting_named(self._saved.policy), store or self._stored_in
         elif compressed and (what := " and ".join(name for name, x in changes.items() if x)):
             raise SnapKVError(
                 f"{file} is already compressed, and the evicted entries are gone: drop {what}"
             )
-        elif policy is not None and policy.evicts:
+        elif isinstance(policy, Compress):
             self.report = self._compress(model, policy, quantization)
             policy = None
         store = CompressionConfig(policy, store=store).store
@@ -142,15 +143,15 @@ class SavedStart:
         return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}
 
     def _compress(
-        self, model, policy: Method | Stages, quantization: Quantization | None
+        self, model, compress: Compress, quantization: Quantization | None
     ) -> CompressionReport:
-        for stage in policy.stages:
-            if stage.observes:
+        for policy in compress.policies:
+            if policy.observes:
                 raise SnapKVError(
-                    f"{self._flag}: {stage.name} needs queries, and a saved full cache holds none: give --sparse, with "
-                    "which every token chooses among the saved entries"
+                    f"{self._flag}: {policy.name} needs queries, and a saved full cache holds none: give --sparse, "
+                    "with which every token chooses among the saved entries"
                 )
-        if self.n_tokens < policy.min_ctx:
-            reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"
-            return CompressionReport(str(policy), self.n_tokens, reason)
-        return compress_prompt_cache(model, self._caches, policy, quantization=quantization)  # type: ignore[arg-type]
+        if self.n_tokens < (min_ctx := compress.policy.min_ctx):
+            reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={min_ctx}"
+            return CompressionReport(str(compress), self.n_tokens, reason)
+        return compress_prompt_cache(model, self._caches, compress, quantization=quantization)

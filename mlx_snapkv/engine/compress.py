@@ -17,15 +17,18 @@ from ..caches.layers import (
     attention_layers,
     is_compressed,
 )
+from ..compress.options import Compress
+from ..compress.policy import Policy
+from ..compress.selection import select
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
+from ..entries.quota import Quota
 from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import Plan, plan_compression
-from ..policies import Policy, Stages, resolve_policy
-from ..policies.budgets import Quota
+from ..planning.settings import resolve_compress
 from .decode import note_memory
 from .report import CompressionReport
 
@@ -36,7 +39,7 @@ KeptCallback = Callable[[AttentionLayer, mx.array, mx.array | None], None]
 def compress_prompt_cache(
     model,
     prompt_cache: list,
-    policy: Policy | Stages | str,
+    policy: Policy | Compress | str,
     queries: list[mx.array | None] | None = None,
     quantization: Quantization | None = None,
 ) -> CompressionReport:
@@ -53,8 +56,8 @@ def compress_prompt_cache(
     Raises:
         SnapKVError: the cache is compressed already, queries are missing, or scores are NaN; the cache is as it was.
     """
-    chosen = resolve_policy(policy=policy)
-    if chosen is None:
+    compress = resolve_compress(policy=policy)
+    if compress is None:
         raise SnapKVError("compress_prompt_cache needs a policy, such as SnapKV(top_k=4096)")
     layers = attention_layers(model, prompt_cache)
     if is_compressed([layer.cache_in(prompt_cache) for layer in layers]):
@@ -69,8 +72,8 @@ def compress_prompt_cache(
             f"all layers must hold equally many tokens, got {sorted(lengths)} entries"
         )
     n = lengths.pop()
-    report = CompressionReport(str(chosen), n)
-    config = CompressionConfig(chosen, quantization=quantization)
+    report = CompressionReport(str(compress), n)
+    config = CompressionConfig(compress, quantization=quantization)
     config.require(model)
     plan = plan_compression(config, layers, n)
     if plan.reason is not None:
@@ -247,7 +250,7 @@ def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
 def choose(scored: Scored, quota: Quota) -> Choice:
     """What is kept of a layer's entries; SnapKVError if the scores are NaN."""
     scores, votes = scored.scores, scored.votes
-    kept = quota.select(scores)
+    kept = select(scores, quota)
     share = voted = None
     if votes is not None:
         voted = mx.take_along_axis(votes, kept, axis=-1)

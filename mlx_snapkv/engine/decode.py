@@ -19,13 +19,13 @@ def note_memory(
     report: CompressionReport,
 ) -> None:
     """Note in the report what the answer reads from `caches`, and what stays of the prompt beside it."""
-    if plan.options.is_sparse:
+    if plan.sparse is not None:
         kept = [layer.cache_in(prompt_cache) for layer in layers]
         report.kv_bytes_staying = sum(cache.kv_nbytes for cache in kept)
         # Tokens read the index by which they choose.
         report.kv_bytes_staying -= sum(cache.index_nbytes for cache in kept)
         report.file_bytes = file_bytes(prompt_cache)
+    elif plan.decode_policy.schedule == "block":
+        report.block = plan.decode_policy.block
     report.kv_bytes_after = kv_bytes(caches) + report.kv_bytes_staying
     report.kv_dtype = kv_dtype(layers[0].entries_in(caches))
-    if plan.decode_policy.schedule == "block":
-        report.block = plan.decode_policy.block

@@ -10,13 +10,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import attention_layers
+from ..compress.options import Compress
+from ..compress.policies import SnapKV
+from ..compress.policy import Policy
 from ..errors import SnapKVError
 from ..planning.auto import QUESTION, explaining, resolve
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.prompt_plan import MAX_TOKENS
 from ..planning.request_plan import Plan, plan_request
-from ..policies import Policy, SnapKV, Sparse, Stages
+from ..sparse.options import Sparse
 from .draft_model import DraftedAnswer, require_growing
 from .prefill import mlx_generate
 from .report import CompressionReport
@@ -31,7 +34,7 @@ def generate_step(
     stream: Any = None,
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
-    policy: Policy | Stages | str | None = None,
+    policy: Policy | Compress | str | None = None,
     sparse: Sparse | dict[str, Any] | str | bool | None = None,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
@@ -79,7 +82,7 @@ def stream_generate(
     draft_model: Any = None,
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
-    policy: Policy | Stages | str | None = None,
+    policy: Policy | Compress | str | None = None,
     sparse: Sparse | dict[str, Any] | str | bool | None = None,
     on_report: ReportCallback | None = None,
     **kwargs: Any,

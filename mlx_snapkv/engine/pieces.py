@@ -5,11 +5,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.layers import AttentionLayer, token_caches
+from ..entries.quota import UNLIMITED
 from ..models.counts import query_heads
 from ..models.distributed import n_ranks
 from ..planning.scores import LEAST, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
-from ..policies.budgets import UNLIMITED
 
 PAIR_BYTES = 3 * 4  # of a query, an entry and a head, at most
 

@@ -29,7 +29,7 @@ class PolicyMode:
         self.plan, self.layers = plan, layers
         self._prompt_cache, self._on_kept = prompt_cache, on_kept
         # A block is as long as what fits between two evictions, and not split any further.
-        self._call: Any = model if plan.options.reads_in_blocks else pieces
+        self._call: Any = model if plan.options.evicts_in_blocks else pieces
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for a chunk; nothing is compressed before the prompt's end."""
@@ -50,4 +50,4 @@ def _fits_still(plan: Plan, report: CompressionReport) -> str | None:
     """Why no entry of a prompt was evicted, where its answer may fill a block; None if some were."""
     if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
         return None
-    return f"{fits_reason(plan.n_prompt, plan.policy)}; the answer is kept within it"
+    return f"{fits_reason(plan.n_prompt, plan.prefill_policy)}; the answer is kept within it"

@@ -9,13 +9,15 @@ import mlx.core as mx
 
 from ..caches.layers import file_bytes, kv_bytes, kv_dtype, layer_caches, members
 from ..caches.stored_caches import lasting_forms, make_caches, saved_forms
+from ..compress.policy import Policy
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
 from ..planning.options import OPTIONS
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, require_step_size
 from ..planning.request_plan import plan_request
-from ..policies import Method, Sparse, Stages
+from ..planning.settings import Setting
+from ..sparse.options import Sparse
 from .decode import offload
 from .loop_model import pacing
 from .report import CompressionReport
@@ -31,7 +33,7 @@ mlx_generate = importlib.import_module("mlx_lm.generate")
 def prefill(
     model,
     tokens: mx.array | Sequence[int],
-    policy: Method | Stages | str | None = None,
+    policy: Policy | Setting | str | None = None,
     *,
     sparse: Sparse | dict[str, Any] | str | bool | None = None,
     prompt_cache: list | None = None,
@@ -67,7 +69,7 @@ def prefill(
     config, quantised = CompressionConfig.taken_from(options | method, is_text=True)
     for name in quantised.keys() - {"kv_bits", "kv_group_size"}:
         raise UnknownOptionError(f"unknown option {name!r} of prefill{suggestion(name, OPTIONS)}")
-    if config.policy is None:
+    if config.setting is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
     tokens = token_ids(tokens)
     require_known(tokens, model)
@@ -86,7 +88,7 @@ def prefill(
         if isinstance(request, Uncompressed):
             read(request.model, tokens, cache, loop_options | quantised)  # by mlx-lm, on the way
             caches_after = saved_forms(model, cache) if prompt_cache is None else cache
-        elif config.is_sparse:
+        elif config.sparse is not None:
             read(request.model, tokens, request.caches, loop_options)
             _leave_entries(request)
             caches_after = lasting_forms(model, request.prompt_cache, config.store)

@@ -9,9 +9,9 @@ from ..caches.page_means import PageMeans
 from ..caches.page_ranking import PageRanking
 from ..caches.recording import RecordingKVCache
 from ..caches.sparse_prefill import SparsePrefillKVCache
+from ..entries.quota import Quota
 from ..errors import SnapKVError
 from ..planning.request_plan import Plan
-from ..policies.budgets import Quota
 
 
 def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
@@ -20,7 +20,7 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
     With a policy they are new ones: the caller's list and caches stay as they are until the request compresses. With
     sparse attention the caller's own go on to hold all entries, and chunks that are read sparsely choose among these.
     """
-    if not plan.options.is_sparse:
+    if plan.sparse is None:
         return _evicting_caches(plan, layers, prompt_cache)
     caches = list(prompt_cache)
     for layer in layers:
@@ -48,7 +48,7 @@ def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: lis
     held = [layer.entries_in(prompt_cache) for layer in layers]
     are_full = not any(cache.is_compressed or cache.quantization for cache in held)
     n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held
-    accumulates, once = plan.options.accumulates_attention, not plan.options.reads_in_blocks
+    accumulates, once = plan.accumulates_attention, not plan.options.evicts_in_blocks
     for layer in layers:
         cache: LayerCache
         if once and not accumulates and are_full:
@@ -70,7 +70,7 @@ def _block_cache(
 ) -> BlockKVCache:
     """A cache for `n_new` tokens whose entries are evicted, or counted, or come after those of an earlier turn."""
     policy, quota = plan.prefill_policy, plan.prefill_quota
-    once = not plan.options.reads_in_blocks
+    once = not plan.options.evicts_in_blocks
     before = layer.cache_in(prompt_cache)
     entries = layer.entries_in(prompt_cache).held() if plan.n_held else None
     expected = n_new
@@ -87,7 +87,7 @@ def _block_cache(
         newest=max(policy.obs_window, plan.n_voters),
         # What is plain is quantised when it has been chosen, and never twice.
         quantization=None if once and plain else plan.options.quantization,
-        counting=AttentionCount() if plan.options.accumulates_attention else None,
+        counting=AttentionCount() if plan.accumulates_attention else None,
     )
     block.expected = expected
     block.steady = range(plan.n_prompt, plan.n_prompt + plan.n_ahead)

@@ -56,12 +56,12 @@ class Request:
         self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
     ):
         self.model, self.plan, self.prompt_cache = RequestModel(model, self), plan, prompt_cache
-        self.report = CompressionReport(str(plan.policy), plan.n_prompt)
+        self.report = CompressionReport(str(plan.options.setting), plan.n_prompt)
         self.layers = attention_layers(model, prompt_cache)
         self._model, self._observed = model, attention_classes(model)
         pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
         self._mode: Mode
-        if plan.options.is_sparse:
+        if plan.sparse is not None:
             self._mode = SparseMode(plan, self.layers, prompt_cache, pieces)
         else:
             self._mode = PolicyMode(model, plan, self.layers, prompt_cache, pieces, on_kept)
@@ -73,7 +73,7 @@ class Request:
     @property
     def read_caches(self) -> list:
         """The caches of what has been read so far, for other requests to go on from."""
-        return self.prompt_cache if self.plan.options.is_sparse else self.caches
+        return self.prompt_cache if self.plan.sparse is not None else self.caches
 
     @property
     def n_ahead(self) -> int:
@@ -160,7 +160,9 @@ def make_request(
     Raises: SnapKVError: the caches can't be read on so.
     """
     if plan.reason is not None:
-        report = CompressionReport(str(plan.policy or NO_POLICY), plan.n_prompt, plan.reason)
+        report = CompressionReport(
+            str(plan.options.setting or NO_POLICY), plan.n_prompt, plan.reason
+        )
         return Uncompressed(model, prompt_cache or [], report)
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if plan.options.store is not None and not owned:

@@ -71,7 +71,7 @@ def served(
         "prefill_step_size": request.step_size(loop_options.get("prefill_step_size")),
     }
     items = start(request.model, **loop_options)
-    if turns or not config.is_sparse:
+    if turns or config.sparse is None:
         return _compressed(items, request, report_to, keep=given is not None)
     caches = request.prompt_cache
 
@@ -139,7 +139,7 @@ def _compressed(
         raise
     if item is None and not keep:
         request.report.reason = (
-            ENDED_IN_BLOCKS if request.plan.options.reads_in_blocks else ENDED_EARLY
+            ENDED_IN_BLOCKS if request.plan.options.evicts_in_blocks else ENDED_EARLY
         )
         on_report(request.report)
         return

@@ -28,7 +28,8 @@ class SparseMode:
         prompt_cache: list,
         pieces: Pieces,
     ):
-        self.plan, self.layers = plan, layers
+        assert plan.sparse is not None
+        self.plan, self.layers, self._sparse = plan, layers, plan.sparse
         self._prompt_cache, self._pieces = prompt_cache, pieces
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
@@ -78,7 +79,7 @@ class SparseMode:
         """Return the ranking by which the answer's tokens choose among a layer's entries."""
         cache, view = layer.cache_in(self._prompt_cache), self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)
-        if self.plan.policy.rest is not None and self.no_means is None and cache.n_queries:
+        if self._sparse.residual is not None and self.no_means is None and cache.n_queries:
             ranking.weigh_rest(self._voters(layer, view), cache.clusters)
         if ranking.rest is not None:
             cache.clusters = ranking.rest.clusters.whole_blocks()
@@ -90,7 +91,7 @@ class SparseMode:
 
         Either all layers have means or none has, since mlx-lm makes one mask for all.
         """
-        if self.plan.policy.rest is None:
+        if self._sparse.residual is None:
             return None
         if not all(map(TokenRanking.can_weigh, self.layers)):
             return "with latent, capped or borrowed attention"

@@ -1,4 +1,4 @@
-"""Which entries stay: scores to positions. Pure functions of arrays, no model and no cache."""
+"""Which entries a token reads: about the best of many scores, in few operations, and the entries at places."""
 
 import math
 from functools import lru_cache
@@ -14,46 +14,6 @@ PLACE = GROUP - 1  # low bits of a cost, which are the place in a group
 COST = 0x7FFFFFFF - PLACE
 NO_CANDIDATE = 0x7F800000  # the cost of minus infinity, and of NaN
 PADDING = 0xFFFFFFFF  # bits where there is no score: behind all others
-
-
-def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
-    """Sink | `top_k` best of the middle | recent window, as sorted positions.
-
-    Of scores `(B, n_kv_heads, T)`, higher means keep, only the middle, `[n_sink, T - n_window)`, is ranked; ties go to
-    the lower position.
-
-    Returns:
-        uint32 `(B, n_kv_heads, n)`, ascending and unique along the last axis, where `n` is
-        `n_sink + top_k + n_window`, or `T` if that is smaller (then every entry is kept).
-    """
-    B, H, T = scores.shape
-    if n_sink + top_k + n_window >= T:
-        return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
-    end = T - n_window
-    ends = mx.arange(n_sink, dtype=mx.uint32), mx.arange(end, T, dtype=mx.uint32)
-    parts = [mx.broadcast_to(part, (B, H, part.size)) for part in ends]
-    if top_k > 0:
-        middle = top_positions(scores[..., n_sink:end], top_k) + n_sink
-        parts.insert(1, middle.astype(mx.uint32))
-    return mx.concatenate(parts, axis=-1)
-
-
-def top_positions(scores: mx.array, k: int) -> mx.array:
-    """The `k` highest of `(..., T)` scores, `0 < k <= T`, as ascending uint32 positions `(..., k)`.
-
-    Exact under ties: everything above the k-th highest score, then its equals from the left. NaN is the lowest
-    score there is, so that the result is well formed whatever the scores.
-    """
-    T = scores.shape[-1]
-    scores = scores.astype(mx.float32)
-    cost = mx.where(mx.isnan(scores), mx.inf, -scores)
-    kth = mx.partition(cost, k - 1, axis=-1)[..., k - 1 : k]
-    above = cost < kth
-    equal = cost == kth
-    spare = k - above.sum(axis=-1, keepdims=True)
-    chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= spare))
-    ranked = mx.where(chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
-    return mx.sort(ranked, axis=-1)[..., :k]
 
 
 @compiled

@@ -13,13 +13,14 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, held_tokens, kv_bytes
+from ..compress.options import Compress
 from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
 from .divergence import Reference
 from .methods import Method
-from .reading import AnyPolicy, Reading, read_once
+from .reading import AnyPolicy, Reading, n_ahead, read_once
 from .reading import n_before as decoded_before
 
 BEFORE = 8  # tokens shown before the first that differs
@@ -228,7 +229,7 @@ def _from_own_reading(prompt: _Prompt, method: Method, reference: Reference) -> 
     options = {"policy": policy, **method.options, **prompt.options}
     answer = prompt.decode(method.name, [], (cache, None), on_report=hold, **options)
     kept = _share_kept(prompt.model, held[0], n) if held else None
-    if held and not policy.stages[1].lookahead:  # type: ignore[union-attr]
+    if held and not n_ahead(policy):
         logprobs = reference.predictions(held[0])
     else:
         options.pop("prompt_progress_callback", None)
@@ -256,8 +257,12 @@ def _judged(
 
 
 def _not_yet(policy: AnyPolicy, n: int, n_before: int) -> str:
-    where = "the entries that block prefill kept" if policy.reads_in_blocks else "all entries"
-    looks = policy.stages[1].lookahead
+    where = (
+        "the entries that block prefill kept"
+        if isinstance(policy, Compress) and policy.evicts_in_blocks
+        else "all entries"
+    )
+    looks = n_ahead(policy)
     who = (
         f"lookahead decodes the first {n_before}" if looks else f"the first {n_before} are decoded"
     )

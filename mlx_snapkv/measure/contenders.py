@@ -16,8 +16,10 @@ from ..caches.stores import MemoryStore
 from ..caches.token_ranking import TokenRanking
 from ..entries.entries import Entries
 from ..entries.queries import Queries
+from ..entries.quota import Quota
 from ..entries.rest import FITTED
-from ..policies import Method, Stages
+from ..planning.settings import Setting
+from ..sparse.options import Sparse
 
 RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
 KEEP = 4  # entries that mlx-lm's rotating cache pins at the front
@@ -30,7 +32,7 @@ class Contender:
 
     name: str
     entries: int  # per KV head, that a decoding step attends to
-    policy: Method | Stages | None = None  # what compresses; None is mlx-lm alone
+    policy: Setting | None = None  # what compresses; None is mlx-lm alone
     bits: int | None = None  # of mlx-lm's quantisation of the full cache
     group_size: int = 64
     rotates: bool = False  # mlx-lm's `--max-kv-size`
@@ -38,7 +40,7 @@ class Contender:
     @property
     def is_sparse(self) -> bool:
         """Whether all entries stay, and every token chooses so many anew."""
-        return self.policy is not None and not self.policy.evicts
+        return isinstance(self.policy, Sparse)
 
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
         """A layer's cache in the state of decoding after a prompt of `context` tokens.
@@ -51,16 +53,16 @@ class Contender:
             cache = RotatingKVCache(self.entries, keep=KEEP) if self.rotates else KVCache()
             cache.update_and_fetch(keys, values)
             return cache if self.bits is None else cache.to_quantized(self.group_size, self.bits)
-        _, policy = self.policy.stages
-        quota = policy.quota(context)
-        if self.is_sparse:
+        if isinstance(self.policy, Sparse):
+            quota = self.policy.quota(context)
             everything = FullView([MemoryStore(cache=full_cache(entries))], layer)
             everything.index = everything.make_index(None)
             ranking = TokenRanking(everything, quota)
-            if policy.rest is not None:  # type: ignore[attr-defined,union-attr]
+            if self.policy.residual is not None:
                 ranking.weigh_rest(_last_queries(keys))
             return SparseKVCache(ranking)
-        return decode_cache(layer, entries, context, policy, quota)  # type: ignore[arg-type]
+        policy = self.policy.decode_policy
+        return decode_cache(layer, entries, context, policy, policy.quota(context))
 
 
 def _last_queries(keys: mx.array) -> Queries:
@@ -84,16 +86,26 @@ def random_prompt(n_tokens: int) -> mx.array:
     return prompt
 
 
-def compressed(context: int, policies: list[Method | Stages]) -> list[Contender]:
-    """The policies that drop entries of a prompt of `context` tokens."""
+def compressed(context: int, policies: list[Setting]) -> list[Contender]:
+    """Return the settings that would do something to a prompt of `context` tokens."""
     return [
-        Contender(str(policy), policy.stages[1].quota(context).entries, policy)
-        for policy in policies
-        if policy.min_ctx <= context and not policy.fits(context)
+        Contender(str(setting), decode_quota(setting, context).entries, setting)
+        for setting in policies
+        if _min_ctx(setting) <= context and not setting.fits(context)
     ]
 
 
-def contenders(model, context: int, policies: list[Method | Stages]) -> list[Contender]:
+def decode_quota(setting: Setting, n_prompt: int) -> Quota:
+    """Return the entries of a prompt that an answer token reads."""
+    chooses = setting if isinstance(setting, Sparse) else setting.decode_policy
+    return chooses.quota(n_prompt)
+
+
+def _min_ctx(setting: Setting) -> int:
+    return 0 if isinstance(setting, Sparse) else setting.policy.min_ctx
+
+
+def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
     """What decodes after `context` tokens: the full cache, mlx-lm's options, and the policies."""
     ours = compressed(context, policies)
     found = [Contender("full cache", context)]

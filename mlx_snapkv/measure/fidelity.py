@@ -15,14 +15,15 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
+from ..compress.options import Compress
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import n_bytes
 from ..planning.units import format_bytes
-from ..policies import Stages
+from ..sparse.options import Sparse
 from .divergence import Reference
 from .intervals import difference, interval
 from .methods import FULL, KNOWN, LATER, Method
-from .reading import AnyPolicy, Reading, read_once, read_sparsely, shares_reading
+from .reading import AnyPolicy, Reading, n_ahead, read_once, read_sparsely, shares_reading
 from .records import Record, Results
 from .tables import Page, Summary, Table, grouped, table_of
 from .texts import Frame, Piece, frame_of
@@ -99,11 +100,13 @@ def run(
     return results.complete(each, on_piece)
 
 
-def without_lookahead(policy: Any) -> Any:
-    """The policy for a text that nothing answers."""
-    if isinstance(policy, Stages):
-        return dataclasses.replace(policy, decode_policy=without_lookahead(policy.decode_policy))
-    return dataclasses.replace(policy, lookahead=0) if policy and policy.lookahead else policy
+def without_lookahead(setting: AnyPolicy | None) -> AnyPolicy | None:
+    """Return the setting for a text that nothing answers."""
+    if not isinstance(setting, Compress) or not n_ahead(setting):
+        return setting
+    decode_policy: Any = dataclasses.replace(setting.decode_policy, lookahead=0)  # type: ignore[call-arg]
+    is_alone = setting.decode_policy is setting.policy
+    return Compress(decode_policy) if is_alone else Compress(setting.policy, decode_policy)
 
 
 def read_piece(
@@ -140,7 +143,7 @@ def read_piece(
 def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolicy | None) -> Record:
     """A policy's figures, or the full cache's; some of them are arrays."""
     known = setting == KNOWN
-    is_sparse = policy is not None and not policy.evicts
+    is_sparse = isinstance(policy, Sparse)
     predictions, held = None, []
     if known and policy is not None and not shares_reading(policy):
         cache = make_prompt_cache(reading.model)

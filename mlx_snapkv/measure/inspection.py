@@ -12,6 +12,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.recording import RecordingKVCache
+from ..compress.options import Compress
+from ..compress.policies import SnapKV
+from ..compress.policy import Policy
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
 from ..engine.report import CompressionReport
@@ -23,7 +26,7 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import MAX_TOKENS, PREFILL_STEP_SIZE
-from ..policies import Policy, SnapKV, Stages, resolve_policy
+from ..planning.settings import resolve_compress
 from .recorder import Attended, Recorder
 from .sentences import Sentence, Span, ranked, special_tokens, token_spans
 
@@ -126,7 +129,7 @@ def inspect_prompt(
     max_tokens: int = MAX_TOKENS,
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
-    policy: Policy | Stages | str | None = None,
+    policy: Policy | Compress | str | None = None,
     **options: Any,
 ) -> Inspection:
     """Answer a prompt as `generate` does, greedily, and record what was kept of it and what the answer attended to.
@@ -141,7 +144,7 @@ def inspect_prompt(
 
     Raises: SnapKVError: the prompt or the answer is empty, the policy can't be read, or the model is not supported.
     """
-    chosen = resolve_policy(snapkv, policy)
+    chosen = resolve_compress(snapkv, policy)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     tokens = token_ids(encode_prompt(tokenizer, prompt))
@@ -164,7 +167,7 @@ def _answer(
     tokenizer: Any,
     tokens: mx.array,
     max_tokens: int,
-    policy: Policy | Stages | None,
+    policy: Compress | None,
     recorder: Recorder,
     options: dict[str, Any],
 ) -> list[GenerationResponse]:
@@ -192,7 +195,7 @@ def _answer(
 def _inspection(
     tokenizer: Any,
     tokens: list[int],
-    policy: Policy | Stages | None,
+    policy: Compress | None,
     layers: list[AttentionLayer],
     n_caches: int,
     recorder: Recorder,
@@ -205,7 +208,7 @@ def _inspection(
     end = spans[n - 1][1]
     sentences: tuple[Sentence, ...] = ()
     if policy is not None and recorder.kept:
-        counts = recorder.counts(policy.stages[1].quota(n))
+        counts = recorder.counts(policy.decode_policy.quota(n))
         special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         sentences = ranked(whole[:end], spans[:n], special, counts, bool(recorder.votes))
     with_entries = [layer.index for layer in layers]

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SnapKVError
-from ..planning.config import CompressionConfig
 from ..planning.options import noted
-from ..planning.request_plan import reason_to_leave
+from ..planning.prompt_plan import reason_to_leave
 from .reading import AnyPolicy, shares_reading
 
 FULL = "full cache"
@@ -40,7 +39,7 @@ def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> No
     """Raises: SnapKVError: a policy would leave prompts of all these lengths as they are, or has no room for them."""
     for method in methods:
         if method.policy is not None:
-            reasons = [reason_to_leave(CompressionConfig(method.policy), n) for n in lengths]
+            reasons = [reason_to_leave(method.policy, n, None) for n in lengths]
             if lengths and all(reasons):
                 raise SnapKVError(
                     f"{method.name} would compress none of the prompts: {reasons[-1]}"

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..caches.adapter import full_cache
 from ..caches.layers import attention_layers, copies_but_entries
 from ..caches.recording import RecordingKVCache
+from ..compress.options import Compress
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, Uncompressed, make_request
@@ -26,9 +27,10 @@ from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.request_plan import Plan, plan_request
 from ..planning.scores import largest_chunk
-from ..policies import Method, Stages
+from ..planning.settings import Setting
+from ..sparse.options import Sparse
 
-AnyPolicy = Method | Stages
+AnyPolicy = Setting
 Recorders = dict[AnyPolicy, list[RecordingKVCache]]  # of a prompt, by full-attention layer
 MORE = 256  # tokens that there is room for behind a prompt
 
@@ -39,10 +41,15 @@ def shares_reading(policy: AnyPolicy | None) -> bool:
     Others read for themselves: block policies evict meanwhile, h2o counts all attention, and with sparse attention
     chunks choose what they read.
     """
-    if policy is None or policy.reads_in_blocks or not policy.evicts:
-        return policy is None
-    _, chooses = policy.stages
-    return not chooses.accumulates_attention
+    if policy is None:
+        return True
+    chooses_once = isinstance(policy, Compress) and not policy.evicts_in_blocks
+    return chooses_once and not policy.decode_policy.accumulates_attention  # type: ignore[union-attr]
+
+
+def n_ahead(setting: AnyPolicy | None) -> int:
+    """Return the number of answer tokens that vote before a policy compresses."""
+    return setting.decode_policy.lookahead if isinstance(setting, Compress) else 0
 
 
 def n_before(model: Any, policy: AnyPolicy, n_prompt: int) -> int:
@@ -217,13 +224,13 @@ def read_once(
 
 
 def read_sparsely(
-    model: Any, policy: Method, tokens: Sequence[int], later: Sequence[int] = ()
+    model: Any, sparse: Sparse, tokens: Sequence[int], later: Sequence[int] = ()
 ) -> tuple[list, CompressionReport]:
     """Caches whose tokens choose what they read of a prompt, and of more that is read `later`, and the report."""
     before, new = None, tokens
     if later:
-        (before, _), new = prefill(model, tokens, policy), later
-    plan = plan_request(model, CompressionConfig(policy), len(new), before)
+        (before, _), new = prefill(model, tokens, sparse=sparse), later
+    plan = plan_request(model, CompressionConfig(sparse), len(new), before)
     request = make_request(model, plan, before)
     caches = (
         (before or make_prompt_cache(model))

@@ -9,7 +9,7 @@ import numpy as np
 from ..caches.layers import AttentionLayer
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.attention import attention_weights
-from ..policies.budgets import Quota
+from ..entries.quota import Quota
 
 MOST = 24  # prompt tokens recorded for each of the answer's, by layer
 

@@ -14,9 +14,10 @@ from ..caches.layers import kv_bytes, layer_caches, members
 from ..engine.generate import generate_step
 from ..engine.loop_model import observing
 from ..engine.report import CompressionReport
+from ..planning.settings import Setting
 from ..planning.units import format_bytes
-from ..policies import Method, Stages
 from .contenders import Contender, compressed, contenders, decoding_cache, random_prompt
+from .reading import n_ahead
 from .tables import Table
 
 WARM_UP = 3
@@ -31,7 +32,7 @@ class Plan:
 
     contexts: list[int]  # lengths to decode `steps` tokens at
     prompts: list[int]  # lengths to read with the full cache and all policies, `trials` of each
-    policies: list[Method | Stages]
+    policies: list[Setting]
     trials: int
     steps: int
 
@@ -64,7 +65,7 @@ def measure_speed(
 
 
 def decoding(
-    model, context: int, policies: list[Method | Stages], steps: int
+    model, context: int, policies: list[Setting], steps: int
 ) -> list[tuple[Contender, dict[str, Any]]]:
     """The contenders with their median step after a prompt of `context` tokens, and their entries' bytes."""
     held = [(c, decoding_cache(model, c, context)) for c in contenders(model, context, policies)]
@@ -140,7 +141,7 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
     cache, policy = make_prompt_cache(model), contender.policy
     mx.clear_cache()
     mx.reset_peak_memory()
-    lookahead = 0 if policy is None else policy.stages[1].lookahead
+    lookahead = n_ahead(policy)
     seconds, report = ask(model, prompt, cache, lookahead + ANSWER, policy=policy)
     seconds += report.selection_seconds if lookahead else 0.0
     peak = mx.get_peak_memory()

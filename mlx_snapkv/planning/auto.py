@@ -1,79 +1,44 @@
 """Which setting to use by default: one answer for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
 
-import dataclasses
 import re
-import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..caches.stored_caches import in_files
+from ..compress.options import Compress
+from ..compress.policies import KeyDiff, SnapKV
+from ..compress.policy import Policy
 from ..errors import Option, SnapKVError
-from ..policies import (
-    AUTO,
-    Policy,
-    SnapKV,
-    Stages,
-    asks_for_auto,
-    method_named,
-)
+from ..sparse.options import Sparse
 from .config import CompressionConfig
 from .machine import this_machine
 from .memory_plan import MemoryPlan, Planner
 from .options import OPTIONS
 from .prompt_plan import MAX_TOKENS
+from .settings import AUTO, Setting, asks_for_auto
 from .units import format_bytes
 
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
 
 
-class Setting(NamedTuple):
-    """A policy, or sparse attention and where it keeps all entries, as reports name it; None for the full cache."""
-
-    method: str | None
-    store: str | None = None
-
-    @property
-    def chosen(self) -> Any:
-        """The policy or sparse attention itself."""
-        return None if self.method is None else method_named(self.method)
-
-    @property
-    def is_sparse(self) -> bool:
-        return self.method is not None and not self.chosen.evicts
-
-    def __str__(self) -> str:
-        store = "" if self.store in (None, "memory") else f", store {self.store}"
-        return f"{self.method or 'the full cache'}{store}"
-
-    @property
-    def flags(self) -> str:
-        """The same as options of a command; none for the full cache."""
-        if self.method is None:
-            return ""
-        flag, text = "--policy", self.method
-        if self.is_sparse:
-            flag, text = "--sparse", self.method.partition(":")[2] or "read=sparse"  # as by default
-        store = "" if self.store in (None, "memory") else f" --store {self.store}"
-        return f"{flag} {shlex.quote(text)}{store}"
+def _within(budget: int) -> CompressionConfig:
+    return CompressionConfig(Compress(KeyDiff(budget=budget), SnapKV(top_k=budget // 4)))
 
 
-def _within(budget: int) -> Setting:
-    return Setting(f"keydiff:budget={budget} then snapkv:top_k={budget // 4}")
-
-
-FULL = Setting(None)
-SNAPKV = Setting("snapkv:top_k=4096")
-SPARSE = Setting("sparse", "memory")
-PACKED = SPARSE._replace(store="4bit")
-FILED = SPARSE._replace(store="file")
+FULL = CompressionConfig()
+SNAPKV = CompressionConfig(Compress(SnapKV(top_k=4096)))
+SPARSE = CompressionConfig(Sparse(), store="memory")
+PACKED = replace(SPARSE, store="4bit")
+FILED = replace(SPARSE, store="file")
 SMALL = _within(8192)
 FEW: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]  # tokens: less than half would be evicted
 TYPICAL = 32_768  # tokens of the prompts to come, where none is known
 
-# By task, from the best for the answer to the smallest. Later questions of a conversation may ask for any entry.
+# Candidates by task, from the best for the answer to the smallest. Later questions of a conversation may ask for any
+# entry.
 EVICTING = (SNAPKV, SMALL, *(_within(n) for n in (4096, 2048, 1024, 512)))
-SETTINGS = {
+CANDIDATES = {
     QUESTION: (FULL, *EVICTING, FILED),
     CONVERSATION: (FULL, PACKED, FILED, *EVICTING),
     BATCH: EVICTING,
@@ -88,7 +53,7 @@ class AutoRequest:
 
     Attributes:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
-        task: one of `SETTINGS`.
+        task: one of `CANDIDATES`.
         options: those of `RequestOptions` that the caller set.
         may_be_sparse: whether sparse attention can serve the request, as it has to if the caller set a store.
         kv_bits: of the entries, as of `generate_step`.
@@ -97,51 +62,52 @@ class AutoRequest:
 
     n_prompt: int | None
     task: str = QUESTION
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     may_be_sparse: bool = True
     kv_bits: int | None = None
     kv_memory: int | None = None
 
-    def settings(self) -> tuple[Setting, ...]:
-        """The candidates, best first. A store that the caller set is for sparse attention."""
+    def candidates(self) -> tuple[CompressionConfig, ...]:
+        """Return the candidates, best first. A store that the caller set is for sparse attention."""
         if (store := self.options.get("store")) is not None:
-            return (SPARSE._replace(store=store),)
-        return tuple(s for s in SETTINGS[self.task] if self.may_be_sparse or not s.is_sparse)
+            return (replace(SPARSE, store=store),)
+        return tuple(
+            config
+            for config in CANDIDATES[self.task]
+            if self.may_be_sparse or config.sparse is None
+        )
 
-    def config(self, setting: Setting) -> CompressionConfig:
-        """How a request is compressed by a setting. Raises: SnapKVError: options conflict."""
-        if setting.method is None:
-            return CompressionConfig(**self.options | {"store": None})
-        found = setting.chosen
-        if self.n_prompt is None and isinstance(found, SnapKV):
-            found = dataclasses.replace(found, min_ctx=FEW)
-        return CompressionConfig(found, **self.options | {"store": setting.store})
+    def completed(self, candidate: CompressionConfig) -> CompressionConfig:
+        """Return a candidate with the request's own options. Raises: SnapKVError: options conflict."""
+        own = {name: value for name, value in self.options.items() if name != "store"}
+        if self.n_prompt is None and candidate == SNAPKV:
+            return replace(SNAPKV, setting=Compress(SnapKV(top_k=4096, min_ctx=FEW)), **own)
+        return replace(candidate, **own)
 
 
 class Recommendation(NamedTuple):
-    """A setting, the config it gives a request, the prompt's memory plan, and why the setting is recommended.
+    """A config for a request, the prompt's memory plan, and why the config is recommended.
 
-    `fits` is false if no setting fits; the setting is then the one that takes the least memory.
+    `fits` is false if no candidate fits; the config is then the one that takes the least memory.
     """
 
-    setting: Setting
     config: CompressionConfig
     plan: MemoryPlan
     why: str
     fits: bool = True
 
     def __str__(self) -> str:
-        return f"{AUTO}: {self.setting}, because {self.why}"
+        return f"{AUTO}: {self.config}, because {self.why}"
 
     @property
     def keywords(self) -> dict[str, Any]:
         """Those of `generate_step` that it stands for."""
-        return {"policy": self.config.policy, **self.config.keywords}
+        return {"policy": self.config.setting, **self.config.keywords}
 
     def explain(self, report: Any) -> None:
         """Let a request's report tell what was taken, and why nothing was compressed if that is the reason."""
         report.auto = str(self)
-        if self.config.policy is None:
+        if self.config.setting is None:
             report.reason = self.why
 
 
@@ -161,15 +127,14 @@ def explaining(
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A setting that a request could have, and what it would take."""
+    """A config that a request could have, and what it would take."""
 
-    setting: Setting
     config: CompressionConfig
     plan: MemoryPlan
     kv_bytes: int
 
     def recommended(self, why: str, fits: bool = True) -> Recommendation:
-        return Recommendation(self.setting, self.config, self.plan, why, fits)
+        return Recommendation(self.config, self.plan, why, fits)
 
 
 def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
@@ -188,7 +153,10 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
     spared = usable if n < FEW else int(COMFORTABLE * usable)
 
     def fits(x: _Candidate) -> bool:
-        return x.plan.peak <= (spared if x.setting is FULL else usable) and x.kv_bytes <= kv_most
+        return (
+            x.plan.peak <= (spared if x.config.setting is None else usable)
+            and x.kv_bytes <= kv_most
+        )
 
     fit = [x for x in candidates if fits(x)]
     if not fit:
@@ -197,10 +165,10 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
         return least.recommended(f"no setting fits {room}, and it takes the least memory", False)
     best = fit[0]
     if best is first:
-        return best.recommended(_why_first(first.setting, n))
+        return best.recommended(_why_first(first.config, n))
     of_kv, of_all = (first.kv_bytes, kv_most), (first.plan.peak, usable)
     need, limit = of_kv if first.kv_bytes > kv_most else of_all
-    would = f"{first.setting} would take {format_bytes(need)}"
+    would = f"{first.config} would take {format_bytes(need)}"
     if need <= limit:
         return best.recommended(f"{would} of the {format_bytes(limit)} for models")
     return best.recommended(f"{would}, and {format_bytes(limit)} is available")
@@ -211,35 +179,35 @@ def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candida
 
     Raises: SnapKVError: none can be combined with the request's options.
     """
-    settings = request.settings() if planner.can_compress else ()
+    candidates = request.candidates() if planner.can_compress else ()
     found: list[_Candidate] = []
     refusal = None
-    tried = settings if settings and n >= FEW else (FULL, *settings)
-    for setting in tried:
+    tried = candidates if candidates and n >= FEW else (FULL, *candidates)
+    for candidate in tried:
         try:
-            config = request.config(setting)
+            config = request.completed(candidate)
             config.require(planner.model)
             plan, kv_bytes = planner.planned(n, config, request.kv_bits)
         except SnapKVError as error:
             refusal = error
             continue
-        if setting.method is None or plan.reason is None:  # else it would change nothing
-            found.append(_Candidate(setting, config, plan, kv_bytes))
+        if config.setting is None or plan.reason is None:  # else it would change nothing
+            found.append(_Candidate(config, plan, kv_bytes))
     if refusal is not None and not found:
         raise refusal
     return found
 
 
-def _why_first(setting: Setting, n: int) -> str:
-    """Why the first of the candidates for a prompt of `n` tokens is the best."""
-    if setting is FULL and n < FEW:
+def _why_first(config: CompressionConfig, n: int) -> str:
+    """Return why the first of the candidates for a prompt of `n` tokens is the best."""
+    if config.setting is None and n < FEW:
         return f"at {n:,} tokens reading all entries costs little"
-    if setting is FULL:
+    if config.setting is None:
         return f"all entries of {n:,} tokens fit in memory"
-    if not setting.is_sparse:
+    if config.sparse is None:
         return "the question chooses the entries that the answer needs from a long prompt"
-    bits = re.search(r"(\d+)bit", setting.store or "")
-    where = "stay in files" if in_files(setting.store) else "fit in memory"
+    bits = re.search(r"(\d+)bit", config.store or "")
+    where = "stay in files" if in_files(config.store) else "fit in memory"
     how = f" in {bits[1]} bits" if bits else ""
     return f"all entries {where}{how}, so that every token can choose which few it reads"
 
@@ -251,7 +219,7 @@ def resolve(
     options: dict[str, Any],
     *,
     snapkv: Any = None,
-    policy: Policy | Stages | str | None = None,
+    policy: Policy | Setting | str | None = None,
     sparse: Any = None,
     max_tokens: int = MAX_TOKENS,
     kv_memory: int | None = None,

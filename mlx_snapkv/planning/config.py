@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..caches.stored_caches import require_store
+from ..compress.options import Compress
 from ..entries.quantization import Quantization, taken_from
 from ..errors import (
     SnapKVError,
@@ -14,10 +16,11 @@ from ..errors import (
 from ..models import attentions, type_of
 from ..models.distributed import TENSOR, split_of
 from ..paths import path_of
-from ..policies import Method, Stages, resolve_method
+from ..sparse.options import Sparse
 from .exclusions import When, require_compatible
 from .options import OPTIONS, RequestOptions, noted
 from .prompt_plan import require_step_size
+from .settings import Setting, resolve_setting
 
 METHODS = ("snapkv", "policy", "sparse")
 
@@ -36,7 +39,7 @@ class CompressionConfig(RequestOptions):
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
 
-    policy: Method | Stages | None = None
+    setting: Setting | None = None
     quantization: Quantization | None = None
     turns: bool = False
     max_kv_size: int | None = None
@@ -45,7 +48,7 @@ class CompressionConfig(RequestOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.store is None and self.is_sparse:
+        if self.store is None and self.sparse is not None:
             object.__setattr__(self, "store", "memory")
         if self.store_dir is not None:
             object.__setattr__(self, "store_dir", str(path_of(self.store_dir, "--store-dir")))
@@ -60,7 +63,7 @@ class CompressionConfig(RequestOptions):
 
         Raises: SnapKVError: one is invalid or conflicts with another.
         """
-        method = resolve_method(*map(keywords.get, METHODS))
+        method = resolve_setting(*map(keywords.get, METHODS))
         own = {name: keywords[name] for name in OPTIONS if name in keywords}
         taken = {*METHODS, *OPTIONS}
         others = {name: value for name, value in keywords.items() if name not in taken}
@@ -80,40 +83,43 @@ class CompressionConfig(RequestOptions):
     @property
     def identity(self) -> dict[str, str]:
         """Return what entries depend on beside the model and the tokens: a server's prefixes are found by it."""
-        what = {"policy": self.policy, "quantization": self.quantization, **noted(self.keywords)}
+        what = {"setting": self.setting, "quantization": self.quantization, **noted(self.keywords)}
         return {name: str(value) for name, value in what.items()}
 
-    @property
-    def reads_in_blocks(self) -> bool:
-        """Whether entries are evicted while a prompt is read."""
-        return self.policy is not None and self.policy.reads_in_blocks
+    def __str__(self) -> str:
+        store = "" if self.store in (None, "memory") else f", store {self.store}"
+        return f"{self.setting or 'the full cache'}{store}"
 
     @property
-    def reads_little(self) -> bool:
-        """Whether no chunk of a prompt sees all that came before it."""
-        return self.policy is not None and self.policy.reads_little
+    def flags(self) -> str:
+        """Return the options of a command that ask for this; none for the full cache."""
+        if self.setting is None:
+            return ""
+        flag, text = "--policy", str(self.setting)
+        if self.sparse is not None:
+            flag, text = "--sparse", text.partition(":")[2] or "read=sparse"  # the default
+        store = "" if self.store in (None, "memory") else f" --store {self.store}"
+        return f"{flag} {shlex.quote(text)}{store}"
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether all entries stay, and little of them is read."""
-        return self.policy is not None and not self.policy.evicts
+    def compress(self) -> Compress | None:
+        """Return the setting if it evicts entries."""
+        return self.setting if isinstance(self.setting, Compress) else None
 
     @property
-    def evicts(self) -> bool:
-        """Whether an answer is decoded from entries that a policy has kept."""
-        return self.policy is not None and self.policy.evicts
+    def sparse(self) -> Sparse | None:
+        """Return the setting if it is sparse attention."""
+        return self.setting if isinstance(self.setting, Sparse) else None
 
     @property
-    def accumulates_attention(self) -> bool:
-        """Whether the queries of all tokens vote."""
-        return self.policy is not None and any(
-            stage.accumulates_attention for stage in self.policy.stages
-        )
+    def evicts_in_blocks(self) -> bool:
+        """Return whether entries are evicted while a prompt is read."""
+        return self.compress is not None and self.compress.evicts_in_blocks
 
     def require(self, model) -> None:
         """Raises: SnapKVError: options exclude each other, or this can't be done on this model."""
         require_compatible(self, When.CHOSEN)
-        if self.is_sparse and any(
+        if self.sparse is not None and any(
             x.family.method != "__call__" for x in attentions(model) if x.family
         ):
             raise UnsupportedModelError(
@@ -124,8 +130,8 @@ class CompressionConfig(RequestOptions):
 
     def _require_heads(self, model) -> None:
         """Raises: SnapKVError: a policy compares all heads of a layer, and several Macs share them."""
-        stages = () if self.policy is None else self.policy.stages
-        agreeing = [stage for stage in stages if stage.heads_agree]
+        policies = () if self.compress is None else self.compress.policies
+        agreeing = [policy for policy in policies if policy.heads_agree]
         if agreeing and split_of(model) == TENSOR:
             raise SnapKVError(
                 "{} keeps the same entries in all heads of a layer, which several Macs share here: "

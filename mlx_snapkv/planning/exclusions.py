@@ -50,7 +50,7 @@ EXCLUSIONS = (
     Exclusion(
         ("sparse", "kv_bits"),
         When.GIVEN,
-        lambda o: o.is_sparse and o.quantization is not None,
+        lambda o: o.sparse is not None and o.quantization is not None,
         lambda o: SnapKVError(
             "{} quantises the entries that a policy keeps, and {} keeps all: give {} or 4bit instead",
             Option("kv_bits"),
@@ -61,13 +61,13 @@ EXCLUSIONS = (
     Exclusion(
         ("policy", "store"),
         When.GIVEN,
-        lambda o: o.evicts and o.store is not None,
-        lambda o: _keeps_all(o, f"{o.policy} evicts"),
+        lambda o: o.compress is not None and o.store is not None,
+        lambda o: _keeps_all(o, f"{o.compress} evicts"),
     ),
     Exclusion(
         ("draft_model", "sparse"),
         When.CHOSEN,
-        lambda o: o.has_draft_model and o.is_sparse,
+        lambda o: o.has_draft_model and o.sparse is not None,
         lambda o: ConflictError(Option("draft_model"), Option("sparse")),
     ),
     Exclusion(
@@ -87,18 +87,18 @@ EXCLUSIONS = (
     Exclusion(
         ("draft_model", "policy"),
         When.COMPRESSING,
-        lambda o: o.has_draft_model and o.evicts and not o.policy.stages[1].grows,
+        lambda o: o.has_draft_model and o.compress and not o.compress.decode_policy.grows,
         lambda o: SnapKVError(
             "a draft model needs a cache that only grows after the prompt, and {} goes on evicting: use snapkv with "
             "on_full=grow, or drop {}",
-            o.policy.stages[1],
+            o.compress.decode_policy,
             Option("draft_model"),
         ),
     ),
     Exclusion(
         ("store",),
         When.CHOSEN,
-        lambda o: o.policy is None and o.store is not None,
+        lambda o: o.setting is None and o.store is not None,
         lambda o: _keeps_all(o, "no policy was given"),
     ),
 )

@@ -22,8 +22,7 @@ from ..entries.held_rows import BLOCK, RESIDENT
 from ..entries.key_index import index_bytes, ranks_by_index
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
-from ..policies import Method
-from ..policies.sparse import PAGE
+from ..sparse.options import PAGE
 from .config import CompressionConfig
 from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
@@ -164,7 +163,7 @@ class Footprint:
 
     def __post_init__(self):
         self.quantization = self.config.quantization
-        if self.config.policy is not None and self.sizes.refusal is not None:
+        if self.config.setting is not None and self.sizes.refusal is not None:
             raise self.sizes.refusal
         self.row_bytes = sum(self.sizes.of_token(self.quantization))  # of a token's entries
 
@@ -185,10 +184,9 @@ class Footprint:
         sizes, n_prompt = self.sizes, plan.n_prompt
         whole = n_prompt + max_tokens + KVCache.step  # by which full caches grow
         rest, plain = sizes.rest(whole, self.step_size), sum(sizes.plain)
-        last = plan.decode_policy
         chosen = self.kept(plan)
         kept = self.row_bytes * chosen
-        held = self.row_bytes * _grown(chosen, last, max_tokens)
+        held = self.row_bytes * _grown(chosen, plan, max_tokens)
         stored = self.stored(n_prompt + max_tokens)
         # Entries that go to where they stay have gone there before the answer's first token chooses.
         gone = plan.sparse_reading is not None and self.config.store != "memory"
@@ -197,8 +195,8 @@ class Footprint:
             reading=reading,
             kept=kept + n_prompt * plain,
             held=held + whole * plain + rest,
-            fixed=last.keeps_shape and not sizes.plain,
-            stays=stored + self.means(plan) if self.config.is_sparse else 0,
+            fixed=plan.keeps_shape and not sizes.plain,
+            stays=stored + self.means(plan) if self.config.sparse is not None else 0,
             chunk=self._chunk(plan),
             step=int(MARGIN * sizes.of_widest * (n_prompt if sizes.plain else chosen)),
         )
@@ -228,18 +226,18 @@ class Footprint:
         if reading is not None:
             seen = min(n, max(reading.reach.most, reading.last.most)) + chunk
             means = int(sizes.of_means() * self.with_rows(n))
-        limit = None if plan.options.reads_in_blocks else scores_limit()
+        limit = None if plan.options.evicts_in_blocks else scores_limit()
         most = n if sizes.plain else seen
         held = max(x.held(chunk, most, limit, MARGIN) for x in sizes.shapes)
-        received = ONE_PASS_BYTES if plan.options.accumulates_attention else 0
+        received = ONE_PASS_BYTES if plan.accumulates_attention else 0
         return held + int(MARGIN * (sizes.of_widest * seen + means)) + received
 
     def of_prefix(self, n: int) -> int:
         """Return the bytes of caches that have read `n` tokens, in memory and files, for requests to go on from."""
-        if self.config.evicts and not self.config.reads_in_blocks:
+        if self.config.compress is not None and not self.config.evicts_in_blocks:
             # All entries are kept, and each request compresses a copy.
             return replace(self, config=CompressionConfig()).of_prefix(n)
-        if not self.config.is_sparse:
+        if self.config.sparse is None:
             return self.need(self.plan(n), 0).held
         sizes = self.sizes
         held = self.stored(n) + n * sum(sizes.plain) + sizes.rest(n, self.step_size)
@@ -257,7 +255,7 @@ class Footprint:
         return self._of_rest(plan) + self._of_pages(plan)
 
     def _of_rest(self, plan: Plan) -> int:
-        weighs = plan.options.is_sparse and plan.policy.rest is not None
+        weighs = plan.sparse is not None and plan.sparse.residual is not None
         return int(plan.n_prompt * self.sizes.of_clusters()) if weighs else 0
 
     def _of_pages(self, plan: Plan) -> int:
@@ -284,12 +282,13 @@ class Footprint:
             if self.config.store == "memory":
                 return stay
             return stay + reading.n_before * sum(self.sizes.of_token())
-        size = self.row_bytes if self.config.reads_in_blocks else sum(self.sizes.of_token())
+        size = self.row_bytes if self.config.evicts_in_blocks else sum(self.sizes.of_token())
         return size * self.rows_read(plan)
 
     def rows_read(self, plan: Plan) -> int:
         """Return how many entries the prompt is read with in each layer whose entries the policy chooses."""
-        more = max(plan.prefill_policy.block, plan.n_ahead + 1)
+        block = 1 if plan.compress is None else plan.compress.policy.block
+        more = max(block, plan.n_ahead + 1)
         return min(plan.n_prompt + plan.n_ahead + 1, plan.prefill_quota.entries + more)
 
 
@@ -297,10 +296,12 @@ def weight_bytes(model) -> int:
     return sum(x.nbytes for _, x in cast(list, tree_flatten(model.parameters())))
 
 
-def _grown(n: int, policy: Method, max_tokens: int) -> int:
-    if policy.keeps_shape:
+def _grown(n: int, plan: Plan, max_tokens: int) -> int:
+    """Return the rows of a cache of `n` entries when an answer of `max_tokens` ends."""
+    if plan.keeps_shape:
         return n
-    return with_room(n + (max_tokens if policy.grows else min(max_tokens, policy.block)))
+    evicts = plan.compress is not None and not plan.compress.decode_policy.grows
+    return with_room(n + (min(max_tokens, plan.decode_policy.block) if evicts else max_tokens))
 
 
 class Disk(NamedTuple):

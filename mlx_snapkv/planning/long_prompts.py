@@ -5,8 +5,7 @@ from typing import Any
 from ..caches.stored_caches import in_files
 from ..errors import SnapKVError
 from ..models.trained_length import beyond_trained_length
-from ..policies import Method, Stages
-from ..policies.sparse import LAST, SHARE
+from ..sparse.options import LAST, SHARE
 from .auto import AutoRequest, recommended, worth_comparing
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint
@@ -14,6 +13,7 @@ from .machine import this_machine
 from .memory_plan import Planner
 from .options import OPTIONS
 from .request_plan import Plan, plan_request
+from .settings import Setting
 from .units import format_bytes
 
 FEW = 16  # entries of a budget, below which to read fewer is worth no word
@@ -32,7 +32,7 @@ class LongPrompts:
         self,
         model: Any,
         *,
-        policy: Method | Stages | None = None,
+        policy: Setting | None = None,
         is_text: bool = False,
         **options: Any,
     ):
@@ -58,7 +58,7 @@ class LongPrompts:
 
         None of short prompts without a policy. SnapKVError if memory, policy and model can't be combined.
         """
-        n, policy = n_before + n_prompt, self._config.policy
+        n, policy = n_before + n_prompt, self._config.setting
         self._config.require(self._model)
         if self._is_rotating or (policy is None and n < LONG):
             return None
@@ -91,16 +91,16 @@ class LongPrompts:
         )
         if not found.fits:
             return f"{said}; no policy makes them fit"
-        return f"{said}; {found.setting.flags or 'the full cache'} would take {format_bytes(found.plan.peak)}"
+        return f"{said}; {found.config.flags or 'the full cache'} would take {format_bytes(found.plan.peak)}"
 
 
 def _foretold_in_full(plan: Plan) -> str:
     """Why a prompt is left to mlx-lm, and what would change that."""
-    n, policy = plan.n_prompt, plan.policy
-    if plan.options.is_sparse and not policy.fits(n):
+    n, sparse = plan.n_prompt, plan.sparse
+    if sparse is not None and not sparse.fits(n):
         return f"all {n:,} entries will be read: {plan.reason}"
-    if plan.options.is_sparse:
-        fits = f"all {n:,} entries will be read: they fit the budget of {policy.entries(n):,}"
+    if sparse is not None:
+        fits = f"all {n:,} entries will be read: they fit the budget of {sparse.entries(n):,}"
         fewer = n // SHARE
         return f"{fits}; --sparse budget={fewer} reads fewer" if fewer >= FEW else fits
     example = worth_comparing(n)[0]
@@ -117,9 +117,9 @@ def _where_stored(sizes: EntrySizes, store: str | None, n: int) -> str:
 
 def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
     """What will be kept of a prompt, or read, whose entries take so many bytes `before`."""
-    n, kept, last, sizes = plan.n_prompt, footprint.kept(plan), plan.decode_policy, footprint.sizes
+    n, kept, sizes = plan.n_prompt, footprint.kept(plan), footprint.sizes
     count = f"{kept:,}"
-    if plan.options.is_sparse:
+    if plan.sparse is not None:
         stay = f"all of them stay in {_where_stored(sizes, plan.options.store, n)}"
         if plan.sparse_reading is None or (most := plan.sparse_reading.reach.most) >= n:
             token = f"a token of the answer will read at most {count} of {n:,} entries"
@@ -127,8 +127,9 @@ def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
         chunk = f"a chunk will read at most {most:,} of {n:,} entries"
         return f"{chunk}, and a token of the answer at most {count}; {stay}; the prompt's last {LAST} tokens read more"
     first = plan.n_ahead + 2  # token of the answer that is decoded from what was kept
-    at_once = plan.options.reads_in_blocks or plan.options.is_text  # of which no answer comes
+    at_once = plan.options.evicts_in_blocks or plan.options.is_text  # of which no answer comes
     since = "" if at_once else f" from the answer's token {first} on"
+    last = plan.decode_policy
     beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
     after = footprint.row_bytes * (kept + beside) + n * sum(sizes.plain)
     saved = f"KV memory {format_bytes(before)} → {format_bytes(after)}"

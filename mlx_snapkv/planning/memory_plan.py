@@ -5,14 +5,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..caches.layers import require_quantizable
+from ..compress.policies import SnapKV
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..models.trained_length import trained_length
-from ..policies import Method, SnapKV, Sparse, Stages, method_named, resolve_method
+from ..sparse.options import Sparse
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, weight_bytes
 from .prompt_plan import MAX_TOKENS, PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
+from .settings import Setting, resolve_setting, setting_named
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,14 @@ class Planner:
         self._footprint = functools.cache(self._made)
 
     def plan(
-        self, context: int, policy: Method | Stages | str | None = None, kv_bits: int | None = None
+        self, context: int, policy: Setting | str | None = None, kv_bits: int | None = None
     ) -> MemoryPlan:
         """What a prompt of `context` tokens takes; arguments and errors as of `plan_memory`."""
         if context < 1:
             raise SnapKVError(f"context must be at least 1 token, got {context}")
         plan, _ = self.planned(
             context,
-            CompressionConfig(method_named(policy) if isinstance(policy, str) else policy),
+            CompressionConfig(setting_named(policy) if isinstance(policy, str) else policy),
             kv_bits,
         )
         return replace(plan, policy=policy) if isinstance(policy, str) else plan
@@ -84,18 +86,18 @@ class Planner:
     def counted(self, plan: Plan) -> tuple[MemoryPlan, int]:
         """Return what a request takes that goes so, and the most bytes of its entries at once."""
         how, context = plan.options.quantization, plan.n_prompt
-        used = plan.options if plan.reason is None else replace(plan.options, policy=None)
+        used = plan.options if plan.reason is None else replace(plan.options, setting=None)
         need = self._footprint(used).need(plan, self._max_tokens)
         found = MemoryPlan(
             context,
-            None if plan.policy is None else str(plan.policy),
+            None if plan.options.setting is None else str(plan.options.setting),
             plan.options.store,
             None if how is None else how.bits,
             self._weights,
             need.kept + need.stays,
             self._weights + need.in_prefill,
             self._weights + need.in_answer,
-            None if plan.policy is None else plan.reason,
+            None if plan.options.setting is None else plan.reason,
         )
         return found, need.most
 
@@ -113,7 +115,7 @@ class Planner:
 def plan_memory(
     model: Any,
     context: int,
-    policy: Method | Stages | str | None = None,
+    policy: Setting | str | None = None,
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     sparse: Sparse | dict[str, Any] | str | bool | None = None,
@@ -130,6 +132,6 @@ def plan_memory(
 
     Raises: SnapKVError: the policy can't serve the model or a prompt of this length, or reads it twice.
     """
-    chosen = resolve_method(snapkv, policy, sparse)
+    chosen = resolve_setting(snapkv, policy, sparse)
     named = policy if isinstance(policy, str) else chosen
     return Planner(model, **options).plan(context, named, kv_bits)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..caches.layers import members
+from ..compress.options import Compress
+from ..compress.policy import Policy
 from ..errors import OptionError, SnapKVError
-from ..policies import Method, Stages
-from ..policies.budgets import is_whole
+from ..hyperparameters import is_whole
+from ..sparse.options import N_VOTERS, Sparse
 from .scores import largest_chunk
+from .settings import Setting
 
 ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
 
@@ -47,74 +50,107 @@ class PromptPlan:
         return max(1, self.last - self.n_prompt)
 
 
-def plan_prompt(policy: Method | Stages, n_prompt: int) -> PromptPlan:
-    """Who votes on a prompt.
+def compressed_voters(compress: Compress, n_prompt: int) -> PromptPlan:
+    """Return which queries vote on a prompt of `n_prompt` tokens that is compressed.
 
-    Where entries are evicted meanwhile, only the queries of the recent window vote, since what came after an older
-    one's own entry may be gone.
+    Under schedule="block" only the queries of the recent window vote, since entries after an older query's own token
+    may be gone.
     """
-    _, decode_policy = policy.stages
-    n_voters = decode_policy.obs_window
-    if policy.reads_in_blocks:
-        n_voters = min(n_voters, max(1, policy.prefill_quota(n_prompt).n_window))
-    return PromptPlan(n_prompt, max(0, n_prompt - n_voters), n_prompt + decode_policy.lookahead)
+    n_voters = compress.decode_policy.obs_window
+    if compress.evicts_in_blocks:
+        n_voters = min(n_voters, max(1, compress.prefill_quota(n_prompt).n_window))
+    last = n_prompt + compress.decode_policy.lookahead
+    return PromptPlan(n_prompt, max(0, n_prompt - n_voters), last)
 
 
-def gate(
-    policy: Method | Stages, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
+def sparse_voters(n_prompt: int) -> PromptPlan:
+    """Return which queries of a prompt of `n_prompt` tokens an index is made for, under sparse attention."""
+    return PromptPlan(n_prompt, max(0, n_prompt - N_VOTERS), n_prompt)
+
+
+def reason_to_leave(
+    setting: Setting, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
 ) -> str | None:
-    """Why a prompt is left as it is; None if it is to be compressed. SnapKVError if it is empty.
+    """Return why a prompt is left to mlx-lm; None if it is to be compressed or read sparsely.
 
-    A block policy keeps the answer's `max_tokens`, without an end if they are -1, within the budget, too.
+    Args:
+        max_tokens: of the answer, which a block policy keeps within the budget, too; -1 is without an end.
+
+    Raises: SnapKVError: the prompt is empty.
     """
     if n_prompt == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
     # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
     if not all(cache.empty() for cache in members(prompt_cache or [])):
         return "the prompt cache already holds tokens; only an empty one is compressed"
-    if n_prompt < policy.min_ctx:
+    if isinstance(setting, Sparse):
+        return _sparse_reason(setting, n_prompt)
+    return _compress_reason(setting, n_prompt, max_tokens)
+
+
+def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
+    try:
+        sparse.quota(n_prompt)
+    except SnapKVError as error:
+        return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
+    if not sparse.fits(n_prompt):
+        return None
+    budget = sparse.budget or sparse.entries(n_prompt)
+    return f"the prompt's {n_prompt} entries fit the budget of {budget}; lower it to read fewer"
+
+
+def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str | None:
+    min_ctx = compress.policy.min_ctx
+    if n_prompt < min_ctx:
         return (
-            f"the prompt's {n_prompt} tokens are below min_ctx={policy.min_ctx}; "
+            f"the prompt's {n_prompt} tokens are below min_ctx={min_ctx}; "
             "set min_ctx=0 to force compression"
         )
-    if any(isinstance(stage.budget, str) for stage in policy.stages):
+    if any(isinstance(policy.budget, str) for policy in compress.policies):
         try:
-            policy.prefill_quota(n_prompt)
+            compress.prefill_quota(n_prompt)
         except SnapKVError as error:
             return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
-    answer_fits = max_tokens >= 0 and policy.fits(n_prompt + max_tokens)
-    stays = policy.stages[1].schedule == "once" or answer_fits
-    return fits_reason(n_prompt, policy) if policy.fits(n_prompt) and stays else None
+    answer_fits = max_tokens >= 0 and compress.fits(n_prompt + max_tokens)
+    stays = compress.decode_policy.schedule == "once" or answer_fits
+    return fits_reason(n_prompt, compress.policy) if compress.fits(n_prompt) and stays else None
 
 
-def fits_reason(n: int, policy: Method | Stages) -> str:
-    prefill_policy, _ = policy.stages
-    parts = " (n_sink + top_k + n_window)" if prefill_policy.name == "snapkv" else ""
-    budget = prefill_policy.budget or prefill_policy.quota(n).entries
-    purpose = "compress" if prefill_policy.evicts else "read fewer"
-    return f"the prompt's {n} entries fit the budget of {budget}{parts}; lower it to {purpose}"
+def fits_reason(n_prompt: int, policy: Policy) -> str:
+    """Return the sentence about a prompt that fits a policy's budget."""
+    parts = " (n_sink + top_k + n_window)" if policy.name == "snapkv" else ""
+    return (
+        f"the prompt's {n_prompt} entries fit the budget of {policy.budget}{parts}; "
+        "lower it to compress"
+    )
 
 
-def chunk_size(policy: Method | Stages, limit: int | None, plan: PromptPlan, n_new: int) -> int:
-    """Tokens to read at a time: at most `limit`, a policy's `prefill_chunk`, or its `block` where it evicts meanwhile.
+def compressed_chunk_size(
+    compress: Compress, limit: int | None, plan: PromptPlan, n_new: int
+) -> int:
+    """Return the number of tokens to read at a time: at most `limit`, and a policy's `prefill_chunk` or `block`.
 
-    Where it doesn't, the size leaves the voters to a short last chunk, so that the queries of a whole chunk never wait,
-    in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is
-    needed. A prompt of one chunk stays one; `n_new` of its tokens are still to be read. Where chunks choose what they
-    read, the last tokens come in a call of their own anyway. The model reads a chunk in pieces where its scores would
-    take too much memory; see `scores`.
+    Under schedule="once" the size leaves the voters to a short last chunk, so that the queries of a whole chunk never
+    wait, in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is
+    needed. A prompt of one chunk stays one. The model reads a chunk in pieces if its scores would take too much
+    memory; see `scores`.
+
+    Args:
+        n_new: tokens of the prompt that are still to be read.
     """
-    prefill_policy, _ = policy.stages
-    if policy.reads_in_blocks:
-        return min(limit or prefill_policy.block, prefill_policy.block)
+    policy = compress.policy
+    if compress.evicts_in_blocks:
+        return min(limit or policy.block, policy.block)
     largest = largest_chunk()
-    size = prefill_policy.prefill_chunk or min(limit or largest, largest)
-    if policy.reads_little:
-        return size
+    size = policy.prefill_chunk or min(limit or largest, largest)
+    return size_before_voters(size, plan, n_new) if policy.observes else size
+
+
+def size_before_voters(size: int, plan: PromptPlan, n_new: int) -> int:
+    """Return a chunk size near `size` that leaves the voters, or little more, to a short last chunk."""
     n_before = plan.first - (plan.n_prompt - n_new)
-    if n_new - 1 <= size or not 0 < n_before < n_new or not prefill_policy.observes:
+    if n_new - 1 <= size or not 0 < n_before < n_new:
         return size
-    # Chunks of a size, near the one asked for, that ends where the voters begin, or little before.
     if size % MULTIPLE == 0 and size >= 8 * MULTIPLE:
         return min(range(size, size // 2 - 1, -MULTIPLE), key=lambda n: n_before % n)
     return n_before // -(-n_before // size)

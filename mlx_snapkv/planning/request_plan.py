@@ -17,14 +17,26 @@ from ..caches.layers import (
 )
 from ..caches.matching import n_tokens
 from ..caches.stored_caches import in_files
+from ..compress.options import Compress
+from ..compress.policy import Policy
+from ..entries.quota import Quota
 from ..errors import UnsupportedModelError
 from ..models import type_of
-from ..policies.budgets import Quota
-from ..policies.sparse import CHEAP, LAST, Reach, Sparse
+from ..sparse.options import CHEAP, CHUNK, LAST, Reach, Sparse
 from .config import CompressionConfig
 from .exclusions import When, require_compatible
 from .products import entries_for
-from .prompt_plan import PREFILL_STEP_SIZE, PromptPlan, chunk_size, fits_reason, gate, plan_prompt
+from .prompt_plan import (
+    PREFILL_STEP_SIZE,
+    PromptPlan,
+    compressed_chunk_size,
+    compressed_voters,
+    fits_reason,
+    reason_to_leave,
+    size_before_voters,
+    sparse_voters,
+)
+from .scores import largest_chunk
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 FULL_CACHE_REASON = "the full cache was asked for"
@@ -52,7 +64,7 @@ class Plan(PromptPlan):
     """What is decided about one request.
 
     Attributes:
-        options: what was asked for: the policy or sparse attention and where entries lie.
+        options: what was asked for: the setting, and where sparse attention keeps entries.
         reason: why the prompt is left to mlx-lm as it is, as its report says; None if it is not. What follows is then
             empty.
         n_new: tokens to read, after those of earlier turns.
@@ -69,17 +81,34 @@ class Plan(PromptPlan):
     sparse_reading: SparseReading | None = None
 
     @property
-    def policy(self) -> Any:
-        """A policy, two of them, or sparse attention; None reads and keeps everything."""
-        return self.options.policy
+    def compress(self) -> Compress | None:
+        return self.options.compress
 
     @property
-    def prefill_policy(self) -> Any:
-        return self.policy.stages[0]
+    def sparse(self) -> Sparse | None:
+        return self.options.sparse
 
     @property
-    def decode_policy(self) -> Any:
-        return self.policy.stages[1]
+    def prefill_policy(self) -> Policy:
+        """Return the policy that evicts while the prompt is read; only of a request that compresses."""
+        assert self.compress is not None
+        return self.compress.policy
+
+    @property
+    def decode_policy(self) -> Policy:
+        """Return the policy that evicts once the prompt has been read; only of a request that compresses."""
+        assert self.compress is not None
+        return self.compress.decode_policy
+
+    @property
+    def accumulates_attention(self) -> bool:
+        """Return whether all queries of the prompt vote."""
+        return self.compress is not None and self.compress.accumulates_attention
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Return whether the shape of the answer's caches is constant."""
+        return self.compress is not None and self.compress.decode_policy.keeps_shape
 
     @property
     def n_held(self) -> int:
@@ -88,19 +117,18 @@ class Plan(PromptPlan):
 
     @property
     def observes(self) -> bool:
-        """Whether queries of the prompt are asked for: to vote, or by chunks that choose what they read."""
-        return self.sparse_reading is not None or any(x.observes for x in self.policy.stages)
+        """Return whether queries of the prompt are captured: to vote, or for chunks that choose what they read."""
+        return self.compress is None or self.compress.observes
 
     @property
     def observes_answer(self) -> bool:
-        """Whether queries of the answer are asked for: to vote at evictions, or to choose what each token reads."""
-        return self.options.is_sparse or self.decode_policy.observes_answer
+        """Return whether queries of the answer are captured: to vote at evictions, or to choose what a token reads."""
+        return self.compress is None or self.compress.decode_policy.observes_answer
 
     @property
     def statistics_from(self) -> int | None:
-        """The first position whose queries count in the statistics that a policy asks for, if one does."""
-        wanted = [stage.query_statistics for stage in self.policy.stages]
-        return min((n for n in wanted if n is not None), default=None)
+        """Return the first position whose queries count in the statistics that a policy asks for, if one does."""
+        return None if self.compress is None else self.compress.statistics_from
 
     @property
     def capacity(self) -> int:
@@ -117,7 +145,12 @@ class Plan(PromptPlan):
         """Return the number of tokens to read at a time, `limit` at most."""
         if self.reason is not None:
             return limit or PREFILL_STEP_SIZE
-        return chunk_size(self.policy, limit, self, self.n_new)
+        if self.compress is not None:
+            return compressed_chunk_size(self.compress, limit, self, self.n_new)
+        if self.sparse_reading is not None:
+            return CHUNK  # the last tokens come in a call of their own
+        largest = largest_chunk()
+        return size_before_voters(min(limit or largest, largest), self, self.n_new)
 
 
 def plan_request(
@@ -163,30 +196,25 @@ def plan_request(
         require_quantizable(model, layers, options.quantization)
     if plan.statistics_from is not None and any(layer.cap for layer in layers):
         raise UnsupportedModelError(
-            f"{options.policy} can't score models that cap their logits, such as model type "
+            f"{options.setting} can't score models that cap their logits, such as model type "
             f"{type_of(model)!r}: give another policy, such as snapkv"
         )
     return plan
-
-
-def reason_to_leave(options: CompressionConfig, n_prompt: int) -> str | None:
-    """Why a prompt of this length is left to mlx-lm, whatever the model; None if it is not."""
-    return _reason(None, options, n_prompt, None, 0, False)
 
 
 def plan_compression(
     options: CompressionConfig, layers: list[AttentionLayer], n_prompt: int
 ) -> Plan:
     """How caches of `n_prompt` tokens that were read by others are compressed, by the queries that come with them."""
-    policy: Any = options.policy
-    quota = policy.stages[1].quota(n_prompt)
+    policy = options.compress.decode_policy  # type: ignore[union-attr]  # the caller's is a policy
+    quota = policy.quota(n_prompt)
     fits = n_prompt <= quota.entries
     return Plan(
         n_prompt=n_prompt,
         first=n_prompt,
         last=n_prompt,
         options=options,
-        reason=fits_reason(n_prompt, policy.stages[1]) if fits else None,
+        reason=fits_reason(n_prompt, policy) if fits else None,
         decode_quota=quota,
     )
 
@@ -199,47 +227,48 @@ def _reason(
     max_tokens: int,
     is_embedded: bool,
 ) -> str | None:
-    """Why such a request is left to mlx-lm; None if it is not."""
-    policy = options.policy
-    if policy is None:
+    """Return why such a request is left to mlx-lm; None if it is not."""
+    setting = options.setting
+    if setting is None:
         return NO_POLICY_REASON
     if is_embedded:
         return EMBEDDINGS_REASON
-    if prompt_cache is None or not (options.is_sparse or options.turns):
-        return gate(policy, n_new, prompt_cache, max_tokens)
+    if prompt_cache is None or not (options.sparse is not None or options.turns):
+        return reason_to_leave(setting, n_new, prompt_cache, max_tokens)
     if is_compressed(prompt_cache):
         return None
-    return gate(policy, held_tokens(model, prompt_cache) + n_new, None, max_tokens)
+    n_prompt = held_tokens(model, prompt_cache) + n_new
+    return reason_to_leave(setting, n_prompt, None, max_tokens)
 
 
 def _planned(
     model: Any, options: CompressionConfig, layers: list[AttentionLayer], n_prompt: int, n_new: int
 ) -> Plan:
-    """The plan of a prompt that is not left to mlx-lm."""
-    policy: Any = options.policy
-    voters = plan_prompt(policy, n_prompt)
+    """Return the plan of a prompt that is not left to mlx-lm."""
+    if (compress := options.compress) is not None:
+        return Plan(
+            **vars(compressed_voters(compress, n_prompt)),
+            options=options,
+            n_new=n_new,
+            prefill_quota=compress.prefill_quota(n_prompt),
+            decode_quota=compress.decode_policy.quota(n_prompt),
+        )
+    sparse: Any = options.sparse
+    quota = sparse.quota(n_prompt)
     plan = Plan(
-        **vars(voters),
+        **vars(sparse_voters(n_prompt)),
         options=options,
         n_new=n_new,
-        prefill_quota=policy.prefill_quota(n_prompt),
-        decode_quota=policy.stages[1].quota(n_prompt),
+        prefill_quota=replace(quota, entries=max(quota.entries, n_prompt)),
+        decode_quota=quota,
     )
-    if not options.is_sparse or not policy.reads_little:
+    if not sparse.reads_sparsely:
         return plan
-    return replace(
-        plan, sparse_reading=_sparse_reading(plan, _cheap_entries(model, policy, layers))
-    )
+    n_cheap = 0 if sparse.read_top_k is not None else entries_for(CHEAP, model, layers)
+    return replace(plan, sparse_reading=_sparse_reading(plan, sparse, n_cheap))
 
 
-def _cheap_entries(model: Any, policy: Sparse, layers: list[AttentionLayer]) -> int:
-    """Entries whose attention costs little; 0 where they are not asked for."""
-    if policy.read_top_k is not None:
-        return 0
-    return entries_for(CHEAP, model, layers)
-
-
-def _sparse_reading(plan: Plan, n_cheap: int) -> SparseReading:
-    n, reach = plan.n_prompt, plan.policy.reach(plan.n_prompt, n_cheap)
+def _sparse_reading(plan: Plan, sparse: Sparse, n_cheap: int) -> SparseReading:
+    n, reach = plan.n_prompt, sparse.reach(plan.n_prompt, n_cheap)
     last = reach.of_last(in_files(plan.options.store))
     return SparseReading(reach, last, n - LAST, reach.before_choice(n, plan.n_held))

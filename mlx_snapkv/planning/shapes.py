@@ -13,12 +13,12 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache
 from mlx_lm.utils import load_config, load_model
 
 from ..caches.layers import members
+from ..entries.quota import UNLIMITED
 from ..errors import UnsupportedModelError
 from ..models import attentions
 from ..models.counts import experts_per_token, query_heads
 from ..models.family import AttentionFamily
 from ..models.rope_parameters import taken_over
-from ..policies.budgets import UNLIMITED
 from .scores import LEAST, is_fused, tokens_at_once
 
 METAL = mx.metal.is_available()

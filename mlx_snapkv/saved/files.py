@@ -28,7 +28,7 @@ from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..models.distributed import require_whole
 from ..paths import path_of, reason, require_place
-from ..policies import Method, Stages
+from ..planning.settings import Setting
 from . import book, sealed
 
 FORMAT = 1
@@ -53,7 +53,7 @@ def save(
     model,
     prompt_cache: list,
     tokens: mx.array | Sequence[int],
-    policy: Method | Stages | str = NO_POLICY,
+    policy: Setting | str = NO_POLICY,
     notes: dict[str, Any] | None = None,
     progress: book.Progress | None = None,
 ) -> None:

@@ -15,7 +15,9 @@ from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.messages import Message
 from ..completions.prompt import context_tokens
+from ..planning.config import CompressionConfig
 from ..planning.units import format_bytes
+from ..sparse.options import N_VOTERS
 from .api_error import log
 from .prefix_files import Prefix, PrefixFiles, as_ids, longest
 from .requests import EngineRequest, Loaded
@@ -127,27 +129,31 @@ class Checkpoints:
 
     def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
         self._prefixes, self._tokenizer = prefixes, loaded.tokenizer
-        self._policy = policy = options.get("policy")
-        in_blocks = policy is not None and policy.reads_in_blocks
+        config, _ = CompressionConfig.taken_from(options)
+        self._setting, compress, sparse = config.setting, config.compress, config.sparse
+        in_blocks = config.evicts_in_blocks
         # Then a request that is answered from all entries shares nothing with the others.
-        self._reads_sparsely = policy is not None and not policy.evicts and policy.reads_little
+        self._reads_sparsely = sparse is not None and sparse.reads_sparsely
         # A policy that chooses once compresses a copy: what was read of a prompt serves any that begins alike.
         self._keeps_all = not in_blocks
         # Where a kept cache can't be trimmed to a shorter prefix, several prefixes are kept.
-        trims = can_trim_prompt_cache(make_prompt_cache(loaded.model)) and not (
-            policy is not None and policy.stages[1].accumulates_attention
-        )
+        counts = compress is not None and compress.decode_policy.accumulates_attention
+        trims = can_trim_prompt_cache(make_prompt_cache(loaded.model)) and not counts
         self._keeps_prefixes = not (in_blocks or trims)
         # Tokens that are always read, so that the observation window is whole.
         self._n_last = 1
-        if policy is not None and self._keeps_all:
-            self._n_last = max(1, policy.stages[1].obs_window)
+        if sparse is not None:
+            self._n_last = N_VOTERS
+        elif compress is not None and self._keeps_all:
+            self._n_last = max(1, compress.decode_policy.obs_window)
 
     def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
         """Caches that have read a prefix of the prompt, if there are any, and the prefix's length."""
         if full_cache and self._reads_sparsely:
             return None, 0
-        exact = self._policy is not None and self._policy.fits(len(prompt))  # it is left to mlx-lm
+        exact = self._setting is not None and self._setting.fits(
+            len(prompt)
+        )  # it is left to mlx-lm
         return self._prefixes.fetch(prompt, self._n_last, exact)
 
     def drop(self, path: Path) -> None:

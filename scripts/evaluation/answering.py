@@ -24,6 +24,7 @@ from mlx_snapkv.measure.methods import SETTINGS, Method
 from mlx_snapkv.measure.reading import Reading, n_before, read_once
 from mlx_snapkv.measure.records import Record, Results
 from mlx_snapkv.measure.tables import grouped
+from mlx_snapkv.sparse.options import Sparse
 
 from .datasets import Dataset, Document
 
@@ -127,7 +128,7 @@ class Answers:
         policy: Any = method.policy
         cache, report = prefill(self._model, self._document, policy)
         # With sparse attention the question is read as a turn, which has a report of its own.
-        return cache, report if policy.evicts else None
+        return cache, None if isinstance(policy, Sparse) else report
 
     def _answer(
         self,

@@ -14,9 +14,9 @@ from mlx_snapkv import SnapKVError, Sparse
 from mlx_snapkv.batch.files import AnswersFile, RequestsFile
 from mlx_snapkv.batch.memory import Memory
 from mlx_snapkv.batch.run import Run
-from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.planning.settings import resolve_compress
 
-POLICY = resolve_policy(policy="snapkv:top_k=8,n_sink=2,n_window=8,obs_window=4,lookahead=4")
+POLICY = resolve_compress(policy="snapkv:top_k=8,n_sink=2,n_window=8,obs_window=4,lookahead=4")
 EVIL = 1000  # a token
 
 
@@ -98,7 +98,7 @@ SLIDES = "snapkv:budget=64,on_full=slide,n_sink=4,n_window=16,obs_window=16,look
 
 
 def options_of(policy, **more):
-    return {"policy": resolve_policy(policy=policy), "prefill_step_size": 512, **more}
+    return {"policy": resolve_compress(policy=policy), "prefill_step_size": 512, **more}
 
 
 EIGHT_BITS = options_of(f"{SNAPKV},on_full=grow", kv_bits=8, kv_group_size=32)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff
 from mlx_snapkv.entries.query_moments import QueryMoments
-from mlx_snapkv.policies.budgets import Quota
+from mlx_snapkv.entries.quota import Quota
 
 
 def update(cache, n):

@@ -22,7 +22,7 @@ from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
-from mlx_snapkv.policies import Sparse
+from mlx_snapkv.sparse.options import Sparse
 
 STORES = [FileStore, lambda: MemoryStore(Quantization(4, 64))]
 

@@ -24,8 +24,8 @@ from mlx_snapkv.entries import clusters, rest
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
+from mlx_snapkv.entries.quota import Quota
 from mlx_snapkv.entries.spans import spans
-from mlx_snapkv.policies.budgets import Quota
 
 H, GROUP, D, N, M = 2, 3, 32, 150, rest.FITTED
 BLOCKED = 48  # entries of a block

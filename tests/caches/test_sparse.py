@@ -21,9 +21,9 @@ from mlx_snapkv.caches.sparse import RECENT, SparseKVCache
 from mlx_snapkv.caches.stored_caches import make_caches
 from mlx_snapkv.caches.token_ranking import TokenRanking
 from mlx_snapkv.entries import clusters
+from mlx_snapkv.entries.quota import Quota
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.policies.budgets import Quota
 
 N, FEW_RECENT = 100, 32
 ALL, LITTLE = Quota(10_000, 2, 8), Quota(40, 2, 8)
@@ -168,5 +168,5 @@ def test_means_of_the_answers_entries_stand_for_those_that_are_not_read(few_rece
         return mx.stack([x for _, x in found][-40:])
 
     full = model(TOKENS[None])[0, -41:-1]
-    means, none = (logits(sparse=f"budget=24,n_window=6,rest={x}") for x in ("means", "none"))
+    means, none = (logits(sparse=f"budget=24,n_window=6,residual={x}") for x in ("means", "none"))
     assert 0 < away(means, full) < 0.2 * away(none, full)

@@ -30,8 +30,7 @@ from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning import request_plan
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
-from mlx_snapkv.policies import Sparse
-from mlx_snapkv.policies.sparse import CHUNK, LAST, PAGE, WINDOW, Reach
+from mlx_snapkv.sparse.options import CHUNK, LAST, N_VOTERS, PAGE, WINDOW, Reach, Sparse
 
 N_CHOSEN = 4  # pages
 # The last chunk but one has three times as many pages to choose from.
@@ -270,7 +269,7 @@ def test_the_last_queries_are_recorded_of_all_readers(name):
     request = requested(model, LONG)
     for layer in request.layers:
         cache = layer.cache_in(request.prompt_cache)
-        assert cache.query_positions == range(LONG.size - Sparse.obs_window, LONG.size)
+        assert cache.query_positions == range(LONG.size - N_VOTERS, LONG.size)
         assert not cache.waits_for_readers
     plain = make_caches(model, "memory")
     for layer in request.layers:

@@ -13,7 +13,7 @@ from mlx_snapkv.caches import token_ranking
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.caches.stored_caches import books
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.policies.sparse import PAGE
+from mlx_snapkv.sparse.options import PAGE
 
 # A chunk reads 128 entries besides its sink and window, and a token of the answer 128 in all.
 SPARSE = "top_k=92,n_window=32,read_top_k=128"

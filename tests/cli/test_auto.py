@@ -16,9 +16,9 @@ def few(monkeypatch):
     """Prompts of 300 tokens are many, and 64 entries are recommended for them."""
     monkeypatch.setattr(auto, "FEW", 300)
     monkeypatch.setattr(auto, "SPARSE", SPARSE)
-    for task in auto.SETTINGS:
+    for task in auto.CANDIDATES:
         first = SMALL if task == auto.BATCH else SPARSE
-        monkeypatch.setitem(auto.SETTINGS, task, (first, BLOCKS))
+        monkeypatch.setitem(auto.CANDIDATES, task, (first, BLOCKS))
 
 
 def test_generate_says_what_it_takes(call, story, few):

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_snapkv import models
 from mlx_snapkv.cli.listings import CHOICES, defaults
-from mlx_snapkv.policies import POLICIES
+from mlx_snapkv.compress.policy import POLICIES
 
 
 def test_every_policy_its_paper_and_all_its_options_are_listed(call):

@@ -64,7 +64,7 @@ def test_auto_takes_what_is_recommended(call, demo_llama, monkeypatch, n, usable
     assert found["fits"] == taken.fits
     if taken.fits:
         assert (found["policy"], found["store"]) == taken.setting
-        assert (taken.setting.flags or "QUESTION") in found["command"]
+        assert (taken.config.flags or "QUESTION") in found["command"]
 
 
 def test_all_contexts_up_to_the_trained_length(call):

@@ -10,7 +10,7 @@ from saved_helpers import spec
 from tiny_models import make_llama
 
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
-from mlx_snapkv.policies import POLICIES
+from mlx_snapkv.compress.policy import POLICIES
 
 pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
 

@@ -17,9 +17,9 @@ from mlx_snapkv import (
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine import policy as policy_mode
-from mlx_snapkv.planning.prompt_plan import plan_prompt
-from mlx_snapkv.policies import resolve_policy
-from mlx_snapkv.policies.sparse import PAGE
+from mlx_snapkv.planning.prompt_plan import compressed_voters
+from mlx_snapkv.planning.settings import resolve_compress
+from mlx_snapkv.sparse.options import PAGE
 
 SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3"
 FEW = f"snapkv:budget=6,{SMALL}"
@@ -63,7 +63,7 @@ SPARSE = [
     "top_k=1,n_sink=0,n_window=1",
     "budget=90%,n_window=50%,read=dense",
     f"budget=6,n_sink=40,read_top_k={PAGE}",
-    "budget=25%,rest=none",
+    "budget=25%,residual=none",
 ]
 
 
@@ -103,12 +103,12 @@ def positions(model, cache):
     "policy", [SNAPKV, f"keydiff:budget=20,block=8 then {SNAPKV}", "tova:budget=20,schedule=once"]
 )
 def test_a_string_and_only_the_queries_of_its_window_vote(tiny_model, tokens, policy):
-    obs_window = resolve_policy(policy=policy).stages[1].obs_window
+    obs_window = resolve_compress(policy=policy).decode_policy.obs_window
     kept = []
     for n in (obs_window, 4 + obs_window, 100):
         cache, queries = filled_cache(tiny_model, tokens, n)
         report = compress_prompt_cache(tiny_model, cache, policy, queries=queries)
-        assert report.compressed and report.policy == str(resolve_policy(policy=policy))
+        assert report.compressed and report.policy == str(resolve_compress(policy=policy))
         kept.append(positions(tiny_model, cache))
     assert all(np.array_equal(a, b) for other in kept[1:] for a, b in zip(kept[0], other))
 
@@ -156,7 +156,7 @@ def test_one_report_however_many_tokens_are_read(tokens, n_read, given, policy):
     for _ in range(n_read):
         next(answer)
     answer.close()
-    ahead = plan_prompt(resolve_policy(policy=policy), tokens.size).n_ahead
+    ahead = compressed_voters(resolve_compress(policy=policy), tokens.size).n_ahead
     # Who never started, or stops before the cut and sees no cache, is told nothing: there was no answer.
     assert len(reports) == (1 if n_read >= ahead or (given and n_read) else 0)
     if given:
@@ -177,7 +177,7 @@ def test_turns_after_one_that_was_left_alone_hold_the_budget_and_a_block(
     demo_llama, policy, monkeypatch
 ):
     """Nobody has voted on its entries when the next one comes; later, the queries of the answer before vote."""
-    chosen, compressed, held = resolve_policy(policy=policy), [], []
+    chosen, compressed, held = resolve_compress(policy=policy), [], []
     append = BlockKVCache.append
 
     def watched(self, keys, values):
@@ -191,4 +191,6 @@ def test_turns_after_one_that_was_left_alone_hold_the_budget_and_a_block(
         if len(compressed) == 2:
             monkeypatch.setattr(BlockKVCache, "append", watched)
     assert compressed == [False, True, True, True]
-    assert 20 < max(held) <= 20 + max(chosen.stages[1].block, plan_prompt(chosen, 1).n_ahead)
+    assert (
+        20 < max(held) <= 20 + max(chosen.decode_policy.block, compressed_voters(chosen, 1).n_ahead)
+    )

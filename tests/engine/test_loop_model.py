@@ -10,10 +10,10 @@ from tiny_models import make_llama
 from mlx_snapkv import SnapKV, prefill
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import members
+from mlx_snapkv.compress.policies import H2O, KeyDiff
 from mlx_snapkv.engine import loop_model
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.policies import H2O, KeyDiff
 
 ROWS = {"budget": 24, "n_sink": 4, "n_window": 10, "block": 16}
 VOTED = {"top_k": 20, "n_sink": 4, "obs_window": 8}

@@ -7,7 +7,7 @@ from saved_helpers import KEYDIFF, SNAPKV
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import Conversation
-from mlx_snapkv.policies.sparse import CHUNK, LAST, PAGE
+from mlx_snapkv.sparse.options import CHUNK, LAST, PAGE
 
 STAGES = f"{KEYDIFF} then {SNAPKV}"
 ONCE, BLOCKS = [64, 64, 64, 7], [16] * 12 + [7]  # of 200 tokens; the last one is a call of its own

@@ -15,7 +15,7 @@ from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.entries import held_rows
 from mlx_snapkv.planning import request_plan
-from mlx_snapkv.policies.sparse import CHUNK, PAGE
+from mlx_snapkv.sparse.options import CHUNK, PAGE
 
 SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE}"
 IN_FILES = {"sparse": SPARSE, "store": "file"}
@@ -40,7 +40,10 @@ def test_an_answer_is_that_of_the_same_entries_in_memory(wide, rest, monkeypatch
     monkeypatch.setattr(request_plan, "LAST", -CHUNK)  # nobody is among them
     made = []
     for way in ("memory", "file"):
-        cache, options = make_prompt_cache(wide), {"sparse": f"{SPARSE},rest={rest}", "store": way}
+        cache, options = (
+            make_prompt_cache(wide),
+            {"sparse": f"{SPARSE},residual={rest}", "store": way},
+        )
         made.append([])
         for n in (CHUNK + 350, 80, 1):
             made[-1] += steps(wide, random_tokens(n), 4, prompt_cache=cache, **options)

@@ -9,8 +9,7 @@ from tiny_models import make_llama
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill, saved
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.planning.prompt_plan import PromptPlan, chunk_size
-from mlx_snapkv.policies import Sparse
-from mlx_snapkv.policies.sparse import CHUNK
+from mlx_snapkv.sparse.options import CHUNK, Sparse
 
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
 

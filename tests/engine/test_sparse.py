@@ -19,11 +19,10 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.caches.token_ranking import TokenRanking
+from mlx_snapkv.entries.quota import Quota
 from mlx_snapkv.models import attention_classes, patch
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.policies import Sparse
-from mlx_snapkv.policies.budgets import Quota
-from mlx_snapkv.policies.sparse import CHUNK, LAST, PAGE
+from mlx_snapkv.sparse.options import CHUNK, LAST, PAGE, Sparse
 
 SNAPKV = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,lookahead=32"
 
@@ -119,7 +118,7 @@ WRONG = [
     ({"sparse": True, "policy": "auto"}, "^[^\n]*sparse[^\n]*: give only one of them$"),
     ({"sparse": "budget=10%,top_k=9"}, "^sparse options top_k and budget say the same: give only one$"),
     ({"sparse": "top=9"}, "^unknown sparse option 'top'.*; known: top_k, "),
-    ({"sparse": "rest=mean"}, "^sparse option rest must be means or none, got 'mean'$"),
+    ({"sparse": "residual=mean"}, "^sparse option residual must be means or none, got 'mean'$"),
     ({"sparse": "read=little"}, "^sparse option read must be sparse or dense, got 'little'$"),
     ({"sparse": "read_top_k=3"}, "^sparse option read_top_k must be a whole number of entries of at least 16 or"),
     ({"sparse": 5}, "^sparse must be a Sparse object, a dict or a string, got int$"),

@@ -4,7 +4,8 @@ import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_snapkv.entries.selection import n_of_groups, select_positions, top_of_groups
+from mlx_snapkv.compress.selection import select_positions
+from mlx_snapkv.entries.selection import n_of_groups, top_of_groups
 
 
 def positions(scores, **parts):

@@ -7,7 +7,7 @@ from mlx_snapkv.measure.compare import compare
 from mlx_snapkv.measure.fidelity import KNOWN, judge, read_piece
 from mlx_snapkv.measure.methods import Method
 from mlx_snapkv.measure.texts import Frame, Piece
-from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.planning.settings import resolve_compress
 
 POLICIES = [
     "snapkv:budget=60,n_window=16,lookahead=0",
@@ -26,7 +26,7 @@ def compared(demo_llama, ask):
     """The prompt, and by policy the method and its answer; None is the full cache."""
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 600, 0)
-    policies = [resolve_policy(policy=text) for text in POLICIES]
+    policies = [resolve_compress(policy=text) for text in POLICIES]
     methods = [Method(), *map(Method, policies), Method(SPARSE, RECALLED)]
     return prompt, [*zip(methods, compare(model, tokenizer, prompt, methods, N))]
 
@@ -68,7 +68,7 @@ def test_an_answer_that_ends_before_the_compression_has_no_kl(demo_llama, ask, n
     prompt, _ = ask(tokenizer, 300, 0)
     before = "keydiff:budget=200,block=64 then " * n_before
     policies = (f"{before}snapkv:budget=60,n_window=16,lookahead={n}" for n in (16, 0))
-    methods = [Method(), *(Method(resolve_policy(policy=policy)) for policy in policies)]
+    methods = [Method(), *(Method(resolve_compress(policy=policy)) for policy in policies)]
     full, ahead, none = compare(model, tokenizer, prompt, methods, 8)
     assert (ahead.kl, ahead.n_before) == (None, 17) and ahead.text == full.text
     said = f"the answer has {len(full.tokens)} tokens, lookahead decodes the first 17 on {where}"
@@ -81,6 +81,6 @@ def test_an_answer_that_ends_before_the_compression_has_no_kl(demo_llama, ask, n
 def test_a_prompt_that_fits_the_budget_is_the_full_caches(demo_llama, ask):
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 200, 1)
-    methods = [Method(), Method(resolve_policy(policy="snapkv:top_k=4096"))]
+    methods = [Method(), Method(resolve_compress(policy="snapkv:top_k=4096"))]
     full, other = compare(model, tokenizer, prompt, methods, 4)
     assert "fit the budget" in other.reason and (full.text, full.kl) == (other.text, other.kl)

@@ -19,7 +19,7 @@ from mlx_snapkv.measure.records import Results
 from mlx_snapkv.measure.texts import Piece, frame_of
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.planning.settings import resolve_compress
 
 N = 24
 BASE = "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=8"
@@ -34,7 +34,7 @@ POLICIES = [
 QUESTIONS = ["Who was there?", "What is the text about?"]
 
 
-METHODS = {FULL: None} | {str(p): p for p in (resolve_policy(policy=text) for text in POLICIES)}
+METHODS = {FULL: None} | {str(p): p for p in (resolve_compress(policy=text) for text in POLICIES)}
 NAMES = [*METHODS]
 
 
@@ -137,7 +137,7 @@ def test_figures_begin_after_the_compression(records, pieces):
 def test_an_answer_that_ends_before_the_compression_is_not_judged(demo_llama, pieces, before):
     """Whether or not the policy shares the reading; the others' figures stay."""
     names = [f"{before}{BASE},lookahead={n}" for n in (0, 200)]
-    methods = [Method(policy and resolve_policy(policy=policy)) for policy in (None, *names)]
+    methods = [Method(policy and resolve_compress(policy=policy)) for policy in (None, *names)]
     records = run(*demo_llama, pieces[:2], methods, [KNOWN], QUESTIONS, N, Results({}))
     full, none, ahead = summarise(records)
     assert none["judged"] == full["tokens"] - 2 * 2 and none["unjudged"] == 0 < none["kl"]["mean"]

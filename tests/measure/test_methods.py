@@ -4,11 +4,11 @@ import pytest
 
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.methods import Method, require_compression
-from mlx_snapkv.policies import method_named
+from mlx_snapkv.planning.settings import setting_named
 
 
 def method(text):
-    return Method(method_named(text))
+    return Method(setting_named(text))
 
 
 def test_a_policy_has_to_compress_one_of_the_lengths():

@@ -10,11 +10,12 @@ from tiny_models import make_llama
 
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.divergence import judged
 from mlx_snapkv.measure.reading import read_once, shares_reading
-from mlx_snapkv.planning.prompt_plan import gate
-from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.planning.prompt_plan import reason_to_leave
+from mlx_snapkv.planning.settings import resolve_compress
 
 BASE = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
 SNAPKV = f"{BASE},lookahead=4"
@@ -36,7 +37,7 @@ TAIL = [7, 3, 60, 22, 1]  # fewer than vote: some of the document vote, too
 
 
 def policy_of(text):
-    return resolve_policy(policy=text)
+    return resolve_compress(policy=text)
 
 
 POLICIES = [policy_of(text) for text in SHARING + ALONE]
@@ -153,7 +154,7 @@ def test_what_is_kept_whole_says_why_and_what_was_not_asked_for_is_refused(tiny_
     roomy = policy_of("streaming_llm:budget=1000,schedule=once")
     reading = read_once(tiny_model, tokens.tolist(), [roomy, policy_of(SNAPKV)])
     cache, report = reading.compressed(roomy)
-    assert report.reason == gate(roomy, tokens.size, None)
+    assert report.reason == reason_to_leave(Compress(roomy), tokens.size, None)
     assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, reading.full(), TAIL))
     with pytest.raises(SnapKVError, match="was not read for snapkv"):
         reading.compressed(policy_of(f"{BASE},lookahead=0"))

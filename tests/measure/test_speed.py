@@ -10,11 +10,11 @@ from mlx_snapkv.caches.sparse import SparseKVCache
 from mlx_snapkv.entries.clusters import SIZE
 from mlx_snapkv.measure.contenders import Contender, contenders, decoding_cache
 from mlx_snapkv.measure.speed import Plan, decoding, measure_speed, speed_table
-from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.planning.settings import resolve_compress
 
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
-SIXTEENTH = resolve_policy(policy="snapkv:budget=6.25%,on_full=slide")
-BLOCKS = resolve_policy(policy="keydiff:budget=512,block=256")
+SIXTEENTH = resolve_compress(policy="snapkv:budget=6.25%,on_full=slide")
+BLOCKS = resolve_compress(policy="keydiff:budget=512,block=256")
 SPARSE = Sparse(budget="6.25%")
 
 
@@ -28,8 +28,8 @@ def names(found):
 
 
 def test_a_policy_that_drops_nothing_is_not_measured(model):
-    gated = resolve_policy(policy="snapkv:top_k=20,n_window=64,min_ctx=1001")
-    wide = resolve_policy(policy="keydiff:budget=2048")
+    gated = resolve_compress(policy="snapkv:top_k=20,n_window=64,min_ctx=1001")
+    wide = resolve_compress(policy="keydiff:budget=2048")
     found = names(contenders(model, 1000, [gated, wide, SIXTEENTH, SPARSE]))
     ours = [str(SIXTEENTH), str(SPARSE)]
     assert found == ["full cache", "--max-kv-size 62", "--kv-bits 8", "--kv-bits 4", *ours]

@@ -17,10 +17,10 @@ from request_helpers import plain, steps
 
 from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, SnapKVCache, generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers, members
+from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.models import REFUSED, SUPPORTED
 from mlx_snapkv.models.table import supported
-from mlx_snapkv.policies import SnapKV
 
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
 SIZES = {"top_k": 6, "n_sink": 2, "n_window": 8, "obs_window": 8}

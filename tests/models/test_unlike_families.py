@@ -11,9 +11,9 @@ from saved_helpers import spec
 from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.compress.policy import POLICIES
 from mlx_snapkv.models import attention_classes, capture
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.policies import POLICIES
 
 pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
 

@@ -1,6 +1,7 @@
 """`policy="auto"`: what is taken for which prompt, task and machine, and why."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -17,13 +18,13 @@ from mlx_snapkv import (
 from mlx_snapkv.planning import auto as module
 from mlx_snapkv.planning.auto import (
     BATCH,
+    CANDIDATES,
     COMFORTABLE,
     CONVERSATION,
     FEW,
     FULL,
     PACKED,
     QUESTION,
-    SETTINGS,
     SMALL,
     SNAPKV,
     SPARSE,
@@ -32,9 +33,10 @@ from mlx_snapkv.planning.auto import (
     resolve,
     worth_comparing,
 )
+from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.machine import Machine
 from mlx_snapkv.planning.memory_plan import Planner
-from mlx_snapkv.policies import AUTO, resolve_policy
+from mlx_snapkv.planning.settings import AUTO, resolve_compress
 
 GB = 10**9
 LONG = 20_000  # tokens
@@ -47,7 +49,7 @@ def planner(demo_llama):
 
 def cost(planner, n, setting):
     """The most bytes in use, and those of entries."""
-    plan, kv = planner.planned(n, AutoRequest(n).config(setting))
+    plan, kv = planner.planned(n, AutoRequest(n).completed(setting))
     return plan.peak, kv
 
 
@@ -61,16 +63,16 @@ def cost(planner, n, setting):
         (FEW, QUESTION, "KV memory", SMALL, "the full cache would take"),
         (FEW, CONVERSATION, "KV memory", PACKED, "and {} is available"),
         (FEW, BATCH, "KV memory", SMALL, "and {} is available"),
-        (9000, QUESTION, "KV memory", SETTINGS[QUESTION][3], "the full cache would take"),
+        (9000, QUESTION, "KV memory", CANDIDATES[QUESTION][3], "the full cache would take"),
     ],
 )
 def test_what_is_taken(planner, n, task, lacks, setting, why):
     """`lacks`: of what a byte is missing for the first setting."""
-    first = FULL if n < FEW else SETTINGS[task][0]
+    first = FULL if n < FEW else CANDIDATES[task][0]
     _, kv = cost(planner, n, first)
     most = kv - 1 if lacks == "KV memory" else None
     taken = recommended(planner, AutoRequest(n, task, kv_memory=most), GB)
-    assert taken.setting == setting and taken.fits
+    assert taken.config == setting and taken.fits
     assert why.format(module.format_bytes(most or GB)) in str(taken)
 
 
@@ -78,10 +80,10 @@ def test_what_is_taken(planner, n, task, lacks, setting, why):
 def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
     peak, _ = cost(planner, FEW, FULL)
     enough = math.ceil(peak / COMFORTABLE)
-    assert recommended(planner, AutoRequest(FEW, task), enough + 1).setting == FULL
+    assert recommended(planner, AutoRequest(FEW, task), enough + 1).config == FULL
     taken = recommended(planner, AutoRequest(FEW, task), enough - 2)
     assert (
-        taken.setting == second
+        taken.config == second
         and f"of the {module.format_bytes(enough - 2)} for models" in taken.why
     )
 
@@ -89,20 +91,20 @@ def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
 @pytest.mark.parametrize("task", [QUESTION, CONVERSATION])
 def test_less_memory_takes_the_next_setting_that_fits(planner, task):
     """A question evicts before its entries go to files, a conversation after."""
-    peaks = {setting: cost(planner, FEW, setting)[0] for setting in SETTINGS[task]}
+    peaks = {setting: cost(planner, FEW, setting)[0] for setting in CANDIDATES[task]}
     for setting, peak in peaks.items():
-        before = SETTINGS[task][: SETTINGS[task].index(setting)]
+        before = CANDIDATES[task][: CANDIDATES[task].index(setting)]
         taken = recommended(planner, AutoRequest(FEW, task), peak)
         if setting is not FULL and all(peaks[other] > peak for other in before):
-            assert taken.setting == setting
-        assert taken.setting is not FULL
+            assert taken.config == setting
+        assert taken.config is not FULL
 
 
 def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
     taken = recommended(planner, AutoRequest(FEW), 10**6)
-    assert not taken.fits and taken.setting in SETTINGS[QUESTION][1:]
+    assert not taken.fits and taken.config in CANDIDATES[QUESTION][1:]
     monkeypatch.setattr(planner, "can_compress", False)
-    assert recommended(planner, AutoRequest(FEW), GB).setting == FULL
+    assert recommended(planner, AutoRequest(FEW), GB).config == FULL
 
 
 @pytest.mark.parametrize("n", [FEW - 8000, FEW])
@@ -112,18 +114,18 @@ def test_what_takes_the_least_does(planner, n, store):
     request = AutoRequest(n, options={"store": store}, kv_memory=10**6)
     taken, sizes = recommended(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
-    for setting in request.settings():
-        _, sizes[setting] = planner.planned(n, request.config(setting))
-    assert sizes[taken.setting] == min(sizes.values())
-    assert (taken.setting.store, taken.setting.is_sparse) == (store, True)
+    for setting in request.candidates():
+        _, sizes[setting] = planner.planned(n, request.completed(setting))
+    assert sizes[taken.config] == min(sizes.values())
+    assert taken.config == replace(SPARSE, store=store)
 
 
 def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
-    for task in SETTINGS:
-        for setting in SETTINGS[task]:
-            AutoRequest(None, task).config(setting).require(demo_llama[0])
+    for task in CANDIDATES:
+        for setting in CANDIDATES[task]:
+            AutoRequest(None, task).completed(setting).require(demo_llama[0])
     config, _, taken = resolve(demo_llama[0], None, CONVERSATION, {}, policy=AUTO)
-    assert config.policy is None and taken.setting == FULL
+    assert config.setting is None and taken.config == FULL
 
 
 def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
@@ -133,7 +135,7 @@ def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
     for usable, fits in ((peak, True), (peak - 1, False)):
         monkeypatch.setattr(module, "this_machine", lambda usable=usable: Machine(GB, usable))
         _, _, taken = resolve(demo_llama[0], FEW, BATCH, {}, policy=AUTO)
-        assert (taken.setting == SNAPKV) == fits
+        assert (taken.config == SNAPKV) == fits
 
 
 @pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
@@ -147,8 +149,8 @@ def test_python_takes_it_and_the_report_tells(demo_llama, asked):
 
 
 def test_python_compresses_by_it(demo_llama, monkeypatch):
-    setting = module.Setting("streaming_llm:budget=50,schedule=once")
-    monkeypatch.setitem(module.SETTINGS, QUESTION, (setting,))
+    setting = CompressionConfig(resolve_compress(policy="streaming_llm:budget=50,schedule=once"))
+    monkeypatch.setitem(module.CANDIDATES, QUESTION, (setting,))
     monkeypatch.setattr(module, "FEW", 60)
     reports = []
     options = {"max_tokens": 1, "policy": AUTO, "on_report": reports.append}
@@ -196,7 +198,7 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
         lambda: CompressedBatchGenerator(model, **asked),
         lambda: plan_memory(model, 1000, **asked),
         lambda: inspect_prompt(model, tokenizer, [5, 6, 7], **asked),
-        lambda: resolve_policy(**asked),
+        lambda: resolve_compress(**asked),
     ]
     for way in ways:
         with pytest.raises(SnapKVError, match="policy auto works only in generate"):
@@ -207,29 +209,22 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
     "options, setting",
     [
         ({}, FULL),
-        ({"store": "8bit"}, SPARSE._replace(store="8bit")),
+        ({"store": "8bit"}, replace(SPARSE, store="8bit")),
         ({"prompt_cache": []}, FULL),
         ({"draft_model": "a model"}, FULL),
     ],
 )  # fmt: skip
 def test_a_long_question(demo_llama, options, setting):
     config, _, taken = resolve(demo_llama[0], LONG, QUESTION, options, policy=AUTO)
-    assert taken.setting == setting and config.store == setting.store
-    assert config.policy == setting.chosen
+    assert taken.config == setting == replace(config, has_draft_model=False)
     config.require(demo_llama[0])
     where = "fit in memory in 8 bits" if setting.store == "8bit" else "fit in memory"
-    assert not setting.is_sparse or f"all entries {where}" in taken.why
+    assert setting.sparse is None or f"all entries {where}" in taken.why
     assert config.keywords["store"] == setting.store
-
-
-def test_what_no_setting_can_be_combined_with(demo_llama):
-    for options, words in ():
-        with pytest.raises(SnapKVError, match=words):
-            generate_step([5] * LONG, demo_llama[0], policy=AUTO, **options)
 
 
 @pytest.mark.parametrize("n", [300, 600, 5000, 100_000])
 def test_what_is_worth_comparing_evicts_three_quarters_at_least(n):
-    first, within = (resolve_policy(policy=text) for text in worth_comparing(n))
-    assert first.budget <= n / 4 and within.stages[1].budget < first.budget
-    assert n < 20_000 or worth_comparing(n)[0] == SNAPKV.method
+    first, within = (resolve_compress(policy=text) for text in worth_comparing(n))
+    assert first.policy.budget <= n / 4 and within.decode_policy.budget < first.policy.budget
+    assert n < 20_000 or resolve_compress(policy=worth_comparing(n)[0]) == SNAPKV.setting

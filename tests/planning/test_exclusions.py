@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_snapkv import SnapKVError
+from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.exclusions import EXCLUSIONS, When, require_compatible
-from mlx_snapkv.policies import method_named
+from mlx_snapkv.planning.settings import setting_named
 
 REFUSED = [  # in the table's order
     ("sparse", {"kv_bits": 4}),
@@ -31,11 +32,12 @@ def _required(policy, options, when):
 @pytest.mark.parametrize("exclusion, refused", list(zip(EXCLUSIONS, REFUSED, strict=True)))
 def test_each_row_refuses_and_says_what_to_change(exclusion, refused):
     method, options = refused
-    policy = None if method is None else method_named(method)
+    policy = None if method is None else setting_named(method)
     with pytest.raises(SnapKVError) as error:
         _required(policy, options, exclusion.when)
     said = str(error.value)
-    named = {"store": None, "policy": policy} | options
+    compress = policy if isinstance(policy, Compress) else None
+    named = {"store": None, "compress": compress} | options
     assert said == str(exclusion.error(SimpleNamespace(**named)))
     assert any(name in said for name in exclusion.names) and re.search("drop |give |use ", said)
     if exclusion.when > When.GIVEN:

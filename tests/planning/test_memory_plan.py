@@ -15,18 +15,18 @@ from mlx_snapkv.caches.layers import memory_bytes
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.planning import long_prompts, scores
-from mlx_snapkv.planning.auto import QUESTION, SETTINGS
+from mlx_snapkv.planning.auto import CANDIDATES, QUESTION
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.long_prompts import LongPrompts
 from mlx_snapkv.planning.machine import Machine, mac, this_machine
 from mlx_snapkv.planning.memory_plan import Planner
+from mlx_snapkv.planning.settings import setting_named
 from mlx_snapkv.planning.shapes import without_weights
 from mlx_snapkv.planning.units import format_bytes
-from mlx_snapkv.policies import method_named
 
 KEYDIFF = "keydiff:budget=256,block=128"
 SNAPKV = "snapkv:top_k=128,n_window=64,min_ctx=0"
-CANDIDATES = [setting.method for setting in SETTINGS[QUESTION]]
+POLICIES = [config.setting and str(config.setting) for config in CANDIDATES[QUESTION]]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "deepseek_v3", "gpt_oss"])
@@ -37,7 +37,7 @@ def test_entries_take_no_more_than_was_planned(name, policy):
     if policy is not None and name == "lfm2":
         policy = policy.replace("budget=256", "budget=320")
     planner = Planner(model, max_tokens=8, prefill_step_size=256)
-    plan, most = planner.planned(n, CompressionConfig(policy and method_named(policy)))
+    plan, most = planner.planned(n, CompressionConfig(policy and setting_named(policy)))
     cache = make_prompt_cache(model)
     options = {"max_tokens": 8, "prefill_step_size": 256, "prompt_cache": cache}
     for _ in generate_step(tokens_of(n), model, policy=policy, on_report=reports.append, **options):
@@ -91,7 +91,7 @@ def test_a_plan_computes_nothing_and_takes_less_than_a_second(demo_llama):
     before, started = mx.get_active_memory(), time.process_time()
     model = without_weights(MODELS["demo"])
     planner = Planner(model)
-    plans = [planner.plan(n, policy) for n in CONTEXTS for policy in CANDIDATES]
+    plans = [planner.plan(n, policy) for n in CONTEXTS for policy in POLICIES]
     assert time.process_time() - started < 1
     assert mx.get_peak_memory() - before < 500_000 < plans[0].weights
     model.set_dtype(mx.float32)

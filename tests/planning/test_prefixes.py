@@ -7,6 +7,7 @@ from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import KeyDiff, SnapKV, Sparse, prefill
 from mlx_snapkv.caches.layers import file_bytes, memory_bytes
+from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.planning import prefixes
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.footprint import EntrySizes, Footprint
@@ -67,8 +68,8 @@ def test_entries_in_files_take_half_of_the_disk_at_most(of_8b, monkeypatch):
     "config",
     [
         CompressionConfig(),
-        CompressionConfig(SNAPKV),
-        CompressionConfig(KeyDiff(budget=200, block=32)),
+        CompressionConfig(Compress(SNAPKV)),
+        CompressionConfig(Compress(KeyDiff(budget=200, block=32))),
         CompressionConfig(Sparse(budget=200, n_window=32), store="memory"),
         CompressionConfig(Sparse(budget=200, n_window=32), store="file"),
     ],
@@ -76,11 +77,11 @@ def test_entries_in_files_take_half_of_the_disk_at_most(of_8b, monkeypatch):
 )
 def test_a_kept_prompt_takes_what_was_counted(make, config):
     model, tokens = make(head_dim=32), mx.random.randint(0, 64, (2000,))
-    if config.policy is None or config.policy == SNAPKV:  # which compresses a copy
+    if config.setting is None or config.setting == Compress(SNAPKV):  # which compresses a copy
         cache = make_prompt_cache(model)
         mx.eval(model(tokens[None], cache=cache))
     else:
-        cache, _ = prefill(model, tokens, config.policy, store=config.store)
+        cache, _ = prefill(model, tokens, config.setting, store=config.store)
     taken = memory_bytes(cache) + file_bytes(cache)
     footprint = Footprint(EntrySizes(model), config)
     assert footprint.of_prefix(len(tokens)) == pytest.approx(taken, rel=0.25)

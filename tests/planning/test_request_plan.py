@@ -10,7 +10,7 @@ from model_configs import make_model
 from mlx_snapkv import SnapKVError, generate_step, plan_memory
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import NO_POLICY_REASON, plan_request
-from mlx_snapkv.policies import method_named
+from mlx_snapkv.planning.settings import resolve_setting, setting_named
 
 N = 1200
 SPARSE = "sparse:budget=400,n_sink=4,n_window=32,read_top_k=32"
@@ -23,7 +23,7 @@ def llama():
 
 
 def config(method, **more):
-    return CompressionConfig(method_named(method), **more)
+    return CompressionConfig(setting_named(method), **more)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def config(method, **more):
 def test_a_request_does_what_is_planned(llama, method, store):
     how, reports = config(method, store=store), []
     plan = plan_request(llama, how, N)
-    given = {"sparse": how.policy} if how.is_sparse else {"policy": how.policy}
+    given = {"sparse": how.sparse} if how.sparse else {"policy": how.compress}
     list(generate_step(TOKENS, llama, max_tokens=6, store=store, on_report=reports.append, **given))
     (report,) = reports
     assert report.entries == plan.decode_quota.entries
-    if how.is_sparse:
+    if how.sparse:
         assert report.read_per_chunk <= plan.sparse_reading.last.most
 
 
@@ -54,8 +54,8 @@ def test_a_request_does_what_is_planned(llama, method, store):
 )
 def test_no_plan_is_made_of_what_can_not_be(llama, method, more, words):
     with pytest.raises(SnapKVError, match=words):
-        policy = method and method_named(method)
-        plan_request(llama, CompressionConfig(policy, **more), N)
+        policy = method and setting_named(method)
+        plan_request(llama, CompressionConfig(resolve_setting(policy=policy), **more), N)
 
 
 def test_a_chunk_that_may_choose_little_still_chooses(llama):

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_snapkv.entries.quota import UNLIMITED
 from mlx_snapkv.planning import scores
 from mlx_snapkv.planning.machine import Machine
 from mlx_snapkv.planning.scores import LEAST, scores_limit, tokens_at_once
 from mlx_snapkv.planning.shapes import LayerShape, score_bytes
-from mlx_snapkv.policies.budgets import UNLIMITED
 
 
 @given(st.integers(0, 1 << 21), st.integers(1, 1000), st.integers(1, 1 << 30))

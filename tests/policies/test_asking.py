@@ -14,6 +14,9 @@ from mlx_snapkv import ExpectedAttention, SnapKVError
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.compress.options import Compress
+from mlx_snapkv.compress.policies import expected_attention
+from mlx_snapkv.compress.policy import Policy
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
@@ -21,7 +24,6 @@ from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
-from mlx_snapkv.policies import Policy, expected_attention
 
 T, N, FIRST = 60, 5, 4  # tokens, queries that vote, first positions that no statistics count
 N_HEADS, H, D, GROUP = 4, 2, 8, 2
@@ -178,7 +180,7 @@ def test_statistics_of_a_later_turn_whose_first_tokens_need_an_eviction(tokens):
     cache = make_prompt_cache(model)
     model(tokens[None, :60], cache=cache)
     policy = ExpectedAttention(budget=40, block=16, n_window=8)
-    plan = plan_request(model, CompressionConfig(policy, turns=True), 20, cache)
+    plan = plan_request(model, CompressionConfig(Compress(policy), turns=True), 20, cache)
     request = make_request(model, plan, cache)
     with request.recording():
         for part in (tokens[60:64], tokens[64:80]):

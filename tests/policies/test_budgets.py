@@ -3,9 +3,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, StreamingLLM
-from mlx_snapkv.planning.prompt_plan import gate
-from mlx_snapkv.policies import resolve_policy
-from mlx_snapkv.policies.budgets import Quota
+from mlx_snapkv.compress.options import Compress
+from mlx_snapkv.compress.policies import policy_named
+from mlx_snapkv.entries.quota import Quota
+from mlx_snapkv.planning.prompt_plan import reason_to_leave
 
 
 @pytest.mark.parametrize("budget", [0, 1.5, True, "", "0%", "101%", "x%", "nan%", "pyramid:5", "5"])
@@ -29,12 +30,12 @@ def test_a_bad_budget_is_one_sentence(budget):
 )
 def test_sink_and_window_shrink_to_half_of_a_budget_below_them(policy, n, kept):
     assert policy.quota(n) == kept
-    assert gate(policy, n, None) is None
+    assert reason_to_leave(Compress(policy), n, None) is None
 
 
 def test_two_stages_share_a_small_budget():
-    policy = resolve_policy(policy="keydiff:budget=20 then snapkv:budget=40,n_sink=4,n_window=36")
-    assert policy.prefill_quota(1000) == Quota(20, 1, 9)
+    compress = Compress.from_string("keydiff:budget=20 then snapkv:budget=40,n_sink=4,n_window=36")
+    assert compress.prefill_quota(1000) == Quota(20, 1, 9)
 
 
 def test_snapkvs_budget_and_top_k_say_the_same():
@@ -61,7 +62,7 @@ def test_a_budget_is_the_smallest_of_which_top_k_are_voted(top_k, n_sink, share)
 def test_a_policy_is_what_it_is_called(budget, n_sink, share):
     assume(budget >= max(1, n_sink + int(share[:-1]) * budget // 100))
     policy = SnapKV(budget=budget, n_sink=n_sink, n_window=share)
-    assert policy.budget == budget and resolve_policy(policy=str(policy)) == policy
+    assert policy.budget == budget and policy_named(str(policy)) == policy
 
 
 def test_a_window_that_is_all_of_the_budget_leaves_no_votes():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_snapkv import SnapKV, prefill
-from mlx_snapkv.policies import POLICIES, lagkv
+from mlx_snapkv.compress.policies import lagkv
+from mlx_snapkv.compress.policy import POLICIES
 
 RECORDED = np.load(Path(__file__).parents[1] / "fixtures" / "kvpress.npz")
 CASES = sorted({n.rpartition("/")[0] for n in RECORDED.files if "/" in n})

@@ -6,11 +6,21 @@ import pytest
 import reference
 from entry_helpers import asked, in_blocks, make_entries, votes_of
 
-from mlx_snapkv import H2O, TOVA, KeyDiff, KeyNorm, LagKV, RandomRows, ScissorHands, StreamingLLM
+from mlx_snapkv import (
+    H2O,
+    TOVA,
+    KeyDiff,
+    KeyNorm,
+    LagKV,
+    RandomEviction,
+    ScissorHands,
+    StreamingLLM,
+)
+from mlx_snapkv.compress.policies import lagkv
+from mlx_snapkv.compress.selection import select
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.policies import lagkv
 
 pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
 
@@ -80,7 +90,7 @@ def test_lagkv(lag, n_sink, n_bytes, monkeypatch):
 )
 def test_the_newest_of_a_few_and_the_sink_stay(policy, monkeypatch):
     monkeypatch.setattr(lagkv, "LAG", 128)
-    kept = policy.quota(70).select(policy.score(make_entries()))
+    kept = select(policy.score(make_entries()), policy.quota(70))
     assert kept[0, 0].tolist() == [*range(3), *range(53, 70)]
 
 
@@ -94,12 +104,12 @@ def test_h2o_keeps_what_received_most():
 
 def test_random_is_a_uniform_sample_that_no_schedule_changes():
     keys = mx.zeros((1, 4, 4000, 2))
-    scores = RandomRows().score(Entries(keys, keys))
+    scores = RandomEviction().score(Entries(keys, keys))
     assert not mx.array_equal(scores[0, 0], scores[0, 1])
-    assert not mx.array_equal(scores, RandomRows(seed=1).score(Entries(keys, keys)))
+    assert not mx.array_equal(scores, RandomEviction(seed=1).score(Entries(keys, keys)))
     best = np.argsort(-np.asarray(scores[0, 0]))[:1000]
     assert abs(np.mean(best) - 2000) < 100 and abs(np.mean(best < 1000) - 0.25) < 0.05
     # Entries that an eviction left have the scores they had before.
     some = mx.broadcast_to(mx.arange(0, 4000, 3, dtype=mx.uint32), (1, 4, 1334))
     left = Entries(keys[:, :, ::3], keys[:, :, ::3], given_positions=some)
-    assert mx.array_equal(RandomRows().score(left), scores[..., ::3])
+    assert mx.array_equal(RandomEviction().score(left), scores[..., ::3])

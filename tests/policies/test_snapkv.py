@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKV, SnapKVError
+from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.planning.settings import resolve_compress
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])
@@ -71,19 +72,19 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
 )  # fmt: skip
 def test_values_out_of_range(options, message):
     with pytest.raises(SnapKVError) as error:
-        resolve_policy(snapkv=options)
+        resolve_compress(snapkv=options)
     assert str(error.value) == f"snapkv option {message}"
 
 
 def test_strings_dicts_and_objects_name_the_same_policy():
     policy = SnapKV(top_k=64, pool_kernel=7, lookahead=0, prefill_chunk=256)
     text = "top_k=64, pool_kernel=7,lookahead=0,prefill_chunk=256"
-    assert resolve_policy(snapkv=policy) is policy
-    assert policy == resolve_policy(snapkv=text) == resolve_policy(policy=f"snapkv:{text}")
-    assert policy == resolve_policy(policy=str(policy))
+    assert resolve_compress(snapkv=policy).policy is policy
+    same = [{"snapkv": text}, {"policy": f"snapkv:{text}"}, {"policy": str(policy)}]
+    assert all(resolve_compress(**keywords) == Compress(policy) for keywords in same)
     for default in ({"snapkv": {}}, {"policy": "snapkv"}):
-        assert resolve_policy(**default) == SnapKV()
-    assert resolve_policy() is None
+        assert resolve_compress(**default) == Compress(SnapKV())
+    assert resolve_compress() is None
 
 
 @pytest.mark.parametrize(
@@ -107,4 +108,4 @@ def test_strings_dicts_and_objects_name_the_same_policy():
 )
 def test_requests_that_name_no_policy(keywords, message):
     with pytest.raises(SnapKVError, match=message):
-        resolve_policy(**keywords)
+        resolve_compress(**keywords)

@@ -7,7 +7,8 @@ from request_helpers import steps
 from saved_helpers import KEYDIFF, spec
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv.policies import POLICIES, resolve_policy
+from mlx_snapkv.compress.policy import POLICIES
+from mlx_snapkv.planning.settings import resolve_compress
 
 pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
 
@@ -28,7 +29,8 @@ def test_a_request_is_served(name, way, tokens):
     """A hybrid model's, of policies that are asked for alone."""
     text = text_of(name, way)
     model = make_qwen() if way in ("once", "block") else make_llama()
-    policy, reports = resolve_policy(policy=text), []
+    compress, reports = resolve_compress(policy=text), []
+    policy = compress.decode_policy
     options = {"policy": policy, "on_report": reports.append}
     items = steps(model, tokens, n=20, prompt_cache=make_prompt_cache(model), **options)
     assert len(items) == 20 and all(np.isfinite(np.asarray(p)).all() for _, p in items)

@@ -14,8 +14,8 @@ from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.entries import held_rows
-from mlx_snapkv.policies import Sparse
 from mlx_snapkv.saved import book
+from mlx_snapkv.sparse.options import Sparse
 
 SPARSE = Sparse(top_k=20, n_sink=4, n_window=16)
 

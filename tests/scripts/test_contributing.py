@@ -86,7 +86,7 @@ def test_the_recipe_names_the_files_that_are_touched_here(title):
 
 
 NEW_POLICY = [
-    ("RandomRows", "EveryOther"),
+    ("RandomEviction", "EveryOther"),
     ('"random"', '"every_other"'),
     ('paper = ""', 'paper = "Nobody 2026, arXiv:2600.00000"'),
 ]
@@ -105,8 +105,8 @@ app.main()
 
 
 def test_a_new_file_is_a_policy_everywhere(tmp_path):
-    random_rows = ROOT / "mlx_snapkv/policies/random_rows.py"
-    text = replacing(*NEW_POLICY)(random_rows.read_text(encoding="utf-8"))
+    random_eviction = ROOT / "mlx_snapkv/compress/random_eviction.py"
+    text = replacing(*NEW_POLICY)(random_eviction.read_text(encoding="utf-8"))
     edits = {"policies/every_other.py": lambda _: text}
     make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", edits)
     printed = run(tmp_path, USES_POLICY)

@@ -19,8 +19,17 @@ import write_docs
 from mlx_snapkv.cli.app import app
 from mlx_snapkv.cli.config import commands_of
 from mlx_snapkv.cli.listings import CHOICES
-from mlx_snapkv.planning.auto import CONVERSATION, EVICTING, FILED, FULL, PACKED, QUESTION, SETTINGS
-from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
+from mlx_snapkv.compress.policy import POLICIES, Policy
+from mlx_snapkv.planning.auto import (
+    CANDIDATES,
+    CONVERSATION,
+    EVICTING,
+    FILED,
+    FULL,
+    PACKED,
+    QUESTION,
+)
+from mlx_snapkv.planning.settings import resolve_compress
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -113,7 +122,7 @@ def test_every_command_shown_can_be_given(page, program):
         assert {word for word in given if re.match(r"--?[a-z]", word)} <= known, words
         for option, value in itertools.pairwise(given):
             if option in ("--policy", "--snapkv") and value != "auto":
-                resolve_policy(**{option.strip("-"): value})
+                resolve_compress(**{option.strip("-"): value})
 
 
 def _shown(text: str, program: str = "mlx-snapkv") -> list[list[str]]:
@@ -196,8 +205,8 @@ def test_every_page_gives_the_settings_of_the_table(page):
 
 def test_auto_takes_what_the_tables_say():
     """The full cache, then what a question leaves, or what a conversation needs."""
-    assert SETTINGS[QUESTION] == (FULL, *EVICTING, FILED)
-    assert SETTINGS[CONVERSATION] == (FULL, PACKED, FILED, *EVICTING)
+    assert CANDIDATES[QUESTION] == (FULL, *EVICTING, FILED)
+    assert CANDIDATES[CONVERSATION] == (FULL, PACKED, FILED, *EVICTING)
     for given in (
         "chat --sparse budget=6.25% --store 4bit",
         "chat --sparse top_k=1024 --store file",

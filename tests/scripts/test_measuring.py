@@ -10,7 +10,7 @@ from mlx_snapkv.measure.contenders import Contender, compressed
 from mlx_snapkv.measure.divergence import divergence
 from mlx_snapkv.measure.methods import FULL
 from mlx_snapkv.measure.texts import Piece
-from mlx_snapkv.policies.sparse import PAGE, WINDOW
+from mlx_snapkv.sparse.options import PAGE, WINDOW
 from scripts import (
     measure_batches,
     measure_books,

@@ -5,7 +5,7 @@ import pytest
 
 from mlx_snapkv.completions.body import CHAT, parse
 from mlx_snapkv.completions.request import Defaults, completion_request
-from mlx_snapkv.policies import method_named
+from mlx_snapkv.planning.settings import setting_named
 from mlx_snapkv.server.metrics import Metrics
 from mlx_snapkv.server.prefix_cache import Checkpoints, PrefixCache
 from mlx_snapkv.server.requests import EngineRequest, Finished, Loaded, Read, Started
@@ -24,7 +24,7 @@ class Served:
     """A batch, and its requests' events."""
 
     def __init__(self, loaded, method, store):
-        policy = method and method_named(method)
+        policy = method and setting_named(method)
         options = {"policy": policy, "store": store, "prefill_step_size": CHUNK}
         self.loaded, self.prefixes = loaded, PrefixCache(1 << 30)
         self.checkpoints = Checkpoints(self.prefixes, loaded, options)

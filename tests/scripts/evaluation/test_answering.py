@@ -8,7 +8,7 @@ from evaluation.tasks import Grid, needle, suite
 from mlx_snapkv import stream_generate
 from mlx_snapkv.measure.methods import KNOWN, LATER, SETTINGS, Method
 from mlx_snapkv.measure.records import Results
-from mlx_snapkv.policies import method_named
+from mlx_snapkv.planning.settings import setting_named
 
 SNAPKV = "snapkv:budget=48,n_window=16,obs_window=16,lookahead=0,on_full=slide"
 AHEAD = "snapkv:budget=12,n_sink=0,n_window=4,obs_window=8,lookahead=8"
@@ -16,7 +16,7 @@ SPARSE = "sparse:budget=64,n_window=16,read_top_k=96"
 
 
 def method(text):
-    return Method(method_named(text))
+    return Method(setting_named(text))
 
 
 METHODS = {

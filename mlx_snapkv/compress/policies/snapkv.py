@@ -5,11 +5,11 @@ from functools import reduce
 
 import mlx.core as mx
 
-from ..entries.entries import Entries
-from ..errors import SnapKVError
-from .base import Policy
-from .budgets import Quota, amount, smallest_budget
-from .method import choice, count, entry_count
+from ...entries.entries import Entries
+from ...entries.quota import Quota
+from ...errors import SnapKVError
+from ...hyperparameters import amount, choice, count, entry_count, smallest_budget
+from ..policy import Policy
 
 ON_FULL = ("grow", "slide")
 LATEST = (32, 64)  # queries, which "forward" compares with those before them
@@ -92,7 +92,7 @@ class SnapKV(Policy):
         object.__setattr__(self, "top_k", voted)
 
     @property
-    def _implied(self) -> str | None:  # type: ignore[override]
+    def implied_option(self) -> str | None:  # type: ignore[override]
         if not isinstance(self.budget, int):
             return None
         fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..entries.entries import Entries
-from .base import Policy
-from .method import count
+from ...entries.entries import Entries
+from ...hyperparameters import count
+from ..policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomRows(Policy):
+class RandomEviction(Policy):
     """Keep a uniformly random set of the prompt's entries, per KV head.
 
     An entry's score is a hash of its position, head and `seed`, and does not change from block to block. So under

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..entries.entries import Entries
-from .base import Policy
-from .method import choice, entry_count
+from ...entries.entries import Entries
+from ...hyperparameters import choice, entry_count
+from ..policy import Policy
 
 TINY = 1e-12  # added to squared norms, so that a key of zeros has a direction of zeros
 

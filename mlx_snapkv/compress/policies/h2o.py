@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..entries.entries import Entries
-from ..errors import SnapKVError
-from .base import Policy
+from ...entries.entries import Entries
+from ...errors import SnapKVError
+from ..policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..entries.entries import Entries
-from .base import Policy
-from .budgets import Quota, amount
+from ...entries.entries import Entries
+from ...entries.quota import Quota
+from ...hyperparameters import amount
+from ..policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

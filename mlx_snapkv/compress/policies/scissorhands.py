@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..entries.entries import Entries
-from .base import Policy
-from .method import count
+from ...entries.entries import Entries
+from ...hyperparameters import count
+from ..policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

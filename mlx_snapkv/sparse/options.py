@@ -1,24 +1,33 @@
-"""Sparse attention: nothing is evicted, and chunks of the prompt and tokens of the answer read little."""
+"""The options of sparse attention: what chunks of a prompt and tokens of an answer read of all entries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..entries.quota import Quota
 from ..errors import SnapKVError
-from .budgets import Quota, amount, is_amount, smallest_budget
-from .method import Method, choice, count, entry_count, option
+from ..hyperparameters import (
+    Hyperparameters,
+    amount,
+    choice,
+    count,
+    entry_count,
+    option,
+    smallest_budget,
+)
 
 CHUNK = 512  # tokens that are read at a time and choose together
-WINDOW = 256  # tokens before a chunk that it reads
-LAST = 512  # tokens of the prompt that choose more than others: the question is among these
-LAST_CHOSEN = 16384  # entries, which is everything in shorter prompts
-LAST_WIDER = 4  # times as many as others, where entries are in files
-PAGE = 16  # neighbours that a chunk chooses together
-SHARE, LEAST = 16, 1024  # a token of the answer reads one entry in so many, and at least so many
+WINDOW = 256  # tokens before a chunk that the chunk reads
+LAST = 512  # last tokens of a prompt, which read more: the question is among them
+LAST_CHOSEN = 16384  # entries that the last tokens choose at least; all entries of shorter prompts
+LAST_WIDER = 4  # times as many entries as other chunks choose, where entries are in files
+PAGE = 16  # neighbouring entries that a chunk chooses together
+SHARE, MIN_BUDGET = 16, 1024  # an answer token reads 1/16 of the entries, and at least 1,024
 READ_TOP_K = 1024  # entries that a chunk chooses by default, at least
-READ_SHARE = 32  # of a longer prompt at least one entry in so many
-CHEAP = 1 / 4  # and as many as take at most so much of what else the model multiplies
+READ_SHARE = 32  # a chunk of a longer prompt chooses at least 1/32 of the entries
+CHEAP = 1 / 4  # and as many entries as cost this share of the model's other products
+N_VOTERS = 16  # last queries of the prompt, for which an index is made and the residual is weighed
 
 
 class Reach(NamedTuple):
@@ -45,8 +54,10 @@ class Reach(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparse(Method):
+class Sparse(Hyperparameters):
     """All entries stay; a token reads a sink, a recent window and the entries that its own queries choose.
+
+    A prompt of no more tokens than the budget is left to mlx-lm.
 
     Attributes:
         top_k: entries that a token of the answer chooses per KV head, by the logits of its own queries.
@@ -55,80 +66,70 @@ class Sparse(Method):
         n_sink: number of first entries, which every token reads.
         n_window: number of the prompt's last entries, which every token reads, or a share of the budget. A token also
             reads the answer's latest 256 tokens or more, and chooses among its older ones as in the prompt.
-        rest: how a token sees the entries that it does not read. "means": as one mean entry for every cluster of about
-            256 similar keys, weighed by two factors a head that are found at the prompt's end (`entries/rest.py`);
-            "none": not at all.
+        residual: how a token sees the entries that it does not read. "means": as one mean entry for every cluster of
+            about 256 similar keys, weighed by two factors a head that are found at the prompt's end
+            (`sparse/residual.py`); "none": not at all.
         read: how the prompt is read. "sparse": a chunk reads the sink, the 256 tokens before it, itself, and pages of
             16 neighbours that its own queries choose. "dense": everything before it, as mlx-lm does.
         read_top_k: entries that a chunk chooses per KV head, or a share of the prompt. None is the most of 1,024, of
             1/32 of the prompt, and of the entries whose attention costs a quarter of the model's other products.
-
-    A prompt of no more tokens than the budget is left to mlx-lm.
     """
 
     name = "sparse"
-    evicts = False
-    on_full = "grow"  # all of the answer's entries stay
-    obs_window = 16  # of the prompt's last queries: an index is made for such, and the rest is weighed for some
 
     top_k: int | None = count(None, least=1)
     n_sink: int = count(4)
     n_window: int | str = entry_count("6.25%", least=1)
-    budget: int | str | None = option(  # type: ignore[assignment]
-        None,
-        lambda value: value is None or is_amount(value, least=2),
-        'a whole number of entries of at least 2 or a share such as "6.25%"',
-    )
-    rest: str | None = option("means", (None, "means").__contains__, "means or none")
+    budget: int | str | None = entry_count(None, least=2, example="6.25%")
+    residual: str | None = option("means", (None, "means").__contains__, "means or none")
     read: str = choice("sparse", "dense")
-    read_top_k: int | str | None = option(
-        None,
-        lambda value: value is None or is_amount(value, least=16),
-        'a whole number of entries of at least 16 or a share such as "12.5%"',
-    )
+    read_top_k: int | str | None = entry_count(None, least=16, example="12.5%")
 
     def __post_init__(self):
-        self._check_options()
+        super().__post_init__()
         if self.top_k is not None:
             budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
             self._require("n_window", budget is not None, "less than all of the budget")
             if self.budget not in (None, budget):
                 raise SnapKVError("sparse options top_k and budget say the same: give only one")
             object.__setattr__(self, "budget", budget)
-        super().__post_init__()
 
     @property
-    def _implied(self) -> str | None:  # type: ignore[override]
+    def implied_option(self) -> str | None:  # type: ignore[override]
         return "budget" if self.top_k is not None else None
 
     def entries(self, n_prompt: int) -> int:
-        """What a token of the answer reads of a prompt, per KV head."""
+        """Return the number of a prompt's entries that a token of the answer reads per KV head."""
         if self.budget is None:
-            return max(LEAST, n_prompt // SHARE)
+            return max(MIN_BUDGET, n_prompt // SHARE)
         return amount(self.budget, n_prompt)
 
     def quota(self, n_prompt: int) -> Quota:
-        """Return what a token of the answer reads of a prompt in each full-attention layer."""
-        n = self.entries(n_prompt)
-        self._require_entries(n)
-        return Quota(n, self.n_sink, self.window(n)).shrunk()
+        """Return the entries of a prompt that a token of the answer reads in each full-attention layer.
+
+        Raises: SnapKVError: the budget's share of the prompt is less than one entry.
+        """
+        n_entries = self.entries(n_prompt)
+        if n_entries < 1:
+            raise SnapKVError(
+                f"sparse option budget={self.budget} is less than one entry of this prompt"
+            )
+        return Quota(n_entries, self.n_sink, amount(self.n_window, n_entries)).shrunk()
 
     def fits(self, n_prompt: int) -> bool:
+        """Return whether a token would read all entries of a prompt of `n_prompt` tokens."""
         return n_prompt <= self.entries(n_prompt)
 
     @property
-    def reads_little(self) -> bool:
+    def reads_sparsely(self) -> bool:
+        """Return whether chunks of the prompt choose the entries that they read."""
         return self.read == "sparse"
 
-    @property
-    def prefill_chunk(self) -> int | None:  # type: ignore[override]
-        return CHUNK if self.reads_little else None
-
     def reach(self, n_prompt: int, n_cheap: int = 0) -> Reach:
-        """What a chunk of a prompt of `n_prompt` tokens reads, unless that is everything.
+        """Return what a chunk of a prompt of `n_prompt` tokens reads, unless that is everything.
 
         Args:
-            n_cheap: entries whose attention takes no more than `CHEAP` of what else the model multiplies.
+            n_cheap: entries whose attention takes no more than `CHEAP` of the model's other products.
         """
         if self.read_top_k is None:
             chosen = max(READ_TOP_K, n_prompt // READ_SHARE, n_cheap)

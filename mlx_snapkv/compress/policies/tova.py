@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..entries.entries import Entries
-from .base import Policy
+from ...entries.entries import Entries
+from ..policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..entries.entries import Entries
-from ..entries.spans import spans
-from .base import Policy
+from ...entries.entries import Entries
+from ...entries.spans import spans
+from ..policy import Policy
 
 FUTURE = 512  # positions whose mean rotation stands for that of the queries to come
 BLOCK_BYTES = 8 << 20  # of float32 that are made of a block of keys

@@ -1,0 +1,52 @@
+"""Which entries stay: from scores to positions. Pure functions of arrays."""
+
+import mlx.core as mx
+
+from ..entries.quota import Quota
+
+
+def select(scores: mx.array, quota: Quota) -> mx.array:
+    """Return the positions of the entries that `quota` leaves, by `select_positions`."""
+    top_k = quota.entries - quota.n_sink - quota.n_window
+    return select_positions(scores, n_sink=quota.n_sink, top_k=top_k, n_window=quota.n_window)
+
+
+def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
+    """Return the positions of sink, `top_k` best entries of the middle, and recent window, in ascending order.
+
+    Args:
+        scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle, `[n_sink, T - n_window)`, is ranked; ties go
+            to the lower position.
+
+    Returns:
+        uint32 `(B, n_kv_heads, n)`, ascending and unique along the last axis, where `n` is
+        `n_sink + top_k + n_window`, or `T` if that is smaller (then every entry is kept).
+    """
+    B, H, T = scores.shape
+    if n_sink + top_k + n_window >= T:
+        return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
+    end = T - n_window
+    ends = mx.arange(n_sink, dtype=mx.uint32), mx.arange(end, T, dtype=mx.uint32)
+    parts = [mx.broadcast_to(part, (B, H, part.size)) for part in ends]
+    if top_k > 0:
+        middle = top_positions(scores[..., n_sink:end], top_k) + n_sink
+        parts.insert(1, middle.astype(mx.uint32))
+    return mx.concatenate(parts, axis=-1)
+
+
+def top_positions(scores: mx.array, k: int) -> mx.array:
+    """Return the positions `(..., k)` uint32, ascending, of the `k` highest of `(..., T)` scores, `0 < k <= T`.
+
+    Exact under ties: every score above the k-th highest, then scores equal to it from the left. NaN ranks lowest, so
+    that the result is well formed whatever the scores.
+    """
+    T = scores.shape[-1]
+    scores = scores.astype(mx.float32)
+    cost = mx.where(mx.isnan(scores), mx.inf, -scores)
+    kth = mx.partition(cost, k - 1, axis=-1)[..., k - 1 : k]
+    above = cost < kth
+    equal = cost == kth
+    spare = k - above.sum(axis=-1, keepdims=True)
+    chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= spare))
+    ranked = mx.where(chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
+    return mx.sort(ranked, axis=-1)[..., :k]

@@ -1,0 +1,24 @@
+"""How many entries a layer keeps, or a token reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNLIMITED = 2**30  # entries of a quota that no prompt reaches
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Entries per KV head of each layer: `entries` in all, the first `n_sink` and the newest `n_window` among them."""
+
+    entries: int
+    n_sink: int
+    n_window: int
+
+    def shrunk(self) -> Quota:
+        """Return the same number of entries with sink and window cut to half of it, if both together exceed it."""
+        both, half = self.n_sink + self.n_window, max(1, self.entries // 2)
+        if both <= self.entries:
+            return self
+        n_window = max(1, half * self.n_window // both) if self.n_window else 0
+        return Quota(self.entries, half - n_window, n_window)

@@ -1,0 +1,202 @@
+"""Hyper-parameters: fields of a frozen dataclass, each with a check of its values, written as `key=value,...`.
+
+A policy (`compress/policy.py`) and sparse attention (`sparse/options.py`) are such dataclasses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .errors import SnapKVError, UnknownOptionError, suggestion
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MAX_NUMBER = 2**31 - 1  # positions are 32-bit integers
+WORDS = {"true": True, "false": False, "none": None}  # spellings on the command line
+
+
+def option(default: Any, is_allowed: Callable[[Any], bool], allowed: str) -> Any:
+    """Return a field whose value must satisfy `is_allowed`; `allowed` describes the values in an error sentence.
+
+    Subclasses may override the default; the check stays.
+    """
+    metadata = {"is_allowed": is_allowed, "allowed": allowed}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
+    """Return a field for a whole number from `least` to `most`."""
+
+    def is_allowed(value: Any) -> bool:
+        return is_whole(value) and least <= value and (most is None or value <= most)
+
+    bounds = f"at least {least}" if most is None else f"{least} to {most}"
+    return option(default, is_allowed, f"a whole number of {bounds}")
+
+
+def entry_count(default: int | str | None, least: int = 0, example: str = "25%") -> Any:
+    """Return a field for a number of entries of at least `least`, or a share such as `example`."""
+    allowed = f'a whole number of entries of at least {least} or a share such as "{example}"'
+    return option(default, lambda value: is_amount(value, least), allowed)
+
+
+def choice(*values: str) -> Any:
+    """Return a field for one of these words; the first is the default."""
+    return option(values[0], values.__contains__, f"{', '.join(values[:-1])} or {values[-1]}")
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_amount(value: Any, least: int = 0) -> bool:
+    """Return whether `value` is a whole number of at least `least`, or a share of more than 0 and at most 100%."""
+    return 0 < _share(value) <= 1 if isinstance(value, str) else is_whole(value) and value >= least
+
+
+def amount(value: int | str, whole: int) -> int:
+    """Return the number of entries for a number, or for a share of `whole`, which is rounded down."""
+    return int(_share(value) * whole + 1e-9) if isinstance(value, str) else int(value)
+
+
+def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
+    """Return the smallest budget with room for `top_k` entries beside sink and window; None if the window is 100%."""
+    fixed = n_sink + top_k
+    if not isinstance(n_window, str):
+        return fixed + n_window
+    share = _share(n_window)
+    if share == 1:
+        return None
+    budget = int((fixed - 1) / (1 - share))
+    while budget - amount(n_window, budget) < fixed:
+        budget += 1
+    return budget
+
+
+def _share(text: str) -> float:
+    """Return 0.25 for "25%", and NaN for a text that is not a share."""
+    match = re.fullmatch(r"(\d*\.?\d+)%", text)
+    return float(match[1]) / 100 if match else math.nan
+
+
+def _parsed(text: str) -> Any:
+    """Return a typed value: true, false, none, a number, or the text itself."""
+    for read in (WORDS.__getitem__, int, float):
+        with contextlib.suppress(KeyError, ValueError):
+            return read(text.lower())
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """Base of dataclasses that are read from a string, a dict or keywords, and checked when they are made."""
+
+    name: ClassVar[str]
+    # The field whose value follows from other fields; the string form leaves it out.
+    implied_option: ClassVar[str | None] = None
+
+    def __post_init__(self):
+        self._check_options()
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """Return the names of all fields, those that the class itself declares first."""
+        own = list(inspect.get_annotations(cls))
+        names = [field.name for field in dataclasses.fields(cls)]
+        return sorted(names, key=lambda name: own.index(name) if name in own else len(own))
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Self:
+        """Make an object from a dict.
+
+        Raises:
+            UnknownOptionError: a key is not a field; the sentence lists the fields.
+            SnapKVError: a value is not allowed.
+        """
+        known = cls.options()
+        unknown = next((str(name) for name in options if name not in known), None)
+        if unknown is not None:
+            raise UnknownOptionError(
+                f"unknown {cls.name} option {unknown!r}{suggestion(unknown, known)}; known: {', '.join(known)}"
+            )
+        return cls(**options)
+
+    @classmethod
+    def from_string(cls, text: str) -> Self:
+        """Make an object from a string such as `"budget=25%,n_sink=4"`. Raises: SnapKVError."""
+        options: dict[str, Any] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, sign, value = (word.strip() for word in part.partition("="))
+            if not sign:
+                raise SnapKVError(
+                    f"{cls.name} options are written key=value, such as budget=25%, got {part!r}"
+                )
+            if name in options:
+                raise SnapKVError(f"{cls.name} option {name} is given twice: give it once")
+            options[name] = _parsed(value)
+        return cls.from_options(options)
+
+    @classmethod
+    def from_keyword(cls, value: Self | dict[str, Any] | str | bool | None) -> Self | None:
+        """Make an object from a keyword argument, such as `snapkv` and `sparse` of `generate_step`.
+
+        Args:
+            value: an object of this class, a dict of its fields, a string such as `"top_k=2048"`, or True for the
+                defaults. None and False return None.
+
+        Raises: SnapKVError: the value is of another type, or a field is not allowed.
+        """
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls()
+        if isinstance(value, dict):
+            return cls.from_options(value)
+        if isinstance(value, str):
+            return cls.from_string(value)
+        if isinstance(value, cls):
+            return value
+        raise SnapKVError(
+            f"{cls.name} must be a {cls.__name__} object, a dict or a string, got {type(value).__name__}"
+        )
+
+    def __str__(self) -> str:
+        """Return the command-line string: the name, and the fields that differ from their defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        values = {
+            name: getattr(self, name) for name in self.options() if name != self.implied_option
+        }
+        changed = [f"{name}={value}" for name, value in values.items() if value != defaults[name]]
+        return f"{self.name}:{','.join(changed)}" if changed else self.name
+
+    def _check_options(self) -> None:
+        """Raises: SnapKVError: a field's value is not allowed."""
+        for name, check in self._checks().items():
+            value = getattr(self, name)
+            is_default_none = value is None and getattr(type(self), name) is None
+            self._require(name, is_default_none or check["is_allowed"](value), check["allowed"])
+            is_small = not isinstance(value, int) or value <= MAX_NUMBER
+            self._require(name, is_small, f"at most {MAX_NUMBER}")
+
+    @classmethod
+    def _checks(cls) -> dict[str, Any]:
+        """Return the metadata of `option` by field, from the class that declared the field's check."""
+        checks: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            fields = vars(base).get("__dataclass_fields__", {})
+            checks |= {name: field.metadata for name, field in fields.items() if field.metadata}
+        return checks
+
+    def _require(self, name: str, is_allowed: bool, allowed: str) -> None:
+        if not is_allowed:
+            got = getattr(self, name)
+            raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {got!r}")
