@@ -2,9 +2,8 @@
 
 from .batch.generate import batch_generate as batch_generate
 from .batch.generator import CompressedBatchGenerator as CompressedBatchGenerator
-from .caches import BlockKVCache as BlockKVCache
-from .caches import SnapKVCache as SnapKVCache
 from .chat.conversation import Conversation as Conversation
+from .compress.block import BlockKVCache as BlockKVCache
 from .compress.options import Compress as Compress
 from .compress.policies import H2O as H2O
 from .compress.policies import TOVA as TOVA
@@ -16,6 +15,7 @@ from .compress.policies import RandomEviction as RandomEviction
 from .compress.policies import ScissorHands as ScissorHands
 from .compress.policies import SnapKV as SnapKV
 from .compress.policies import StreamingLLM as StreamingLLM
+from .compress.window import SnapKVCache as SnapKVCache
 from .engine.compress import compress_prompt_cache as compress_prompt_cache
 from .engine.generate import generate as generate
 from .engine.generate import generate_step as generate_step

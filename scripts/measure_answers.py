@@ -25,9 +25,9 @@ from results_page import Result, clock, shared_options
 from mlx_snapkv import generate_step
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
-from mlx_snapkv.entries import key_index
 from mlx_snapkv.measure.divergence import divergence
 from mlx_snapkv.measure.tables import grouped
+from mlx_snapkv.sparse import index
 
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery")
 SUMMARY = "Summarise the text above in three sentences."
@@ -36,7 +36,7 @@ LAST_TOKENS = 64  # of a prompt, which hold its question and are read for every 
 ONCE, SPARSE = "snapkv:budget={}%", "budget={}%,read=dense"
 # By name: options of an answer that reads so many percent, and the most entries whose exact votes rank them.
 WAYS = {
-    "SnapKV, once": ({"policy": ONCE}, key_index.EXACT_ENTRIES),
+    "SnapKV, once": ({"policy": ONCE}, index.EXACT_ENTRIES),
     "sparse, by its votes": ({"sparse": SPARSE}, sys.maxsize),
     "sparse, by the index": ({"sparse": SPARSE}, 0),
 }
@@ -89,7 +89,7 @@ def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[s
         given = {name: text.format(100 / share) for name, text in options.items()}
         # A policy reads the whole prompt, and sparse attention goes on from what was read.
         start = (make_prompt_cache(model), prompt) if "policy" in given else (caches, last)
-        with patch.object(key_index, "EXACT_ENTRIES", few):
+        with patch.object(index, "EXACT_ENTRIES", few):
             found, seconds = answered(model, *start, tokens, **given)
         same = mx.argmax(full, axis=-1) == mx.argmax(found, axis=-1)
         yield {

@@ -18,9 +18,9 @@ from results_page import Result, clock, shared_options
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes
-from mlx_snapkv.caches.stores import STORES
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo.questions import is_right, make_haystack
+from mlx_snapkv.sparse.stores import STORES
 
 SEED = 8_000_000
 SHARES = (8, 16, 32, 64)  # one entry in so many is kept, or resident

@@ -25,10 +25,10 @@ from results_page import ROOT, Result, Row, shared_options
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
-from mlx_snapkv.entries import clusters, key_index
 from mlx_snapkv.measure.divergence import divergence
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.models.trained_length import trained_length
+from mlx_snapkv.sparse import clusters, index
 from mlx_snapkv.sparse.options import CHUNK
 
 FOLLOWING = 64  # tokens whose predictions are compared
@@ -87,7 +87,7 @@ def pieces(
 
 def main() -> None:
     numpy_attention.install()
-    key_index.EXACT_ENTRIES = 0  # an index ranks texts of any length
+    index.EXACT_ENTRIES = 0  # an index ranks texts of any length
     parser = shared_options(__doc__, "rest")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct", "real-models/gemma-3-270m"])
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")

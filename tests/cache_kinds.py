@@ -6,12 +6,13 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKVCache
-from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.caches.stores.file import FileStore
-from mlx_snapkv.caches.stores.memory import MemoryStore
+from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.entries.quantization import Quantization, pack
 from mlx_snapkv.entries.queries import Captured, Recorder
 from mlx_snapkv.entries.quota import Quota
+from mlx_snapkv.sparse.stored_cache import StoredKVCache
+from mlx_snapkv.sparse.stores.file import FileStore
+from mlx_snapkv.sparse.stores.memory import MemoryStore
 
 B, H, D = 1, 2, 32
 SCALE = 0.3
@@ -53,7 +54,7 @@ def fed(cache):
 
 
 def offloaded(store):
-    cache = fed(RecordingKVCache(0, 0, 30, store=store))
+    cache = fed(StoredKVCache(0, 0, 30, store=store))
     cache.offload()
     return cache
 
@@ -70,6 +71,7 @@ EVICTING = {
 }
 FULL = {
     "recording": lambda: fed(RecordingKVCache(0, 10**6, 30)),
+    "stored": lambda: fed(StoredKVCache(0, 10**6, 30)),
     "offloaded, in a file": lambda: offloaded(FileStore()),
     "offloaded, of 8 bits": lambda: offloaded(MemoryStore(HOW)),
     "mlx-lm's": lambda: fed(KVCache()),

@@ -4,9 +4,10 @@ import mlx.core as mx
 import numpy as np
 import reference
 
-from mlx_snapkv.entries import attention, key_index
+from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.sparse import index
 
 
 def normal(*shape, seed=0, mean=0.0):
@@ -32,7 +33,7 @@ def votes_of(entries):
 
 def exact_up_to(monkeypatch, n):
     """Let tokens rank more than `n` entries by an index."""
-    monkeypatch.setattr(key_index, "EXACT_ENTRIES", n)
+    monkeypatch.setattr(index, "EXACT_ENTRIES", n)
 
 
 def in_blocks(monkeypatch, n_bytes, one_pass=attention.ONE_PASS_BYTES):

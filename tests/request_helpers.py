@@ -7,7 +7,7 @@ from mlx_lm.models import llama, qwen3_next
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_snapkv import generate_step
-from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording

@@ -12,12 +12,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, _BaseCache
 
 from ..caches.adapter import layer_cache
-from ..caches.bias import biased
-from ..caches.choosing import Choosing
 from ..caches.contract import keys_of
-from ..caches.evicting import EvictingCache
 from ..caches.layers import members
-from ..caches.sparse import SparseKVCache
+from ..compress.evicting import EvictingCache
 from ..entries.attention import HIDDEN
 from ..entries.quantization import (
     Quantised,
@@ -33,6 +30,9 @@ from ..entries.quantization import (
     write,
 )
 from ..entries.queries import Captured, OnQueries
+from ..sparse.bias import biased
+from ..sparse.cache import SparseKVCache
+from ..sparse.choosing import Choosing
 
 
 class BatchCache(OnQueries, ABC):

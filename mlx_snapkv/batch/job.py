@@ -9,10 +9,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import copies_but_entries, members
-from ..caches.stored_caches import plain_forms, saved_forms
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, Uncompressed, make_request
 from ..planning.request_plan import Plan
+from ..sparse.prompt_caches import plain_forms, saved_forms
 
 BatchReport = Callable[[int, CompressionReport], None]
 

@@ -6,10 +6,8 @@ from typing import Any
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Stored
-from .contract import LayerCache
-from .evicting import restorer_of
-from .stores import MemoryStore
+from ..entries.quantization import Quantization, Stored, n_bytes, rows
+from .contract import LayerCache, restorer_of
 
 
 def layer_cache(cache: Any) -> LayerCache:
@@ -26,17 +24,23 @@ def has_all_entries(cache: Any) -> bool:
 
 def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
     """Return mlx-lm's cache of these entries, as they are stored; see `LayerCache.sparse_from`."""
-    cache = MemoryStore(entries.quantization).cache
+    how = entries.quantization
+    cache: Any = KVCache() if how is None else QuantizedKVCache(how.group_size, how.bits)
     cache.keys, cache.values = entries.stored_keys, entries.stored_values
     cache.offset = len(entries)
     cache.sparse_from = sparse_from
     return cache
 
 
-class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
+class FullCache(LayerCache):
     """A `KVCache` or `QuantizedKVCache`, which holds all entries."""
 
     grows = True
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        if isinstance(cache, QuantizedKVCache):
+            self.quantization = Quantization(cache.bits, cache.group_size)
 
     @property
     def offset(self) -> int:  # type: ignore[override]
@@ -55,8 +59,16 @@ class FullCache(MemoryStore, LayerCache):  # type: ignore[override]
     def sample(self) -> tuple[Stored, Stored]:
         return self.cache.keys, self.cache.values
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return n_bytes(rows(self.sample, 0, self.offset)) if self.offset else 0
+
+    def size(self) -> int:
+        return self.offset
+
     def held(self, n_queries: int = 0) -> Entries:
-        return super().held()
+        keys, values = rows(self.sample, 0, self.offset)
+        return Entries(keys, values, quantization=self.quantization)
 
     def saved_form(self) -> Any:
         return self.cache

@@ -1,15 +1,17 @@
 """What the rest of the package may ask of any layer's cache."""
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models import cache as mlx_cache
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, arrays, n_bytes, rows
-from .stores import Store
 
 
 class LayerCache(ABC):
@@ -17,8 +19,9 @@ class LayerCache(ABC):
 
     offset: int  # position of the next token; tokens fed so far
     quantization: Quantization | None = None  # how the entries are stored; None is plain
-    store: Store | None = None  # where all entries are kept between turns, if they are
+    store: Any = None  # where all entries are kept between turns, if they are
     is_compressed: bool = False  # entries were chosen from, or are going to be
+    converts_to_save: bool = False  # `saved_form` is another cache
     grows: bool = False  # no entry is ever evicted or overwritten: the newest tokens can be trimmed
     observes: bool = False  # it records queries to come: the attention class must be patched
     chooses: bool = False  # tokens that come together choose together what they read
@@ -113,3 +116,26 @@ def keys_of(owner: Callable[[Any], Any]) -> Any:
         owner(cache).keys = keys
 
     return property(lambda cache: owner(cache).keys, wait)
+
+
+def restorer_of(cache: Any) -> Callable[[], None]:
+    """Return a function that brings a cache's attributes back to what they are now, as often as it is called."""
+    before = _copied(vars(cache))
+
+    def restore() -> None:
+        vars(cache).clear()
+        vars(cache).update(_copied(before))
+
+    return restore
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Copy a cache's attributes, with arrays and lists of their own: later writes leave the copies alone."""
+    # The copy of an array shares its memory until one of the two is written to.
+    return tree_map(lambda x: copy.copy(x) if isinstance(x, mx.array) else x, attributes)
+
+
+def loadable(cls: type) -> type:
+    """Let mlx-lm's `load_prompt_cache` find a class of ours by its name."""
+    setattr(mlx_cache, cls.__name__, cls)
+    return cls

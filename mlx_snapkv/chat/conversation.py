@@ -12,7 +12,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
 from ..caches.layers import held_tokens, is_compressed
-from ..caches.stored_caches import make_caches, saved_forms
 from ..compress.policy import Policy
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
@@ -25,6 +24,7 @@ from ..planning.options import OPTIONS, noted
 from ..planning.prompt_plan import MAX_TOKENS
 from ..planning.settings import Setting, resolve_setting
 from ..sparse.options import Sparse
+from ..sparse.prompt_caches import make_caches, saved_forms
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import NOTED, Before, load
 

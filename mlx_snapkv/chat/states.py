@@ -7,7 +7,6 @@ from typing import Any
 from .. import saved
 from ..caches.layers import attention_layers, is_compressed, kv_bytes
 from ..caches.matching import n_tokens
-from ..caches.stored_caches import book_store, make_caches, moved_into
 from ..compress.policy import Policy
 from ..engine.report import NO_POLICY
 from ..engine.restore import CacheCopy
@@ -16,6 +15,7 @@ from ..planning.config import CompressionConfig
 from ..planning.options import OPTIONS
 from ..planning.settings import Setting, setting_named
 from ..sparse.options import Sparse
+from ..sparse.prompt_caches import book_store, make_caches, moved_into
 
 NOTED = ("messages", "said", "attached", "pending_tokens", "options", "system", "n_unknown")
 REPLACED = ("messages", "said", "read", "pending_tokens", "report")  # by every turn

@@ -38,10 +38,10 @@ def cache_prompt(
     """
     from .. import saved
     from ..caches.layers import kv_bytes
-    from ..caches.stored_caches import saved_forms
     from ..planning.config import CompressionConfig
     from ..planning.exclusions import When, require_compatible
     from ..planning.footprint import file_cost
+    from ..sparse.prompt_caches import saved_forms
     from .progress import writing_bar
 
     chosen = policy.resolve()

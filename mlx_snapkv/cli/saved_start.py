@@ -8,7 +8,6 @@ from typing import Any
 from .. import saved
 from ..caches.layers import is_compressed, kv_bytes, layer_caches
 from ..caches.matching import n_tokens
-from ..caches.stored_caches import book_store
 from ..chat.prompts import mlx_lm_suffix
 from ..compress.options import Compress
 from ..demo import MODELS
@@ -19,6 +18,7 @@ from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.settings import setting_named
 from ..planning.units import format_bytes
+from ..sparse.prompt_caches import book_store
 from .cache_options import CompressionOptions
 from .prompts import encode_question
 

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..caches.decode import decode_cache
-from ..caches.evicting import EvictingCache
 from ..caches.layers import (
     AttentionLayer,
     attention_layers,
     is_compressed,
 )
+from ..compress.decode_cache import decode_cache
+from ..compress.evicting import EvictingCache
 from ..compress.options import Compress
 from ..compress.policy import Policy
 from ..compress.selection import select
+from ..entries.attention import nan_scores
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
 from ..entries.quota import Quota
-from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import Plan, plan_compression

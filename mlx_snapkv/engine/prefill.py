@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.layers import file_bytes, kv_bytes, kv_dtype, layer_caches, members
-from ..caches.stored_caches import lasting_forms, make_caches, saved_forms
 from ..compress.policy import Policy
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.trained_length import warn_beyond_trained_length
@@ -18,12 +17,13 @@ from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, require_
 from ..planning.request_plan import plan_request
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
+from ..sparse.prompt_caches import lasting_forms, make_caches, saved_forms
 from .decode import offload
 from .loop_model import pacing
 from .report import CompressionReport
 from .request import Request, Uncompressed, make_request
 from .restore import CacheCopy
-from .sparse import note_chunks
+from .sparse_mode import note_chunks
 from .token_ids import require_known, token_ids
 
 # mlx_lm re-exports a function under the module's own name.

@@ -1,17 +1,17 @@
 """The caches that a request's prompt is read on, made by its plan."""
 
-from ..caches.block import BlockKVCache
 from ..caches.contract import LayerCache
-from ..caches.counting import AttentionCount
-from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, copies_but_entries
-from ..caches.page_means import PageMeans
-from ..caches.page_ranking import PageRanking
-from ..caches.recording import RecordingKVCache
-from ..caches.sparse_prefill import SparsePrefillKVCache
+from ..compress.attention_count import AttentionCount
+from ..compress.block import BlockKVCache
+from ..compress.recording import RecordingKVCache
 from ..entries.quota import Quota
 from ..errors import SnapKVError
 from ..planning.request_plan import Plan
+from ..sparse.full_view import FullView
+from ..sparse.page_means import PageMeans
+from ..sparse.page_ranking import PageRanking
+from ..sparse.prefill_cache import SparsePrefillKVCache
 
 
 def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:

@@ -9,17 +9,17 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
-from ..caches.stored_caches import moved_to_store
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.request_plan import Plan
+from ..sparse.prompt_caches import moved_to_store
 from .compress import KeptCallback, measured
+from .compress_mode import PolicyMode
 from .loop_model import RequestModel, observing, one_by_one
 from .pieces import Pieces
-from .policy import PolicyMode
 from .read import reading_caches, require_unchanged
 from .report import NO_POLICY, CompressionReport
-from .sparse import SparseMode
+from .sparse_mode import SparseMode
 
 
 class Mode(Protocol):

@@ -11,13 +11,13 @@ from mlx_lm.generate import GenerationResponse
 
 from ..caches.layers import attention_layers, require_quantizable
 from ..caches.matching import n_tokens
-from ..caches.stored_caches import lasting_forms, make_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
+from ..sparse.prompt_caches import lasting_forms, make_caches
 from .compress import KeptCallback
 from .loop_model import drafted, evicts, pacing
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, CompressionReport

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..errors import SnapKVError
 from .queries import Queries
 from .spans import spans
 
@@ -248,3 +249,8 @@ def _logits(
 def _own_places(observed: Queries, group: int) -> mx.array:
     """The place of each of the queries `(B, n_kv_heads, group * n, head_dim)`: `(group * n,)`."""
     return mx.tile(mx.arange(observed.places.start, observed.places.stop), group)
+
+
+def nan_scores() -> SnapKVError:
+    """Return the error of scores that are NaN."""
+    return SnapKVError("the entries' scores contain NaN, so the model's attention produced NaN")

@@ -8,18 +8,18 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..caches.adapter import full_cache
-from ..caches.decode import decode_cache
-from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, attention_layers, head_sizes
-from ..caches.sparse import SparseKVCache
-from ..caches.stores import MemoryStore
-from ..caches.token_ranking import TokenRanking
+from ..compress.decode_cache import decode_cache
 from ..entries.entries import Entries
 from ..entries.queries import Queries
 from ..entries.quota import Quota
-from ..entries.rest import FITTED
 from ..planning.settings import Setting
+from ..sparse.cache import SparseKVCache
+from ..sparse.full_view import FullView
 from ..sparse.options import Sparse
+from ..sparse.residual import FITTED
+from ..sparse.stores import MemoryStore
+from ..sparse.token_ranking import TokenRanking
 
 RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
 KEEP = 4  # entries that mlx-lm's rotating cache pins at the front

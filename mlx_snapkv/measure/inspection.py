@@ -11,10 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import AttentionLayer, attention_layers
-from ..caches.recording import RecordingKVCache
 from ..compress.options import Compress
 from ..compress.policies import SnapKV
 from ..compress.policy import Policy
+from ..compress.recording import RecordingKVCache
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
 from ..engine.report import CompressionReport

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..caches.adapter import full_cache
 from ..caches.layers import attention_layers, copies_but_entries
-from ..caches.recording import RecordingKVCache
 from ..compress.options import Compress
+from ..compress.recording import RecordingKVCache
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, Uncompressed, make_request
@@ -67,7 +67,7 @@ class SharedKVCache(RecordingKVCache):
 
     def record(self, captured: Captured) -> None:
         for recorder in self.recorders:
-            recorder.growing.offset = self.offset
+            recorder.offset = self.offset
             recorder.record(captured)
 
     @property

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..caches.stored_caches import in_files
 from ..compress.options import Compress
 from ..compress.policies import KeyDiff, SnapKV
 from ..compress.policy import Policy
 from ..errors import Option, SnapKVError
 from ..sparse.options import Sparse
+from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
 from .machine import this_machine
 from .memory_plan import MemoryPlan, Planner

@@ -6,7 +6,6 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..caches.stored_caches import require_store
 from ..compress.options import Compress
 from ..entries.quantization import Quantization, taken_from
 from ..errors import (
@@ -17,6 +16,7 @@ from ..models import attentions, type_of
 from ..models.distributed import TENSOR, split_of
 from ..paths import path_of
 from ..sparse.options import Sparse
+from ..sparse.prompt_caches import require_store
 from .exclusions import When, require_compatible
 from .options import OPTIONS, RequestOptions, noted
 from .prompt_plan import require_step_size

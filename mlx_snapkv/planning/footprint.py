@@ -14,15 +14,15 @@ from mlx_lm.models.cache import KVCache
 
 from ..caches.adapter import has_all_entries
 from ..caches.layers import AttentionLayer, attention_layers, members, token_caches
-from ..caches.page_means import means_held_as
-from ..caches.stored_caches import in_files, store_quantization
 from ..entries.attention import ONE_PASS_BYTES
-from ..entries.clusters import SIZE
-from ..entries.held_rows import BLOCK, RESIDENT
-from ..entries.key_index import index_bytes, ranks_by_index
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
+from ..sparse.clusters import SIZE
+from ..sparse.held_rows import BLOCK, RESIDENT
+from ..sparse.index import index_bytes, ranks_by_index
 from ..sparse.options import PAGE
+from ..sparse.page_means import means_held_as
+from ..sparse.prompt_caches import in_files, store_quantization
 from .config import CompressionConfig
 from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request

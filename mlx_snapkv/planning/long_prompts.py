@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ..caches.stored_caches import in_files
 from ..errors import SnapKVError
 from ..models.trained_length import beyond_trained_length
 from ..sparse.options import LAST, SHARE
+from ..sparse.prompt_caches import in_files
 from .auto import AutoRequest, recommended, worth_comparing
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint

@@ -5,9 +5,9 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from ..caches.stored_caches import in_files
 from ..errors import SnapKVError
 from ..models.trained_length import trained_length
+from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
 from .footprint import EntrySizes, Footprint, weight_bytes
 from .machine import Machine

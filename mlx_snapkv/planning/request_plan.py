@@ -16,13 +16,13 @@ from ..caches.layers import (
     require_quantizable,
 )
 from ..caches.matching import n_tokens
-from ..caches.stored_caches import in_files
 from ..compress.options import Compress
 from ..compress.policy import Policy
 from ..entries.quota import Quota
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..sparse.options import CHEAP, CHUNK, LAST, Reach, Sparse
+from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
 from .exclusions import When, require_compatible
 from .products import entries_for

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ..caches.recording import RecordingKVCache
-from ..caches.stored_caches import books
-from ..caches.stores.file import FileStore, Layout, SavedFile
-from ..entries.key_index import no_codes
 from ..entries.quantization import KEYS, VALUES, Stored
 from ..entries.spans import spans
 from ..errors import SnapKVError
 from ..paths import UNFINISHED
+from ..sparse.index import no_codes
+from ..sparse.prompt_caches import books
+from ..sparse.stored_cache import StoredKVCache
+from ..sparse.stores.file import FileStore, Layout, SavedFile
 from . import sealed
 
 KEY = "book"
@@ -148,7 +148,7 @@ class _File:
         return checksums
 
 
-def _write(folder: Path, caches: list[RecordingKVCache], progress: Progress | None) -> str:
+def _write(folder: Path, caches: list[StoredKVCache], progress: Progress | None) -> str:
     """Write the entries, a file after the other; what `open_book` is to be given."""
     n, n_codes = caches[0].offset, list(map(_n_codes, caches))
     found = [
@@ -175,7 +175,7 @@ def _write(folder: Path, caches: list[RecordingKVCache], progress: Progress | No
     return json.dumps(about)
 
 
-def _stored(cache: RecordingKVCache) -> Iterator[Callable[[int, int], Stored]]:
+def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
     """What gives rows of a layer's keys, values and, if it has an index, codes."""
     for which in (KEYS, VALUES):
         yield partial(cache.store.stored, which)
@@ -183,7 +183,7 @@ def _stored(cache: RecordingKVCache) -> Iterator[Callable[[int, int], Stored]]:
         yield cache.index.codes.between
 
 
-def _files(folder: Path, number: int, cache: RecordingKVCache, n: int, n_codes: int) -> list[_File]:
+def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int) -> list[_File]:
     """A layer's files of `n` keys and values and of `n_codes`, if there are any."""
     keys, values = map(Layout.of, cache.sample)
     files = [
@@ -196,7 +196,7 @@ def _files(folder: Path, number: int, cache: RecordingKVCache, n: int, n_codes: 
     return files
 
 
-def _n_codes(cache: RecordingKVCache) -> int:
+def _n_codes(cache: StoredKVCache) -> int:
     """Codes to be written: those of an index that fits the keys as they are stored, which latent ones' does not."""
     if cache.index is None:
         return 0

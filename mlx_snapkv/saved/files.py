@@ -23,12 +23,12 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from .._version import __version__
 from ..caches.layers import first_sparse, layer_caches
 from ..caches.matching import adopt, require_match, require_tokens
-from ..caches.stored_caches import books
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..models.distributed import require_whole
 from ..paths import path_of, reason, require_place
 from ..planning.settings import Setting
+from ..sparse.prompt_caches import books
 from . import book, sealed
 
 FORMAT = 1

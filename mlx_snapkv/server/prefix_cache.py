@@ -10,7 +10,6 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from ..caches.layers import file_bytes, first_sparse, memory_bytes
-from ..caches.stored_caches import books
 from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.messages import Message
@@ -18,6 +17,7 @@ from ..completions.prompt import context_tokens
 from ..planning.config import CompressionConfig
 from ..planning.units import format_bytes
 from ..sparse.options import N_VOTERS
+from ..sparse.prompt_caches import books
 from .api_error import log
 from .prefix_files import Prefix, PrefixFiles, as_ids, longest
 from .requests import EngineRequest, Loaded

@@ -18,10 +18,10 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from .. import saved
-from ..caches.stored_caches import saved_forms
 from ..errors import SnapKVError
 from ..saved import book, sealed
 from ..saved.files import fingerprint, tokens_in
+from ..sparse.prompt_caches import saved_forms
 from .api_error import log
 
 DIGITS = 32  # of a file's name

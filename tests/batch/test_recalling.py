@@ -11,9 +11,9 @@ from request_helpers import assert_unpatched
 from tiny_models import make_llama
 
 from mlx_snapkv import Sparse
-from mlx_snapkv.caches import full_view
-from mlx_snapkv.entries.key_index import KeyIndex
 from mlx_snapkv.server.prefix_cache import PrefixCache
+from mlx_snapkv.sparse import full_view
+from mlx_snapkv.sparse.index import KeyIndex
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32,min_ctx=100,budget=56"
 SNAPKV = f"{PLAIN},lookahead=4"

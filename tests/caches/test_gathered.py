@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_snapkv.caches.gathered import Gathered
-from mlx_snapkv.entries.clusters import Clusters
-from mlx_snapkv.entries.rest import Rest
+from mlx_snapkv.sparse.clusters import Clusters
+from mlx_snapkv.sparse.gathered import Gathered
+from mlx_snapkv.sparse.residual import Rest
 
 B, H, D = 1, 2, 4
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama
 
-from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.caches.stores import MemoryStore
-from mlx_snapkv.caches.stores.file import FileStore
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
+from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import Sparse
+from mlx_snapkv.sparse.stored_cache import StoredKVCache
+from mlx_snapkv.sparse.stores import MemoryStore
+from mlx_snapkv.sparse.stores.file import FileStore
 
 STORES = [FileStore, lambda: MemoryStore(Quantization(4, 64))]
 
@@ -35,7 +35,7 @@ def rows_of(n, seed=0, width=64):
 @pytest.mark.parametrize("store", STORES)
 def test_new_tokens_and_stored_ones_are_undone(store, offloads):
     for n in (0, 3, 8, 13):
-        cache = RecordingKVCache(0, 0, KVCache.step, store=store())
+        cache = StoredKVCache(0, 0, KVCache.step, store=store())
         cache.update_and_fetch(*rows_of(10))
         cache.offload()
         cache.update_and_fetch(*rows_of(3, 1))
@@ -61,7 +61,7 @@ SPARSE = Sparse(budget=64, n_sink=4, n_window=32, read="dense")
 def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
     """Of the chunk, and of a token that chooses: 6 layers at once would be 6 times as much."""
     model = make_llama(num_hidden_layers=N_LAYERS, hidden_size=256)  # heads of 64
-    caches = [RecordingKVCache(0, 0, KVCache.step, store=store()) for _ in range(N_LAYERS)]
+    caches = [StoredKVCache(0, 0, KVCache.step, store=store()) for _ in range(N_LAYERS)]
     for cache in caches:
         cache.update_and_fetch(*rows_of(N_ENTRIES))
         cache.offload()
@@ -82,7 +82,7 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
 
 
 def test_recorded_queries_do_not_keep_their_chunk_alive():
-    cache = RecordingKVCache(2048 - 32, 2048, 2048)
+    cache = StoredKVCache(2048 - 32, 2048, 2048)
     cache.update_and_fetch(*mx.zeros((2, 1, 1, 2048, 8)))
     queries = mx.random.normal((1, 4, 2048, 64))
     mx.eval(queries, cache.state)
@@ -118,7 +118,7 @@ def test_chunks_that_go_to_the_store_one_after_the_other_lose_nothing(
 ):
     """Nor are they changed by tokens that were undone."""
     rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
-    cache = RecordingKVCache(0, 0, KVCache.step, store=(FileStore if in_file else MemoryStore)())
+    cache = StoredKVCache(0, 0, KVCache.step, store=(FileStore if in_file else MemoryStore)())
     n = feed(cache, rows, before)
     if goes_back:
         restore = cache.restorer()
@@ -144,7 +144,7 @@ def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
     )
     model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=16)
     (layer,) = attention_layers(model, make_prompt_cache(model))
-    cache, n_before = RecordingKVCache(0, 0, KVCache.step, layer, FileStore()), 0
+    cache, n_before = StoredKVCache(0, 0, KVCache.step, layer, FileStore()), 0
     for n in (48, 300, 400, 800):
         feed(cache, (keys[:, :, n_before:], values[:, :, n_before:]), [n - n_before])
         cache.offload()
@@ -163,7 +163,7 @@ def test_an_index_grows_with_a_recording_cache_and_is_as_if_made_of_it_at_once(m
     exact_up_to(monkeypatch, 50)
     model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=64)
     (layer,) = attention_layers(model, make_prompt_cache(model))
-    cache, rows, others = RecordingKVCache(0, 0, KVCache.step, layer), rows_of(400), rows_of(90, 1)
+    cache, rows, others = StoredKVCache(0, 0, KVCache.step, layer), rows_of(400), rows_of(90, 1)
 
     def grown(n):
         feed(cache, [x[:, :, cache.offset :] for x in rows], [n - cache.offset])

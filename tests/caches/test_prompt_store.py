@@ -10,7 +10,7 @@ from saved_helpers import KEYDIFF, SNAPKV, question
 from tiny_models import make_llama
 
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
-from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
 SPARSE = "budget=40,n_sink=4,n_window=16"
 # The caches of a prompt, and the class of them; the last ones hold every entry.
@@ -20,7 +20,7 @@ KINDS = {
     "quantised": ({"policy": f"{SNAPKV},on_full=slide"}, SnapKVCache),
     "block": ({"policy": KEYDIFF}, BlockKVCache),
     "sparse": ({"sparse": SPARSE}, KVCache),
-    "sparse in files": ({"sparse": SPARSE, "store": "file"}, RecordingKVCache),
+    "sparse in files": ({"sparse": SPARSE, "store": "file"}, StoredKVCache),
 }
 HOLDING = ("sparse", "sparse in files")
 

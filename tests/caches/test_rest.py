@@ -14,20 +14,19 @@ from request_helpers import steps
 from tiny_models import make_llama
 
 from mlx_snapkv import batch_generate, generate_step
-from mlx_snapkv.caches import token_ranking
-from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.sparse import SparseKVCache
-from mlx_snapkv.caches.stores import MemoryStore
-from mlx_snapkv.caches.token_ranking import TokenRanking
-from mlx_snapkv.entries import clusters, rest
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Captured, Queries
 from mlx_snapkv.entries.quota import Quota
 from mlx_snapkv.entries.spans import spans
+from mlx_snapkv.sparse import clusters, residual, token_ranking
+from mlx_snapkv.sparse.cache import SparseKVCache
+from mlx_snapkv.sparse.full_view import FullView
+from mlx_snapkv.sparse.stores import MemoryStore
+from mlx_snapkv.sparse.token_ranking import TokenRanking
 
-H, GROUP, D, N, M = 2, 3, 32, 150, rest.FITTED
+H, GROUP, D, N, M = 2, 3, 32, 150, residual.FITTED
 BLOCKED = 48  # entries of a block
 SCALE, QUOTA = 0.3, Quota(30, 2, 8)
 
@@ -121,7 +120,7 @@ def test_factors_and_outputs_are_those_of_a_reference(small_clusters, quantizati
     queries = normal(1, H * GROUP, M, D, seed=3) + 0.7  # which agree
     cache, keys, values = choosing(Queries(queries, range(N - M, N), SCALE), quantization)
     keys, values, asked = float64(keys, values, queries * SCALE)
-    pairs = list(itertools.product(rest.MASSES, rest.TEMPERATURES))
+    pairs = list(itertools.product(residual.MASSES, residual.TEMPERATURES))
     best = []
     for head in range(H * GROUP):
         kv = head // GROUP
@@ -203,18 +202,18 @@ def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monke
 
 def test_a_long_text_s_factors_are_found_by_some_of_its_pages(small_clusters, monkeypatch):
     """Of pages that are all alike any will do, each for as many as are left out."""
-    monkeypatch.setattr(rest, "PAGE", 16)
+    monkeypatch.setattr(residual, "PAGE", 16)
     n_pages, ends = 40, range(16, 16 * 41)
     entries = Entries(*(_alike(n_pages, seed) for seed in (1, 2)))
     read = mx.tile(mx.arange(16) % 5 == 0, n_pages + 2) | (mx.arange(16 * 42) >= ends.stop)
     read = mx.broadcast_to(read, (1, H, M, read.size))
     queries = normal(1, H * GROUP, M, D, seed=3) * SCALE
-    example = rest.Example(queries, read, ends, 16 * 42 - M)
+    example = residual.Example(queries, read, ends, 16 * 42 - M)
     found = clusters.clusters_of(entries)
-    wanted, reads = rest.distances(entries, found, example), mock.Mock(wraps=entries.read_keys)
-    monkeypatch.setattr(rest, "SAMPLED", 100)
+    wanted, reads = residual.distances(entries, found, example), mock.Mock(wraps=entries.read_keys)
+    monkeypatch.setattr(residual, "SAMPLED", 100)
     monkeypatch.setattr(entries, "read_keys", reads)
-    assert mx.allclose(rest.distances(entries, found, example), wanted, rtol=1e-3, atol=1e-4)
+    assert mx.allclose(residual.distances(entries, found, example), wanted, rtol=1e-3, atol=1e-4)
     spans_read = [call.args for call in reads.call_args_list]
     assert sum(stop - start for start, stop in spans_read) == 16 + 16 * 6 + 16
 

@@ -14,16 +14,16 @@ from request_helpers import steps
 from tiny_models import make_llama
 
 from mlx_snapkv import Sparse
-from mlx_snapkv.caches import sparse as module
-from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.sparse import RECENT, SparseKVCache
-from mlx_snapkv.caches.stored_caches import make_caches
-from mlx_snapkv.caches.token_ranking import TokenRanking
-from mlx_snapkv.entries import clusters
 from mlx_snapkv.entries.quota import Quota
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
+from mlx_snapkv.sparse import cache as module
+from mlx_snapkv.sparse import clusters
+from mlx_snapkv.sparse.cache import RECENT, SparseKVCache
+from mlx_snapkv.sparse.full_view import FullView
+from mlx_snapkv.sparse.prompt_caches import make_caches
+from mlx_snapkv.sparse.token_ranking import TokenRanking
 
 N, FEW_RECENT = 100, 32
 ALL, LITTLE = Quota(10_000, 2, 8), Quota(40, 2, 8)

@@ -8,8 +8,8 @@ from tiny_models import make_llama
 
 from mlx_snapkv import generate_step, prefill, saved
 from mlx_snapkv.caches.layers import first_sparse
-from mlx_snapkv.caches.stored_caches import moved_to_store
 from mlx_snapkv.sparse.options import CHUNK, PAGE
+from mlx_snapkv.sparse.prompt_caches import moved_to_store
 
 OPTIONS = f"budget=50%,read_top_k={4 * PAGE}"
 TEXT = mx.array(np.random.default_rng(1).integers(1, 64, 3 * CHUNK))

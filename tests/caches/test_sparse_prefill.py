@@ -13,15 +13,8 @@ from model_configs import make_model
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, generate_step, prefill
-from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.page_means import PageMeans, page_means
-from mlx_snapkv.caches.page_ranking import SAMPLED, PageRanking
-from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
-from mlx_snapkv.caches.stored_caches import make_caches
-from mlx_snapkv.caches.stores import FileStore
 from mlx_snapkv.engine.request import make_request
-from mlx_snapkv.entries import held_rows
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import n_bytes, rows
 from mlx_snapkv.entries.spans import BLOCK
@@ -30,7 +23,14 @@ from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning import request_plan
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
+from mlx_snapkv.sparse import held_rows
+from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import CHUNK, LAST, N_VOTERS, PAGE, WINDOW, Reach, Sparse
+from mlx_snapkv.sparse.page_means import PageMeans, page_means
+from mlx_snapkv.sparse.page_ranking import SAMPLED, PageRanking
+from mlx_snapkv.sparse.prefill_cache import SparsePrefillKVCache
+from mlx_snapkv.sparse.prompt_caches import make_caches
+from mlx_snapkv.sparse.stores import FileStore
 
 N_CHOSEN = 4  # pages
 # The last chunk but one has three times as many pages to choose from.

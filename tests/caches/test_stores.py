@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.caches.full_view import FullView
-from mlx_snapkv.caches.stores import STORES, MemoryStore
-from mlx_snapkv.caches.stores.file import AsideFile, FileStore, Layout, SavedFile
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.attention import latest_votes
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import KEYS, Quantization, pack, unpack
 from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.sparse.full_view import FullView
+from mlx_snapkv.sparse.stores import STORES, MemoryStore
+from mlx_snapkv.sparse.stores.file import AsideFile, FileStore, Layout, SavedFile
 
 PIECE = 7  # entries
 HOW = Quantization(4, 64)

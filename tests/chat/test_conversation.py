@@ -14,14 +14,15 @@ from model_configs import make_model
 from request_helpers import is_quantised
 
 from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError, Sparse
-from mlx_snapkv.caches import full_view, layers
+from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers, file_bytes, held_tokens, kv_bytes, members
-from mlx_snapkv.caches.stored_caches import make_caches, saved_forms
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.entries.key_index import KeyIndex
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import UnsupportedModelError
+from mlx_snapkv.sparse import full_view
+from mlx_snapkv.sparse.index import KeyIndex
+from mlx_snapkv.sparse.prompt_caches import make_caches, saved_forms
 
 SPARSE = Sparse(budget=64)
 KEYDIFF = "keydiff:budget=64,block=32"

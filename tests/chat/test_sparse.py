@@ -9,11 +9,11 @@ from chat_helpers import ask, is_answered
 from disk_helpers import full_disk
 
 from mlx_snapkv import Conversation, SnapKVError, Sparse
-from mlx_snapkv.caches import token_ranking
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
-from mlx_snapkv.caches.stored_caches import books
 from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.sparse import token_ranking
 from mlx_snapkv.sparse.options import PAGE
+from mlx_snapkv.sparse.prompt_caches import books
 
 # A chunk reads 128 entries besides its sink and window, and a token of the answer 128 in all.
 SPARSE = "top_k=92,n_window=32,read_top_k=128"

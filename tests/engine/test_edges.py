@@ -16,7 +16,7 @@ from mlx_snapkv import (
 )
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine import policy as policy_mode
+from mlx_snapkv.engine import compress_mode as policy_mode
 from mlx_snapkv.planning.prompt_plan import compressed_voters
 from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.options import PAGE

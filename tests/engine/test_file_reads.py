@@ -12,8 +12,8 @@ from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError, generate_step
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.sparse_prefill import SparsePrefillKVCache
 from mlx_snapkv.sparse.options import CHUNK, PAGE
+from mlx_snapkv.sparse.prefill_cache import SparsePrefillKVCache
 
 # What is read of entries in files: some by every chunk and token, or some by every token.
 WAYS = [{"sparse": "budget=40"}, {"sparse": "budget=40,read=dense"}]

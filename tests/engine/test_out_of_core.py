@@ -10,12 +10,12 @@ from request_helpers import assert_same, plain, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import prefill
-from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
-from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.entries import held_rows
 from mlx_snapkv.planning import request_plan
+from mlx_snapkv.sparse import held_rows
+from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import CHUNK, PAGE
+from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
 SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE}"
 IN_FILES = {"sparse": SPARSE, "store": "file"}
@@ -93,7 +93,7 @@ def test_memory_stays_flat_while_a_prompt_is_read():
     assert abs(reading) < 4 * means and abs(last) < 4 * means and abs(after) < 0.1
     for n, (caches, report) in zip((few, many), made, strict=True):
         assert report.file_bytes == 4 * n * layer
-        assert all(type(c) is RecordingKVCache and c.offset == n for c in caches)
+        assert all(type(c) is StoredKVCache and c.offset == n for c in caches)
 
 
 def test_an_answer_is_the_same_where_little_of_index_and_means_is_in_memory(wide, monkeypatch):
@@ -145,6 +145,6 @@ def test_the_report_of_a_text_reads_none_of_its_entries(wide, store, dtype, monk
     def held(*_):
         raise AssertionError("all entries are read")
 
-    monkeypatch.setattr(RecordingKVCache, "held", held)
+    monkeypatch.setattr(StoredKVCache, "held", held)
     _, report = prefill(wide, random_tokens(2 * CHUNK), sparse=SPARSE, store=store)
     assert report.kv_dtype == dtype and report.kv_bytes_before > 0

@@ -7,9 +7,9 @@ from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill, saved
-from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.planning.prompt_plan import PromptPlan, chunk_size
 from mlx_snapkv.sparse.options import CHUNK, Sparse
+from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
 
@@ -87,7 +87,7 @@ def test_a_text_read_for_questions_to_come_is_whole_where_it_belongs(
     cache, report = prefill(model, tokens, sparse=sparse, store=store, prompt_cache=own)
     assert (cache is own) == given and report.compressed == (sparse == "budget=60")
     kind = KVCache if store == "memory" else QuantizedKVCache
-    kind = RecordingKVCache if "file" in store else kind
+    kind = StoredKVCache if "file" in store else kind
     if not given or report.compressed:
         assert [type(c) for c in cache] == [kind] * 2
     assert {c.offset for c in cache} == {200}

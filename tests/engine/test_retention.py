@@ -10,11 +10,11 @@ from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, prefill
-from mlx_snapkv.caches.stored_caches import make_caches
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.engine.serving import served
 from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.sparse.prompt_caches import make_caches
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,lookahead=0"
 SPARSE = {"policy": None, "sparse": "budget=40,n_sink=4,n_window=16,read=dense"}

@@ -14,15 +14,15 @@ from request_helpers import assert_same, fail_in, plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, generate_step, stream_generate
-from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.caches.sparse import SparseKVCache
-from mlx_snapkv.caches.token_ranking import TokenRanking
+from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.entries.quota import Quota
 from mlx_snapkv.models import attention_classes, patch
 from mlx_snapkv.models.patch import recording
+from mlx_snapkv.sparse.cache import SparseKVCache
+from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import CHUNK, LAST, PAGE, Sparse
+from mlx_snapkv.sparse.token_ranking import TokenRanking
 
 SNAPKV = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,lookahead=32"
 

@@ -6,12 +6,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import make_llama
 
-from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.stores import FileStore
-from mlx_snapkv.entries.clusters import SIZE, Clusters, clusters_of
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.spans import BLOCK
+from mlx_snapkv.sparse.clusters import SIZE, Clusters, clusters_of
+from mlx_snapkv.sparse.full_view import FullView
+from mlx_snapkv.sparse.stores import FileStore
 
 H, D = 2, 32
 

@@ -5,9 +5,9 @@ import threading
 import mlx.core as mx
 import pytest
 
-from mlx_snapkv.entries import compiled as module
-from mlx_snapkv.entries.compiled import compiled
-from mlx_snapkv.entries.rest import Rest
+from mlx_snapkv.sparse import compiled as module
+from mlx_snapkv.sparse.compiled import compiled
+from mlx_snapkv.sparse.residual import Rest
 
 
 @pytest.fixture

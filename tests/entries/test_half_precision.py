@@ -8,16 +8,16 @@ import pytest
 from entry_helpers import in_blocks, normal
 
 from mlx_snapkv import KeyDiff, SnapKV
-from mlx_snapkv.caches.bias import biased
-from mlx_snapkv.caches.page_means import page_means
 from mlx_snapkv.compress.selection import top_positions
-from mlx_snapkv.entries.clusters import Clusters
 from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.entries.key_index import KeyIndex
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.entries.rest import Rest
+from mlx_snapkv.sparse.bias import biased
+from mlx_snapkv.sparse.clusters import Clusters
+from mlx_snapkv.sparse.index import KeyIndex
 from mlx_snapkv.sparse.options import PAGE
+from mlx_snapkv.sparse.page_means import page_means
+from mlx_snapkv.sparse.residual import Rest
 
 H, T, N, D, KEPT = 2, 2000, 64, 64, 300
 # Spread and bias of keys; their logits are up to 6, 5,000 and 70,000.

@@ -9,10 +9,10 @@ from entry_helpers import normal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_snapkv.caches.stores.file import AsideFile
-from mlx_snapkv.entries import held_rows
-from mlx_snapkv.entries.held_rows import HeldRows
 from mlx_snapkv.entries.quantization import Quantization, n_bytes, pack, rows
+from mlx_snapkv.sparse import held_rows
+from mlx_snapkv.sparse.held_rows import HeldRows
+from mlx_snapkv.sparse.stores.file import AsideFile
 
 N = 100
 PLAIN = normal(1, 2, N, 32)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from mlx_snapkv.caches.stores.file import AsideFile
-from mlx_snapkv.entries import held_rows
-from mlx_snapkv.entries.key_index import KeyIndex, index_bytes
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.entries.selection import GROUP, n_of_groups, top_of_groups
+from mlx_snapkv.sparse import held_rows
+from mlx_snapkv.sparse.index import KeyIndex, index_bytes
+from mlx_snapkv.sparse.selection import GROUP, n_of_groups, top_of_groups
+from mlx_snapkv.sparse.stores.file import AsideFile
 
 B, H, GROUPS, D, T = 1, 2, 3, 64, 600
 KEYS, ONE = normal(B, H, T, D), normal(B, H * GROUPS, 1, D, seed=1)  # ONE is a query
@@ -89,7 +89,7 @@ def test_codes_in_a_file_rank_as_those_in_memory(low_rank, few_in_memory, monkey
     keys, queries = low_rank
     index, wanted = indexed(keys, queries, aside=AsideFile), indexed(keys, queries)
     assert index.nbytes < 0.8 * wanted.nbytes and index.codes.waits
-    monkeypatch.setattr("mlx_snapkv.entries.key_index.LOGIT_BYTES", logit_bytes)
+    monkeypatch.setattr("mlx_snapkv.sparse.index.LOGIT_BYTES", logit_bytes)
     for n in (1, 250, 300, T):
         found = [x.relevance(asking(queries), n) for x in (index, wanted)]
         assert mx.allclose(*found, rtol=1e-4, atol=1e-3)
@@ -112,7 +112,7 @@ def test_many_queries_and_keys_are_asked_in_turn(low_rank, monkeypatch):
     keys, queries = low_rank
     index = indexed(keys, queries)
     whole = index.relevance(asking(queries), 550)
-    monkeypatch.setattr("mlx_snapkv.entries.key_index.LOGIT_BYTES", 0)
+    monkeypatch.setattr("mlx_snapkv.sparse.index.LOGIT_BYTES", 0)
     assert mx.allclose(index.relevance(asking(queries), 550), whole, rtol=1e-4, atol=1e-3)
 
 

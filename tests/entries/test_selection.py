@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_snapkv.compress.selection import select_positions
-from mlx_snapkv.entries.selection import n_of_groups, top_of_groups
+from mlx_snapkv.sparse.selection import n_of_groups, top_of_groups
 
 
 def positions(scores, **parts):

@@ -7,7 +7,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv import SnapKVError, inspect_prompt, prefill
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 

@@ -6,11 +6,11 @@ from model_configs import make_model
 
 from mlx_snapkv import SnapKVCache, Sparse
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.sparse import SparseKVCache
-from mlx_snapkv.entries.clusters import SIZE
 from mlx_snapkv.measure.contenders import Contender, contenders, decoding_cache
 from mlx_snapkv.measure.speed import Plan, decoding, measure_speed, speed_table
 from mlx_snapkv.planning.settings import resolve_compress
+from mlx_snapkv.sparse.cache import SparseKVCache
+from mlx_snapkv.sparse.clusters import SIZE
 
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
 SIXTEENTH = resolve_compress(policy="snapkv:budget=6.25%,on_full=slide")

@@ -9,7 +9,7 @@ from request_helpers import PATCHED, assert_unpatched
 from tiny_models import make_llama
 
 from mlx_snapkv import patch_for_snapkv, unpatch_snapkv
-from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.models.patch import recording
 
 OTHER = qwen3_next.Qwen3NextAttention

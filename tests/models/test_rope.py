@@ -10,7 +10,7 @@ from model_configs import make_model
 
 from mlx_snapkv import models
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.models.rope import mean_rotation, undo_rope
 

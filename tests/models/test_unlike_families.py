@@ -10,8 +10,8 @@ from saved_helpers import spec
 
 from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.compress.policy import POLICIES
+from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.models import attention_classes, capture
 from mlx_snapkv.models.patch import recording
 

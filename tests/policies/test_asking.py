@@ -13,10 +13,10 @@ from tiny_models import make_llama
 from mlx_snapkv import ExpectedAttention, SnapKVError
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.compress.policies import expected_attention
 from mlx_snapkv.compress.policy import Policy
+from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries

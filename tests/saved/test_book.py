@@ -11,11 +11,11 @@ from saved_helpers import question, saved_file
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, prefill, saved
-from mlx_snapkv.caches.full_view import FullView
-from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.entries import held_rows
 from mlx_snapkv.saved import book
+from mlx_snapkv.sparse import held_rows
+from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import Sparse
+from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
 SPARSE = Sparse(top_k=20, n_sink=4, n_window=16)
 
@@ -149,7 +149,7 @@ def test_mlx_lm_loads_a_book_whose_caches_say_what_is_missing(path, tokens):
     model = make_llama()
     caches = save(path, model, tokens)
     cache = load_prompt_cache(str(path))
-    assert isinstance(cache[0], RecordingKVCache)
+    assert isinstance(cache[0], StoredKVCache)
     with pytest.raises(SnapKVError, match="without the entries beside it: load it with"):
         plain(model, question(), prompt_cache=cache)
     save_prompt_cache(str(path.with_name("theirs.safetensors")), caches)

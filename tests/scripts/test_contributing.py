@@ -190,13 +190,13 @@ sys.exit(pytest.main([*options, "tests/caches/test_stores.py", "tests/caches/tes
 
 
 def test_a_new_file_is_a_store(tmp_path):
-    imported = "from mlx_snapkv.caches.stores.memory import"
+    imported = "from mlx_snapkv.sparse.stores.memory import"
     case, before = (
         '    "offloaded, small, of 8 bits": lambda: offloaded(SmallStore(HOW)),\n',
         '    "mlx-lm\'s": ',
     )
     kinds = replacing(
-        (imported, f"from mlx_snapkv.caches.stores.small import SmallStore\n{imported}"),
+        (imported, f"from mlx_snapkv.sparse.stores.small import SmallStore\n{imported}"),
         (before, case + before),
     )
     store = {"caches/stores/small.py": lambda _: NEW_STORE}

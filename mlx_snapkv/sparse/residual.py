@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .attention import HIDDEN
+from ..entries.attention import HIDDEN
+from ..entries.spans import BLOCK, spans
 from .clusters import Clusters
-from .spans import BLOCK, spans
 
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)

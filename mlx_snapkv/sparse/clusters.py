@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .quantization import join, rows
+from ..entries.quantization import join, rows
+from ..entries.spans import BLOCK, spans
 from .selection import counted
-from .spans import BLOCK, spans
 
 SIZE = 256  # entries of a cluster, on average
 EACH = BLOCK // SIZE  # clusters of a whole block

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from ..caches.contract import LayerCache, keys_of
 from ..entries.entries import Entries
 from ..entries.quantization import n_bytes, rows
 from ..entries.queries import Captured
 from .bias import biased
 from .choosing import Choosing
-from .contract import LayerCache, keys_of
 from .gathered import Gathered
 from .token_ranking import TokenRanking
 

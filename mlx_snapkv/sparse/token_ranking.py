@@ -8,15 +8,15 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.attention import attention_votes
-from ..entries.clusters import Clusters, WholeBlocks, clusters_of
-from ..entries.compiled import compiled
 from ..entries.entries import Entries
 from ..entries.quantization import n_rows, rows
 from ..entries.queries import Captured, Queries
 from ..entries.quota import Quota
-from ..entries.rest import FITTED, Example, Rest, best_factors, distances
-from ..entries.selection import n_of_groups, top_of_groups
+from .clusters import Clusters, WholeBlocks, clusters_of
+from .compiled import compiled
 from .full_view import FullView
+from .residual import FITTED, Example, Rest, best_factors, distances
+from .selection import n_of_groups, top_of_groups
 from .stores import MemoryStore
 
 

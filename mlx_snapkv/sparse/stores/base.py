@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from ...entries.entries import Entries
-from ...entries.held_rows import MakeAside
 from ...entries.quantization import KEYS, VALUES, Quantization, Stored, join, unpack
+from ..held_rows import MakeAside
 
 STORES: dict[str, type["Store"]] = {}  # keys are the values of `store`
 

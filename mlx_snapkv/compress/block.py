@@ -6,17 +6,19 @@ from typing import Any, ClassVar
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from ..compress.policy import Policy
-from ..compress.selection import select
+from ..caches.contract import loadable
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, grown, n_rows, rows, with_room, write
 from ..entries.queries import Captured
 from ..entries.quota import UNLIMITED, Quota
 from ..errors import SnapKVError
-from .counting import AttentionCount
+from .attention_count import AttentionCount
 from .evicting import EvictingCache
+from .policy import Policy
+from .selection import select
 
 
+@loadable
 class BlockKVCache(EvictingCache):
     """A KV cache that never holds more than `quota.entries + block` entries per KV head, however many tokens it is fed.
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from ..caches.contract import LayerCache, keys_of
 from ..entries.entries import Entries
 from ..entries.quantization import join
 from ..entries.queries import Captured
 from .choosing import Choosing
-from .contract import LayerCache, keys_of
 from .page_ranking import PageRanking
-from .recording import RecordingKVCache
+from .stored_cache import StoredKVCache
 
 
 class SparsePrefillKVCache(Choosing, LayerCache):
@@ -28,7 +28,7 @@ class SparsePrefillKVCache(Choosing, LayerCache):
     _again = False  # they came a second time
     n_read: int | None = None  # the most of those before it that a chunk has chosen to read
 
-    def __init__(self, everything: RecordingKVCache, ranking: PageRanking):
+    def __init__(self, everything: StoredKVCache, ranking: PageRanking):
         self.everything, self.layer, self._ranking = everything, everything.layer, ranking
         self.offset = everything.offset
 

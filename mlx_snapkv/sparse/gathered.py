@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..entries.compiled import compiled
 from ..entries.quantization import grown, join, n_rows, rows, write
-from ..entries.rest import Rest
+from .compiled import compiled
+from .residual import Rest
 
 Pair = tuple[mx.array, mx.array]  # keys and values `(B, n_kv_heads, n, head_dim)`
 

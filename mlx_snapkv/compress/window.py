@@ -3,17 +3,9 @@
 import mlx.core as mx
 import numpy as np
 
+from ..caches.contract import loadable
 from ..entries.entries import Entries
-from ..entries.quantization import (
-    Quantization,
-    Stored,
-    each,
-    grown,
-    n_rows,
-    rows,
-    with_room,
-    write,
-)
+from ..entries.quantization import Quantization, Stored, each, grown, n_rows, rows, with_room, write
 from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
 from .evicting import EvictingCache
@@ -21,6 +13,7 @@ from .evicting import EvictingCache
 SLACK = 16  # rows behind the window, once several tokens have come at a time
 
 
+@loadable
 class SnapKVCache(EvictingCache):
     """A KV cache of pinned entries and a recent window, which grows with the answer or slides over it.
 

@@ -17,7 +17,7 @@ from ...entries.quantization import (
     unpack,
     write,
 )
-from ...entries.selection import take_entries
+from ..selection import take_entries
 from .base import Store
 
 

@@ -5,7 +5,6 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from ..errors import SnapKVError
 from .compiled import compiled
 
 GROUP = 2048  # scores that a GPU sorts in one step
@@ -85,7 +84,3 @@ def take_entries(buffers: tuple[mx.array, ...], positions: mx.array) -> list[mx.
 def _take(buffer: mx.array, places: mx.array) -> mx.array:
     taken = mx.take(mx.flatten(buffer, 0, 2), places, axis=0)
     return mx.unflatten(taken, 0, (*buffer.shape[:2], -1))
-
-
-def nan_scores() -> SnapKVError:
-    return SnapKVError("the entries' scores contain NaN, so the model's attention produced NaN")

@@ -5,10 +5,8 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..entries.quantization import Quantization, fitting_groups
-from ..errors import Option, OptionError, SnapKVError
-from .adapter import full_cache, has_all_entries, layer_cache
-from .layers import (
+from ..caches.adapter import full_cache, has_all_entries, layer_cache
+from ..caches.layers import (
     AttentionLayer,
     attention_layers,
     copies_but_entries,
@@ -17,7 +15,9 @@ from .layers import (
     layer_caches,
     require_quantised_attention,
 )
-from .recording import RecordingKVCache
+from ..entries.quantization import Quantization, fitting_groups
+from ..errors import Option, OptionError, SnapKVError
+from .stored_cache import StoredKVCache
 from .stores import STORES, Store
 
 
@@ -52,7 +52,7 @@ def make_caches(model, store: str | None, folder: str | None = None) -> list:
     place: dict[str, Any] = {"folder": folder} if kind.in_files else {}
     for layer in layers:
         kept = kind(quantization, **place)
-        layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer, kept))
+        layer.put(caches, StoredKVCache(0, 0, KVCache.step, layer, kept))
     return caches
 
 
@@ -97,7 +97,7 @@ def lasting_forms(model, caches: list, store: str | None) -> list:
 def saved_forms(model, caches: list) -> list:
     """Return caches to be written to a file: of kinds that mlx-lm knows, except a book's."""
     forms = list(caches)
-    if any(cache.store is not None for cache in layer_caches(caches)):
+    if any(cache.converts_to_save for cache in layer_caches(caches)):
         for layer in attention_layers(model, caches):
             layer.put(forms, layer.entries_in(caches).saved_form())
     return forms

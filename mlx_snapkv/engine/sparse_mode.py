@@ -5,13 +5,13 @@ from typing import final
 
 import mlx.core as mx
 
-from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, copies_but_entries
-from ..caches.sparse import SparseKVCache
-from ..caches.token_ranking import TokenRanking
+from ..entries.attention import nan_scores
 from ..entries.queries import Queries
-from ..entries.selection import nan_scores
 from ..planning.request_plan import Plan
+from ..sparse.cache import SparseKVCache
+from ..sparse.full_view import FullView
+from ..sparse.token_ranking import TokenRanking
 from .decode import offload
 from .pieces import Pieces
 from .report import CompressionReport

@@ -1,4 +1,4 @@
-"""The KV cache of all entries, which records queries for a policy to come."""
+"""The KV cache of all entries, which are in a store between turns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
-from ..entries.clusters import WholeBlocks
+from ..caches.adapter import full_cache
+from ..caches.contract import LayerCache, keys_of, loadable
 from ..entries.entries import Entries
-from ..entries.key_index import KeyIndex
 from ..entries.quantization import join, n_bytes
 from ..entries.queries import Recorder
 from ..errors import Missing
-from ..sparse.options import PAGE
-from .adapter import full_cache
-from .contract import LayerCache, keys_of
+from .clusters import WholeBlocks
+from .index import KeyIndex
+from .options import PAGE
 from .page_means import PageMeans
 from .stores import MemoryStore, Store
 from .stores.file import AsideFile
@@ -29,11 +29,12 @@ _NO_FILES = (
 )
 
 
-class RecordingKVCache(Recorder, LayerCache, _BaseCache):
+@loadable
+class StoredKVCache(Recorder, LayerCache, _BaseCache):
     """A KV cache of all tokens, which also records the post-RoPE queries of the positions `[first, last)`.
 
-    Where the store is plain memory, all entries are there. Any other store takes those of earlier turns, and every
-    attention reads them anew, so that only one layer's are in memory at a time.
+    A store in plain memory has all entries. Any other store has the entries of earlier turns, and every attention reads
+    them again, so that only one layer's are in memory at a time.
 
     mlx-lm's `save_prompt_cache` writes, of entries in files, the first one, which shows the shapes, and the index.
     Whoever saves the cache puts the files beside that, and whoever loads it gives it its store.
@@ -44,7 +45,7 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
         store: where entries are kept between turns; None is plain memory.
     """
 
-    grows = True
+    grows = converts_to_save = True
     store: Store
     page_means: PageMeans  # of the first entries, if they are in files
     clusters: WholeBlocks | None  # of the first entries
@@ -52,7 +53,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
     index: KeyIndex | None = None
     growing: KVCache  # of the entries since the last `offload`, or of all
     keys = keys_of(attrgetter("growing"))
-    _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __init__(
         self, first: int, last: int, capacity: int, layer: Any = None, store: Store | None = None
@@ -79,20 +79,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
     @property
     def offset(self) -> int:  # type: ignore[override]
         return self._n_stored + self.growing.offset
-
-    def share(self, cache: Any, n: int) -> None:
-        """Hold the first `n` entries of another cache, whose arrays are shared until they are written."""
-        self.index, self.page_means, self.clusters = None, PageMeans(), None
-        step, self.growing = self.growing.step, full_cache(Entries(cache.keys, cache.values))
-        self.growing.offset, self.growing.step = n, step
-        self.store = MemoryStore(cache=self.growing)
-
-    def filled(self, other: RecordingKVCache, n: int) -> RecordingKVCache:
-        """The first `n` entries of another cache, with the queries recorded here; arrays and votes are shared."""
-        self._shared_votes = {} if self._shared_votes is None else self._shared_votes
-        filled = copy.copy(self)
-        filled.share(other.growing, n)
-        return filled
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; all there are."""
@@ -125,7 +111,6 @@ class RecordingKVCache(Recorder, LayerCache, _BaseCache):
             self.voters(self.queries, self.query_positions, keys.shape) if self.n_queries else None,
             layer=self.layer,
             statistics=self.statistics,
-            shared_votes=self._shared_votes,
         )
 
     def stored_entries(self) -> Entries:

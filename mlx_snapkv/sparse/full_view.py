@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from ..entries.held_rows import MakeAside
-from ..entries.key_index import SAMPLE, KeyIndex, ranks_by_index
 from ..entries.spans import spans
+from .held_rows import MakeAside
+from .index import SAMPLE, KeyIndex, ranks_by_index
 from .stores import EntryView, JoinedView
 
 SAMPLED = 16  # places all over the text, whose keys' spread it is made for

@@ -20,12 +20,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..entries.attention import nan_scores
+from ..entries.quantization import Stored, join
+from ..entries.queries import Queries
+from ..entries.spans import spans
 from .compiled import compiled
 from .held_rows import HeldRows, MakeAside
-from .quantization import Stored, join
-from .queries import Queries
-from .selection import nan_scores
-from .spans import spans
 
 EXACT_ENTRIES = 8192  # a token ranks as many entries by its exact attention, and more by an index
 QUANTISED = 4096  # keys that are quantised at a time; MLX's CPU backend takes 50 bytes for each of their numbers

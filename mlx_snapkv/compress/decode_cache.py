@@ -2,12 +2,12 @@
 
 import mlx.core as mx
 
-from ..compress.policy import Policy
+from ..caches.layers import AttentionLayer
 from ..entries.entries import Entries
 from ..entries.quota import Quota
 from .block import BlockKVCache
 from .evicting import EvictingCache
-from .layers import AttentionLayer
+from .policy import Policy
 from .window import SnapKVCache
 
 

@@ -1,6 +1,5 @@
 """What the caches that evict entries have in common: how they are restored, and what a file holds of them."""
 
-import copy
 import dataclasses
 import json
 from abc import abstractmethod
@@ -9,18 +8,18 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import _BaseCache
 
-from ..compress.policies import policy_named
-from ..compress.policy import Policy
+from ..caches.contract import LayerCache, restorer_of
 from ..entries.entries import Entries
 from ..entries.quantization import Quantised, Quantization, Stored, n_bytes, n_rows, pack, rows
 from ..entries.queries import Queries, Recorder
 from ..entries.query_moments import QueryMoments
 from ..entries.quota import Quota
 from ..errors import SnapKVError
-from .contract import LayerCache
+from .policies import policy_named
+from .policy import Policy
 
 _DECODERS = {
     "policy": policy_named,
@@ -155,23 +154,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
         return self.voters(self.queries[:, :, -n:], asked, (*self._heads, self._n))
-
-
-def restorer_of(cache: Any) -> Callable[[], None]:
-    """Return a function that brings a cache's attributes back to what they are now, as often as it is called."""
-    before = _copied(vars(cache))
-
-    def restore() -> None:
-        vars(cache).clear()
-        vars(cache).update(_copied(before))
-
-    return restore
-
-
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copy a cache's attributes, with arrays and lists of their own: later writes leave the copies alone."""
-    # The copy of an array shares its memory until one of the two is written to.
-    return tree_map(lambda x: copy.copy(x) if isinstance(x, mx.array) else x, attributes)
 
 
 def _is_array(value: Any) -> bool:

@@ -7,11 +7,11 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..entries.held_rows import HeldRows
 from ..entries.quantization import Quantization, groups_dividing, pack, rows, unpack
 from ..entries.spans import spans
-from ..sparse.options import PAGE
 from .full_view import FullView
+from .held_rows import HeldRows
+from .options import PAGE
 
 
 class PageMeans:

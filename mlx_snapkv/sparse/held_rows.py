@@ -12,7 +12,18 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from .quantization import Stored, arrays, each, grown, join, n_bytes, n_rows, rows, with_room, write
+from ..entries.quantization import (
+    Stored,
+    arrays,
+    each,
+    grown,
+    join,
+    n_bytes,
+    n_rows,
+    rows,
+    with_room,
+    write,
+)
 
 RESIDENT = 1 << 16  # entries whose rows stay in memory
 BLOCK = 1 << 15  # entries whose rows are put aside together

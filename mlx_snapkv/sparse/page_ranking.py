@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ..entries.queries import Captured
-from ..entries.rest import grouped_logits
-from ..sparse.options import PAGE, Reach
 from .full_view import FullView
+from .options import PAGE, Reach
 from .page_means import PageMeans
+from .residual import grouped_logits
 
 SAMPLED = 64  # queries of a chunk that rank the pages, or all of fewer
 
