@@ -1,12 +1,10 @@
-import mlx.core as mx
 import numpy as np
 import reference
-from cache_kinds import SCALE, B, D, H, feed, rows
+from cache_kinds import SCALE, B, H, feed, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff
-from mlx_snapkv.entries.query_moments import QueryMoments
 from mlx_snapkv.entries.quota import Quota
 
 
@@ -76,27 +74,6 @@ def test_h2o_counts_the_attention_of_all_queries_however_they_come_and_evicts_it
         kept = np.asarray(cache.positions).astype(int)
         wanted = np.take_along_axis(received.reshape(B, H, 20), kept, axis=-1)
         assert np.allclose(cache.held().received, wanted, atol=1e-5)
-
-
-def test_a_file_of_an_earlier_version_loads_with_what_was_counted_so_far():
-    cache = make_cache(H2O(), budget=12, n_window=2, block=20)
-    feed(cache, 15), feed(cache, 1), feed(cache, 1)  # queries of which two wait
-    cache.steady = range(17, 19)
-    cache.moments = QueryMoments([mx.ones((B, H, 1, D))] * 3, 5, 7)
-    about, *arrays = cache.state
-    earlier = {"steady": "_steady", "counting.counts": "accumulates"}
-    earlier |= {"counting.received": "_received", "counting.waiting": "_uncounted"}
-    earlier |= {f"moments.{name}": f"_{name}" for name in ("sums", "n_counted", "counted_to")}
-    for name, before in earlier.items():
-        assert f'"{name}":' in about
-        about = about.replace(f'"{name}":', f'"{before}":')
-    loaded = BlockKVCache.from_state((about, *arrays))
-    assert loaded.steady == cache.steady and len(loaded.counting.waiting) == 2
-    assert (loaded.moments.n_counted, loaded.moments.counted_to) == (5, 7)
-    assert all(map(mx.array_equal, loaded.moments.sums, cache.moments.sums))
-    for n in (1, 2, 4):
-        assert mx.array_equal(feed(loaded, n), feed(cache, n))
-        assert mx.array_equal(loaded.held().received, cache.held().received)
 
 
 def test_the_last_queries_vote_when_a_block_is_evicted_but_not_of_tokens_undone():

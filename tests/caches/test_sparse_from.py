@@ -42,14 +42,3 @@ def test_where_the_first_entry_is_that_was_computed_from_few_is_known(store, tmp
         assert mx.allclose(keys, full[1].keys_and_values()[0], atol=1e-5)
     in_full, _ = prefill(model, TEXT, sparse=f"{OPTIONS},read=dense", store=store)
     assert first_sparse(in_full) is None
-
-
-def test_a_file_that_does_not_say_what_was_read_sparsely_is_taken_to_be_so(tmp_path, monkeypatch):
-    model = make_llama()
-    for policy, wanted in ((f"sparse:{OPTIONS}", 0), ("none", None)):
-        with monkeypatch.context() as patch:
-            patch.setattr(saved.files, "_SPARSE_FROM", "something else")
-            caches, _ = prefill(model, TEXT, sparse=OPTIONS)
-            saved.save(tmp_path / "text.safetensors", model, caches, TEXT, policy)
-        loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
-        assert first_sparse(loaded) == wanted
