@@ -66,7 +66,7 @@ def section(title):
 
 # A recipe, and the files that it has a contributor touch, but for what `make docs` writes.
 FILES = {
-    "Adding a policy": ["mlx_snapkv/policies/NAME.py", "tests/policies/test_scores.py"],
+    "Adding a policy": ["mlx_snapkv/policies/NAME.py", "tests/compress/test_scores.py"],
     "Adding a model type": ["mlx_snapkv/models/table.py", "tests/fixtures/model_configs.yaml"],
     "Adding a store": ["mlx_snapkv/caches/stores/NAME.py", "tests/cache_kinds.py"],
     "Adding an option": [
@@ -185,7 +185,7 @@ with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(Syste
     app.main()
 print("refused:", err.getvalue())
 options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "SmallStore or small"]
-sys.exit(pytest.main([*options, "tests/caches/test_stores.py", "tests/caches/test_contract.py"]))
+sys.exit(pytest.main([*options, "tests/sparse/test_stores.py", "tests/caches/test_contract.py"]))
 """
 
 
