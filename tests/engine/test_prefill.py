@@ -7,7 +7,9 @@ from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill, saved
-from mlx_snapkv.planning.prompt_plan import PromptPlan, chunk_size
+from mlx_snapkv.compress.options import Compress
+from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.sparse.options import CHUNK, Sparse
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
@@ -101,10 +103,12 @@ def test_a_text_read_for_questions_to_come_is_whole_where_it_belongs(
 
 
 def test_chunks_are_multiples_that_leave_the_voters_a_short_last_one():
-    plan = PromptPlan(1000, 744, 1000)
+    def chunk_size(setting, limit):
+        return plan_request(make_llama(), CompressionConfig(setting), 1000).chunk_size(limit)
+
     # 744 = 2 * 352 + 40, the least that is left.
-    assert chunk_size(SnapKV(), 512, plan, 1000) == 352
-    assert chunk_size(KeyDiff(schedule="once"), 512, plan, 1000) == 512  # nobody votes
-    assert chunk_size(KeyDiff(block=100), 512, plan, 1000) == 100
-    assert chunk_size(Sparse(), 2048, plan, 1000) == CHUNK  # the last tokens come by themselves
-    assert chunk_size(Sparse(read="dense"), 512, plan, 1000) == 352
+    assert chunk_size(Compress(SnapKV(top_k=20)), 512) == 352
+    assert chunk_size(Compress(KeyDiff(budget=100, schedule="once")), 512) == 512  # no query votes
+    assert chunk_size(Compress(KeyDiff(budget=100, block=100)), 512) == 100
+    assert chunk_size(Sparse(budget=500), 2048) == CHUNK  # the last tokens come by themselves
+    assert chunk_size(Sparse(budget=500, read="dense"), 512) == 480  # 968 = 2 * 480 + 8
