@@ -10,8 +10,8 @@ from mlx_snapkv.compress.policy import POLICIES, Policy
 
 PAGE = """# The policies
 
-`python scripts/write_docs.py` generates this page from the classes in `mlx_snapkv/policies/`. `mlx-snapkv policies`
-prints the same names, options and defaults. [choose.md](choose.md) says which policy to use.
+`python scripts/write_docs.py` generates this page from the classes in `mlx_snapkv/compress/policies/`.
+`mlx-snapkv policies` prints the same names, options and defaults. [choose.md](choose.md) says which policy to use.
 
 Write an option as `name=value`, as in `--policy keydiff:budget=25%,n_window=20%`. In Python the options are the
 fields of the class: `KeyDiff(budget="25%", n_window="20%")`. An unknown option is an error that lists the policy's
