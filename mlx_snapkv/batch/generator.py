@@ -171,10 +171,10 @@ class CompressedBatchGenerator(BatchGenerator):
         uid, segments, most, cache, *more = self._unprocessed_sequences[0]
         self._unprocessed_sequences[0] = (uid, segments, most, [], *more)  # not to be merged
         job = Job(self._settings, uid, self._plans.pop(uid), cache)
-        self.prefill_step_size = job.request.step_size(self._limit)
+        self.prefill_step_size = job.plan.chunk_size(self._limit)
         batch = super()._make_batch(n)
-        batch.model = PacedModel(job.request.model, self._on_pause)
-        batch.job, batch.prompt_cache = job, job.request.caches
+        batch.model = PacedModel(job.loop_model, self._on_pause)
+        batch.job, batch.prompt_cache = job, job.caches
         return batch
 
 
@@ -207,7 +207,7 @@ class Reading(PromptProcessingBatch):
         if not tokens or self.job.error is not None:
             return
         try:
-            with self.job.request.recording():
+            with self.job.recording():
                 super().prompt(tokens)
         except request_errors() as error:
             self.job.error = error
@@ -220,7 +220,7 @@ class Reading(PromptProcessingBatch):
         if job.error is None:
             try:
                 self.model, self.prompt_cache = decoding(job)
-                with job.request.recording():
+                with job.recording():
                     vars(single).update(vars(super().generate(tokens)))
             except request_errors() as error:
                 job.error = error

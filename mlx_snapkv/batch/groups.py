@@ -128,7 +128,7 @@ class Single(Group):
         return self.job.joins
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        return self.job.request.recording()
+        return self.job.recording()
 
     def next(self) -> list[Any]:
         """The response of a step, after which the prompt is compressed if it is time."""
@@ -138,7 +138,7 @@ class Single(Group):
             return [failure(job.uid, job.error)]
         responses = super().next()
         self._n_fed += 1
-        if self.uids and not job.joins and self._n_fed >= job.request.n_ahead:
+        if self.uids and not job.joins and self._n_fed >= job.plan.n_ahead:
             try:
                 job.compress(self.tokens[0])
                 self.model, self.prompt_cache = decoding(job)
@@ -152,7 +152,7 @@ class Single(Group):
     def extract_cache(self, idx: int) -> list:
         """The caches of the answer that has ended, compressed."""
         self.job.compress(self.tokens[idx])
-        return list(self.job.request.caches)
+        return list(self.job.caches)
 
     def extracted(self, idx: int) -> list:
         return self.job.extracted()
@@ -161,8 +161,8 @@ class Single(Group):
 def decoding(job: Job) -> tuple[Any, list]:
     """The model and the caches that a request's next token is decoded with."""
     if job.joins:
-        return job.model, list(map(batched, job.request.caches))
-    return job.request.model, job.request.caches
+        return job.model, list(map(batched, job.caches))
+    return job.loop_model, job.caches
 
 
 class Groups:

@@ -1,5 +1,6 @@
 """One request of a batch, up to the compression of its prompt."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import copies_but_entries, members
-from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import Request, Uncompressed, make_request
+from ..engine.loop_model import observing, one_by_one
+from ..engine.report import CompressionReport
+from ..engine.request import Request, make_request
 from ..planning.request_plan import Plan
 from ..sparse.prompt_caches import plain_forms, saved_forms
 
@@ -27,62 +29,79 @@ class BatchSettings:
 
 
 class Job:
-    """What becomes of one prompt's cache, whatever else is in the batch: what becomes of it alone."""
+    """One request of a batch: its prompt is read and compressed as it would be alone.
+
+    Attributes:
+        request: reads the prompt; None once others can decode with it, or if the prompt is left to mlx-lm.
+        caches: what the next token is decoded from.
+        error: the exception that ended the request.
+    """
 
     def __init__(self, settings: BatchSettings, uid: int, plan: Plan, prompt_cache: list):
-        self.uid, self.model, self._settings = uid, settings.model, settings
-        self.error: Exception | None = None  # what ended the request
-        given = copy.deepcopy(prompt_cache)
-        # How it is read and answered; `Uncompressed` once others can decode with it.
-        self.request: Request | Uncompressed = Uncompressed(
-            self.model, given, CompressionReport(NO_POLICY, plan.n_new)
-        )
+        self.uid, self.model, self.plan, self._settings = uid, settings.model, plan, settings
+        self.error: Exception | None = None
+        self.request: Request | None = None
+        self.caches = copy.deepcopy(prompt_cache)
         try:
-            self.request = make_request(self.model, plan, given)
-            if self.joins:
-                self.request.caches = plain_forms(self.model, given)
-                self._report()
+            if plan.reason is None:
+                self.request = make_request(self.model, plan, self.caches)
+                self.caches = self.request.caches
+            else:
+                self.caches = plain_forms(self.model, self.caches)
+                self._report(CompressionReport.of_full_cache(plan))
         except Exception as error:
             self.error = error
 
     @property
     def joins(self) -> bool:
-        """Whether others can decode with it: it is compressed, or left to mlx-lm."""
-        return self.error is None and isinstance(self.request, Uncompressed)
+        """Return whether others can decode with it: its prompt is compressed, or left to mlx-lm."""
+        return self.error is None and self.request is None
 
-    def _report(self) -> None:
+    @property
+    def loop_model(self) -> Any:
+        """Return the model for mlx-lm's loop."""
+        if self.request is not None:
+            return self.request.model
+        return one_by_one(self.model, self.caches)
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Patch the model's attention classes for the block, if queries are captured."""
+        if self.request is not None:
+            return self.request.recording()
+        return observing(self.model, self.caches)
+
+    def _report(self, report: CompressionReport) -> None:
         if self._settings.on_report is not None:
-            self._settings.on_report(self.uid, self.request.report)
+            self._settings.on_report(self.uid, report)
 
     def compress(self, tokens: list[int]) -> None:
-        """Compress the caches, unless they are already; `tokens` have been read."""
-        request = self.request
-        if isinstance(request, Uncompressed):
+        """Compress the caches, unless they are already compressed; `tokens` have been read."""
+        if (request := self.request) is None:
             return
-        caches = self._all_entries(request)
-        request.compress()
-        self.request = Uncompressed(self.model, request.caches, request.report)
-        if caches is not None and self._settings.on_read is not None:
-            n, *more = {x.entries_in(caches).offset for x in request.layers}
-            if not more:  # or a call of the model was broken off
-                self._settings.on_read(self.uid, caches, list(tokens[:n]))
-        self._report()
+        read_caches = self._all_entries(request)
+        report = request.compress()
+        self.request, self.caches = None, request.caches
+        if read_caches is not None and self._settings.on_read is not None:
+            n, *more = {layer.entries_in(read_caches).offset for layer in request.layers}
+            if not more:  # otherwise a call of the model was broken off
+                self._settings.on_read(self.uid, read_caches, list(tokens[:n]))
+        self._report(report)
 
     def _all_entries(self, request: Request) -> list | None:
         """Return caches with all entries of what has been read, before a policy chooses; None if some are gone."""
-        options = request.plan.options
-        if options.sparse is not None:
+        if request.plan.sparse is not None:
             return request.prompt_cache
-        if options.evicts_in_blocks:
+        if request.plan.options.evicts_in_blocks:
             return None
         return saved_forms(self.model, copies_but_entries(request.caches, request.layers))
 
     def extracted(self) -> list:
-        """The caches as they are, for others to go on with."""
-        caches = saved_forms(self.model, copy.deepcopy(self.request.read_caches))
+        """Return copies of the caches of what has been read, for other requests to continue with."""
+        read_caches = self.caches if self.request is None else self.request.read_caches
+        caches = saved_forms(self.model, copy.deepcopy(read_caches))
         for cache in members(caches):
             if isinstance(cache, KVCache) and cache.offset:
-                # Without the room that there is for the rest of the prompt.
+                # Drop the room for the rest of the prompt.
                 cache.keys, cache.values = map(mx.contiguous, cache.keys_and_values())
         mx.eval([cache.state for cache in caches])
         return caches

@@ -13,7 +13,10 @@ import mlx.core as mx
 from ..caches.layers import (
     AttentionLayer,
     attention_layers,
+    file_bytes,
     is_compressed,
+    kv_bytes,
+    kv_dtype,
 )
 from ..compress.decode_cache import decode_cache
 from ..compress.evicting import EvictingCache
@@ -29,7 +32,6 @@ from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import Plan, plan_compression
 from ..planning.settings import resolve_compress
-from .decode import note_memory
 from .report import CompressionReport
 
 # Receives what is kept of a layer: the positions `(B, n_kv_heads, n)`, in order, and their votes, if there were any.
@@ -101,6 +103,26 @@ def measured(
     mx.clear_cache()
     note_memory(plan, layers, prompt_cache, caches, report)
     report.selection_seconds += time.perf_counter() - started
+
+
+def note_memory(
+    plan: Plan,
+    layers: list[AttentionLayer],
+    prompt_cache: list,
+    caches: list,
+    report: CompressionReport,
+) -> None:
+    """Note in the report what the answer reads from `caches`, and what stays of the prompt beside it."""
+    if plan.sparse is not None:
+        kept = [layer.cache_in(prompt_cache) for layer in layers]
+        report.kv_bytes_staying = sum(cache.kv_nbytes for cache in kept)
+        # Tokens read the index by which they choose.
+        report.kv_bytes_staying -= sum(cache.index_nbytes for cache in kept)
+        report.file_bytes = file_bytes(prompt_cache)
+    elif plan.decode_policy.schedule == "block":
+        report.block = plan.decode_policy.block
+    report.kv_bytes_after = kv_bytes(caches) + report.kv_bytes_staying
+    report.kv_dtype = kv_dtype(layers[0].entries_in(caches))
 
 
 def note_choices(

@@ -18,12 +18,11 @@ from ..planning.request_plan import plan_request
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import lasting_forms, make_caches, saved_forms
-from .decode import offload
-from .loop_model import pacing
+from .loop_model import observing, one_by_one, pacing
 from .report import CompressionReport
-from .request import Request, Uncompressed, make_request
+from .request import Request, make_request
 from .restore import CacheCopy
-from .sparse_mode import note_chunks
+from .sparse_mode import note_chunks, offload
 from .token_ids import require_known, token_ids
 
 # mlx_lm re-exports a function under the module's own name.
@@ -79,29 +78,37 @@ def prefill(
     cache = prompt_cache
     if cache is None:
         cache = make_caches(model, config.store, config.store_dir)
-    request = make_request(model, plan, cache, owned=prompt_cache is None)
     loop_options: dict[str, Any] = {
-        "prefill_step_size": request.step_size(prefill_step_size),
+        "prefill_step_size": plan.chunk_size(prefill_step_size),
         "prompt_progress_callback": prompt_progress_callback,
     }
-    with request.recording():
-        if isinstance(request, Uncompressed):
-            read(request.model, tokens, cache, loop_options | quantised)  # by mlx-lm, on the way
-            caches_after = saved_forms(model, cache) if prompt_cache is None else cache
-        elif config.sparse is not None:
-            read(request.model, tokens, request.caches, loop_options)
-            _leave_entries(request)
-            caches_after = lasting_forms(model, request.prompt_cache, config.store)
-        else:
-            following = read(request.model, tokens, request.caches, loop_options)
-            request.prompt_is_read()
-            _look_ahead(model, request.caches, following, request.plan.last - tokens.size)
-            request.compress()
-            caches_after = cache
+    if plan.reason is not None:
+        # mlx-lm quantises the entries as they come.
+        with observing(model, cache):
+            read(one_by_one(model, cache), tokens, cache, loop_options | quantised)
+        caches_after = saved_forms(model, cache) if prompt_cache is None else cache
+        report = CompressionReport.of_full_cache(plan)
+    else:
+        request = make_request(model, plan, cache, owned=prompt_cache is None)
+        with request.recording():
+            caches_after, report = _prefilled(request, tokens, loop_options), request.report
     if prompt_cache is None:
-        return caches_after, request.report
+        return caches_after, report
     prompt_cache[:] = caches_after
-    return prompt_cache, request.report
+    return prompt_cache, report
+
+
+def _prefilled(request: Request, tokens: mx.array, loop_options: dict[str, Any]) -> list:
+    """Read the tokens of a request, compress if a policy does, and return the caches to continue with."""
+    plan, model = request.plan, request.model["wrapped"]
+    following = read(request.model, tokens, request.caches, loop_options)
+    if plan.sparse is not None:
+        _leave_entries(request)
+        return lasting_forms(model, request.prompt_cache, plan.options.store)
+    request.prompt_is_read()
+    _look_ahead(model, request.caches, following, plan.last - tokens.size)
+    request.compress()
+    return request.prompt_cache
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:

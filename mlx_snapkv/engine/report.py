@@ -1,8 +1,11 @@
 """What a request's compression did, in figures read from the arrays, or why it did nothing."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..planning.request_plan import Plan
 from ..planning.units import format_bytes
 
 SLOWER = 0.9  # times as fast as the full cache, from which on nothing is won
@@ -64,6 +67,11 @@ class CompressionReport:
     auto: str | None = None
     full_token_seconds: float | None = None
     token_seconds: float | None = None
+
+    @classmethod
+    def of_full_cache(cls, plan: Plan) -> CompressionReport:
+        """Return the report of a prompt that its plan leaves to mlx-lm."""
+        return cls(str(plan.options.setting or NO_POLICY), plan.n_prompt, plan.reason)
 
     @property
     def compressed(self) -> bool:

@@ -15,10 +15,10 @@ from ..planning.request_plan import Plan
 from ..sparse.prompt_caches import moved_to_store
 from .compress import KeptCallback, measured
 from .compress_mode import PolicyMode
-from .loop_model import RequestModel, observing, one_by_one
+from .loop_model import RequestModel
 from .pieces import Pieces
 from .read import reading_caches, require_unchanged
-from .report import NO_POLICY, CompressionReport
+from .report import CompressionReport
 from .sparse_mode import SparseMode
 
 
@@ -75,13 +75,6 @@ class Request:
         """The caches of what has been read so far, for other requests to go on from."""
         return self.prompt_cache if self.plan.sparse is not None else self.caches
 
-    @property
-    def n_ahead(self) -> int:
-        return self.plan.n_ahead
-
-    def step_size(self, limit: int | None) -> int:
-        return self.plan.chunk_size(limit)
-
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes for the block, if queries are asked for."""
@@ -118,31 +111,6 @@ class Request:
         return self.report
 
 
-class Uncompressed:
-    """A request that is left to mlx-lm as it is, for a reason that its report gives."""
-
-    n_ahead = 0
-
-    def __init__(self, model: Any, prompt_cache: list, report: CompressionReport):
-        self._model, self.caches, self.report = model, prompt_cache, report
-
-    @property
-    def model(self) -> Any:
-        """For mlx-lm's loop: it goes on from caches that evict as if tokens came one by one."""
-        return one_by_one(self._model, self.caches)
-
-    @property
-    def read_caches(self) -> list:
-        return self.caches
-
-    def step_size(self, limit: int) -> int:
-        return limit
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Patch the model's attention classes for the block, if caches ask for queries."""
-        return observing(self._model, self.caches)
-
-
 def make_request(
     model: Any,
     plan: Plan,
@@ -150,20 +118,16 @@ def make_request(
     *,
     owned: bool = False,
     on_kept: KeptCallback | None = None,
-) -> Request | Uncompressed:
-    """What carries out a plan on the prompt cache that it was made for; None is a new one.
+) -> Request:
+    """Return the request that carries out a plan, which does not leave the prompt to mlx-lm.
 
     Args:
-        owned: the cache was made for this store; any other is copied into one that is.
+        prompt_cache: the one that the plan was made for; None is a new one.
+        owned: the cache was made for the plan's store; the entries of any other are copied into one that is.
         on_kept: receives what a policy keeps of each layer.
 
-    Raises: SnapKVError: the caches can't be read on so.
+    Raises: SnapKVError: entries of the prompt cache are gone, or can't be kept in that store.
     """
-    if plan.reason is not None:
-        report = CompressionReport(
-            str(plan.options.setting or NO_POLICY), plan.n_prompt, plan.reason
-        )
-        return Uncompressed(model, prompt_cache or [], report)
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if plan.options.store is not None and not owned:
         caches = moved_to_store(model, caches, plan.options.store, plan.options.store_dir)

@@ -19,9 +19,9 @@ from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
 from ..sparse.prompt_caches import lasting_forms, make_caches
 from .compress import KeptCallback
-from .loop_model import drafted, evicts, pacing
+from .loop_model import drafted, evicts, observing, one_by_one, pacing
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, CompressionReport
-from .request import Request, Uncompressed, make_request
+from .request import Request, make_request
 from .restore import CacheCopy
 
 ReportCallback = Callable[[CompressionReport], None]
@@ -62,13 +62,13 @@ def served(
     plan = plan_request(
         model, config, n_prompt, given, max_tokens=max_tokens, is_embedded=is_embedded
     )
+    if plan.reason is not None:
+        report_to(CompressionReport.of_full_cache(plan))
+        return _left_to_mlx_lm(start, model, options)
     request = make_request(model, plan, given, owned=turns, on_kept=on_kept)
-    if isinstance(request, Uncompressed):
-        report_to(request.report)
-        return _continued(start, request, options)
     loop_options |= {
         "prompt_cache": request.caches,
-        "prefill_step_size": request.step_size(loop_options.get("prefill_step_size")),
+        "prefill_step_size": plan.chunk_size(loop_options.get("prefill_step_size")),
     }
     items = start(request.model, **loop_options)
     if turns or config.sparse is None:
@@ -100,9 +100,14 @@ def require_servable(
     return config
 
 
-def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterator[Any]:
-    """mlx-lm's own iterator; on caches that evict, as if token by token, with the queries they ask for."""
-    cache = request.caches
+def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
+    """Return mlx-lm's own iterator.
+
+    A prompt cache that evicts is fed as if tokens came one by one, and gets the queries that it asks for.
+
+    Raises: SnapKVError: embeddings are given with such a cache.
+    """
+    cache = options.get("prompt_cache") or []
     if options.get("input_embeddings") is not None and evicts(cache):
         raise SnapKVError(
             "input_embeddings can't continue from a prompt cache that evicts entries: give token ids, or compress "
@@ -113,8 +118,8 @@ def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterato
         drafts = drafted(cache)
 
     def items() -> Iterator[Any]:
-        with request.recording(), drafts:
-            yield from start(request.model, **options)
+        with observing(model, cache), drafts:
+            yield from start(one_by_one(model, cache), **options)
 
     return items()
 
@@ -129,7 +134,7 @@ def _compressed(
     before = _Timed(items)
     try:
         with request.recording():
-            for item in itertools.islice(before, request.n_ahead - 1):
+            for item in itertools.islice(before, request.plan.n_ahead - 1):
                 request.prompt_is_read()
                 yield item
             item = next(before, None)

@@ -12,7 +12,6 @@ from ..planning.request_plan import Plan
 from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
 from ..sparse.token_ranking import TokenRanking
-from .decode import offload
 from .pieces import Pieces
 from .report import CompressionReport
 
@@ -109,3 +108,9 @@ def note_chunks(
     """Note in the report how many earlier entries a chunk read at most, if chunks chose."""
     if plan.sparse_reading is not None:
         report.read_per_chunk = layers[0].cache_in(caches).n_read
+
+
+def offload(layers: list[AttentionLayer], prompt_cache: list) -> None:
+    """Move the entries of a prompt to their store. Raises: SnapKVError: there is no room; some stay in memory then."""
+    for layer in layers:
+        layer.cache_in(prompt_cache).offload()

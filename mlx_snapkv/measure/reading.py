@@ -18,7 +18,7 @@ from ..compress.options import Compress
 from ..compress.recording import RecordingKVCache
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import Request, Uncompressed, make_request
+from ..engine.request import Request, make_request
 from ..entries.queries import Captured
 from ..errors import SnapKVError
 from ..models import attention_classes
@@ -177,7 +177,6 @@ class Reading:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         n_prompt = len(self.tokens)
         request = make_request(self.model, _plan(self.model, policy, n_prompt))
-        assert isinstance(request, Request)  # or it would not have been read for this policy
         n = n_prompt + (request.plan.n_ahead if answering else 0)
         self._feed_answer(max(n, request.plan.last) - n_prompt)
         caches = copies_but_entries(self._others[n], self._layers)
@@ -231,21 +230,14 @@ def read_sparsely(
     if later:
         (before, _), new = prefill(model, tokens, sparse=sparse), later
     plan = plan_request(model, CompressionConfig(sparse), len(new), before)
+    options = {"prefill_step_size": plan.chunk_size(PREFILL_STEP_SIZE)}
+    if plan.reason is not None:
+        caches = before or make_prompt_cache(model)
+        read(model, mx.array(list(new)), caches, options)
+        return caches, CompressionReport.of_full_cache(plan)
     request = make_request(model, plan, before)
-    caches = (
-        (before or make_prompt_cache(model))
-        if isinstance(request, Uncompressed)
-        else request.caches
-    )
     with request.recording():
-        read(
-            request.model,
-            mx.array(list(new)),
-            caches,
-            {"prefill_step_size": request.step_size(PREFILL_STEP_SIZE)},
-        )
-    if isinstance(request, Uncompressed):
-        return caches, request.report
+        read(request.model, mx.array(list(new)), request.caches, options)
     report = request.compress()
     return request.caches, report
 

@@ -253,7 +253,7 @@ def requested(model, tokens, cache=None, store="memory", sparse=OPTIONS):
     config = CompressionConfig(Sparse.from_string(sparse), store=store)
     cache = make_prompt_cache(model) if cache is None else cache
     request = make_request(model, plan_request(model, config, tokens.size, cache), cache)
-    start, step = 0, request.step_size(2048)
+    start, step = 0, request.plan.chunk_size(2048)
     with request.recording():
         while start < tokens.size:
             logits = request.model(tokens[None, start : start + step], cache=request.caches)
