@@ -111,4 +111,4 @@ def test_chunks_are_multiples_that_leave_the_voters_a_short_last_one():
     assert chunk_size(Compress(KeyDiff(budget=100, schedule="once")), 512) == 512  # no query votes
     assert chunk_size(Compress(KeyDiff(budget=100, block=100)), 512) == 100
     assert chunk_size(Sparse(budget=500), 2048) == CHUNK  # the last tokens come by themselves
-    assert chunk_size(Sparse(budget=500, read="dense"), 512) == 480  # 968 = 2 * 480 + 8
+    assert chunk_size(Sparse(budget=500, read="dense"), 512) == 480  # 984 = 2 * 480 + 24

@@ -1,6 +1,6 @@
 """Every supported model type, and quantised and adapted ones, as tiny random models: queries, votes, decoding."""
 
-import dataclasses
+import copy
 import re
 from pathlib import Path
 
@@ -24,7 +24,9 @@ from mlx_snapkv.models.table import supported
 
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
 SIZES = {"top_k": 6, "n_sink": 2, "n_window": 8, "obs_window": 8}
-POLICY = SnapKV(**SIZES, pool_kernel=1, lookahead=0, on_full="slide")
+WAYS = {"pool_kernel": 1, "lookahead": 0, "on_full": "slide"}
+POLICY = SnapKV(**SIZES, **WAYS)
+SHORT_WINDOW = SnapKV(top_k=6, n_sink=2, n_window=4, obs_window=4, **WAYS)
 
 
 def add_adapters(model):
@@ -53,6 +55,12 @@ def model(request):
         CHANGES[change](model)
         assert not mx.allclose(model(TOKENS[None]), before, atol=1e-4)
     return model
+
+
+@pytest.fixture(scope="module")
+def theirs(model):
+    """Tokens and log-probabilities of mlx-lm's own request."""
+    return plain(model, TOKENS, n=3)
 
 
 def layers_of(model):
@@ -91,42 +99,44 @@ def test_decoding_with_everything_kept_equals_mlx_lm(model):
 
 def test_a_long_turn_equals_its_tokens_one_by_one(model):
     """Past the window's end, so that every layer needs, and is handed, the mask of the compressed cache."""
-    policy = dataclasses.replace(POLICY, on_full="slide")  # a choice is made between turns
-    caches = [prefill(model, TOKENS, policy)[0] for _ in range(2)]
-    turn = TOKENS[:10]
+    cache, _ = prefill(model, TOKENS, SHORT_WINDOW)
+    caches = [cache, copy.deepcopy(cache)]
+    turn = TOKENS[:6]
     at_once = model(turn[None], cache=caches[0])[0]
     for i in range(turn.size):
         logits = model(turn[None, i : i + 1], cache=caches[1])[0, 0]
         assert np.allclose(logits, at_once[i], atol=1e-4, rtol=1e-3)
 
 
-def test_a_request_is_compressed(model):
+def test_a_request_is_compressed(model, theirs):
     reports, cache, layers = [], make_prompt_cache(model), layers_of(model)
     options = {"policy": POLICY, "prompt_cache": cache, "on_report": reports.append}
-    ours = steps(model, TOKENS, n=6, **options)
-    assert len(ours) == 6 and all(mx.all(mx.isfinite(logprobs)) for _, logprobs in ours)
+    ours = steps(model, TOKENS, n=3, **options)
+    assert len(ours) == 3 and all(mx.all(mx.isfinite(logprobs)) for _, logprobs in ours)
     assert {layer.cache_in(cache).size() for layer in layers} == {POLICY.budget}
     untouched = set(range(len(cache))) - {layer.index for layer in layers}
     assert all(reports[0].entries_kept[i] is None for i in untouched)
     # The first token is mlx-lm's own: it was decoded on the full rows.
-    assert ours[0][0] == plain(model, TOKENS, n=1)[0][0]
+    assert ours[0][0] == theirs[0][0]
 
 
 def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model):
-    cache = make_prompt_cache(model)
-    options = {"policy": TOVA(budget=12, n_window=2, block=10), "prompt_cache": cache}
-    for _, logprobs in generate_step(TOKENS, model, max_tokens=15, **options):
-        assert mx.all(mx.isfinite(logprobs)) and all(c.size() <= 22 for c in bounded(cache))
-    assert len(bounded(cache)) == len(layers_of(model))
+    cache, sizes = make_prompt_cache(model), []
+    options = {"policy": TOVA(budget=6, n_window=2, block=4), "prompt_cache": cache}
+    for _, logprobs in generate_step(TOKENS[:12], model, max_tokens=6, **options):
+        assert mx.all(mx.isfinite(logprobs))
+        sizes.append([c.size() for c in bounded(cache)])
+    n = len(layers_of(model))
+    assert sizes == [[size] * n for size in (7, 8, 9, 10, 7, 8)]  # at 10 they are cut to the budget
 
 
-def test_a_cache_whose_budget_is_not_reached_equals_mlx_lm(model):
+def test_a_cache_whose_budget_is_not_reached_equals_mlx_lm(model, theirs):
     """The answer could outgrow the budget, so the budget's cache serves the request; it never evicts here."""
     cache = make_prompt_cache(model)
     policy = KeyDiff(budget=50, block=64)
-    ours = steps(model, TOKENS, n=5, policy=policy, prompt_cache=cache)
+    ours = steps(model, TOKENS, n=3, policy=policy, prompt_cache=cache)
     assert len(bounded(cache)) == len(layers_of(model))
-    for (a, x), (b, y) in zip(ours, plain(model, TOKENS, n=5), strict=True):
+    for (a, x), (b, y) in zip(ours, theirs, strict=True):
         assert a == b and np.allclose(x.astype(mx.float32), y.astype(mx.float32), atol=1e-5)
 
 
