@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_NUMBER = 2**31 - 1  # positions are 32-bit integers
-WORDS = {"true": True, "false": False, "none": None}  # spellings on the command line
+WORD_VALUES = {"true": True, "false": False, "none": None}  # spellings on the command line
 
 
 def option(default: Any, is_allowed: Callable[[Any], bool], allowed: str) -> Any:
@@ -90,7 +90,7 @@ def _share(text: str) -> float:
 
 def _parsed(text: str) -> Any:
     """Return a typed value: true, false, none, a number, or the text itself."""
-    for read in (WORDS.__getitem__, int, float):
+    for read in (WORD_VALUES.__getitem__, int, float):
         with contextlib.suppress(KeyError, ValueError):
             return read(text.lower())
     return text

@@ -25,7 +25,7 @@ from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 from mlx_snapkv.measure.environment import as_table, diagnosis
-from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.tables import Table, as_markdown
 from mlx_snapkv.planning.machine import this_machine
 from mlx_snapkv.planning.memory_plan import Planner
@@ -34,7 +34,7 @@ from mlx_snapkv.planning.units import format_bytes
 MODEL = "mlx-community/Llama-3.2-3B-Instruct-4bit"
 SHARE = "budget=6.25%"
 METHODS: dict[str, dict[str, Any]] = {
-    FULL: {},
+    FULL_CACHE: {},
     f"SnapKV, {SHARE}": {"snapkv": SHARE},
     f"sparse, {SHARE}": {"sparse": SHARE},
 }
@@ -101,10 +101,10 @@ def as_results(found: list[Row]) -> Table:
     table = Table("", "", [*COLUMNS, *ANSWERS])
     first: Row = {}
     for row in found:
-        first = row if row["cache"] == FULL else first
+        first = row if row["cache"] == FULL_CACHE else first
         faster = first["token_seconds"] / row["token_seconds"]
         answer = "right" if row["right"] else "wrong"
-        same = "" if row["cache"] == FULL else ", the same" if row["same"] else ", differs"
+        same = "" if row["cache"] == FULL_CACHE else ", the same" if row["same"] else ", differs"
         table.add(
             f"{row['n_prompt']:,}",
             row["cache"],

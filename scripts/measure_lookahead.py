@@ -26,7 +26,7 @@ from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference, divergence
 from mlx_snapkv.measure.intervals import difference
-from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.reading import Reading, read_once
 from mlx_snapkv.measure.records import Record, Results
 from mlx_snapkv.measure.tables import grouped
@@ -86,7 +86,7 @@ def of_question(model, tokenizer, row: Record) -> Iterator[Record]:
 def answers(tokenizer, reading: Reading, n_forced: int) -> Iterator[tuple[str, str]]:
     """The full cache's answer, and those by lookahead, without their first `n_forced` tokens."""
     full = reading.answer(n_forced + MAX_TOKENS, tokenizer.eos_token_ids)
-    yield FULL, tokenizer.decode(full[n_forced:])
+    yield FULL_CACHE, tokenizer.decode(full[n_forced:])
     reference = Reference(reading, full)
     for n, policy in POLICIES.items():
         if len(full) <= max(1, n) + 1:
@@ -109,7 +109,7 @@ def measure(model, tokenizer, pieces: list[Piece], rows: list[Record], results: 
         return [{**place, **cell} for cell in cells], missing_of
 
     spans = [{"method": str(n), "setting": s} for s, m in SPANS.items() for n in LENGTHS if n <= m]
-    names = [FULL, *map(str, LENGTHS)]
+    names = [FULL_CACHE, *map(str, LENGTHS)]
     asked = [{"method": m, "setting": s} for s, m in itertools.product((FIRST, LATER), names)]
     texts = (document({"task": "text", "document": p.document}, spans, of_text, p) for p in pieces)
     questions = (
@@ -136,7 +136,8 @@ def summary(records: list[Record]) -> Iterator[Record]:
             key = "kl" if task == "text" else "score"
             places = [r["document"] for r in rows]
             scores, none, full = (
-                [r[key] for r in some] for some in (rows, by_method["0"], by_method.get(FULL, []))
+                [r[key] for r in some]
+                for some in (rows, by_method["0"], by_method.get(FULL_CACHE, []))
             )
             known[key] = difference(scores, [0] * len(rows), places)
             known["against_none"] = difference(scores, none, places)

@@ -29,7 +29,7 @@ from mlx_snapkv.measure.divergence import divergence
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.models.trained_length import trained_length
 from mlx_snapkv.sparse import clusters, index
-from mlx_snapkv.sparse.options import CHUNK
+from mlx_snapkv.sparse.options import CHUNK_SIZE
 
 FOLLOWING = 64  # tokens whose predictions are compared
 # Of a text's tokens, which are read for each way by itself: their queries weigh the rest.
@@ -39,7 +39,7 @@ LATEST = 64
 def neighbours(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
     """Pages of neighbours instead of `k_means`."""
     B, H, m, _ = keys.shape
-    ids = (mx.arange(m) // clusters.SIZE).astype(mx.uint16)
+    ids = (mx.arange(m) // clusters.CLUSTER_SIZE).astype(mx.uint16)
     ids = mx.contiguous(mx.broadcast_to(ids, (B, H, m)))
     return ids, clusters.mean_by_cluster(keys, ids, n)
 
@@ -62,7 +62,7 @@ def means(together: Callable, size: int) -> AbstractContextManager:
 def of_text(model, tokens: list[int], following: list[int], share: float) -> Iterator[Row]:
     """KL of the tokens that follow, by way."""
     cache = make_prompt_cache(model)
-    read(model, mx.array(tokens[:-LATEST]), cache, {"prefill_step_size": CHUNK})
+    read(model, mx.array(tokens[:-LATEST]), cache, {"prefill_step_size": CHUNK_SIZE})
     latest = tokens[-LATEST:]
     full = predictions(model, latest, following, prompt_cache=copy.deepcopy(cache))
     for way, (together, size) in WAYS.items():

@@ -27,7 +27,7 @@ from mlx_snapkv.engine.prefill import read
 from mlx_snapkv.measure.divergence import divergence, judged, log_softmax
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.measure.texts import Texts
-from mlx_snapkv.sparse.options import CHUNK
+from mlx_snapkv.sparse.options import CHUNK_SIZE
 
 JUDGED = 64  # tokens that follow a text
 
@@ -56,7 +56,7 @@ def predictions(model, case: Case, sparse: Sparse | None) -> mx.array:
     _, prompt, following = case
     if sparse is None:
         cache = make_prompt_cache(model)
-        read(model, mx.array(prompt[:-1]), cache, {"prefill_step_size": CHUNK})
+        read(model, mx.array(prompt[:-1]), cache, {"prefill_step_size": CHUNK_SIZE})
     else:
         cache, _ = prefill(model, prompt[:-1], sparse=sparse)
     return log_softmax(judged(model, cache, [prompt[-1], *following[:-1]]))

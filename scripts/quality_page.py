@@ -8,7 +8,7 @@ from evaluation.scores import before_compression
 from results_page import table, written_by
 
 from mlx_snapkv.measure.intervals import interval
-from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.planning.units import format_bytes
 
 HOW = """## How it was measured
@@ -156,7 +156,7 @@ def _scores(part: dict[str, Any]) -> list[str]:
                 str(s["entries"] or "all"),
                 *(f"{100 * s['by_task'][task]:.1f}" for task in tasks),
                 f"{100 * s['score']:.1f}",
-                "" if s["method"] == FULL else interval(s["difference"], "+.1f", 100),
+                "" if s["method"] == FULL_CACHE else interval(s["difference"], "+.1f", 100),
                 *[share] * any(before),
             ]
             for s, share in zip(own, before)

@@ -5,7 +5,7 @@ from typing import Any
 
 from results_page import Row, load, right, table
 
-from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.planning.units import format_bytes
 
 CONTEXT, LONG = 32768, 16384
@@ -50,7 +50,7 @@ def _predictions() -> list[tuple[str, ...]]:
         if SNAPKV not in own:
             continue
         kind = TEXTS[name.split("-")[0]]
-        what = f"{part['model']}, {own[FULL]['pieces']} pieces of {kind}"
+        what = f"{part['model']}, {own[FULL_CACHE]['pieces']} pieces of {kind}"
         once = [_interval(own[method]["kl"]) for method in (SNAPKV, STREAMING)]
         rows.append((what, *once, _of_sparse(parts.get(f"{name}-sparse"))))
     return rows
@@ -75,7 +75,7 @@ def _scores() -> list[tuple[str, ...]]:
         own = {s["method"]: s for s in part["summary"]}
         if SNAPKV not in own:
             continue
-        full, again = own[FULL], ruler.get(f"{name}-sparse")
+        full, again = own[FULL_CACHE], ruler.get(f"{name}-sparse")
         what = f"{part['model']}, {full['length']:,} tokens ({full['asked']} questions)"
         rows.append((what, _score(full), _score(own[SNAPKV]), (again and _sparse(again)) or ""))
     return rows

@@ -16,7 +16,7 @@ from results_page import Row, figures, load, measured, right, table
 
 from mlx_snapkv.cli.listings import CHOICES
 from mlx_snapkv.measure.intervals import interval
-from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.speed import speed_table
 from mlx_snapkv.measure.tables import as_markdown, grouped, setting_text
 from mlx_snapkv.planning.options import RequestOptions
@@ -226,7 +226,7 @@ def _by_lookahead(row: Row | None) -> str:
     if row is None:
         return ""
     key, form, scale = ("kl", ".3f", 1) if "kl" in row else ("score", ".0f", 100)
-    if row["lookahead"] == "0" or row["lookahead"] == FULL:
+    if row["lookahead"] == "0" or row["lookahead"] == FULL_CACHE:
         return interval(row[key], form, scale)
     mean = format(scale * row[key]["mean"], form)
     return f"{mean}; {interval(row['against_none'], f'+{form}', scale)}"

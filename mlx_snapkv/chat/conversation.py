@@ -26,7 +26,7 @@ from ..planning.settings import Setting, resolve_setting
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import make_caches, saved_forms
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
-from .states import NOTED, Before, load
+from .states import STATE_FIELDS, Before, load
 
 
 def _require_options(options: dict[str, Any]) -> None:
@@ -199,7 +199,9 @@ class Conversation:
         """Write the conversation to a `.safetensors` file, as a whole or not at all. Raises: SnapKVError."""
         if not self.read:
             raise SnapKVError("the conversation is empty, so there is nothing to save")
-        notes = {name: getattr(self, name) for name in NOTED} | {"options": noted(self.options)}
+        notes = {name: getattr(self, name) for name in STATE_FIELDS} | {
+            "options": noted(self.options)
+        }
         caches = saved_forms(self.model, self.prompt_cache)
         saved.save(path, self.model, caches, self.read, self.policy or NO_POLICY, notes)
 

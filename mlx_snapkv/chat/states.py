@@ -17,7 +17,7 @@ from ..planning.settings import Setting, setting_named
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import book_store, make_caches, moved_into
 
-NOTED = ("messages", "said", "attached", "pending_tokens", "options", "system", "n_unknown")
+STATE_FIELDS = ("messages", "said", "attached", "pending_tokens", "options", "system", "n_unknown")
 REPLACED = ("messages", "said", "read", "pending_tokens", "report")  # by every turn
 
 
@@ -70,7 +70,7 @@ def load(
         raise SnapKVError("{} can't be used: {}", path, error) from error
     # `mlx-snapkv cache-prompt` saves a text, and mlx-lm not even its tokens.
     system = notes.get("system", notes.get("system_prompt"))
-    state = {name: notes[name] for name in NOTED if name in notes}
+    state = {name: notes[name] for name in STATE_FIELDS if name in notes}
     state |= {"prompt_cache": caches, "read": prompt.tokens}
     if "text" in notes:
         state["attached"] = [notes["text"]]

@@ -17,11 +17,11 @@ from .results import ResultFiles, about, print_table, write_json, write_result
 if TYPE_CHECKING:
     from ..planning.settings import Setting
 
-LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
-POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
-SPARSE = ("budget=6.25%",)
-REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
-CONTEXTS = "4096,16384,32768,65536,131072"
+MIN_CONTEXT = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
+BENCH_POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
+BENCH_SPARSE = ("budget=6.25%",)
+BENCH_REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
+BENCH_CONTEXTS = "4096,16384,32768,65536,131072"
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class BenchOptions:
     ] = None
     policy: Annotated[
         list[str] | None,
-        Option(help=f"Policy to measure; repeatable; default: {' and '.join(POLICIES)}."),
+        Option(help=f"Policy to measure; repeatable; default: {' and '.join(BENCH_POLICIES)}."),
     ] = None
     sparse: Annotated[
         list[str] | None,
         Option(
-            help=f"Sparse attention to measure; repeatable; default, unless a policy is given: {SPARSE[0]}."
+            help=f"Sparse attention to measure; repeatable; default, unless a policy is given: {BENCH_SPARSE[0]}."
         ),
     ] = None
-    context: Annotated[Any, Option(parser=lengths(LEAST), help="Context lengths to decode at.")] = (
-        CONTEXTS
-    )
+    context: Annotated[
+        Any, Option(parser=lengths(MIN_CONTEXT), help="Context lengths to decode at.")
+    ] = BENCH_CONTEXTS
     prompt_tokens: Annotated[
         Any,
         Option(
             "--prompt-tokens",
             "-p",
-            parser=lengths(LEAST),
+            parser=lengths(MIN_CONTEXT),
             help="Prompt lengths to read with every cache.",
         ),
     ] = "8192,16384"
@@ -64,7 +64,7 @@ class BenchOptions:
         """Those that were given, or else the default ones; SnapKVError if one can't be read."""
         if self.policy or self.sparse:
             return each_method(self.policy, sparse=self.sparse)
-        return each_method(POLICIES, sparse=SPARSE)
+        return each_method(BENCH_POLICIES, sparse=BENCH_SPARSE)
 
 
 def bench(*, options: BenchOptions) -> None:
@@ -102,5 +102,5 @@ def bench(*, options: BenchOptions) -> None:
     table = speed_table(result["speed"])
     print_table(table)
     if files is not None:
-        page = as_page("Benchmarks", result, REMARK, [table])
+        page = as_page("Benchmarks", result, BENCH_REMARK, [table])
         print(files.summary(write_result(files.base, result, page)))

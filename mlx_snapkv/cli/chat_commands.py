@@ -39,7 +39,7 @@ class Command(NamedTuple):
     do: Callable[[Session, str], None]
 
 
-COMMANDS: dict[str, Command] = {}
+CHAT_COMMANDS: dict[str, Command] = {}
 
 
 def _command(arguments: str = "", *words: str) -> Callable:
@@ -48,7 +48,7 @@ def _command(arguments: str = "", *words: str) -> Callable:
     completer = paths if arguments == FILE else WordCompleter([*words])
 
     def register(do: Callable[[Session, str], None]) -> None:
-        COMMANDS[do.__name__.replace("_", "/")] = Command(arguments, completer, do)
+        CHAT_COMMANDS[do.__name__.replace("_", "/")] = Command(arguments, completer, do)
 
     return register
 
@@ -56,9 +56,11 @@ def _command(arguments: str = "", *words: str) -> Callable:
 def run_command(session: Session, line: str) -> None:
     """Do what a line says; SnapKVError if there is no such command, or it can't be done."""
     name, _, rest = line.partition(" ")
-    if name not in COMMANDS:
-        raise UnknownOptionError(f"unknown command {name}{suggestion(name, COMMANDS)}: try /help")
-    command, rest = COMMANDS[name], rest.strip()
+    if name not in CHAT_COMMANDS:
+        raise UnknownOptionError(
+            f"unknown command {name}{suggestion(name, CHAT_COMMANDS)}: try /help"
+        )
+    command, rest = CHAT_COMMANDS[name], rest.strip()
     if rest and not command.arguments:
         raise SnapKVError(f"{name} takes no arguments, got {rest!r}")
     if command.arguments == FILE:
@@ -74,10 +76,10 @@ class CommandCompleter(Completer):
     def get_completions(self, document, complete_event) -> Iterator:
         name, space, rest = document.text_before_cursor.partition(" ")
         if not space and name.startswith("/"):
-            names = WordCompleter(list(COMMANDS), WORD=True)
+            names = WordCompleter(list(CHAT_COMMANDS), WORD=True)
             yield from names.get_completions(Document(name), complete_event)
-        elif name in COMMANDS:
-            yield from COMMANDS[name].completer.get_completions(Document(rest), complete_event)
+        elif name in CHAT_COMMANDS:
+            yield from CHAT_COMMANDS[name].completer.get_completions(Document(rest), complete_event)
 
 
 @_command(FILE)
@@ -273,7 +275,7 @@ def _system(session: Session, text: str) -> None:
 @_command()
 def _help(session: Session, _: str) -> None:
     """show this list"""
-    for name, command in COMMANDS.items():
+    for name, command in CHAT_COMMANDS.items():
         session.say(f"{f'{name} {command.arguments}':24} {command.do.__doc__}")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..measure.compare import Compared
     from ..measure.methods import Method
 
-REMARK = (
+COMPARE_REMARK = (
     "Entries are per KV head. KL is the divergence from the full cache over the full cache's own answer, in nats per "
     "token. KL and same tokens begin after the compression."
 )
@@ -132,7 +132,7 @@ class _Shown:
 def _table(answers: list[Compared], n_prompt: int) -> Table:
     columns = ["cache", "entries", "KV memory", "first token", "tokens/s", "KL", "same tokens"]
     early = (f"{a.name}: {a.uncompressed}." for a in answers if a.uncompressed)
-    table = Table(f"{n_prompt:,} prompt tokens", " ".join([REMARK, *early]), columns)
+    table = Table(f"{n_prompt:,} prompt tokens", " ".join([COMPARE_REMARK, *early]), columns)
     for answer in answers:
         speed = answer.tokens_per_second
         table.add(

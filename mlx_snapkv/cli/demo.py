@@ -19,21 +19,27 @@ from ..errors import SnapKVError
 from ..paths import path_of, put, refusing
 from ..planning.units import format_bytes
 from .loading import load_model
-from .options import MOST, DocumentSeed, Facts, Model, adapt_tokenizer
+from .options import MAX_PROMPT_TOKENS, DocumentSeed, Facts, Model, adapt_tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHARE = 16  # one entry in so many is kept, or read by a token
-READ_SHARE = 8  # of which a chunk of the prompt chooses one in so many
-FULL, SMALL, SPARSE = "full cache", f"1/{SHARE} kept", f"1/{SHARE} read (sparse)"
-LONG = 32_768  # entries to decode from
-STEPS = 5
+KEPT_SHARE = 16  # one entry in so many is kept, or read by a token
+DEMO_CHUNK_SHARE = 8  # of which a chunk of the prompt chooses one in so many
+FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
+    "full cache",
+    f"1/{KEPT_SHARE} kept",
+    f"1/{KEPT_SHARE} read (sparse)",
+)
+DECODED_ENTRIES = 32_768  # entries to decode from
+DECODED_STEPS = 5
 
 
 def demo(
     model: Model = "demo",
-    tokens: Annotated[int, typer.Option(min=1024, max=MOST, help="Length of the document.")] = 2048,
+    tokens: Annotated[
+        int, typer.Option(min=1024, max=MAX_PROMPT_TOKENS, help="Length of the document.")
+    ] = 2048,
     questions: Facts = 3,
     seed: DocumentSeed = 0,
     save_document: Annotated[
@@ -75,22 +81,23 @@ def _chats(n_prompt: int) -> dict[str, dict[str, Any]]:
     from ..compress.policies import SnapKV
     from ..sparse.options import Sparse
 
-    few = n_prompt // SHARE
+    few = n_prompt // KEPT_SHARE
     return {
-        FULL: {},
+        FULL_NAME: {},
         # The answers are short: with a lookahead the full cache would give them.
-        SMALL: {"policy": SnapKV(budget=few, obs_window=32, lookahead=0)},
-        SPARSE: {"sparse": Sparse(budget=few, read_top_k=n_prompt // READ_SHARE)},
+        SNAPKV_NAME: {"policy": SnapKV(budget=few, obs_window=32, lookahead=0)},
+        SPARSE_NAME: {"sparse": Sparse(budget=few, read_top_k=n_prompt // DEMO_CHUNK_SHARE)},
     }
 
 
 def _announced(n_prompt: int, n_facts: int) -> str:
-    from ..sparse.options import LAST
+    from ..sparse.options import LAST_TOKENS
 
     return (
         f"A document of about {n_prompt:,} tokens hides {n_facts} facts. Three chats ask for them one after the other: "
-        f"with all entries, with 1/{SHARE} that SnapKV keeps, and with sparse attention: all entries stay, and chunks "
-        f"of the prompt, except its last {LAST} tokens, and tokens of the answer choose which few they read."
+        f"with all entries, with 1/{KEPT_SHARE} that SnapKV keeps, and with sparse attention: all entries stay, "
+        f"and chunks of the prompt, except its last {LAST_TOKENS} tokens, and tokens of the answer "
+        "choose which few they read."
     )
 
 
@@ -119,7 +126,7 @@ def _next_steps(model: str, save_document: str | None, question: str, n_prompt: 
     if save_document is not None:
         file, question = shlex.quote(save_document), shlex.quote(question)
         command = f"{program} generate --model {model} --prompt-file {file} --prompt {question}"
-        snapkv = f"budget={n_prompt // SHARE},obs_window=32,lookahead=0"
+        snapkv = f"budget={n_prompt // KEPT_SHARE},obs_window=32,lookahead=0"
         lines.append(f"Ask again: {command} --snapkv {snapkv}")
     return "\n".join(lines)
 
@@ -161,20 +168,20 @@ def _column(
 
 
 def _speed(model: Any) -> str:
-    """A token's time at `LONG` random entries, from all of them, those that SnapKV keeps, and those that it chooses."""
+    """Compare a token's time with all `DECODED_ENTRIES` random entries, with SnapKV, and with sparse attention."""
     from ..compress.options import Compress
     from ..compress.policies import SnapKV
     from ..measure.contenders import Contender, compressed, decoding_cache
     from ..measure.speed import entries_bytes, step_in_turn
     from ..sparse.options import Sparse
 
-    few = LONG // SHARE
+    few = DECODED_ENTRIES // KEPT_SHARE
     each = [
-        Contender(FULL, LONG),
-        *compressed(LONG, [Compress(SnapKV(budget=few)), Sparse(budget=few)]),
+        Contender(FULL_NAME, DECODED_ENTRIES),
+        *compressed(DECODED_ENTRIES, [Compress(SnapKV(budget=few)), Sparse(budget=few)]),
     ]
-    caches = [decoding_cache(model, one, LONG) for one in each]
-    full, *others = (median(times[1:]) for times in step_in_turn(model, caches, STEPS))
+    caches = [decoding_cache(model, one, DECODED_ENTRIES) for one in each]
+    full, *others = (median(times[1:]) for times in step_in_turn(model, caches, DECODED_STEPS))
     size, *sizes = (
         format_bytes(entries_bytes(cache, one.is_sparse)) for cache, one in zip(caches, each)
     )
@@ -183,6 +190,6 @@ def _speed(model: Any) -> str:
         for time, held in zip(others, sizes)
     )
     return (
-        f"Decoding after {LONG:,} tokens ({STEPS} steps, random entries) takes {1000 * full:.1f} ms a token and {size} "
-        f"with all entries; with 1/{SHARE} kept {kept}; with 1/{SHARE} read {read}."
+        f"Decoding after {DECODED_ENTRIES:,} tokens ({DECODED_STEPS} steps, random entries) takes {1000 * full:.1f} ms "
+        f"a token and {size} with all entries; with 1/{KEPT_SHARE} kept {kept}; with 1/{KEPT_SHARE} read {read}."
     )

@@ -105,4 +105,4 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         questions,
         options.continuation,
     )
-    result.measure(files, fixed, len(pieces), run, measuring.PAGE)
+    result.measure(files, fixed, len(pieces), run, measuring.FIDELITY_PAGE)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..measure.inspection import Inspection
 
 SHADES = " ░▒▓█"
-SENTENCES = 10
 WIDEST = 160  # columns of a map
 
 
@@ -110,6 +109,8 @@ def _print(inspection: Inspection) -> None:
     """What was kept, drawn as wide as the terminal: a line a layer, the sentences, the answer."""
     from rich.console import Console
 
+    from ..measure.inspection_page import SHOWN_SENTENCES
+
     console = Console(highlight=False, markup=False)
     console.print(inspection.policy, style="bold")
     console.print(str(inspection.report), "", sep="\n")
@@ -121,7 +122,7 @@ def _print(inspection: Inspection) -> None:
         elif best.chosen:
             measure = "by the share of their entries that was chosen"
         console.print(f"Sentences kept most ({measure})", style="bold")
-        for rank, sentence in enumerate(inspection.sentences[:SENTENCES], start=1):
+        for rank, sentence in enumerate(inspection.sentences[:SHOWN_SENTENCES], start=1):
             share = sentence.votes or sentence.chosen
             line = f"{rank:3}  {f'{share:.1%}' if share else 'fixed':>5}  {' '.join(sentence.text.split())}"
             console.print(line, no_wrap=True, overflow="ellipsis")

@@ -19,7 +19,7 @@ class Choice(NamedTuple):
     pages: str
 
 
-_CHOICES = f"""
+_CHOICES_TEXT = f"""
 no setting in mind
 auto chooses one of the settings below for the prompt, the task and this machine, and says which and why.
 {ASK} --policy auto
@@ -65,7 +65,7 @@ KeyDiff evicts before it sees the question, and at 1/4 loses half of the needles
 {ASK} --kv-bits 4 --policy "keydiff:budget=8192 then snapkv:top_k=2048"
 quality.md benchmarks.md#decoding-and-reading
 """
-CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES.strip().split("\n\n")]
+CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES_TEXT.strip().split("\n\n")]
 
 
 def models(as_json: AsJson = False) -> None:

@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"
 )  # fmt: skip
 # The step of mlx-lm's loader that failed, and what it was about.
-STEPS = {
+LOADING_STEPS = {
     "load_tokenizer": "its tokenizer can't be read",
     "load_adapters": "the adapters don't fit",
     "load_weights": "its weights don't fit its config.json",
@@ -291,5 +291,7 @@ def _fault(folder: Path, error: Exception) -> str:
     has_tokenizer = any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
     if "load_tokenizer" in frames and not has_tokenizer:
         return "the folder has no tokenizer, such as tokenizer.json"
-    step = next((about for name, about in STEPS.items() if name in frames), "mlx-lm can't load it")
+    step = next(
+        (about for name, about in LOADING_STEPS.items() if name in frames), "mlx-lm can't load it"
+    )
     return f"{step}: {brief(error)}"

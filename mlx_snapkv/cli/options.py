@@ -14,7 +14,7 @@ from ..demo import MODELS
 from ..errors import OptionError, SnapKVError, UnknownOptionError, suggestion
 from .command import refusal
 
-MOST = 10_000_000  # tokens of a prompt
+MAX_PROMPT_TOKENS = 10_000_000  # tokens of a prompt
 BYTES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 TOKENS = {"k": 1 << 10, "m": 1 << 20}
 # Parameters of `apply_chat_template` that --chat-template-config may set.
@@ -30,8 +30,8 @@ def n_bytes(text: Any, least: int = 1) -> int:
 
 def n_tokens(text: Any) -> int:
     """Tokens from a number and, if there is one, a unit of 1,024s: "4096", "128k", "1M"."""
-    what = f"a number of tokens from 1 to {MOST}, such as 4096, 128k or 1M"
-    return _number(str(text).strip().lower(), TOKENS, 1, MOST, what)
+    what = f"a number of tokens from 1 to {MAX_PROMPT_TOKENS}, such as 4096, 128k or 1M"
+    return _number(str(text).strip().lower(), TOKENS, 1, MAX_PROMPT_TOKENS, what)
 
 
 def _number(number: str, units: dict[str, Any], least: int, most: int, what: str) -> int:
@@ -57,9 +57,11 @@ def lengths(least: int) -> Callable[[Any], list[int]]:
     def parse(text: Any) -> list[int]:
         with contextlib.suppress(ValueError):
             numbers = [int(part) for part in str(text).split(",") if part.strip()]
-            if all(least <= n <= MOST for n in numbers):
+            if all(least <= n <= MAX_PROMPT_TOKENS for n in numbers):
                 return list(dict.fromkeys(numbers))
-        raise BadParameter(f"must be whole numbers from {least} to {MOST}, separated by commas")
+        raise BadParameter(
+            f"must be whole numbers from {least} to {MAX_PROMPT_TOKENS}, separated by commas"
+        )
 
     return parse
 

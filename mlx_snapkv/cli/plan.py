@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ..planning.machine import Machine
     from ..planning.memory_plan import MemoryPlan, Planner
 
-CONTEXTS = tuple(1 << n for n in range(12, 21))
-UNTOLD = 1 << 17  # tokens to plan at most for a model whose trained length is not known
+PLANNED_CONTEXTS = tuple(1 << n for n in range(12, 21))
 
 
 def mac_bytes(text: Any) -> int:
@@ -110,8 +109,10 @@ class Plans:
     kv_memory: int | None
 
     def contexts(self) -> list[int]:
-        most = self.trained or UNTOLD
-        return [*(n for n in CONTEXTS if n < most), most]
+        from ..planning.prefixes import DEFAULT_CONTEXT
+
+        most = self.trained or DEFAULT_CONTEXT
+        return [*(n for n in PLANNED_CONTEXTS if n < most), most]
 
     def choose(self, n: int) -> Choice:
         """Plans for `n` tokens. The user's policy is recommended if it fits, else what --policy auto chooses."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Run = Callable[[Results, Callable[..., None]], list[Record]]
 
 # Columns of words; all others hold figures.
-NAMES = (
+NAME_COLUMNS = (
     "cache",
     "server",
     "policy",
@@ -44,7 +44,7 @@ NAMES = (
     "here",
 )
 VERSION = {"mlx-snapkv": __version__}
-LONG = 24  # characters of a heading, which are then folded
+MAX_HEADING = 24  # characters of a heading, which are then folded
 LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
 
 
@@ -121,9 +121,9 @@ def print_table(made: Table) -> None:
     looks: Any = {"title_justify": "left", "box": box.SIMPLE, "padding": (0, 1, 0, 0)}
     drawn = table.Table(title=made.title, **looks)
     for column in made.columns:
-        fold = len(column) > LONG
+        fold = len(column) > MAX_HEADING
         figures: Any = {"justify": "right", "no_wrap": not fold, "min_width": 8 * fold}
-        drawn.add_column(column, overflow="fold", **({} if column in NAMES else figures))
+        drawn.add_column(column, overflow="fold", **({} if column in NAME_COLUMNS else figures))
     for row in made.rows:
         drawn.add_row(*row)
     console.print(drawn, made.remark, sep="\n", markup=False)

@@ -12,9 +12,13 @@ from .messages import arguments_of, mended
 
 JSON = json.JSONDecoder(strict=False)  # models put line breaks into texts
 DEEPEST = 100  # brackets within each other in a call's arguments, which clients send again with every later request
-ARGUMENTS = ("arguments", "parameters", "args", "input")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 NOT_ARGUMENTS = ("name", "function")
-OURS = ("id", "type", "index")  # of a call, or of its arguments where these stand beside the name
+CALL_FIELDS = (
+    "id",
+    "type",
+    "index",
+)  # of a call, or of its arguments where these stand beside the name
 
 
 def calls_in(
@@ -107,8 +111,8 @@ def _call(value: Any) -> dict[str, Any] | None:
     inner = value["function"] if isinstance(value.get("function"), dict) else value
     name = inner.get("name", inner.get("function"))
     beside = {key: each for key, each in inner.items() if key not in NOT_ARGUMENTS}
-    named = [inner[key] for key in ARGUMENTS if key in inner]
-    if not named and beside.keys() & {*OURS}:  # whose these are can't be told
+    named = [inner[key] for key in ARGUMENT_KEYS if key in inner]
+    if not named and beside.keys() & {*CALL_FIELDS}:  # whose these are can't be told
         return None
     arguments = arguments_of(named[0] if named else beside)
     if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import AfterValidator, ValidationInfo
 
-SHOWN = 60  # characters of a value that is refused
+MAX_VALUE_LENGTH = 60  # characters of a value that is refused
 
 
 def require(ok: bool, rule: str, value: Any) -> None:
@@ -37,4 +37,4 @@ def needed_by(kind: str) -> AfterValidator:
 
 def short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"

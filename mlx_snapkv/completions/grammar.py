@@ -21,7 +21,7 @@ TOO_LARGE = "the tools' parameters are left out: together they are too large to 
 FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 # Keywords that llguidance doesn't know, by the values with which they demand nothing.
-IDLE: dict[str, tuple] = {
+NO_DEMANDS: dict[str, tuple] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedProperties": (True, {}),
@@ -177,7 +177,7 @@ def _is_idle(name: str, part: Any) -> bool:
         return name != "default"
     if name == "format":
         return isinstance(part, str) and part not in FORMATS
-    return any(type(part) is type(idle) and part == idle for idle in IDLE.get(name, ()))
+    return any(type(part) is type(idle) and part == idle for idle in NO_DEMANDS.get(name, ()))
 
 
 def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schema]) -> str:

@@ -12,7 +12,7 @@ from ..errors import SnapKVError, brief
 # An object's optional properties may come in any number at any place: each takes 4 items of the parser's row.
 MOST_OPTIONAL = 1000
 LIMITS = LLParserLimits(max_items_in_row=5 * MOST_OPTIONAL)
-SHOWN = 200  # characters of what the library says of a schema
+MAX_REASON_LENGTH = 200  # characters of what the library says of a schema
 
 _vocabularies: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
 
@@ -56,4 +56,6 @@ def reason_of(matcher: LLMatcher) -> str:
     )
     if "coerce_one_of" in reason:
         return "parts of a oneOf may overlap, so use anyOf"
-    return " ".join(reason.split()).replace("Unimplemented keys", "unsupported keywords")[:SHOWN]
+    return " ".join(reason.split()).replace("Unimplemented keys", "unsupported keywords")[
+        :MAX_REASON_LENGTH
+    ]

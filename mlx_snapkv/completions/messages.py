@@ -39,7 +39,7 @@ OTHER_FORMS = (
     "reasoning",
 )
 # By which a call's arguments go.
-ARGUMENTS = ("arguments", "input", "action", "operation", "queries", "code")
+INPUT_KEYS = ("arguments", "input", "action", "operation", "queries", "code")
 OWN = ("user", "system")  # whose words have to be read as they are
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 
@@ -183,7 +183,7 @@ def call_of(call: dict[str, Any]) -> dict[str, Any]:
     inner = next(
         (call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)), call
     )
-    arguments = next((inner[key] for key in ARGUMENTS if key in inner), None)
+    arguments = next((inner[key] for key in INPUT_KEYS if key in inner), None)
     name, call_id = inner.get("name") or call.get("name"), call.get("call_id") or call.get("id")
     if not isinstance(name, str):
         name = named(call).removesuffix("_call")

@@ -6,8 +6,8 @@ from ..errors import SnapKVError
 from .chat_template import apply_template
 from .messages import Message, whole
 
-MARK = "THE-ANSWER-GOES-ON-HERE"
-LEFT_OUT = "the assistant's thoughts at the end are left out: only its text is continued"
+ANSWER_MARK = "THE-ANSWER-GOES-ON-HERE"
+THOUGHTS_LEFT_OUT = "the assistant's thoughts at the end are left out: only its text is continued"
 
 
 def without_empty(turns: list[Message]) -> tuple[list[Message], list[str]]:
@@ -15,7 +15,7 @@ def without_empty(turns: list[Message]) -> tuple[list[Message], list[str]]:
     *before, last = turns or [Message("user")]
     if not before or last.role != "assistant" or last.text.strip() or last.calls:
         return turns, []
-    return before, [LEFT_OUT] if last.reasoning else []
+    return before, [THOUGHTS_LEFT_OUT] if last.reasoning else []
 
 
 def prefill_of(turns: list[Message]) -> str:
@@ -38,9 +38,9 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
     *before, last = messages
     refusal = SnapKVError("the chat template leaves out the assistant's message at the end")
     try:
-        whole = text([*before, last | {"content": last["content"] + MARK}], False)
-        if MARK in whole:
-            return whole[: whole.rfind(MARK)]
+        whole = text([*before, last | {"content": last["content"] + ANSWER_MARK}], False)
+        if ANSWER_MARK in whole:
+            return whole[: whole.rfind(ANSWER_MARK)]
     except SnapKVError as error:
         refusal = error
     if not before:

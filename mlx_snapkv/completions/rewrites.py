@@ -17,7 +17,7 @@ from .turns import calls_as_text, in_turns
 
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # what Mistral's templates demand
 SEEN = "OK."  # what the assistant says to a result, where a template wants it to
-LEFT_OUT = "(what was said before is left out)"
+OMITTED = "(what was said before is left out)"
 
 Given = tuple[list[Message], dict[str, Any]]
 
@@ -115,7 +115,7 @@ def alternating(turns: list[Message], options: dict[str, Any]) -> Given:
     changed = in_turns(map(calls_as_text, turns))
     n_system = len(changed) > 0 and changed[0].role == "system"
     if changed[n_system:] and changed[n_system].role == "assistant":
-        changed.insert(n_system, Message("user", LEFT_OUT))
+        changed.insert(n_system, Message("user", OMITTED))
     return changed, options
 
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-_FOLDER = Path(__file__).parent / "models"
+_MODELS_FOLDER = Path(__file__).parent / "models"
 
 # What `--model NAME` means besides folders and repositories.
 MODELS: dict[str, Path] = {
-    "demo": _FOLDER / "llama",
-    "demo-qwen3-next": _FOLDER / "qwen3-next",
-    "demo-tasks": _FOLDER / "tasks",
+    "demo": _MODELS_FOLDER / "llama",
+    "demo-qwen3-next": _MODELS_FOLDER / "qwen3-next",
+    "demo-tasks": _MODELS_FOLDER / "tasks",
 }

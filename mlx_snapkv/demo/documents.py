@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Lists in an order of their own, so that a seed gives the same text anywhere.
-_VOCABULARY = json.loads((Path(__file__).parent / "vocabulary.json").read_text(encoding="utf-8"))
-_SENTENCES, _TIMES = _VOCABULARY.pop("sentences"), _VOCABULARY.pop("times")
-_WORDS: dict[str, list[str]] = {kind: " ".join(x).split() for kind, x in _VOCABULARY.items()}
+_WORD_LISTS = json.loads((Path(__file__).parent / "vocabulary.json").read_text(encoding="utf-8"))
+_SENTENCES, _TIMES = _WORD_LISTS.pop("sentences"), _WORD_LISTS.pop("times")
+_WORDS: dict[str, list[str]] = {kind: " ".join(x).split() for kind, x in _WORD_LISTS.items()}
 ADJECTIVES, NOUNS, THINGS = (_WORDS[kind] for kind in ("adjectives", "nouns", "things"))
 # What a sentence may name two of.
 _TWICE = {

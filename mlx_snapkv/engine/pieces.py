@@ -8,7 +8,7 @@ from ..caches.layers import AttentionLayer, token_caches
 from ..entries.quota import UNLIMITED
 from ..models.counts import query_heads
 from ..models.distributed import n_ranks
-from ..planning.scores import LEAST, scores_limit, tokens_at_once
+from ..planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
 
 PAIR_BYTES = 3 * 4  # of a query, an entry and a head, at most
@@ -26,7 +26,7 @@ class Pieces:
     def __init__(self, model: Any, layers: list[AttentionLayer], n_new: int, n_prompt: int):
         self._model, self._layers, self._pair_bytes = model, layers, 0
         heads = max(query_heads(layer.attention) for layer in layers)
-        score_bytes = PAIR_BYTES * heads * max(LEAST, n_new) * n_prompt
+        score_bytes = PAIR_BYTES * heads * max(MIN_TOKENS_AT_ONCE, n_new) * n_prompt
         self._limit = scores_limit()
         # Several Macs have to make the same calls, and each has its own memory: they read whole chunks.
         if score_bytes > self._limit and n_ranks() == 1:
@@ -36,7 +36,7 @@ class Pieces:
             )
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
-        while inputs.shape[1] > LEAST and (n := self.at_once(cache)) < inputs.shape[1]:
+        while inputs.shape[1] > MIN_TOKENS_AT_ONCE and (n := self.at_once(cache)) < inputs.shape[1]:
             self._model(inputs[:, :n], cache=cache)
             mx.eval([c.state for c in cache])
             mx.clear_cache()  # of arrays that are too small for the next piece's scores

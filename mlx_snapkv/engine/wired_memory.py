@@ -12,8 +12,8 @@ from ..planning.machine import this_machine
 from ..prerequisites import complaint_here
 from .prefill import mlx_generate
 
-_HELD = contextlib.ExitStack()
-atexit.register(_HELD.close)
+_WIRED = contextlib.ExitStack()
+atexit.register(_WIRED.close)
 
 
 def hold_memory(model: Any) -> None:
@@ -25,6 +25,6 @@ def hold_memory(model: Any) -> None:
     if (said := complaint_here(has_metal=mx.metal.is_available())) is not None:
         raise SnapKVError(said)
     mx.set_cache_limit(this_machine().buffers)
-    _HELD.close()
+    _WIRED.close()
     with contextlib.redirect_stdout(sys.stderr):  # it may warn, and answers go to stdout
-        _HELD.enter_context(mlx_generate.wired_limit(model))
+        _WIRED.enter_context(mlx_generate.wired_limit(model))

@@ -22,7 +22,7 @@ from .spans import spans
 
 # Bytes of float32 logits made at a time. Every operation on a block is a launch on a GPU, and of smaller blocks the
 # launches would take most of a vote's time.
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 8 << 20  # bytes of float32 numbers computed at a time: larger blocks take more memory
 ONE_PASS_BYTES = 64 << 20  # of logits and float32 keys, below which they are made in one block
 READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
 READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for any longer prompt

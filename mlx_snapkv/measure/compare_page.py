@@ -16,7 +16,7 @@ from .compare import Compared
 from .sentences import token_spans
 from .tables import Table
 
-PAGE = Path(__file__).with_name("compare.html")
+COMPARE_HTML = Path(__file__).with_name("compare.html")
 LEVELS = 4  # tints, from kept nowhere (0) to kept by all heads
 
 
@@ -31,7 +31,7 @@ def page(
         "title": f"{escape(model)}: answers compared",
         "parts": "".join([_table(table), *beside]),
     }
-    html = Template(PAGE.read_text(encoding="utf-8")).safe_substitute(given)
+    html = Template(COMPARE_HTML.read_text(encoding="utf-8")).safe_substitute(given)
     return html.replace("$policy", content_policy(html), 1)
 
 

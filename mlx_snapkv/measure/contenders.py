@@ -17,13 +17,13 @@ from ..planning.settings import Setting
 from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
 from ..sparse.options import Sparse
-from ..sparse.residual import FITTED
+from ..sparse.residual import WEIGHING_QUERIES
 from ..sparse.stores import MemoryStore
 from ..sparse.token_ranking import TokenRanking
 
 RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
 KEEP = 4  # entries that mlx-lm's rotating cache pins at the front
-VOCABULARY = 100  # token ids that every model has
+N_TOKEN_IDS = 100  # token ids that every model has
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Contender:
 
 def _last_queries(keys: mx.array) -> Queries:
     """As after a prompt, whose last queries weigh what a token does not read."""
-    heads, n = mx.random.normal((*keys.shape[:2], FITTED, keys.shape[3])), keys.shape[2]
-    return Queries(heads, range(n - FITTED, n), keys.shape[3] ** -0.5)
+    heads, n = mx.random.normal((*keys.shape[:2], WEIGHING_QUERIES, keys.shape[3])), keys.shape[2]
+    return Queries(heads, range(n - WEIGHING_QUERIES, n), keys.shape[3] ** -0.5)
 
 
 def make_random_model() -> llama.Model:
@@ -81,7 +81,7 @@ def make_random_model() -> llama.Model:
 
 
 def random_prompt(n_tokens: int) -> mx.array:
-    prompt = mx.random.randint(1, VOCABULARY, (n_tokens,))
+    prompt = mx.random.randint(1, N_TOKEN_IDS, (n_tokens,))
     mx.eval(prompt)
     return prompt
 

@@ -15,7 +15,7 @@ from ..models import attention_classes
 from ..models.patch import recording
 from .reading import Reading
 
-LEAST = -1e4  # of a log-probability: a token that can't come counts for nothing
+MIN_LOG_PROBABILITY = -1e4  # of a log-probability: a token that can't come counts for nothing
 
 
 class Reference:
@@ -131,7 +131,7 @@ def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
 def log_softmax(logits: mx.array) -> mx.array:
     """Float32."""
     logits = logits.astype(mx.float32)
-    return mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), LEAST)
+    return mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), MIN_LOG_PROBABILITY)
 
 
 def divergence(logprobs: mx.array, others: mx.array) -> mx.array:

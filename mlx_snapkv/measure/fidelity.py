@@ -22,16 +22,16 @@ from ..planning.units import format_bytes
 from ..sparse.options import Sparse
 from .divergence import Reference
 from .intervals import difference, interval
-from .methods import FULL, KNOWN, LATER, Method
+from .methods import FULL_CACHE, KNOWN, LATER, Method
 from .reading import AnyPolicy, Reading, n_ahead, read_once, read_sparsely, shares_reading
 from .records import Record, Results
 from .tables import Page, Summary, Table, grouped, table_of
 from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
-SETTINGS = (TEXT, KNOWN, LATER)
+FIDELITY_SETTINGS = (TEXT, KNOWN, LATER)
 AFTER = "after the compression"  # which tokens are judged
-REMARK = (
+FIDELITY_REMARK = (
     "All methods get the same texts and answers. KL: the divergence of the predictions with the compressed cache from "
     "those with the full cache, in nats per token; 0 means no difference. Against the first: how much higher the KL is "
     "than the first policy's. Same token: the share of tokens for which both predict the same token. Loss: the full "
@@ -181,10 +181,13 @@ def _held(reading: Reading, cache: list, report: CompressionReport) -> Record:
 def summarise(records: list[Record]) -> Summary:
     """One JSON object a setting and method, in that order."""
     found = []
-    for setting in SETTINGS:
+    for setting in FIDELITY_SETTINGS:
         own = grouped([r for r in records if r["setting"] == setting], "method")
-        first = next((rows for (name,), rows in own.items() if name != FULL), own.get((FULL,), []))
-        found += [_summary(rows, own[FULL,], first) for rows in own.values()]
+        first = next(
+            (rows for (name,), rows in own.items() if name != FULL_CACHE),
+            own.get((FULL_CACHE,), []),
+        )
+        found += [_summary(rows, own[FULL_CACHE,], first) for rows in own.values()]
     return found
 
 
@@ -232,31 +235,33 @@ def _table(summary: Summary, setting: str) -> Table:
     counts = f"Pieces: {one['pieces']}; texts: {one['texts']}; {what}: {one['tokens']:,}."
     ended = "{unjudged} of {pieces} answers are not scored: they ended before {method} had compressed their prompt."
     remarks = [counts, about, *(ended.format_map(s) for s in summary if s["unjudged"])]
-    first = next((s for s in summary if s["method"] != FULL), None)
+    first = next((s for s in summary if s["method"] != FULL_CACHE), None)
 
     def kl(s: Record, key: str = "kl", form: str = ".3f") -> str:
         return interval(s[key], form) if one["texts"] > 1 else format(s[key]["mean"], form)
 
     def against_first(s: Record) -> str:
-        if s["method"] == FULL or s is first or s["kl"] is None:
+        if s["method"] == FULL_CACHE or s is first or s["kl"] is None:
             return ""
         key = "kl_against_first"
         return "other tokens" if s[key] is None else kl(s, key, "+.3f")
 
     columns: dict[str, Callable[[Record], str]] = {
         "method": itemgetter("method"),
-        "KL": lambda s: "0" if s["method"] == FULL else "not scored" if s["kl"] is None else kl(s),
+        "KL": lambda s: (
+            "0" if s["method"] == FULL_CACHE else "not scored" if s["kl"] is None else kl(s)
+        ),
         "against the first": against_first,
         "same token": lambda s: "" if s["same"] is None else f"{s['same']:.1%}",
     }
     if setting == TEXT:
         full, other = "{loss:.3f}".format_map, "{loss_against_full[mean]:+.3f}".format_map
-        columns["loss"] = lambda s: (full if s["method"] == FULL else other)(s)
+        columns["loss"] = lambda s: (full if s["method"] == FULL_CACHE else other)(s)
     if setting == KNOWN:
-        columns["tokens scored"] = lambda s: "" if s["method"] == FULL else f"{s['judged']:,}"
+        columns["tokens scored"] = lambda s: "" if s["method"] == FULL_CACHE else f"{s['judged']:,}"
     columns["entries"] = "{entries:,}".format_map
     columns["KV memory"] = lambda s: format_bytes(s["kv_bytes"])
     return table_of(heading, " ".join(remarks), columns, summary)
 
 
-PAGE = Page("Fidelity to the full cache", REMARK, summarise, tables)
+FIDELITY_PAGE = Page("Fidelity to the full cache", FIDELITY_REMARK, summarise, tables)

@@ -16,8 +16,8 @@ from ..errors import SnapKVError
 from .inspection import Inspection
 from .tables import put_figure
 
-PAGE = Path(__file__).with_name("inspection.html")
-SENTENCES = 10
+INSPECTION_HTML = Path(__file__).with_name("inspection.html")
+SHOWN_SENTENCES = 10
 COLUMNS = 256  # of the picture: parts of the prompt
 TICKS = 16  # layers named, at most
 
@@ -46,7 +46,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
     }
     # In a script element "<" could begin its end, or a comment.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    html = PAGE.read_text(encoding="utf-8")
+    html = INSPECTION_HTML.read_text(encoding="utf-8")
     before, after = html.replace("POLICY", content_policy(html), 1).split("DATA")
     return before + text + after
 
@@ -67,7 +67,7 @@ def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
         "bits": _text(np.packbits(rows, axis=1, bitorder="little")),
         "sentences": [
             asdict(s) | {"start": int(group_of[s.start]), "stop": int(group_of[s.stop - 1]) + 1}
-            for s in found.sentences[:SENTENCES]
+            for s in found.sentences[:SHOWN_SENTENCES]
         ],
         "answer": {
             "tokens": list(found.answer_tokens),

@@ -9,9 +9,9 @@ from ..planning.options import noted
 from ..planning.prompt_plan import reason_to_leave
 from .reading import AnyPolicy, shares_reading
 
-FULL = "full cache"
+FULL_CACHE = "full cache"
 KNOWN, LATER = "known", "later"
-SETTINGS = (KNOWN, LATER)
+ANSWER_SETTINGS = (KNOWN, LATER)
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Method:
     def name(self) -> str:
         """What tables call it."""
         if self.policy is None:
-            return FULL
+            return FULL_CACHE
         named = (f", {k} {v}" for k, v in noted(self.options).items() if v not in ("memory", None))
         return f"{self.policy}{''.join(named)}"
 

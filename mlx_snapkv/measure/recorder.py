@@ -11,7 +11,7 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.attention import attention_weights
 from ..entries.quota import Quota
 
-MOST = 24  # prompt tokens recorded for each of the answer's, by layer
+MAX_RECORDED = 24  # prompt tokens recorded for each of the answer's, by layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Recorder:
 
     def __init__(self, layers: list[AttentionLayer], n_prompt: int, most: int):
         self._n_layers, self._n_prompt, self._size = len(layers), n_prompt, n_prompt + most + 1
-        self._n_most = min(MOST, n_prompt)
+        self._n_most = min(MAX_RECORDED, n_prompt)
         self._pending: dict[int, dict[int, mx.array]] = {}
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._n_before: int | None = None

@@ -12,11 +12,11 @@ from .tables import Record
 
 Measure = Callable[[list[Record]], Iterable[Record]]
 
-KEYS = ("method", "setting", "task", "length", "document", "piece", "question")
+RECORD_KEYS = ("method", "setting", "task", "length", "document", "piece", "question")
 
 
 class Results:
-    """Records, identified by their method, and by those of the other `KEYS` that they have.
+    """Records, identified by their method, and by those of the other `RECORD_KEYS` that they have.
 
     With a path, each is appended to that file of JSON lines as it comes; the first line is the setting. A later run
     goes on from the file. Nothing is written before the results are entered as a context.
@@ -98,4 +98,4 @@ class Results:
 
 
 def _key(record: Record) -> tuple:
-    return record["method"], *map(record.get, KEYS[1:])
+    return record["method"], *map(record.get, RECORD_KEYS[1:])

@@ -11,12 +11,14 @@ import numpy as np
 Span = tuple[int, int]
 
 INCOMPLETE = "\ufffd"  # what a tokeniser makes of bytes that are no character
-MOST = 8  # tokens of a character, which has at most four bytes
+MAX_CHARACTER_TOKENS = 8  # tokens of a character, which has at most four bytes
 
 # Up to the end of a sentence or paragraph, with the white space that follows it.
-_PIECE = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*|\Z)", re.DOTALL)
+_SENTENCE_END = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*|\Z)", re.DOTALL)
 
-LONG = 200  # characters; a longer piece is a list, a table or code, and is cut between its lines
+MAX_PIECE = (
+    200  # characters; a longer piece is a list, a table or code, and is cut between its lines
+)
 
 # Before a line of a list, of a table, or a heading.
 _MARKED = re.compile(r"(?<=\n)(?=[^\S\n]*[^\w\s\"'“‘(])")
@@ -52,7 +54,7 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
         if waiting and len(text) > len(waiting) and text.startswith(waiting):
             take(stop - 1, waiting)  # nothing will make it whole
             text = decoded(before, stop)
-        if text.endswith(INCOMPLETE) and stop - start < MOST:
+        if text.endswith(INCOMPLETE) and stop - start < MAX_CHARACTER_TOKENS:
             waiting = text
         else:
             take(stop, text)
@@ -90,8 +92,8 @@ class Sentence:
 
 def sentences_of(text: str) -> Iterator[str]:
     """The sentences of a text, with the white space behind them; items of lists, rows and lines of code alone."""
-    for piece in itertools.chain.from_iterable(map(_MARKED.split, _PIECE.findall(text))):
-        yield from piece.splitlines(keepends=True) if len(piece) > LONG else [piece]
+    for piece in itertools.chain.from_iterable(map(_MARKED.split, _SENTENCE_END.findall(text))):
+        yield from piece.splitlines(keepends=True) if len(piece) > MAX_PIECE else [piece]
 
 
 def ranked(

@@ -12,7 +12,7 @@ from ..errors import SnapKVError
 from ..paths import path_of, reason
 
 OPTION = "--text"
-MARK = "THE TEXT STANDS HERE"
+TEXT_MARK = "THE TEXT STANDS HERE"
 
 
 class Piece(NamedTuple):
@@ -113,10 +113,10 @@ def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
 
     Raises: SnapKVError: the template fails, or changes what the user says.
     """
-    messages = [{"role": "user", "content": f"{MARK}{ending}"}]
+    messages = [{"role": "user", "content": f"{TEXT_MARK}{ending}"}]
     options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
     text = apply_template(tokenizer, messages, **options)
-    if text.count(MARK) != 1:
+    if text.count(TEXT_MARK) != 1:
         raise SnapKVError("the chat template changes what the user says")
-    before, after = text.split(MARK)
+    before, after = text.split(TEXT_MARK)
     return before, after

@@ -18,18 +18,17 @@ from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.utils import _get_classes
 
 from ..errors import SnapKVError
-from .table import SUPPORTED
+from .table import ROTARY_TAIL, SUPPORTED
 
-KEY, PARTIAL = "rope_parameters", "partial_rotary_factor"
-FULL, SLIDING = "full_attention", "sliding_attention"
+ROPE_PARAMETERS, PARTIAL = "rope_parameters", "partial_rotary_factor"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 # Of a value, the names that mlx-lm's families have for it.
-NAMES = {
+CONFIG_NAMES = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     PARTIAL: (PARTIAL, "rotary_pct", "rotary_dim"),
     "original_max_position_embeddings": ("original_max_position_embeddings",),
     "local rope_theta": ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta"),
 }
-TAIL = "qk_rope_head_dim"  # says the same as that factor
 # Families that have it in another place (attn_config), and the parts of dimensions that others always turn.
 ELSEWHERE = ("dbrx",)
 FIXED = {"recurrent_gemma": 0.5}
@@ -54,7 +53,7 @@ class TakenOver:
             f"{name} ({value['rope_type']})" if isinstance(value, Mapping) else f"{name}={value}"
             for name, value in self.values.items()
         )
-        return f"{', '.join(said)} from {KEY}, which mlx-lm does not read for this model type"
+        return f"{', '.join(said)} from {ROPE_PARAMETERS}, which mlx-lm does not read for this model type"
 
 
 def taken_over(config: Any) -> TakenOver:
@@ -73,11 +72,11 @@ def taken_over(config: Any) -> TakenOver:
     text = config["text_config"] if nested else config
     if "text_config" in _fields(args_class):
         args_class = _text_class(name, model_class, text)
-    if args_class is None or not isinstance(text, Mapping) or not text.get(KEY):
+    if args_class is None or not isinstance(text, Mapping) or not text.get(ROPE_PARAMETERS):
         return TakenOver()
     families = SUPPORTED.get(name, ())
     has_rope = not families or any(family.rope is not None for family in families)
-    if KEY in _fields(args_class) or not has_rope or name in ELSEWHERE:
+    if ROPE_PARAMETERS in _fields(args_class) or not has_rope or name in ELSEWHERE:
         return TakenOver()
     changes = _plain(name, text, _fields(args_class))
     values = {key: value for key, value in changes.items() if value is not None}
@@ -104,9 +103,9 @@ def _text_class(name: str, model_class: type, text: Any) -> Any:
 
 def _plain(name: str, config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """The values that `config` lacks, by the names of mlx-lm's `fields`."""
-    values = _by_layer_type(name, config[KEY], fields)
+    values = _by_layer_type(name, config[ROPE_PARAMETERS], fields)
     changes: dict[str, Any] = {}
-    for key, names in NAMES.items():
+    for key, names in CONFIG_NAMES.items():
         value = values.pop(key, None)
         known = next((x for x in names if x in fields), None)
         if value is None or (known is not None and config.get(known) is not None):
@@ -117,7 +116,7 @@ def _plain(name: str, config: Mapping[str, Any], fields: Mapping[str, Any]) -> d
         elif known is not None:
             changes[known] = value
         elif key == "rope_theta" or (
-            key == PARTIAL and TAIL not in fields and value != FIXED.get(name, 1)
+            key == PARTIAL and ROTARY_TAIL not in fields and value != FIXED.get(name, 1)
         ):
             raise _refused(name, f"no {key}")
         if key.startswith("original"):
@@ -136,14 +135,14 @@ def _plain(name: str, config: Mapping[str, Any], fields: Mapping[str, Any]) -> d
 def _by_layer_type(name: str, values: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """One dict of `rope_parameters`; of those that have one a layer type, if mlx-lm's family can express them."""
     if not isinstance(values, Mapping):
-        raise SnapKVError(f"{KEY} in its config.json must be an object, got {values!r}")
+        raise SnapKVError(f"{ROPE_PARAMETERS} in its config.json must be an object, got {values!r}")
     kinds = {kind: dict(found) for kind, found in values.items() if isinstance(found, Mapping)}
     if not kinds:
         return dict(values)
-    first, local = next(iter(kinds.values())), kinds.get(SLIDING, {})
-    own = any(x in fields for x in NAMES["local rope_theta"])
-    if set(kinds) == {FULL, SLIDING} and (own or name in PLAIN_SLIDING):
-        full, same = kinds[FULL], [PARTIAL] + ["rope_theta"] * (not own)
+    first, local = next(iter(kinds.values())), kinds.get(SLIDING_ATTENTION, {})
+    own = any(x in fields for x in CONFIG_NAMES["local rope_theta"])
+    if set(kinds) == {FULL_ATTENTION, SLIDING_ATTENTION} and (own or name in PLAIN_SLIDING):
+        full, same = kinds[FULL_ATTENTION], [PARTIAL] + ["rope_theta"] * (not own)
         plain = local.get("rope_type", "default") == "default"
         if plain and all(full.get(key) == local.get(key) for key in same):
             return full | ({"local rope_theta": local.get("rope_theta")} if own else {})
@@ -154,6 +153,6 @@ def _by_layer_type(name: str, values: Any, fields: Mapping[str, Any]) -> dict[st
 
 def _refused(name: str, what: str) -> SnapKVError:
     return SnapKVError(
-        f"its config.json has {KEY}, as transformers 5 writes it, but mlx-lm's {name!r} does not read that and has "
-        f"{what}: its answers would be wrong"
+        f"its config.json has {ROPE_PARAMETERS}, as transformers 5 writes it, but mlx-lm's {name!r} does not "
+        f"read that and has {what}: its answers would be wrong"
     )

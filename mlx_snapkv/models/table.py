@@ -12,10 +12,10 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from .family import AttentionFamily as Family
 
-_SLIDING = "sliding-window layers stay as they are"
+_SLIDING_NOTE = "sliding-window layers stay as they are"
 _LINEAR = "linear and state-space layers stay as they are"
 _PER_HEAD = "keys and values are stored per head"
-_TAIL = "qk_rope_head_dim"
+ROTARY_TAIL = "qk_rope_head_dim"  # config field: dimensions of a head that are rotated
 _BORROWED = "layers without entries of their own vote for those that they read"
 _LATENTS = "latents and positional keys are one head's entries (MLA)"
 _LENT = "this model's layers lend each other entries past mlx-lm's quantised attention"
@@ -53,13 +53,13 @@ def _alike(names: str, **special: Any) -> list[Family]:
 _MLA: dict[str, Any] = {
     "latent": True,
     "captures": "rope",
-    "rotary_tail": _TAIL,
+    "rotary_tail": ROTARY_TAIL,
     "plain_only": _always("mlx-lm multiplies this model's latents past its quantised attention"),
     "note": _LATENTS,
 }
 _HYBRID_MLA = _MLA | {"note": f"{_LATENTS}; {_LINEAR}"}
 
-_FAMILIES = (
+_DECLARED_FAMILIES = (
     *_alike(
         """Klear:KlearAttention apertus:ApertusAttention bailing_moe:BailingMoeAttention bitnet cohere dbrx
         deepseek:DeepseekAttention dots1:Dots1Attention ernie4_5 ernie4_5_moe exaone:AttentionModule gemma
@@ -77,15 +77,15 @@ _FAMILIES = (
     Family("nanbeige", note="every pass of its loop has entries of its own"),
     *_alike(
         "afmoe gemma3_text laguna mellum olmo3:Olmo3Attention plamo3 spark2_5 step3p5:Step3p5Attention",
-        note=_SLIDING,
+        note=_SLIDING_NOTE,
     ),
-    *_alike("llama ministral3", note=_SLIDING, idle=_uses_sliding_window),
-    Family("cohere2", rotates="use_sliding_window", note=_SLIDING),
-    *_alike("exaone4 muse_glimmer", rotates="use_rope", note=_SLIDING),
+    *_alike("llama ministral3", note=_SLIDING_NOTE, idle=_uses_sliding_window),
+    Family("cohere2", rotates="use_sliding_window", note=_SLIDING_NOTE),
+    *_alike("exaone4 muse_glimmer", rotates="use_rope", note=_SLIDING_NOTE),
     Family(
         "exaone_moe",
         rotates="use_rope",
-        note=_SLIDING,
+        note=_SLIDING_NOTE,
         refusal=_unless(
             lambda found: any(a.is_sliding_window for a in found),
             "without sliding-window layers it still asks its first layer for a sliding-window mask",
@@ -93,17 +93,17 @@ _FAMILIES = (
     ),
     Family("llama4", rotates="use_rope", note="chunked-attention layers stay as they are"),
     Family("llama4_text", rotates="use_rope"),
-    Family("mimo_v2_flash", sinks="attention_sink_bias", note=_SLIDING),
+    Family("mimo_v2_flash", sinks="attention_sink_bias", note=_SLIDING_NOTE),
     *_alike(
         "gpt_oss:AttentionBlock",
         scale="sm_scale",
         sinks="sinks",
-        note=f"attention sinks take part in the votes; {_SLIDING}",
+        note=f"attention sinks take part in the votes; {_SLIDING_NOTE}",
     ),
-    Family("baichuan_m1", note=f"{_SLIDING}, and so does the convolution of keys and values"),
+    Family("baichuan_m1", note=f"{_SLIDING_NOTE}, and so does the convolution of keys and values"),
     Family(
         "gear",
-        note=f"{_SLIDING}, and so do convolutions",
+        note=f"{_SLIDING_NOTE}, and so do convolutions",
         refusal=_unless(
             lambda found: not any(a.attn_logit_softcapping for a in found),
             "with attn_logit_softcapping it computes scores of its own instead of calling mlx-lm's attention",
@@ -111,7 +111,7 @@ _FAMILIES = (
     ),
     Family(
         "gemma4_text",
-        note=f"{_SLIDING}; {_BORROWED}",
+        note=f"{_SLIDING_NOTE}; {_BORROWED}",
         borrows=lambda attention: not attention.has_kv,
         kind=lambda attention: attention.is_sliding,
         plain_only=_unless(lambda found: all(a.has_kv for a in found), _LENT),
@@ -119,7 +119,7 @@ _FAMILIES = (
     Family(
         "gemma3n",
         "Gemma3nAttention",
-        note=f"{_SLIDING}; {_BORROWED}",
+        note=f"{_SLIDING_NOTE}; {_BORROWED}",
         borrows=lambda attention: attention.is_kv_shared_layer,
         kind=lambda attention: attention.is_sliding,
     ),
@@ -163,10 +163,10 @@ _FAMILIES = (
     *_alike("lfm2 lfm2_moe", note="convolution layers stay as they are"),
     *_alike(
         "deepseek_v2:DeepseekV2Attention youtu_llm:YoutuLLMAttention",
-        rotary_tail=_TAIL,
+        rotary_tail=ROTARY_TAIL,
         note=_PER_HEAD,
     ),
-    Family("minicpm3", scale="softmax_scale", rotary_tail=_TAIL, note=_PER_HEAD),
+    Family("minicpm3", scale="softmax_scale", rotary_tail=ROTARY_TAIL, note=_PER_HEAD),
     Family(
         "nemotron-nas",
         note="layers whose attention is replaced by a linear one stay as they are",
@@ -177,7 +177,7 @@ _FAMILIES = (
         idle=_replaces_attention,
     ),
 )
-FAMILIES: dict[str, Family] = {family.module: family for family in _FAMILIES}
+FAMILIES: dict[str, Family] = {family.module: family for family in _DECLARED_FAMILIES}
 
 # Model types whose decoder layers come from another type's file.
 _BORROWERS: dict[str, tuple[str, ...]] = {

@@ -26,21 +26,21 @@ def _within(budget: int) -> CompressionConfig:
     return CompressionConfig(Compress(KeyDiff(budget=budget), SnapKV(top_k=budget // 4)))
 
 
-FULL = CompressionConfig()
+KEEP_ALL = CompressionConfig()
 SNAPKV = CompressionConfig(Compress(SnapKV(top_k=4096)))
 SPARSE = CompressionConfig(Sparse(), store="memory")
-PACKED = replace(SPARSE, store="4bit")
-FILED = replace(SPARSE, store="file")
-SMALL = _within(8192)
-FEW: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]  # tokens: less than half would be evicted
+SPARSE_4BIT = replace(SPARSE, store="4bit")
+SPARSE_IN_FILES = replace(SPARSE, store="file")
+SMALL_WINDOW = _within(8192)
+MIN_TOKENS_TO_EVICT: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]  # tokens: less than half would be evicted
 TYPICAL = 32_768  # tokens of the prompts to come, where none is known
 
 # Candidates by task, from the best for the answer to the smallest. Later questions of a conversation may ask for any
 # entry.
-EVICTING = (SNAPKV, SMALL, *(_within(n) for n in (4096, 2048, 1024, 512)))
+EVICTING = (SNAPKV, SMALL_WINDOW, *(_within(n) for n in (4096, 2048, 1024, 512)))
 CANDIDATES = {
-    QUESTION: (FULL, *EVICTING, FILED),
-    CONVERSATION: (FULL, PACKED, FILED, *EVICTING),
+    QUESTION: (KEEP_ALL, *EVICTING, SPARSE_IN_FILES),
+    CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
 # Part of the usable memory that the full cache may take: other programs need memory, too.
@@ -81,7 +81,9 @@ class AutoRequest:
         """Return a candidate with the request's own options. Raises: SnapKVError: options conflict."""
         own = {name: value for name, value in self.options.items() if name != "store"}
         if self.n_prompt is None and candidate == SNAPKV:
-            return replace(SNAPKV, setting=Compress(SnapKV(top_k=4096, min_ctx=FEW)), **own)
+            return replace(
+                SNAPKV, setting=Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT)), **own
+            )
         return replace(candidate, **own)
 
 
@@ -150,7 +152,7 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
     if not planner.can_compress:
         return first.recommended("this model's entries can't be compressed")
     kv_most = usable if request.kv_memory is None else request.kv_memory
-    spared = usable if n < FEW else int(COMFORTABLE * usable)
+    spared = usable if n < MIN_TOKENS_TO_EVICT else int(COMFORTABLE * usable)
 
     def fits(x: _Candidate) -> bool:
         return (
@@ -182,7 +184,7 @@ def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candida
     candidates = request.candidates() if planner.can_compress else ()
     found: list[_Candidate] = []
     refusal = None
-    tried = candidates if candidates and n >= FEW else (FULL, *candidates)
+    tried = candidates if candidates and n >= MIN_TOKENS_TO_EVICT else (KEEP_ALL, *candidates)
     for candidate in tried:
         try:
             config = request.completed(candidate)
@@ -200,7 +202,7 @@ def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candida
 
 def _why_first(config: CompressionConfig, n: int) -> str:
     """Return why the first of the candidates for a prompt of `n` tokens is the best."""
-    if config.setting is None and n < FEW:
+    if config.setting is None and n < MIN_TOKENS_TO_EVICT:
         return f"at {n:,} tokens reading all entries costs little"
     if config.setting is None:
         return f"all entries of {n:,} tokens fit in memory"

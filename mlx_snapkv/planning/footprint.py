@@ -17,10 +17,10 @@ from ..caches.layers import AttentionLayer, attention_layers, members, token_cac
 from ..entries.attention import ONE_PASS_BYTES
 from ..entries.quantization import Quantization, n_bytes, pack, with_room
 from ..errors import UnsupportedModelError
-from ..sparse.clusters import SIZE
-from ..sparse.held_rows import BLOCK, RESIDENT
+from ..sparse.clusters import CLUSTER_SIZE
+from ..sparse.held_rows import ENTRIES_IN_MEMORY, ENTRIES_MOVED
 from ..sparse.index import index_bytes, ranks_by_index
-from ..sparse.options import PAGE
+from ..sparse.options import PAGE_SIZE
 from ..sparse.page_means import means_held_as
 from ..sparse.prompt_caches import in_files, store_quantization
 from .config import CompressionConfig
@@ -119,7 +119,9 @@ class EntrySizes:
         if not in_files(store):
             return 0
         stored = n * self.stored(store)
-        return stored + (int(n * (self.of_index() + self.of_means())) if n > RESIDENT else 0)
+        return stored + (
+            int(n * (self.of_index() + self.of_means())) if n > ENTRIES_IN_MEMORY else 0
+        )
 
     def of_index(self) -> int:
         """Bytes of a token in the key indexes of `layers`."""
@@ -128,12 +130,12 @@ class EntrySizes:
     def of_means(self) -> float:
         """Bytes of a token in the mean keys by which chunks choose pages."""
         means = (pack(keys, means_held_as(keys.shape[-1])) for keys, _ in self._entries)
-        return n_bytes(list(means)) / PAGE
+        return n_bytes(list(means)) / PAGE_SIZE
 
     def of_clusters(self) -> float:
         """Bytes of a token in the clusters of what an answer does not read: its id, and its part of the means."""
         ids = sum(2 * keys.shape[1] for keys, _ in self._entries)
-        return ids + sum(self.of_token()) / SIZE
+        return ids + sum(self.of_token()) / CLUSTER_SIZE
 
     def full(self, quantization: Quantization | None) -> int:
         """Bytes of a token's entries in all full caches; mlx-lm quantises those that are not in a `CacheList`."""
@@ -267,7 +269,7 @@ class Footprint:
 
     def with_rows(self, n: int) -> int:
         """Of `n` tokens, those whose codes and means are in memory: where entries are in files, not all."""
-        return min(n, RESIDENT + BLOCK) if in_files(self.config.store) else n
+        return min(n, ENTRIES_IN_MEMORY + ENTRIES_MOVED) if in_files(self.config.store) else n
 
     def kept(self, plan: Plan) -> int:
         """Return how many entries the answer is decoded from in each layer whose entries the policy chooses."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..errors import SnapKVError
 from ..models.trained_length import beyond_trained_length
-from ..sparse.options import LAST, SHARE
+from ..sparse.options import BUDGET_SHARE, LAST_TOKENS
 from ..sparse.prompt_caches import in_files
 from .auto import AutoRequest, recommended, worth_comparing
 from .config import CompressionConfig
@@ -16,8 +16,8 @@ from .request_plan import Plan, plan_request
 from .settings import Setting
 from .units import format_bytes
 
-FEW = 16  # entries of a budget, below which to read fewer is worth no word
-LONG = 2048  # tokens from which a prompt without a policy is worth a word
+MIN_BUDGET_TO_SUGGEST = 16  # entries of a budget, below which to read fewer is worth no word
+LONG_PROMPT = 2048  # tokens from which a prompt without a policy is worth a word
 _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 
@@ -60,7 +60,7 @@ class LongPrompts:
         """
         n, policy = n_before + n_prompt, self._config.setting
         self._config.require(self._model)
-        if self._is_rotating or (policy is None and n < LONG):
+        if self._is_rotating or (policy is None and n < LONG_PROMPT):
             return None
         sizes = EntrySizes(self._model)
         before = n * sizes.full(None)
@@ -101,8 +101,12 @@ def _foretold_in_full(plan: Plan) -> str:
         return f"all {n:,} entries will be read: {plan.reason}"
     if sparse is not None:
         fits = f"all {n:,} entries will be read: they fit the budget of {sparse.entries(n):,}"
-        fewer = n // SHARE
-        return f"{fits}; --sparse budget={fewer} reads fewer" if fewer >= FEW else fits
+        fewer = n // BUDGET_SHARE
+        return (
+            f"{fits}; --sparse budget={fewer} reads fewer"
+            if fewer >= MIN_BUDGET_TO_SUGGEST
+            else fits
+        )
     example = worth_comparing(n)[0]
     return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
 
@@ -125,7 +129,8 @@ def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
             token = f"a token of the answer will read at most {count} of {n:,} entries"
             return f"the prompt will be read in full, {token}; {stay}"
         chunk = f"a chunk will read at most {most:,} of {n:,} entries"
-        return f"{chunk}, and a token of the answer at most {count}; {stay}; the prompt's last {LAST} tokens read more"
+        rest = f"the prompt's last {LAST_TOKENS} tokens read more"
+        return f"{chunk}, and a token of the answer at most {count}; {stay}; {rest}"
     first = plan.n_ahead + 2  # token of the answer that is decoded from what was kept
     at_once = plan.options.evicts_in_blocks or plan.options.is_text  # of which no answer comes
     since = "" if at_once else f" from the answer's token {first} on"

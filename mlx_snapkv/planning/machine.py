@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-_SMALL = 36 << 30  # bytes: up to here a Mac's GPU may use two thirds, above it three quarters
+_SMALL_MEMORY = (
+    36 << 30
+)  # bytes: up to here a Mac's GPU may use two thirds, above it three quarters
 _MEMINFO = Path("/proc/meminfo")  # Linux's
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
@@ -45,4 +47,4 @@ def this_machine() -> Machine:
 
 def mac(memory: int) -> Machine:
     """A Mac of so many bytes, of which its GPU may by default use a part only."""
-    return Machine(memory, memory * 2 // 3 if memory <= _SMALL else memory * 3 // 4)
+    return Machine(memory, memory * 2 // 3 if memory <= _SMALL_MEMORY else memory * 3 // 4)

@@ -53,8 +53,8 @@ class RequestOptions:
 
 def noted(keywords: dict[str, Any]) -> dict[str, Any]:
     """Return those of the options that entries depend on."""
-    return {name: value for name, value in keywords.items() if name in NOTED}
+    return {name: value for name, value in keywords.items() if name in ENTRY_OPTIONS}
 
 
 OPTIONS = tuple(each.name for each in fields(RequestOptions))
-NOTED = tuple(each.name for each in fields(RequestOptions) if each.metadata["changes"])
+ENTRY_OPTIONS = tuple(each.name for each in fields(RequestOptions) if each.metadata["changes"])

@@ -14,8 +14,8 @@ from .machine import Machine
 from .units import format_bytes
 
 IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9  # bytes, by default, where no prompt takes more
-LEAST = 256 << 20  # bytes, however little memory there is
-UNTOLD = 1 << 17  # tokens of a prompt for a model that does not tell its trained length
+MIN_PREFIX_BYTES = 256 << 20  # bytes, however little memory there is
+DEFAULT_CONTEXT = 1 << 17  # tokens of a prompt for a model that does not tell its trained length
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def prefix_room(
         max_kv_bytes, max_context: the server's own limits.
     """
     config, _ = CompressionConfig.taken_from(options)
-    longest = trained_length(model) or max_context or UNTOLD
+    longest = trained_length(model) or max_context or DEFAULT_CONTEXT
     context = min(longest, max_context or longest)
     try:
         each = Footprint(EntrySizes(model), config).of_prefix(context)
@@ -67,7 +67,7 @@ def prefix_room(
         least, free = IN_FILES, shutil.disk_usage(config.store_dir or tempfile.gettempdir()).free
     else:
         least, free = IN_MEMORY, machine.usable - weight_bytes(model)
-    limit = given or min(max(least, each), max(LEAST, free // 2))
+    limit = given or min(max(least, each), max(MIN_PREFIX_BYTES, free // 2))
     if max_kv_bytes is not None and not in_files(config.store):
         limit = min(limit, max_kv_bytes)
     return PrefixRoom(limit, context, each)

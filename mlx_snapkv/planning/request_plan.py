@@ -21,7 +21,7 @@ from ..compress.policy import Policy
 from ..entries.quota import Quota
 from ..errors import UnsupportedModelError
 from ..models import type_of
-from ..sparse.options import CHEAP, CHUNK, LAST, Reach, Sparse
+from ..sparse.options import CHEAP_SHARE, CHUNK_SIZE, LAST_TOKENS, Reach, Sparse
 from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
 from .exclusions import When, require_compatible
@@ -148,7 +148,7 @@ class Plan(PromptPlan):
         if self.compress is not None:
             return compressed_chunk_size(self.compress, limit, self, self.n_new)
         if self.sparse_reading is not None:
-            return CHUNK  # the last tokens come in a call of their own
+            return CHUNK_SIZE  # the last tokens come in a call of their own
         largest = largest_chunk()
         return size_before_voters(min(limit or largest, largest), self, self.n_new)
 
@@ -264,11 +264,11 @@ def _planned(
     )
     if not sparse.reads_sparsely:
         return plan
-    n_cheap = 0 if sparse.read_top_k is not None else entries_for(CHEAP, model, layers)
+    n_cheap = 0 if sparse.read_top_k is not None else entries_for(CHEAP_SHARE, model, layers)
     return replace(plan, sparse_reading=_sparse_reading(plan, sparse, n_cheap))
 
 
 def _sparse_reading(plan: Plan, sparse: Sparse, n_cheap: int) -> SparseReading:
     n, reach = plan.n_prompt, sparse.reach(plan.n_prompt, n_cheap)
     last = reach.of_last(in_files(plan.options.store))
-    return SparseReading(reach, last, n - LAST, reach.before_choice(n, plan.n_held))
+    return SparseReading(reach, last, n - LAST_TOKENS, reach.before_choice(n, plan.n_held))

@@ -13,9 +13,9 @@ from .machine import this_machine
 
 FUSED = (64, 80, 128)  # head sizes of MLX's GPU kernels (0.32)
 
-MOST_BYTES = 512 << 20
-SHARE = 32  # of a machine's memory, one part in so many where that is less
-LEAST = 32  # tokens of a prompt that are read at once in any case
+MAX_SCORE_BYTES = 512 << 20  # bytes of attention scores computed at a time, at most
+SCORES_MEMORY_SHARE = 32  # scores take at most 1/32 of the machine's memory
+MIN_TOKENS_AT_ONCE = 32  # tokens of a prompt read at once, however large their scores
 
 
 def on_gpu() -> bool:
@@ -37,16 +37,16 @@ def largest_chunk() -> int:
 
 def scores_limit() -> int:
     """Bytes that a layer's scores may take on this machine."""
-    return min(MOST_BYTES, this_machine().memory // SHARE)
+    return min(MAX_SCORE_BYTES, this_machine().memory // SCORES_MEMORY_SHARE)
 
 
 def tokens_at_once(n_before: int, pair_bytes: int, limit: int) -> int:
     """How many tokens to read at once, after `n_before` entries, so that a layer's scores take `limit` bytes at most.
 
-    They see those entries and each other. It is a multiple of `LEAST`, and never less.
+    They see those entries and each other. It is a multiple of `MIN_TOKENS_AT_ONCE`, and never less.
 
     Args:
         pair_bytes: stored for each query and entry, of all of a layer's heads; see `shapes.score_bytes`.
     """
     n = (math.isqrt(n_before * n_before + 4 * (limit // pair_bytes)) - n_before) // 2
-    return max(LEAST, n // LEAST * LEAST)
+    return max(MIN_TOKENS_AT_ONCE, n // MIN_TOKENS_AT_ONCE * MIN_TOKENS_AT_ONCE)

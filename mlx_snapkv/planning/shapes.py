@@ -19,7 +19,7 @@ from ..models import attentions
 from ..models.counts import experts_per_token, query_heads
 from ..models.family import AttentionFamily
 from ..models.rope_parameters import taken_over
-from .scores import LEAST, is_fused, tokens_at_once
+from .scores import MIN_TOKENS_AT_ONCE, is_fused, tokens_at_once
 
 METAL = mx.metal.is_available()
 
@@ -44,7 +44,7 @@ class LayerShape:
             seen = min(seen, self.window + chunk - 1)
         scores = self.scores * chunk * seen
         if limit is not None and self.scores:
-            scores = min(scores, max(limit, self.scores * LEAST * seen))
+            scores = min(scores, max(limit, self.scores * MIN_TOKENS_AT_ONCE * seen))
             chunk = min(chunk, tokens_at_once(0, self.scores, limit))
         return scores + int(margin * (self.per_entry * seen + self.per_token * chunk))
 

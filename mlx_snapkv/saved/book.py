@@ -29,11 +29,13 @@ from ..sparse.stored_cache import StoredKVCache
 from ..sparse.stores.file import FileStore, Layout, SavedFile
 from . import sealed
 
-KEY = "book"
+BOOK_KEY = "book"
 Progress = Callable[[int, int], None]  # called with the bytes written and their total
 
-PIECE = 1 << 18  # bytes that share a checksum: a gather reads whole ones, but each only once
-_FOLDER = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
+CHECKSUM_BYTES = (
+    1 << 18
+)  # bytes that share a checksum: a gather reads whole ones, but each only once
+_FOLDER_NAME = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
 _AT_A_TIME = 32  # pieces that are written together
 
 
@@ -50,7 +52,7 @@ def written(
     try:
         if caches:
             new.mkdir()
-        yield {KEY: _write(new, caches, progress)} if caches else {}
+        yield {BOOK_KEY: _write(new, caches, progress)} if caches else {}
     finally:
         for folder in filter(None, folders - {named_folder(target)}):
             shutil.rmtree(folder, ignore_errors=True)
@@ -59,10 +61,10 @@ def written(
 def named_folder(target: Path) -> Path | None:
     """The folder that a book's file names, if it is that file's alone."""
     try:
-        name = json.loads(sealed.metadata(target)[KEY])["folder"]
+        name = json.loads(sealed.metadata(target)[BOOK_KEY])["folder"]
     except (SnapKVError, ValueError, LookupError, TypeError):
         return None
-    own = _FOLDER.fullmatch(str(name))
+    own = _FOLDER_NAME.fullmatch(str(name))
     return target.with_name(name) if own and own[1] == target.stem else None
 
 
@@ -84,7 +86,7 @@ def remove_unfinished(folder: Path, before: float) -> None:
     """Remove what killed processes left of saved prompts in a folder, if nobody has written to it since."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            own, is_folder = _FOLDER.fullmatch(path.name), path.is_dir()
+            own, is_folder = _FOLDER_NAME.fullmatch(path.name), path.is_dir()
             if own and is_folder:
                 unfinished = named_folder(path.with_name(f"{own[1]}.safetensors")) != path
             else:
@@ -95,7 +97,13 @@ def remove_unfinished(folder: Path, before: float) -> None:
 
 
 def open_book(path: Path, text: str, prompt_cache: list) -> None:
-    """Give a book's caches the entries beside it; `text` is the metadata for KEY. Raises: SnapKVError: they aren't."""
+    """Give a book's caches the entries in the folder beside it.
+
+    Args:
+        text: metadata of `BOOK_KEY`, JSON.
+
+    Raises: SnapKVError: the entries are missing.
+    """
     book = json.loads(text)
     n = book["entries"]
     checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
@@ -130,7 +138,7 @@ class _File:
     @property
     def piece(self) -> int:
         """Rows that share a checksum."""
-        return max(1, PIECE // self.layout.token)
+        return max(1, CHECKSUM_BYTES // self.layout.token)
 
     def write(
         self, stored: Callable[[int, int], Stored], written: Callable[[int], None]

@@ -33,9 +33,9 @@ from . import book, sealed
 
 FORMAT = 1
 SAMPLES = 64  # values of each parameter in the fingerprint
-_MARK = "mlx_snapkv_format"
+_FORMAT_KEY = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # the first entry that was computed from few, or None
-_PACKED = ("notes", "tokens")  # as base64 of what zlib makes of their bytes
+_ZIPPED = ("notes", "tokens")  # as base64 of what zlib makes of their bytes
 
 
 @dataclass
@@ -77,14 +77,14 @@ def save(
     require_tokens(prompt_cache, ids.size)
     packed = (json.dumps(notes or {}).encode(), ids.tobytes())
     metadata = {
-        **{k: base64.b64encode(zlib.compress(x)).decode() for k, x in zip(_PACKED, packed)},
-        _MARK: str(FORMAT),
+        **{k: base64.b64encode(zlib.compress(x)).decode() for k, x in zip(_ZIPPED, packed)},
+        _FORMAT_KEY: str(FORMAT),
         "mlx_snapkv": __version__,
         "mlx_lm": mlx_lm.__version__,
         "fingerprint": fingerprint(model),
         "policy": str(policy),
         _SPARSE_FROM: str(first_sparse(prompt_cache)),
-        sealed.KEY: sealed.UNKNOWN,
+        sealed.CHECKSUM_KEY: sealed.UNKNOWN,
     }
     target = Path(os.path.realpath(path))
     try:
@@ -104,11 +104,11 @@ def load(path: str | Path, model) -> SavedPrompt:
     require_whole(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)
     found = sealed.metadata(path)
-    ours = not {_MARK, sealed.KEY}.isdisjoint(found)
+    ours = not {_FORMAT_KEY, sealed.CHECKSUM_KEY}.isdisjoint(found)
     if ours and not sealed.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
-    if ours and found[_MARK] != str(FORMAT):
-        why = f"has format {found[_MARK]}, but this version reads format {FORMAT}"
+    if ours and found[_FORMAT_KEY] != str(FORMAT):
+        why = f"has format {found[_FORMAT_KEY]}, but this version reads format {FORMAT}"
         raise SnapKVError(f"{path} {why}: save the prompt again with mlx-snapkv cache-prompt")
     try:
         prompt_cache = load_prompt_cache(str(path))
@@ -121,8 +121,8 @@ def load(path: str | Path, model) -> SavedPrompt:
         raise SnapKVError(f"{path} {why}: give the model it was made with")
     notes, tokens = tokens_in(found) if ours else (found, None)
     try:
-        if ours and book.KEY in found:
-            book.open_book(path, found[book.KEY], prompt_cache)
+        if ours and book.BOOK_KEY in found:
+            book.open_book(path, found[book.BOOK_KEY], prompt_cache)
         elif books(prompt_cache):
             raise SnapKVError("it does not say where its entries are")
         require_match(prompt_cache, model)
@@ -142,7 +142,7 @@ def load(path: str | Path, model) -> SavedPrompt:
 def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
     """The notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write them."""
     try:
-        notes, ids = (zlib.decompress(base64.b64decode(found[name])) for name in _PACKED)
+        notes, ids = (zlib.decompress(base64.b64decode(found[name])) for name in _ZIPPED)
         return json.loads(notes), np.frombuffer(ids, np.uint32).tolist()
     except Exception as error:  # whatever stands there
         raise SnapKVError("the header is damaged, or mlx-lm wrote this prompt cache") from error
@@ -155,7 +155,7 @@ def require_writable(path: str | Path) -> Path:
     if require_place(path):
         with contextlib.suppress(SnapKVError):
             found = sealed.metadata(path)
-        if _MARK not in found:
+        if _FORMAT_KEY not in found:
             why = "exists, and mlx-snapkv did not save it"
             raise SnapKVError(f"{path} {why}: give another name")
     return path

@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 from ..errors import SnapKVError
 from ..paths import refusing, replacing
 
-KEY = "checksum"
+CHECKSUM_KEY = "checksum"
 UNKNOWN = "0" * 8  # the digits until the checksum is known
-_DIGITS = re.compile(rb'"0\.checksum": ?"([0-9a-f]{8})"')
-_PIECE = 1 << 20  # bytes: few enough to be still in the processor's cache when they are written
+_CHECKSUM_FIELD = re.compile(rb'"0\.checksum": ?"([0-9a-f]{8})"')
+_IO_BYTES = 1 << 20  # bytes: few enough to be still in the processor's cache when they are written
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -45,8 +45,8 @@ class SealedWriter(io.BufferedWriter):
     def write(self, data: Any) -> int:
         """Write bytes, and count them into the checksum."""
         data = memoryview(data)
-        for start in range(0, len(data), _PIECE):
-            piece = data[start : start + _PIECE]
+        for start in range(0, len(data), _IO_BYTES):
+            piece = data[start : start + _IO_BYTES]
             self.crc = zlib.crc32(piece, self.crc)
             super().write(piece)
         return len(data)
@@ -73,7 +73,7 @@ def is_whole(path: Path) -> bool:
         place = _place(head)
         end = place + len(UNKNOWN)
         crc = zlib.crc32(head[:place] + UNKNOWN.encode() + head[end:])
-        while piece := file.read(_PIECE):
+        while piece := file.read(_IO_BYTES):
             crc = zlib.crc32(piece, crc)
         return head[place:end] == _digits(crc)
     return False
@@ -88,7 +88,7 @@ def _head(file: BinaryIO) -> bytes:
 
 def _place(head: bytes) -> int:
     """Where the digits are. Raises: ValueError: there are none."""
-    found = _DIGITS.search(head)
+    found = _CHECKSUM_FIELD.search(head)
     if found is None:
         raise ValueError("no checksum")
     return found.start(1)

@@ -20,7 +20,9 @@ from .metrics import Metrics
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 
-UNTOLD = 1 << 20  # tokens of an answer, at most, where a model does not tell what it was trained to
+DEFAULT_MAX_ANSWER = (
+    1 << 20
+)  # tokens of an answer, at most, where a model does not tell what it was trained to
 USUAL_ANSWER = 2048  # tokens that memory is reserved for, if a request does not say
 
 
@@ -49,7 +51,7 @@ class Admission:
         self._limits, self._prefixes, self._open = limits, prefixes, metrics.open_requests
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
         self._long = LongPrompts(model, **options)
-        self.bounds = Bounds(trained_length(model) or UNTOLD, vocabulary(model))
+        self.bounds = Bounds(trained_length(model) or DEFAULT_MAX_ANSWER, vocabulary(model))
         self._logged_once = LoggedOnce()
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:

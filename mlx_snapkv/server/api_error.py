@@ -12,7 +12,7 @@ from ..batch.memory import NeverFits
 from ..completions.problems import problem
 from ..errors import EntryFileError, OptionError, SnapKVError
 
-KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
 log = logging.getLogger("mlx_snapkv.server")
 
 
@@ -24,7 +24,7 @@ class ApiError(HTTPException):
     ):
         super().__init__(status, sentence, headers)
         other = "server_error" if status >= 500 else "invalid_request_error"
-        self.kind, self.code, self.param = KINDS.get(status, other), code, param
+        self.kind, self.code, self.param = ERROR_TYPES.get(status, other), code, param
 
 
 def prompt_too_long(why: str) -> ApiError:

@@ -29,7 +29,7 @@ from .formatter import ResponseFormatter
 from .openai.completions import router as openai
 from .openai.responses import router as responses
 
-PAGE = Path(__file__).with_name("page.html")
+CHAT_HTML = Path(__file__).with_name("page.html")
 router = APIRouter(tags=["monitoring"])
 OnStart = Callable[[uvicorn.Server], None]
 GRACE = 5  # seconds that answers under way, then the engine, have when the server stops
@@ -67,7 +67,7 @@ async def metrics(request: Request) -> Response:
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """A chat page in one file, which may talk to this server only."""
-    html = PAGE.read_text(encoding="utf-8")
+    html = CHAT_HTML.read_text(encoding="utf-8")
     allowed = {"connect_src": "'self'", "img_src": "data:", "frame_ancestors": "'none'"}
     headers = {
         "Content-Security-Policy": content_policy(html, **allowed),

@@ -6,7 +6,7 @@ from starlette.types import Message, Receive
 
 from .api_error import ApiError
 
-PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits`
+ZLIB_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits`
 
 
 def limited(receive: Receive, limit: int, encoding: str = "") -> Receive:
@@ -15,12 +15,12 @@ def limited(receive: Receive, limit: int, encoding: str = "") -> Receive:
     Raises: ApiError: the encoding is not known; when called: the body is too large, or not so encoded.
     """
     names = [name for name in encoding.replace(",", " ").lower().split() if name != "identity"]
-    if len(names) > 1 or any(name not in PACKED for name in names):
-        encodings = ", ".join(PACKED)
+    if len(names) > 1 or any(name not in ZLIB_WBITS for name in names):
+        encodings = ", ".join(ZLIB_WBITS)
         raise ApiError(
             415, f"the body has the encoding {encoding[:40]!r}: send it plain or as {encodings}"
         )
-    unpack = zlib.decompressobj(PACKED[names[0]]) if names else None
+    unpack = zlib.decompressobj(ZLIB_WBITS[names[0]]) if names else None
     n_received = 0
 
     async def received() -> Message:

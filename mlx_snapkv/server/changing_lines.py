@@ -8,9 +8,9 @@ from ..completions.body import Body, ChatBody
 from .logged_once import LoggedOnce
 
 REMEMBERED = 8  # system prompts, of several clients
-MOST = 3  # lines that differ in what is otherwise the same prompt
+MAX_CHANGED_LINES = 3  # lines that differ in what is otherwise the same prompt
 BEHIND = 400  # characters behind a line that are worth a word
-SHOWN = 60  # characters of a line
+MAX_LINE_LENGTH = 60  # characters of a line
 
 
 class ChangingLines:
@@ -33,7 +33,7 @@ class ChangingLines:
 
     def _tell(self, was: list[str], now: list[str]) -> None:
         changed = [i for i, differ in enumerate(map(ne, was, now)) if differ]
-        if len(was) != len(now) or not 0 < len(changed) <= MOST:
+        if len(was) != len(now) or not 0 < len(changed) <= MAX_CHANGED_LINES:
             return
         first = changed[0]
         old, new = was[first], now[first]
@@ -44,7 +44,7 @@ class ChangingLines:
         if first == 0 and name:
             advice += f", or drop it with --volatile-header {name[1]}"
         self._logged_once.warn(
-            f"line {first + 1} of the system prompt changes between requests, from {old[:SHOWN]!r} to {new[:SHOWN]!r}, "
-            f"and all behind it is read again: {advice}",
+            f"line {first + 1} of the system prompt changes between requests, from "
+            f"{old[:MAX_LINE_LENGTH]!r} to {new[:MAX_LINE_LENGTH]!r}, and all behind it is read again: {advice}",
             kind=new,
         )

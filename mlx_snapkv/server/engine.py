@@ -25,7 +25,7 @@ from .prefix_files import PrefixFiles
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
-IDLE = 0.1  # seconds between two exchanges of ranks that have nothing to do
+EXCHANGE_SECONDS = 0.1  # seconds between two exchanges of ranks that have nothing to do
 
 
 class Engine:
@@ -187,9 +187,9 @@ class Engine:
         Several ranks ask each other now and then: one that waits in a collective would keep a core busy.
         """
         if rank():
-            time.sleep(IDLE)
+            time.sleep(EXCHANGE_SECONDS)
         else:
-            self._wake.wait(None if n_ranks() == 1 else IDLE)
+            self._wake.wait(None if n_ranks() == 1 else EXCHANGE_SECONDS)
             self._wake.clear()
 
     def _next_to_start(self) -> EngineRequest | None:

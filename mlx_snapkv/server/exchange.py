@@ -16,7 +16,7 @@ from .api_error import ApiError, as_api_error
 from .formatter import ResponseFormatter
 from .requests import Accepted, EngineRequest, Event, Finished
 
-IDLE = 5.0  # seconds without an event before the client gets a sign of life
+KEEP_ALIVE_SECONDS = 5.0  # seconds without an event before the client gets a sign of life
 POLL = 0.5  # seconds between two looks whether client and engine are still there
 
 
@@ -109,7 +109,7 @@ async def _stream(
     try:
         async for index, event in events:
             now = time.monotonic()
-            if event is None and now - since < IDLE:
+            if event is None and now - since < KEEP_ALIVE_SECONDS:
                 continue
             since = now
             for text in formatter.take(index, event):

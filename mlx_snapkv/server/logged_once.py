@@ -4,7 +4,7 @@ import re
 
 from .api_error import log
 
-MOST = 1000  # kinds that are told apart; clients can make up any number
+MAX_KINDS = 1000  # kinds that are told apart; clients can make up any number
 COMPARED = 120  # characters of a kind
 
 
@@ -18,6 +18,6 @@ class LoggedOnce:
     def warn(self, sentence: str, kind: str | None = None) -> None:
         """Log a sentence, unless there was one of its kind, which by default is the sentence itself."""
         kind = re.sub(r"\d+", "0", sentence if kind is None else kind)[:COMPARED]
-        if kind not in self._kinds and len(self._kinds) < MOST:
+        if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
             self._kinds.add(kind)
             log.warning("%s", sentence)

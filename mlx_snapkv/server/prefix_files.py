@@ -24,10 +24,10 @@ from ..saved.files import fingerprint, tokens_in
 from ..sparse.prompt_caches import saved_forms
 from .api_error import log
 
-DIGITS = 32  # of a file's name
-OURS = "[0-9a-f]" * DIGITS + ".safetensors"
+NAME_DIGITS = 32  # of a file's name
+FILE_PATTERN = "[0-9a-f]" * NAME_DIGITS + ".safetensors"
 ABANDONED = 3600  # seconds after the last write, an unfinished file is removed
-TAIL = 16  # one token in so many may have to be read again
+MAX_REREAD_SHARE = 16  # one token in so many may have to be read again
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Prefix:
     def covers(self, other: Prefix) -> bool:
         """Whether its caches can be trimmed to what `other` has read, but for the last sixteenth."""
         n = len(other.ids)
-        return self.whole and other.whole and self.in_common(other.ids) >= n - n // TAIL
+        return self.whole and other.whole and self.in_common(other.ids) >= n - n // MAX_REREAD_SHARE
 
 
 def longest(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
@@ -64,7 +64,7 @@ def as_ids(tokens: list[int]) -> np.ndarray:
 def tokenizer_digest(tokenizer: Any) -> str:
     """Of a tokenizer's vocabulary and chat template."""
     about = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:DIGITS]
+    return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:NAME_DIGITS]
 
 
 class PrefixFiles:
@@ -84,7 +84,7 @@ class PrefixFiles:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(folder, 0o700)
-            paths = list(folder.glob(OURS))
+            paths = list(folder.glob(FILE_PATTERN))
         except OSError as error:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
         for path in paths:
@@ -117,7 +117,9 @@ class PrefixFiles:
     def write(self, tokens: list[int], caches: list) -> None:
         """Keep caches, unless a file covers them; a line in the log if they can't be written."""
         caches = saved_forms(self._model, caches)
-        name = hashlib.sha256(json.dumps([tokens, self._setting]).encode()).hexdigest()[:DIGITS]
+        name = hashlib.sha256(json.dumps([tokens, self._setting]).encode()).hexdigest()[
+            :NAME_DIGITS
+        ]
         path = self._folder / f"{name}.safetensors"
         file = Prefix(as_ids(tokens), can_trim_prompt_cache(caches), path=path)
         n, nearest = longest(self.kept, file.ids)
@@ -141,7 +143,7 @@ class PrefixFiles:
     def _make_room(self) -> None:
         """Remove the oldest files, of any setting and server, but not the one just written."""
         files = []
-        for path in self._folder.glob(OURS):
+        for path in self._folder.glob(FILE_PATTERN):
             with contextlib.suppress(OSError):  # another server has just removed it
                 n_bytes = sum(part.stat().st_size for part in book.files_of(path))
                 files.append((path.stat().st_mtime_ns, path, n_bytes))

@@ -18,13 +18,14 @@ from .choosing import Choosing
 from .gathered import Gathered
 from .token_ranking import TokenRanking
 
-RECENT = 512  # latest tokens that are read at most beside a small window; older ones are chosen from, half at a time
+# Newest entries that every token reads; when there are more, the older half is ranked with the prompt's entries.
+MAX_RECENT = 512
 
 
 class SparseKVCache(Choosing, LayerCache):
     """Reads, at each token, the entries that its own queries rank highest, and the latest of the answer's.
 
-    A token chooses among the prompt's entries, and among those of the answer that are not `RECENT` any more: see
+    A token chooses among the prompt's entries, and among those of the answer that are not `MAX_RECENT` any more: see
     `TokenRanking`.
     """
 
@@ -36,7 +37,7 @@ class SparseKVCache(Choosing, LayerCache):
     def __init__(self, ranking: TokenRanking):
         self.ranking, self.layer = ranking, ranking.view.layer
         self.offset = n = len(ranking.view)
-        self._most_recent = max(RECENT, ranking.n_window + RECENT // 2)
+        self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
         # Every token reads sink, window and the answer's recent entries.
         self._gathered = Gathered()
         if n:
@@ -66,7 +67,7 @@ class SparseKVCache(Choosing, LayerCache):
         chosen, self.bias = self.ranking.choose(captured, start)
         found = self._gathered.read(chosen, self.ranking.rest)
         if self._n_recent > self._most_recent:
-            self._move_recent(RECENT // 2)
+            self._move_recent(MAX_RECENT // 2)
         return found
 
     @property

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..entries.quantization import join, rows
-from ..entries.spans import BLOCK, spans
+from ..entries.spans import BLOCK_SIZE, spans
 from .selection import counted
 
-SIZE = 256  # entries of a cluster, on average
-EACH = BLOCK // SIZE  # clusters of a whole block
-ROUNDS = 2
+CLUSTER_SIZE = 256  # entries of a cluster, on average
+CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE  # clusters of a whole block
+K_MEANS_ROUNDS = 2
 ONE = mx.array(1)
 
 
@@ -46,11 +46,11 @@ class Clusters(NamedTuple):
 
     def whole_blocks(self) -> WholeBlocks | None:
         """Those of whole blocks, which stay when more entries come; None if there are none."""
-        if (n := self.n_entries // BLOCK) == 0:
+        if (n := self.n_entries // BLOCK_SIZE) == 0:
             return None
-        ids = (self.ids[:, :, : n * BLOCK] % EACH).astype(mx.uint8)
+        ids = (self.ids[:, :, : n * BLOCK_SIZE] % CLUSTERS_PER_BLOCK).astype(mx.uint8)
         mx.eval(ids)
-        return WholeBlocks(ids, *rows((self.keys, self.values), 0, n * EACH))
+        return WholeBlocks(ids, *rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK))
 
     def followed_by(self, other: Clusters) -> Clusters:
         """With those of the entries behind."""
@@ -99,14 +99,15 @@ class WholeBlocks:
         """Those among the first `n` entries."""
         if n >= self.n_entries:
             return self
-        if (n := n // BLOCK) == 0:
+        if (n := n // BLOCK_SIZE) == 0:
             return None
         return WholeBlocks(
-            self.ids[:, :, : n * BLOCK], *rows((self.keys, self.values), 0, n * EACH)
+            self.ids[:, :, : n * BLOCK_SIZE],
+            *rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK),
         )
 
     def clusters(self) -> Clusters:
-        first = (mx.arange(self.n_entries) // BLOCK * EACH).astype(mx.uint16)
+        first = (mx.arange(self.n_entries) // BLOCK_SIZE * CLUSTERS_PER_BLOCK).astype(mx.uint16)
         return Clusters(self.ids + first, self.keys, self.values)
 
 
@@ -151,7 +152,7 @@ def clusters_of(entries: Any, start: int = 0) -> Clusters:
     """
     found = []
     for first, stop in spans(start, len(entries)):
-        n = -(-(stop - first) // SIZE)
+        n = -(-(stop - first) // CLUSTER_SIZE)
         ids, keys = k_means(entries.read_keys(first, stop), n)
         mx.eval(keys)  # before the values are read, perhaps from a file
         values = mean_by_cluster(entries.read_values(first, stop), ids, n)
@@ -168,7 +169,7 @@ def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
         return ids, mean_by_cluster(keys, ids, n)
     apart = mx.linspace(0, keys.shape[2] - 1, n + 2)[1:-1].astype(mx.int32)
     means = keys[:, :, apart]
-    for _ in range(ROUNDS):
+    for _ in range(K_MEANS_ROUNDS):
         ids = _nearest(keys.astype(mx.float32), means.astype(mx.float32))
         mx.eval(ids)  # with the memory of one round
         means = mean_by_cluster(keys, ids, n)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-HELD = 128  # graphs of a function, of the shapes that were used last
+MAX_GRAPHS = 128  # graphs of a function, of the shapes that were used last
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,7 +24,7 @@ def compiled(function: F) -> F:
     Arguments are arrays, numbers, None, or tuples of these; all but arrays are constants of a graph.
     """
 
-    @lru_cache(HELD)
+    @lru_cache(MAX_GRAPHS)
     def graph(thread: int, shapes: tuple) -> Callable[..., Any]:
         # MLX holds a graph by thread and by the function's place in memory: the other threads' would stay when it is
         # dropped, for what comes to be in that place.

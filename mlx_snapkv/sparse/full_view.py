@@ -11,10 +11,10 @@ import mlx.core as mx
 from ..entries.entries import Entries
 from ..entries.spans import spans
 from .held_rows import MakeAside
-from .index import SAMPLE, KeyIndex, ranks_by_index
+from .index import MAX_SAMPLED_KEYS, KeyIndex, ranks_by_index
 from .stores import EntryView, JoinedView
 
-SAMPLED = 16  # places all over the text, whose keys' spread it is made for
+SAMPLED_PLACES = 16  # places all over the text, whose keys' spread it is made for
 
 
 class FullView(Entries):
@@ -47,8 +47,8 @@ class FullView(Entries):
         n = len(self)
         if not ranks_by_index(n):
             return None
-        length = SAMPLE // SAMPLED
-        starts = range(0, n, math.ceil(n / SAMPLED))
+        length = MAX_SAMPLED_KEYS // SAMPLED_PLACES
+        starts = range(0, n, math.ceil(n / SAMPLED_PLACES))
         sample = [self.read_keys(start, min(start + length, n)) for start in starts]
         keys = mx.concatenate(sample, axis=2)
         asked = None if queries is None else self.layer.grouped(queries, keys.shape[1])

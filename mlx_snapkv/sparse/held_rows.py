@@ -25,8 +25,8 @@ from ..entries.quantization import (
     write,
 )
 
-RESIDENT = 1 << 16  # entries whose rows stay in memory
-BLOCK = 1 << 15  # entries whose rows are put aside together
+ENTRIES_IN_MEMORY = 1 << 16  # entries whose rows stay in memory
+ENTRIES_MOVED = 1 << 15  # entries whose rows are put aside together
 
 
 class Aside(Protocol):
@@ -50,12 +50,12 @@ class HeldRows:
     Args:
         empty: none of them, to show how they are stored.
         stands_for: entries that a row stands for.
-        aside: makes the place for rows beyond those of the first `RESIDENT` entries.
+        aside: makes the place for rows beyond those of the first `ENTRIES_IN_MEMORY` entries.
     """
 
     def __init__(self, empty: Stored, stands_for: int = 1, aside: MakeAside | None = None):
         self._first, self._last = _Buffer(empty), _Buffer(empty)
-        self._most, self._block = RESIDENT // stands_for, BLOCK // stands_for
+        self._most, self._block = ENTRIES_IN_MEMORY // stands_for, ENTRIES_MOVED // stands_for
         self._aside = None if aside is None else aside()
         self._blocks: list[Callable[[], Stored]] = []
 

@@ -28,12 +28,12 @@ from .compiled import compiled
 from .held_rows import HeldRows, MakeAside
 
 EXACT_ENTRIES = 8192  # a token ranks as many entries by its exact attention, and more by an index
-QUANTISED = 4096  # keys that are quantised at a time; MLX's CPU backend takes 50 bytes for each of their numbers
-SAMPLE = 4096  # keys that the components should be taken from, at most
-MODE: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
-WIDTH = 32  # components that share a power of two
+KEYS_QUANTISED_AT_ONCE = 4096  # MLX's CPU backend takes 50 bytes of memory for each number of a key
+MAX_SAMPLED_KEYS = 4096  # keys that the components should be taken from, at most
+MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
+MXFP4_GROUP = 32  # components that share a power of two
 LOGIT_BYTES = 64 << 20  # of float32 logits, below which all are made at once
-FEWER = 8  # times, where codes are in a file: its reader counts on little memory
+LOGIT_DIVISOR_IN_FILES = 8  # times, where codes are in a file: its reader counts on little memory
 
 
 def ranks_by_index(n: int) -> bool:
@@ -72,7 +72,7 @@ class KeyIndex:
         vectors = _principal(centred, size)
         # The components of the sample are scaled to 1 at most, and those of queries so that logits stay as they are.
         largest = mx.maximum(mx.abs(centred @ vectors).max(axis=2, keepdims=True), 1e-6)
-        padding = [(0, 0), (0, 0), (0, 0), (0, -size % WIDTH)]
+        padding = [(0, 0), (0, 0), (0, 0), (0, -size % MXFP4_GROUP)]
         self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
         self._of_queries = mx.pad(vectors * largest / weights.swapaxes(-1, -2), padding)
         mx.eval(self._mean, self._of_keys, self._of_queries)
@@ -89,9 +89,9 @@ class KeyIndex:
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
         new = []
-        for start, stop in spans(0, keys.shape[2], QUANTISED):
+        for start, stop in spans(0, keys.shape[2], KEYS_QUANTISED_AT_ONCE):
             own = keys[:, :, start:stop].astype(mx.float32) - self._mean
-            new.append(mx.quantize(own @ self._of_keys, **MODE))
+            new.append(mx.quantize(own @ self._of_keys, **MXFP4))
             mx.eval(new[-1])
         self.codes.append(join(*new))
         mx.eval(self.codes.in_memory)
@@ -178,11 +178,11 @@ class KeyIndex:
 
     @property
     def _logit_bytes(self) -> int:
-        return LOGIT_BYTES // FEWER if self.codes.waits else LOGIT_BYTES
+        return LOGIT_BYTES // LOGIT_DIVISOR_IN_FILES if self.codes.waits else LOGIT_BYTES
 
     def _block(self, heads: mx.array) -> int:
         """Keys whose logits are made at once, at most, for queries `(B, n_heads, m, head_dim)`."""
-        return max(WIDTH, self._logit_bytes // (4 * math.prod(heads.shape[:3])))
+        return max(MXFP4_GROUP, self._logit_bytes // (4 * math.prod(heads.shape[:3])))
 
     def _logits(
         self, queries: mx.array, start: int, stop: int, after: Sequence[mx.array] = ()
@@ -237,7 +237,7 @@ def _below(logits: mx.array) -> mx.array:
 
 def _logits(n: int, queries: mx.array, codes: mx.array, powers: mx.array) -> mx.array:
     """Return the logits of the first `n` keys of these codes: `(B, n_kv_heads, group * m, n)` float32."""
-    return mx.quantized_matmul(queries, codes, powers, transpose=True, **MODE)[..., :n]
+    return mx.quantized_matmul(queries, codes, powers, transpose=True, **MXFP4)[..., :n]
 
 
 def no_codes(keys: mx.array) -> tuple[mx.array, ...]:
@@ -254,14 +254,14 @@ def index_bytes(keys: mx.array) -> int:
 
 def _size(head_dim: int) -> int:
     """Components that are held."""
-    return min(head_dim, -(-head_dim // (2 * WIDTH)) * WIDTH)
+    return min(head_dim, -(-head_dim // (2 * MXFP4_GROUP)) * MXFP4_GROUP)
 
 
 def _padded(head_dim: int) -> int:
-    return -(-_size(head_dim) // WIDTH) * WIDTH
+    return -(-_size(head_dim) // MXFP4_GROUP) * MXFP4_GROUP
 
 
 def _packed(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
     """A key's numbers of codes, eight in one, and of powers of two, and their types."""
     width = _padded(head_dim)
-    return (width // 8, mx.uint32), (width // WIDTH, mx.uint8)
+    return (width // 8, mx.uint32), (width // MXFP4_GROUP, mx.uint8)

@@ -17,16 +17,16 @@ from ..hyperparameters import (
     smallest_budget,
 )
 
-CHUNK = 512  # tokens that are read at a time and choose together
-WINDOW = 256  # tokens before a chunk that the chunk reads
-LAST = 512  # last tokens of a prompt, which read more: the question is among them
+CHUNK_SIZE = 512  # tokens that are read at a time and choose together
+CHUNK_WINDOW = 256  # tokens before a chunk that the chunk reads
+LAST_TOKENS = 512  # last tokens of a prompt, which read more: the question is among them
 LAST_CHOSEN = 16384  # entries that the last tokens choose at least; all entries of shorter prompts
-LAST_WIDER = 4  # times as many entries as other chunks choose, where entries are in files
-PAGE = 16  # neighbouring entries that a chunk chooses together
-SHARE, MIN_BUDGET = 16, 1024  # an answer token reads 1/16 of the entries, and at least 1,024
+LAST_FACTOR_IN_FILES = 4  # times as many entries as other chunks choose, where entries are in files
+PAGE_SIZE = 16  # neighbouring entries that a chunk chooses together
+BUDGET_SHARE, MIN_BUDGET = 16, 1024  # an answer token reads 1/16 of the entries, and at least 1,024
 READ_TOP_K = 1024  # entries that a chunk chooses by default, at least
 READ_SHARE = 32  # a chunk of a longer prompt chooses at least 1/32 of the entries
-CHEAP = 1 / 4  # and as many entries as cost this share of the model's other products
+CHEAP_SHARE = 1 / 4  # and as many entries as cost this share of the model's other products
 N_VOTERS = 16  # last queries of the prompt, for which an index is made and the residual is weighed
 
 
@@ -40,16 +40,16 @@ class Reach(NamedTuple):
     @property
     def most(self) -> int:
         """Entries at most: a window may begin in the middle of a page."""
-        return self.n_sink + self.n_chosen + self.n_window + PAGE - 1
+        return self.n_sink + self.n_chosen + self.n_window + PAGE_SIZE - 1
 
     def before_choice(self, n_prompt: int, n_held: int = 0) -> int:
         """Tokens of a prompt at most before the first chunk that chooses: all, if only the last ones could."""
-        n = max(n_held, self.most) + CHUNK
-        return n if n < n_prompt - LAST else n_prompt
+        n = max(n_held, self.most) + CHUNK_SIZE
+        return n if n < n_prompt - LAST_TOKENS else n_prompt
 
     def of_last(self, in_files: bool) -> Reach:
         """Return what the last tokens read, fewer entries where they are in files."""
-        n = LAST_WIDER * self.n_chosen if in_files else max(LAST_CHOSEN, self.n_chosen)
+        n = LAST_FACTOR_IN_FILES * self.n_chosen if in_files else max(LAST_CHOSEN, self.n_chosen)
         return self._replace(n_chosen=n)
 
 
@@ -101,7 +101,7 @@ class Sparse(Hyperparameters):
     def entries(self, n_prompt: int) -> int:
         """Return the number of a prompt's entries that a token of the answer reads per KV head."""
         if self.budget is None:
-            return max(MIN_BUDGET, n_prompt // SHARE)
+            return max(MIN_BUDGET, n_prompt // BUDGET_SHARE)
         return amount(self.budget, n_prompt)
 
     def quota(self, n_prompt: int) -> Quota:
@@ -129,10 +129,12 @@ class Sparse(Hyperparameters):
         """Return what a chunk of a prompt of `n_prompt` tokens reads, unless that is everything.
 
         Args:
-            n_cheap: entries whose attention takes no more than `CHEAP` of the model's other products.
+            n_cheap: entries whose attention takes no more than `CHEAP_SHARE` of the model's other products.
         """
         if self.read_top_k is None:
             chosen = max(READ_TOP_K, n_prompt // READ_SHARE, n_cheap)
         else:
-            chosen = max(PAGE, amount(self.read_top_k, n_prompt))
-        return Reach(-(-self.n_sink // PAGE) * PAGE, chosen // PAGE * PAGE, WINDOW)
+            chosen = max(PAGE_SIZE, amount(self.read_top_k, n_prompt))
+        return Reach(
+            -(-self.n_sink // PAGE_SIZE) * PAGE_SIZE, chosen // PAGE_SIZE * PAGE_SIZE, CHUNK_WINDOW
+        )

@@ -11,7 +11,7 @@ from ..entries.quantization import Quantization, groups_dividing, pack, rows, un
 from ..entries.spans import spans
 from .full_view import FullView
 from .held_rows import HeldRows
-from .options import PAGE
+from .options import PAGE_SIZE
 
 
 class PageMeans:
@@ -59,11 +59,11 @@ class PageMeans:
         """Those of the first `stop` pages, at least."""
         if (done := len(self)) >= stop and self._held is not None:
             return self._held
-        new = view.by_block(partial(_of_block, view), spans(done * PAGE, stop * PAGE))
+        new = view.by_block(partial(_of_block, view), spans(done * PAGE_SIZE, stop * PAGE_SIZE))
         self._held_as = means_held_as(new.shape[3])
         packed = pack(new, self._held_as)
         if self._held is None:
-            self._held = HeldRows(rows(packed, 0, 0), PAGE, view.aside)
+            self._held = HeldRows(rows(packed, 0, 0), PAGE_SIZE, view.aside)
         self._held.append(packed)
         return self._held
 
@@ -77,7 +77,7 @@ def page_means(entries: mx.array) -> mx.array:
 
     They are summed in float32: of float16, a sum may be too large.
     """
-    summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, PAGE))
+    summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, PAGE_SIZE))
     return summed.mean(axis=3).astype(entries.dtype)
 
 

@@ -8,11 +8,11 @@ import mlx.core as mx
 
 from ..entries.queries import Captured
 from .full_view import FullView
-from .options import PAGE, Reach
+from .options import PAGE_SIZE, Reach
 from .page_means import PageMeans
 from .residual import grouped_logits
 
-SAMPLED = 64  # queries of a chunk that rank the pages, or all of fewer
+RANKING_QUERIES = 64  # queries of a chunk that rank the pages, or all of fewer
 
 
 class PageRanking:
@@ -33,7 +33,7 @@ class PageRanking:
     ):
         self._view, self.means = view, means
         self._reach, self._last, self._last_from = reach, last, last_from
-        self._first = reach.n_sink // PAGE  # first page that may be chosen
+        self._first = reach.n_sink // PAGE_SIZE  # first page that may be chosen
 
     def reads_all(self, start: int) -> bool:
         """Return whether a chunk from `start` on reads everything before it."""
@@ -42,17 +42,17 @@ class PageRanking:
     def n_read(self, start: int) -> int:
         """Return the number of entries that a chunk from `start` on reads of those before it."""
         stop, n = self._pages(start)
-        return (self._first + n - stop) * PAGE + start if n else start
+        return (self._first + n - stop) * PAGE_SIZE + start if n else start
 
     def read(self, captured: Captured, start: int) -> tuple[mx.array, mx.array]:
         """Return keys and values of these entries in order of position, chosen by the chunk's queries, each KV head's
         readers together."""
         stop, n = self._pages(start)
         pages = mx.sort(self._likeliest(captured, range(self._first, stop), n), axis=-1)
-        chosen = (pages[..., None] * PAGE + mx.arange(PAGE, dtype=mx.uint32)).flatten(-2)
+        chosen = (pages[..., None] * PAGE_SIZE + mx.arange(PAGE_SIZE, dtype=mx.uint32)).flatten(-2)
         ends = (
-            mx.arange(self._first * PAGE, dtype=mx.uint32),
-            mx.arange(stop * PAGE, start, dtype=mx.uint32),
+            mx.arange(self._first * PAGE_SIZE, dtype=mx.uint32),
+            mx.arange(stop * PAGE_SIZE, start, dtype=mx.uint32),
         )
         sink, window = (mx.broadcast_to(x, (*chosen.shape[:2], x.size)) for x in ends)
         return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
@@ -60,7 +60,7 @@ class PageRanking:
     def _pages(self, start: int) -> tuple[int, int]:
         """Return `(stop, n)`: a chunk from `start` on chooses `n` of the pages before `stop`, 0 if it reads all."""
         reach = self._last if start >= self._last_from else self._reach
-        stop, n = max(0, start - reach.n_window) // PAGE, reach.n_chosen // PAGE
+        stop, n = max(0, start - reach.n_window) // PAGE_SIZE, reach.n_chosen // PAGE_SIZE
         return stop, 0 if stop - self._first <= n else n
 
     def _likeliest(self, captured: Captured, among: range, n: int) -> mx.array:
@@ -69,7 +69,7 @@ class PageRanking:
         It is the attention to the pages' mean keys, by sampled queries of all heads of a GQA group.
         """
         heads = captured.heads
-        step = max(1, heads.shape[2] // SAMPLED)
+        step = max(1, heads.shape[2] // RANKING_QUERIES)
         queries = heads[:, :, ::-step].astype(mx.float32) * captured.scale
         shares = _largest_shares(queries, self.means.of(self._view, among))
         best = mx.argpartition(-shares, n - 1, axis=-1)[..., :n]

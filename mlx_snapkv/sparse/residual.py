@@ -22,16 +22,20 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..entries.attention import HIDDEN
-from ..entries.spans import BLOCK, spans
+from ..entries.spans import BLOCK_SIZE, spans
 from .clusters import Clusters
 
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)
-FITTED = 4  # of the prompt's last queries, for which mass and temperature are found: more take longer, for little
-SAMPLED = 1 << 16  # entries of a long text, by which those queries' full attention is estimated
-PAGE = 256  # neighbours that are sampled together
+# Last queries of the prompt for which mass and temperature are found. Sixteen would take four times as long; the KL of
+# SmolLM2-135M after 1,400 tokens would be 0.0077 instead of 0.0090, after 6,000 tokens the same (docs/sparse.md).
+WEIGHING_QUERIES = 4
+SAMPLED_ENTRIES = (
+    1 << 16
+)  # entries of a long text, by which those queries' full attention is estimated
+SAMPLED_RUN = 256  # neighbours that are sampled together
 
-NOTHING = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
+SMALLEST_MASS = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
 
 
 class Rest(NamedTuple):
@@ -57,7 +61,7 @@ class Rest(NamedTuple):
         """
         unread = (self.choosable - self.clusters.sizes(places))[:, :, None, None]
         logits = scale * grouped_logits(queries, self.clusters.keys)
-        logits = logits * (self.temperature - 1) + mx.log(mx.maximum(unread, NOTHING))
+        logits = logits * (self.temperature - 1) + mx.log(mx.maximum(unread, SMALLEST_MASS))
         seen = (unread > 0) & (self.log_mass > HIDDEN)
         bias = mx.where(seen, logits + self.log_mass, HIDDEN)
         if queries.dtype == mx.float16:
@@ -104,16 +108,18 @@ class Example:
         All entries, or of a long text pages here and there in its middle.
         """
         n = self.read.shape[-1]
-        first, last = -(-self.middle.start // PAGE), self.middle.stop // PAGE
-        step = math.ceil((last - first) * PAGE / SAMPLED)
+        first, last = -(-self.middle.start // SAMPLED_RUN), self.middle.stop // SAMPLED_RUN
+        step = math.ceil((last - first) * SAMPLED_RUN / SAMPLED_ENTRIES)
         if step <= 1:
             yield from (([span], 1) for span in spans(0, n))
             return
-        pages, together = range(first + step // 2, last, step), BLOCK // PAGE
+        pages, together = range(first + step // 2, last, step), BLOCK_SIZE // SAMPLED_RUN
         for i in range(0, len(pages), together):
-            some = [(page * PAGE, (page + 1) * PAGE) for page in pages[i : i + together]]
+            some = [
+                (page * SAMPLED_RUN, (page + 1) * SAMPLED_RUN) for page in pages[i : i + together]
+            ]
             yield some, (last - first) / len(pages)
-        for span in (*spans(0, first * PAGE), *spans(last * PAGE, n)):
+        for span in (*spans(0, first * SAMPLED_RUN), *spans(last * SAMPLED_RUN, n)):
             yield [span], 1
 
     def mass_of_sinks(self, top: mx.array) -> mx.array:
@@ -174,5 +180,5 @@ def best_factors(errors: mx.array) -> tuple[mx.array, mx.array]:
     """The logarithm of the mass and the temperature, `(B, n_kv_heads, group, 1, 1)` each, with the least distances."""
     best = mx.array(PAIRS)[mx.argmin(errors, axis=0)]
     mass, temperature = best[..., 0], best[..., 1]
-    log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, NOTHING)), HIDDEN)
+    log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, SMALLEST_MASS)), HIDDEN)
     return log_mass[..., None, None], temperature[..., None, None]

@@ -7,12 +7,12 @@ import mlx.core as mx
 
 from .compiled import compiled
 
-GROUP = 2048  # scores that a GPU sorts in one step
-PLACE = GROUP - 1  # low bits of a cost, which are the place in a group
+GROUP_SIZE = 2048  # scores that a GPU sorts in one step
+PLACE_BITS = GROUP_SIZE - 1  # low bits of a cost, which are the place in a group
 # The others, without the sign: of a float of 0 at most they rise as it falls.
-COST = 0x7FFFFFFF - PLACE
-NO_CANDIDATE = 0x7F800000  # the cost of minus infinity, and of NaN
-PADDING = 0xFFFFFFFF  # bits where there is no score: behind all others
+COST_BITS = 0x7FFFFFFF - PLACE_BITS
+INFINITE_COST = 0x7F800000  # the cost of minus infinity, and of NaN
+PADDING_BITS = 0xFFFFFFFF  # bits where there is no score: behind all others
 
 
 @compiled
@@ -20,7 +20,7 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> mx.ar
     """About the `k` highest of a head's scores: `n_of_groups(m, k, n)` places, the first of which is `first`.
 
     Scores are 0 at most, and those of minus infinity, or NaN, are no candidates: they come last. They are compared by
-    13 significant bits, ties go to lower places. Long rows are dealt out, like cards, to groups of at most `GROUP`
+    13 significant bits, ties go to lower places. Long rows are dealt out, like cards, to groups of at most `GROUP_SIZE`
     scores, and each gives its best: neighbours are in different groups, so that a run of high scores is kept whole. A
     GPU sorts a group in one step; a score's place in its group is the low bits of what is sorted.
 
@@ -37,7 +37,9 @@ def top_of_groups(scores: mx.array, k: int, first: int = 0, n: int = 0) -> mx.ar
     if n_of_groups(m, k, max(n, stop)) == m:
         return mx.broadcast_to(mx.arange(first, stop, dtype=mx.uint32), scores.shape)
     padding = [(0, 0), (0, 0), (first, n_groups * size - stop)]
-    bits = mx.pad(mx.view(scores, mx.uint32), padding, constant_values=mx.array(PADDING, mx.uint32))
+    bits = mx.pad(
+        mx.view(scores, mx.uint32), padding, constant_values=mx.array(PADDING_BITS, mx.uint32)
+    )
     dealt = mx.unflatten(bits, -1, (size, n_groups))
     costs = _costs(dealt, counted(size)[:, None])
     each = max(1, k // n_groups)
@@ -52,16 +54,16 @@ def n_of_groups(m: int, k: int, n: int = 0) -> int:
 
 
 def _groups(n: int) -> int:
-    return math.ceil(n / GROUP)
+    return math.ceil(n / GROUP_SIZE)
 
 
 def _costs(bits: mx.array, place: mx.array) -> mx.array:
-    known = mx.minimum(bits & COST, NO_CANDIDATE)
-    return mx.where(bits == PADDING, COST, known) | place
+    known = mx.minimum(bits & COST_BITS, INFINITE_COST)
+    return mx.where(bits == PADDING_BITS, COST_BITS, known) | place
 
 
 def _places(costs: mx.array, group: mx.array, n_groups: int) -> mx.array:
-    return (costs & PLACE) * n_groups + group
+    return (costs & PLACE_BITS) * n_groups + group
 
 
 @lru_cache(64)

@@ -18,12 +18,12 @@ from ..entries.queries import Recorder
 from ..errors import Missing
 from .clusters import WholeBlocks
 from .index import KeyIndex
-from .options import PAGE
+from .options import PAGE_SIZE
 from .page_means import PageMeans
 from .stores import MemoryStore, Store
 from .stores.file import AsideFile
 
-_NO_FILES = (
+_FILES_MISSING = (
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
     "Conversation.load"
 )
@@ -173,7 +173,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             self.store.truncate(self._n_stored - left)
         if self.index is not None:
             self.index.truncate(self.offset)
-        self.page_means.truncate(self.offset // PAGE)
+        self.page_means.truncate(self.offset // PAGE_SIZE)
         if self.clusters is not None:
             self.clusters = self.clusters.of_first(self.offset)
         if self.sparse_from is not None and self.offset <= self.sparse_from:
@@ -224,6 +224,6 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     @state.setter
     def state(self, v: Sequence) -> None:
         keys, values, index = v
-        store: Any = Missing(_NO_FILES, cache=None, in_files=True, first_entry=(keys, values))
+        store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=(keys, values))
         self.__init__(0, 0, KVCache.step, None, store)  # type: ignore[misc]
         self.index = None if index is None else KeyIndex.restored(index, keys, AsideFile)

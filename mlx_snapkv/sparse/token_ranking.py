@@ -15,7 +15,7 @@ from ..entries.quota import Quota
 from .clusters import Clusters, WholeBlocks, clusters_of
 from .compiled import compiled
 from .full_view import FullView
-from .residual import FITTED, Example, Rest, best_factors, distances
+from .residual import WEIGHING_QUERIES, Example, Rest, best_factors, distances
 from .selection import n_of_groups, top_of_groups
 from .stores import MemoryStore
 
@@ -129,7 +129,7 @@ class TokenRanking:
         reads_all = self.n_read in (0, self._stop - self.n_first)
         if reads_all or not self.can_weigh(self.view.layer):
             return
-        clusters, asked = self._clusters(held), observed.latest(FITTED)
+        clusters, asked = self._clusters(held), observed.latest(WEIGHING_QUERIES)
         read = []
         for i in range(len(asked.places)):
             read.append(self._would_read(asked.between(i, i + 1)))

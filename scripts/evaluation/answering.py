@@ -20,7 +20,7 @@ from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.engine.prefill import prefill
 from mlx_snapkv.measure.compare import Kept, decode
 from mlx_snapkv.measure.divergence import Reference
-from mlx_snapkv.measure.methods import SETTINGS, Method
+from mlx_snapkv.measure.methods import ANSWER_SETTINGS, Method
 from mlx_snapkv.measure.reading import Reading, n_before, read_once
 from mlx_snapkv.measure.records import Record, Results
 from mlx_snapkv.measure.tables import grouped
@@ -49,7 +49,7 @@ def run(
         ]
 
         def measure(missing: list[Record]) -> Iterator[Record]:
-            known, later = ([c for c in missing if c["setting"] == s] for s in SETTINGS)
+            known, later = ([c for c in missing if c["setting"] == s] for s in ANSWER_SETTINGS)
             asked = [named[cell["method"]] for cell in missing]
             numbers = sorted({cell["question"] for cell in known})
             answers = Answers(model, dataset.tokenizer, document, asked, numbers)

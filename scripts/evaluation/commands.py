@@ -12,7 +12,7 @@ from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, leng
 from mlx_snapkv.cli.prompts import read_file
 from mlx_snapkv.cli.results import Policies, ResultFiles, Sparses, methods_of
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.measure.methods import SETTINGS, Method
+from mlx_snapkv.measure.methods import ANSWER_SETTINGS, Method
 from mlx_snapkv.measure.tables import Page
 
 from . import tasks
@@ -31,11 +31,11 @@ class AskedOptions:
     model: Model = "demo"
     policy: Policies = None
     sparse: Sparses = None
-    setting: Annotated[str, Option(parser=one_of(*SETTINGS, "both"), help=WHETHER)] = "both"
+    setting: Annotated[str, Option(parser=one_of(*ANSWER_SETTINGS, "both"), help=WHETHER)] = "both"
 
     @property
     def settings(self) -> list[str]:
-        return [*SETTINGS] if self.setting == "both" else [self.setting]
+        return [*ANSWER_SETTINGS] if self.setting == "both" else [self.setting]
 
     def load(self) -> tuple[Any, Any]:
         """The model and its tokenizer; SnapKVError without a chat template."""
@@ -63,7 +63,7 @@ class AskedOptions:
 
 @dataclass(frozen=True)
 class NeedleOptions(AskedOptions):
-    setting: Annotated[str, Option(parser=one_of(*SETTINGS, "both"), help=WHETHER)] = "known"
+    setting: Annotated[str, Option(parser=one_of(*ANSWER_SETTINGS, "both"), help=WHETHER)] = "known"
     length: Annotated[
         Any, Option(parser=lengths(256), help="Prompt lengths in tokens, separated by commas.")
     ] = "2048,4096"

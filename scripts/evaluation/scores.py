@@ -6,7 +6,7 @@ from operator import itemgetter
 from statistics import fmean
 
 from mlx_snapkv.measure.intervals import difference, interval
-from mlx_snapkv.measure.methods import FULL, SETTINGS
+from mlx_snapkv.measure.methods import ANSWER_SETTINGS, FULL_CACHE
 from mlx_snapkv.measure.records import Record
 from mlx_snapkv.measure.tables import Page, Summary, Table, grouped, table_of
 from mlx_snapkv.planning.units import format_bytes
@@ -31,7 +31,7 @@ def summarise(records: list[Record]) -> Summary:
     tokens of the `answer_tokens` that were decoded before the compression. Both are None where no record tells.
     """
     place = itemgetter("setting", "length", "task", "document", "question")
-    full = {place(r): r["score"] for r in records if r["method"] == FULL}
+    full = {place(r): r["score"] for r in records if r["method"] == FULL_CACHE}
     found = []
     for (method, setting, length), own in grouped(records, "method", "setting", "length").items():
         scores, documents, tasks = ([r[key] for r in own] for key in ("score", "document", "task"))
@@ -65,7 +65,7 @@ def tables(summary: Summary) -> list[Table]:
     """For each length and setting all methods' figures, and their scores by task."""
     made = []
     lengths = sorted({s["length"] for s in summary}, key=lambda n: n or 0)
-    for length, setting in itertools.product(lengths, SETTINGS):
+    for length, setting in itertools.product(lengths, ANSWER_SETTINGS):
         own = [s for s in summary if (s["length"], s["setting"]) == (length, setting)]
         if own:
             heading = f"Question {setting}" + (f", {length:,} tokens" if length else "")
@@ -80,7 +80,7 @@ def _scores(summary: Summary, heading: str) -> Table:
         return "not compressed" if s["uncompressed"] == s["asked"] else f"{100 * s['score']:.1f}"
 
     def against_full(s: Record) -> str:
-        if s["method"] == FULL or s["uncompressed"] == s["asked"]:
+        if s["method"] == FULL_CACHE or s["uncompressed"] == s["asked"]:
             return ""
         found = s["difference"]
         changed = found["better"] or found["worse"]
@@ -109,7 +109,7 @@ def _scores(summary: Summary, heading: str) -> Table:
 
 def before_compression(s: Record) -> str:
     """The share of the answers' tokens that is not the compressed cache's; nothing where that is not known."""
-    if s["method"] == FULL or s.get("before") is None:
+    if s["method"] == FULL_CACHE or s.get("before") is None:
         return ""
     return f"{s['before'] / s['answer_tokens']:.0%}"
 

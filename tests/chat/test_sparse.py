@@ -12,7 +12,7 @@ from mlx_snapkv import Conversation, SnapKVError, Sparse
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.sparse import token_ranking
-from mlx_snapkv.sparse.options import PAGE
+from mlx_snapkv.sparse.options import PAGE_SIZE
 from mlx_snapkv.sparse.prompt_caches import books
 
 # A chunk reads 128 entries besides its sink and window, and a token of the answer 128 in all.
@@ -32,7 +32,7 @@ def read(last=False):
     """How many entries a chunk may read, or the last tokens where entries are in files."""
     reach = Sparse.from_string(SPARSE).reach(2048)
     reach = reach.of_last(in_files=True) if last else reach
-    return range(reach.most + 1 - PAGE, reach.most + 1)
+    return range(reach.most + 1 - PAGE_SIZE, reach.most + 1)
 
 
 def test_six_questions_one_a_turn(demo_model):

@@ -14,7 +14,7 @@ AUTO = ["--model", "demo", "--policy", "auto"]
 @pytest.fixture
 def few(monkeypatch):
     """Prompts of 300 tokens are many, and 64 entries are recommended for them."""
-    monkeypatch.setattr(auto, "FEW", 300)
+    monkeypatch.setattr(auto, "MIN_TOKENS_TO_EVICT", 300)
     monkeypatch.setattr(auto, "SPARSE", SPARSE)
     for task in auto.CANDIDATES:
         first = SMALL if task == auto.BATCH else SPARSE

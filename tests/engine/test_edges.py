@@ -19,7 +19,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine import compress_mode as policy_mode
 from mlx_snapkv.planning.prompt_plan import compressed_voters
 from mlx_snapkv.planning.settings import resolve_compress
-from mlx_snapkv.sparse.options import PAGE
+from mlx_snapkv.sparse.options import PAGE_SIZE
 
 SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3"
 FEW = f"snapkv:budget=6,{SMALL}"
@@ -62,7 +62,7 @@ SPARSE = [
     "budget=6,n_sink=1,n_window=4",
     "top_k=1,n_sink=0,n_window=1",
     "budget=90%,n_window=50%,read=dense",
-    f"budget=6,n_sink=40,read_top_k={PAGE}",
+    f"budget=6,n_sink=40,read_top_k={PAGE_SIZE}",
     "budget=25%,residual=none",
 ]
 

@@ -12,7 +12,7 @@ from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError, generate_step
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.sparse.options import CHUNK, PAGE
+from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
 from mlx_snapkv.sparse.prefill_cache import SparsePrefillKVCache
 
 # What is read of entries in files: some by every chunk and token, or some by every token.
@@ -94,8 +94,8 @@ def test_a_turn_that_fails_can_be_asked_again(demo_llama, how):
 def test_a_chunk_that_can_not_read_its_pages_fails_and_nothing_was_read(damage, monkeypatch):
     """In the middle of a long prompt, whose first chunks have gone to the files by then."""
     model = make_llama(head_dim=32)
-    tokens = mx.random.randint(0, 64, (3 * CHUNK,), key=mx.random.key(0))
-    options = {"sparse": f"budget=50%,read_top_k={PAGE}", "store": "file"}
+    tokens = mx.random.randint(0, 64, (3 * CHUNK_SIZE,), key=mx.random.key(0))
+    options = {"sparse": f"budget=50%,read_top_k={PAGE_SIZE}", "store": "file"}
     wanted = steps(model, tokens, 3, **options)
     choose = SparsePrefillKVCache.choice
 

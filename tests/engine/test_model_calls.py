@@ -7,7 +7,7 @@ from saved_helpers import KEYDIFF, SNAPKV
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import Conversation
-from mlx_snapkv.sparse.options import CHUNK, LAST, PAGE
+from mlx_snapkv.sparse.options import CHUNK_SIZE, LAST_TOKENS, PAGE_SIZE
 
 STAGES = f"{KEYDIFF} then {SNAPKV}"
 ONCE, BLOCKS = [64, 64, 64, 7], [16] * 12 + [7]  # of 200 tokens; the last one is a call of its own
@@ -62,13 +62,13 @@ def test_a_long_prompt_is_read_in_whole_chunks_and_the_one_with_its_last_tokens_
 ):
     """Whatever chunk somebody asks for: by so many tokens they choose together, unless nobody may choose."""
     model = make_llama()
-    calls, n = watch(model), 2 * CHUNK + LAST + 9
+    calls, n = watch(model), 2 * CHUNK_SIZE + LAST_TOKENS + 9
     tokens = mx.random.randint(0, 64, (n,), key=mx.random.key(0))
-    for how, chunks in (("", [CHUNK]), (f",read_top_k={PAGE}", [9, CHUNK - 9])):
+    for how, chunks in (("", [CHUNK_SIZE]), (f",read_top_k={PAGE_SIZE}", [9, CHUNK_SIZE - 9])):
         calls.clear()
         sparse = f"budget=40{how}"
         steps(model, tokens, 1, prefill_step_size=700, sparse=sparse, store=store)
-        assert calls[:-2] == [CHUNK, CHUNK, *chunks, n - 1 - 3 * CHUNK]
+        assert calls[:-2] == [CHUNK_SIZE, CHUNK_SIZE, *chunks, n - 1 - 3 * CHUNK_SIZE]
 
 
 @pytest.mark.parametrize("how", [{"policy": SNAPKV}, {"sparse": "budget=40"}])

@@ -14,10 +14,10 @@ from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.planning import request_plan
 from mlx_snapkv.sparse import held_rows
 from mlx_snapkv.sparse.full_view import FullView
-from mlx_snapkv.sparse.options import CHUNK, PAGE
+from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
-SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE}"
+SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE_SIZE}"
 IN_FILES = {"sparse": SPARSE, "store": "file"}
 
 
@@ -37,7 +37,7 @@ def test_an_answer_is_that_of_the_same_entries_in_memory(wide, rest, monkeypatch
 
     But for the last tokens, and the answer's first, which read everything where that is in memory.
     """
-    monkeypatch.setattr(request_plan, "LAST", -CHUNK)  # nobody is among them
+    monkeypatch.setattr(request_plan, "LAST_TOKENS", -CHUNK_SIZE)  # nobody is among them
     made = []
     for way in ("memory", "file"):
         cache, options = (
@@ -45,7 +45,7 @@ def test_an_answer_is_that_of_the_same_entries_in_memory(wide, rest, monkeypatch
             {"sparse": f"{SPARSE},residual={rest}", "store": way},
         )
         made.append([])
-        for n in (CHUNK + 350, 80, 1):
+        for n in (CHUNK_SIZE + 350, 80, 1):
             made[-1] += steps(wide, random_tokens(n), 4, prompt_cache=cache, **options)
     assert_same(*made)
 
@@ -85,10 +85,10 @@ def test_memory_stays_flat_while_a_prompt_is_read():
         gc.collect()
         return [x - before for x in (seen[-3], peak, mx.get_active_memory())]
 
-    few, many = 4 * CHUNK, 7 * CHUNK
+    few, many = 4 * CHUNK_SIZE, 7 * CHUNK_SIZE
     growth = [(b - a) / (many - few) / layer for a, b in zip(peaks(few), peaks(many))]
     reading, last, after = growth
-    means = 4 / (2 * PAGE)  # of four layers' keys
+    means = 4 / (2 * PAGE_SIZE)  # of four layers' keys
     # The last tokens also rank more pages; all entries would be 4 layers' worth.
     assert abs(reading) < 4 * means and abs(last) < 4 * means and abs(after) < 0.1
     for n, (caches, report) in zip((few, many), made, strict=True):
@@ -101,10 +101,10 @@ def test_an_answer_is_the_same_where_little_of_index_and_means_is_in_memory(wide
     exact_up_to(monkeypatch, 64)
     made, held = [], []
     for resident, block in ((1 << 16, 1 << 15), (128, 64)):
-        monkeypatch.setattr(held_rows, "RESIDENT", resident)
-        monkeypatch.setattr(held_rows, "BLOCK", block)
+        monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", resident)
+        monkeypatch.setattr(held_rows, "ENTRIES_MOVED", block)
         cache, found = make_prompt_cache(wide), []
-        for n in (CHUNK + 350, 80, 1):
+        for n in (CHUNK_SIZE + 350, 80, 1):
             found += steps(wide, random_tokens(n), 4, prompt_cache=cache, **IN_FILES)
         for layer in attention_layers(wide, cache):
             layer.cache_in(cache).trim(60)
@@ -146,5 +146,5 @@ def test_the_report_of_a_text_reads_none_of_its_entries(wide, store, dtype, monk
         raise AssertionError("all entries are read")
 
     monkeypatch.setattr(StoredKVCache, "held", held)
-    _, report = prefill(wide, random_tokens(2 * CHUNK), sparse=SPARSE, store=store)
+    _, report = prefill(wide, random_tokens(2 * CHUNK_SIZE), sparse=SPARSE, store=store)
     assert report.kv_dtype == dtype and report.kv_bytes_before > 0

@@ -55,7 +55,7 @@ def test_no_call_stores_more_scores_than_the_limit(way, most, calls, monkeypatch
     """Predictions stay the same."""
     model = make_model("llama", WIDE)
     wanted = steps(model, TOKENS[:N], 3, **way)
-    monkeypatch.setattr(scores, "MOST_BYTES", limit := 1 << 20)
+    monkeypatch.setattr(scores, "MAX_SCORE_BYTES", limit := 1 << 20)
     assert max(PAIR * n * (before + n) for n, before in calls) > 2 * limit
     calls.clear()
     found = steps(model, TOKENS[:N], 3, **way)
@@ -67,7 +67,7 @@ def test_no_call_stores_more_scores_than_the_limit(way, most, calls, monkeypatch
 def test_the_peak_is_a_fraction_of_mlx_lm_s(monkeypatch):
     """Whose chunk stores all scores; ours at most the limit, beside entries and what is made of a piece's tokens."""
     model, limit, n = make_model("llama", WIDE | {"num_attention_heads": 8}), 2 << 20, 1000
-    monkeypatch.setattr(scores, "MOST_BYTES", limit)
+    monkeypatch.setattr(scores, "MAX_SCORE_BYTES", limit)
     theirs = peak(lambda: plain(model, TOKENS[:n], 2))
     ours = peak(lambda: steps(model, TOKENS[:n], 2, **WAYS["dense"][0]))
     pair, entries = 8 * 4, 2 * 2 * 4 * 256 * n
@@ -78,7 +78,7 @@ def test_the_peak_is_a_fraction_of_mlx_lm_s(monkeypatch):
 
 def test_what_is_read_in_one_call_per_chunk(calls, monkeypatch):
     """Fused heads, blocks between evictions, and what is left to mlx-lm."""
-    monkeypatch.setattr(scores, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(scores, "MAX_SCORE_BYTES", 1 << 20)
     plain(model := make_model("llama", WIDE), TOKENS[:N], 1)
     steps(model, TOKENS[:N], 1, policy="snapkv:top_k=4096")
     assert calls == 2 * [(N - 1, 0), (1, 0), (1, 0)]

@@ -10,7 +10,7 @@ from mlx_snapkv import KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill, saved
 from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
-from mlx_snapkv.sparse.options import CHUNK, Sparse
+from mlx_snapkv.sparse.options import CHUNK_SIZE, Sparse
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
@@ -110,5 +110,5 @@ def test_chunks_are_multiples_that_leave_the_voters_a_short_last_one():
     assert chunk_size(Compress(SnapKV(top_k=20)), 512) == 352
     assert chunk_size(Compress(KeyDiff(budget=100, schedule="once")), 512) == 512  # no query votes
     assert chunk_size(Compress(KeyDiff(budget=100, block=100)), 512) == 100
-    assert chunk_size(Sparse(budget=500), 2048) == CHUNK  # the last tokens come by themselves
+    assert chunk_size(Sparse(budget=500), 2048) == CHUNK_SIZE  # the last tokens come by themselves
     assert chunk_size(Sparse(budget=500, read="dense"), 512) == 480  # 984 = 2 * 480 + 24

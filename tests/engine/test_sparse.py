@@ -21,7 +21,7 @@ from mlx_snapkv.models import attention_classes, patch
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.sparse.cache import SparseKVCache
 from mlx_snapkv.sparse.full_view import FullView
-from mlx_snapkv.sparse.options import CHUNK, LAST, PAGE, Sparse
+from mlx_snapkv.sparse.options import CHUNK_SIZE, LAST_TOKENS, PAGE_SIZE, Sparse
 from mlx_snapkv.sparse.token_ranking import TokenRanking
 
 SNAPKV = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,lookahead=32"
@@ -156,9 +156,13 @@ def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(
     tiny_model, store, at, monkeypatch
 ):
     """In the first chunk, one that chooses, the last one, the first token; after it they hold the prompt."""
-    sparse, earlier, n = f"budget=50%,read_top_k={PAGE}", random_tokens(50), CHUNK + 100 + LAST
+    sparse, earlier, n = (
+        f"budget=50%,read_top_k={PAGE_SIZE}",
+        random_tokens(50),
+        CHUNK_SIZE + 100 + LAST_TOKENS,
+    )
     prompt = random_tokens(n)
-    # Chunks of CHUNK, 100, CHUNK - 100 and 99 tokens and one, and the answer.
+    # Chunks of CHUNK_SIZE, 100, CHUNK_SIZE - 100 and 99 tokens and one, and the answer.
     call = {"first": 1, "sparse": 2, "dense": 4, "token": 6, "later": 7}[at]
     for n_held in (0, 50):
         cache = make_prompt_cache(tiny_model)

@@ -15,7 +15,7 @@ from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.sparse.bias import biased
 from mlx_snapkv.sparse.clusters import Clusters
 from mlx_snapkv.sparse.index import KeyIndex
-from mlx_snapkv.sparse.options import PAGE
+from mlx_snapkv.sparse.options import PAGE_SIZE
 from mlx_snapkv.sparse.page_means import page_means
 from mlx_snapkv.sparse.residual import Rest
 
@@ -87,10 +87,10 @@ def test_rounding_them_moves_few(sizes, dtype, score):
 
 
 def test_a_page_s_sum_may_pass_float16():
-    entries = (6000 + 100 * normal(1, 1, 2 * PAGE, 8)).astype(mx.float16)
+    entries = (6000 + 100 * normal(1, 1, 2 * PAGE_SIZE, 8)).astype(mx.float16)
     found, wanted = np.array(page_means(entries)), np.array(entries, np.float64)
     assert found.dtype == np.float16
-    parts = [wanted[:, :, :PAGE].mean(axis=2), wanted[:, :, PAGE:].mean(axis=2)]
+    parts = [wanted[:, :, :PAGE_SIZE].mean(axis=2), wanted[:, :, PAGE_SIZE:].mean(axis=2)]
     assert np.allclose(found, np.stack(parts, axis=2), rtol=1e-3)
 
 

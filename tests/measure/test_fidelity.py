@@ -13,8 +13,15 @@ from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.divergence import divergence, log_softmax
-from mlx_snapkv.measure.fidelity import SETTINGS, TEXT, run, summarise, tables, without_lookahead
-from mlx_snapkv.measure.methods import FULL, KNOWN, LATER, Method
+from mlx_snapkv.measure.fidelity import (
+    FIDELITY_SETTINGS,
+    TEXT,
+    run,
+    summarise,
+    tables,
+    without_lookahead,
+)
+from mlx_snapkv.measure.methods import FULL_CACHE, KNOWN, LATER, Method
 from mlx_snapkv.measure.records import Results
 from mlx_snapkv.measure.texts import Piece, frame_of
 from mlx_snapkv.models import attention_classes
@@ -34,7 +41,9 @@ POLICIES = [
 QUESTIONS = ["Who was there?", "What is the text about?"]
 
 
-METHODS = {FULL: None} | {str(p): p for p in (resolve_compress(policy=text) for text in POLICIES)}
+METHODS = {FULL_CACHE: None} | {
+    str(p): p for p in (resolve_compress(policy=text) for text in POLICIES)
+}
 NAMES = [*METHODS]
 
 
@@ -51,7 +60,7 @@ def pieces(demo_llama):
 @pytest.fixture(scope="module")
 def records(demo_llama, pieces):
     methods = [*map(Method, METHODS.values())]
-    return run(*demo_llama, pieces, methods, SETTINGS, QUESTIONS, N, Results({}))
+    return run(*demo_llama, pieces, methods, FIDELITY_SETTINGS, QUESTIONS, N, Results({}))
 
 
 def record_of(records, name, setting, piece):
@@ -101,11 +110,11 @@ def expected(model, tokenizer, piece, question, setting, policy):
     return full, softmax64(mx.stack([logprobs for _, logprobs in steps]))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", FIDELITY_SETTINGS)
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name):
     for piece, question in zip(pieces[:2], QUESTIONS):
-        whole, record = (record_of(records, n, setting, piece) for n in (FULL, name))
+        whole, record = (record_of(records, n, setting, piece) for n in (FULL_CACHE, name))
         full, ours = expected(*demo_llama, piece, question, setting, METHODS[name])
         assert record["tokens"] == len(full) == len(ours)
         full, ours = (each[-record["judged"] :] for each in (full, ours))
@@ -161,7 +170,7 @@ def test_policies_that_are_judged_from_different_tokens_are_not_paired(records):
 def test_the_summary_is_paired_by_piece_and_has_a_table_a_setting(records):
     summary = summarise(records)
     assert [(s["setting"], s["method"]) for s in summary] == [
-        (setting, name) for setting in SETTINGS for name in METHODS
+        (setting, name) for setting in FIDELITY_SETTINGS for name in METHODS
     ]
     first, own = (
         [r for r in records if (r["setting"], r["method"]) == (TEXT, n)] for n in NAMES[1:3]

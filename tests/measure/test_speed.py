@@ -10,7 +10,7 @@ from mlx_snapkv.measure.contenders import Contender, contenders, decoding_cache
 from mlx_snapkv.measure.speed import Plan, decoding, measure_speed, speed_table
 from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.cache import SparseKVCache
-from mlx_snapkv.sparse.clusters import SIZE
+from mlx_snapkv.sparse.clusters import CLUSTER_SIZE
 
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
 SIXTEENTH = resolve_compress(policy="snapkv:budget=6.25%,on_full=slide")
@@ -87,7 +87,7 @@ def test_rows_hold_what_the_arrays_hold(speed):
     assert ours["kv_bytes"] == rows[1024, "--max-kv-size 64"]["kv_bytes"] == 64 * ENTRY
     assert rows[1024, "--kv-bits 4"]["kv_bytes"] < full["kv_bytes"] / 5
     recalled = rows[1024, str(SPARSE)]["kv_bytes"] - full["kv_bytes"] - ours["kv_bytes"]
-    n_means = 1024 // SIZE
+    n_means = 1024 // CLUSTER_SIZE
     assert n_means * ENTRY <= recalled <= (2 * 6 + n_means) * ENTRY  # and tokens decoded meanwhile
     assert all(row["step_seconds"] > 0 for row in speed if row["context"] < 3000)
     assert full["peak_bytes"] > 1024 * ENTRY and ours["read_seconds"] > 0

@@ -21,13 +21,13 @@ from mlx_snapkv.planning.auto import (
     CANDIDATES,
     COMFORTABLE,
     CONVERSATION,
-    FEW,
-    FULL,
-    PACKED,
+    KEEP_ALL,
+    MIN_TOKENS_TO_EVICT,
     QUESTION,
-    SMALL,
+    SMALL_WINDOW,
     SNAPKV,
     SPARSE,
+    SPARSE_4BIT,
     AutoRequest,
     recommended,
     resolve,
@@ -56,19 +56,31 @@ def cost(planner, n, setting):
 @pytest.mark.parametrize(
     "n, task, lacks, setting, why",
     [
-        (FEW - 1, QUESTION, None, FULL, "at 10,931 tokens reading all entries costs little"),
-        (FEW, QUESTION, None, FULL, "all entries of 10,932 tokens fit in memory"),
-        (FEW, BATCH, None, SNAPKV, "the question chooses"),
-        (FEW, CONVERSATION, None, FULL, "fit in memory"),
-        (FEW, QUESTION, "KV memory", SMALL, "the full cache would take"),
-        (FEW, CONVERSATION, "KV memory", PACKED, "and {} is available"),
-        (FEW, BATCH, "KV memory", SMALL, "and {} is available"),
+        (
+            MIN_TOKENS_TO_EVICT - 1,
+            QUESTION,
+            None,
+            KEEP_ALL,
+            "at 10,931 tokens reading all entries costs little",
+        ),
+        (
+            MIN_TOKENS_TO_EVICT,
+            QUESTION,
+            None,
+            KEEP_ALL,
+            "all entries of 10,932 tokens fit in memory",
+        ),
+        (MIN_TOKENS_TO_EVICT, BATCH, None, SNAPKV, "the question chooses"),
+        (MIN_TOKENS_TO_EVICT, CONVERSATION, None, KEEP_ALL, "fit in memory"),
+        (MIN_TOKENS_TO_EVICT, QUESTION, "KV memory", SMALL_WINDOW, "the full cache would take"),
+        (MIN_TOKENS_TO_EVICT, CONVERSATION, "KV memory", SPARSE_4BIT, "and {} is available"),
+        (MIN_TOKENS_TO_EVICT, BATCH, "KV memory", SMALL_WINDOW, "and {} is available"),
         (9000, QUESTION, "KV memory", CANDIDATES[QUESTION][3], "the full cache would take"),
     ],
 )
 def test_what_is_taken(planner, n, task, lacks, setting, why):
     """`lacks`: of what a byte is missing for the first setting."""
-    first = FULL if n < FEW else CANDIDATES[task][0]
+    first = KEEP_ALL if n < MIN_TOKENS_TO_EVICT else CANDIDATES[task][0]
     _, kv = cost(planner, n, first)
     most = kv - 1 if lacks == "KV memory" else None
     taken = recommended(planner, AutoRequest(n, task, kv_memory=most), GB)
@@ -76,12 +88,14 @@ def test_what_is_taken(planner, n, task, lacks, setting, why):
     assert why.format(module.format_bytes(most or GB)) in str(taken)
 
 
-@pytest.mark.parametrize("task, second", [(QUESTION, SNAPKV), (CONVERSATION, PACKED)])
+@pytest.mark.parametrize("task, second", [(QUESTION, SNAPKV), (CONVERSATION, SPARSE_4BIT)])
 def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
-    peak, _ = cost(planner, FEW, FULL)
+    peak, _ = cost(planner, MIN_TOKENS_TO_EVICT, KEEP_ALL)
     enough = math.ceil(peak / COMFORTABLE)
-    assert recommended(planner, AutoRequest(FEW, task), enough + 1).config == FULL
-    taken = recommended(planner, AutoRequest(FEW, task), enough - 2)
+    assert (
+        recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), enough + 1).config == KEEP_ALL
+    )
+    taken = recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), enough - 2)
     assert (
         taken.config == second
         and f"of the {module.format_bytes(enough - 2)} for models" in taken.why
@@ -91,23 +105,25 @@ def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
 @pytest.mark.parametrize("task", [QUESTION, CONVERSATION])
 def test_less_memory_takes_the_next_setting_that_fits(planner, task):
     """A question evicts before its entries go to files, a conversation after."""
-    peaks = {setting: cost(planner, FEW, setting)[0] for setting in CANDIDATES[task]}
+    peaks = {
+        setting: cost(planner, MIN_TOKENS_TO_EVICT, setting)[0] for setting in CANDIDATES[task]
+    }
     for setting, peak in peaks.items():
         before = CANDIDATES[task][: CANDIDATES[task].index(setting)]
-        taken = recommended(planner, AutoRequest(FEW, task), peak)
-        if setting is not FULL and all(peaks[other] > peak for other in before):
+        taken = recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), peak)
+        if setting is not KEEP_ALL and all(peaks[other] > peak for other in before):
             assert taken.config == setting
-        assert taken.config is not FULL
+        assert taken.config is not KEEP_ALL
 
 
 def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
-    taken = recommended(planner, AutoRequest(FEW), 10**6)
+    taken = recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT), 10**6)
     assert not taken.fits and taken.config in CANDIDATES[QUESTION][1:]
     monkeypatch.setattr(planner, "can_compress", False)
-    assert recommended(planner, AutoRequest(FEW), GB).config == FULL
+    assert recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT), GB).config == KEEP_ALL
 
 
-@pytest.mark.parametrize("n", [FEW - 8000, FEW])
+@pytest.mark.parametrize("n", [MIN_TOKENS_TO_EVICT - 8000, MIN_TOKENS_TO_EVICT])
 @pytest.mark.parametrize("store", ["file", "4bit"])
 def test_what_takes_the_least_does(planner, n, store):
     """Not the last of a list, which may even leave the prompt as it is."""
@@ -125,16 +141,16 @@ def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
         for setting in CANDIDATES[task]:
             AutoRequest(None, task).completed(setting).require(demo_llama[0])
     config, _, taken = resolve(demo_llama[0], None, CONVERSATION, {}, policy=AUTO)
-    assert config.setting is None and taken.config == FULL
+    assert config.setting is None and taken.config == KEEP_ALL
 
 
 def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
     """Not only the entries: what a chunk holds while it is read, too."""
-    peak, kv = cost(planner, FEW, SNAPKV)
+    peak, kv = cost(planner, MIN_TOKENS_TO_EVICT, SNAPKV)
     assert kv + planner.plan(1).weights < 0.9 * peak
     for usable, fits in ((peak, True), (peak - 1, False)):
         monkeypatch.setattr(module, "this_machine", lambda usable=usable: Machine(GB, usable))
-        _, _, taken = resolve(demo_llama[0], FEW, BATCH, {}, policy=AUTO)
+        _, _, taken = resolve(demo_llama[0], MIN_TOKENS_TO_EVICT, BATCH, {}, policy=AUTO)
         assert (taken.config == SNAPKV) == fits
 
 
@@ -151,7 +167,7 @@ def test_python_takes_it_and_the_report_tells(demo_llama, asked):
 def test_python_compresses_by_it(demo_llama, monkeypatch):
     setting = CompressionConfig(resolve_compress(policy="streaming_llm:budget=50,schedule=once"))
     monkeypatch.setitem(module.CANDIDATES, QUESTION, (setting,))
-    monkeypatch.setattr(module, "FEW", 60)
+    monkeypatch.setattr(module, "MIN_TOKENS_TO_EVICT", 60)
     reports = []
     options = {"max_tokens": 1, "policy": AUTO, "on_report": reports.append}
     next(generate_step(list(range(5, 105)), demo_llama[0], **options))
@@ -208,10 +224,10 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
 @pytest.mark.parametrize(
     "options, setting",
     [
-        ({}, FULL),
+        ({}, KEEP_ALL),
         ({"store": "8bit"}, replace(SPARSE, store="8bit")),
-        ({"prompt_cache": []}, FULL),
-        ({"draft_model": "a model"}, FULL),
+        ({"prompt_cache": []}, KEEP_ALL),
+        ({"draft_model": "a model"}, KEEP_ALL),
     ],
 )  # fmt: skip
 def test_a_long_question(demo_llama, options, setting):

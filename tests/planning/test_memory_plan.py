@@ -12,7 +12,7 @@ from tiny_models import make_llama
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, Sparse, generate_step, plan_memory
 from mlx_snapkv.caches.layers import memory_bytes
-from mlx_snapkv.cli.plan import CONTEXTS
+from mlx_snapkv.cli.plan import PLANNED_CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.planning import long_prompts, scores
 from mlx_snapkv.planning.auto import CANDIDATES, QUESTION
@@ -91,7 +91,7 @@ def test_a_plan_computes_nothing_and_takes_less_than_a_second(demo_llama):
     before, started = mx.get_active_memory(), time.process_time()
     model = without_weights(MODELS["demo"])
     planner = Planner(model)
-    plans = [planner.plan(n, policy) for n in CONTEXTS for policy in POLICIES]
+    plans = [planner.plan(n, policy) for n in PLANNED_CONTEXTS for policy in POLICIES]
     assert time.process_time() - started < 1
     assert mx.get_peak_memory() - before < 500_000 < plans[0].weights
     model.set_dtype(mx.float32)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_snapkv.entries.quota import UNLIMITED
 from mlx_snapkv.planning import scores
 from mlx_snapkv.planning.machine import Machine
-from mlx_snapkv.planning.scores import LEAST, scores_limit, tokens_at_once
+from mlx_snapkv.planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from mlx_snapkv.planning.shapes import LayerShape, score_bytes
 
 
@@ -22,7 +22,9 @@ def test_they_fill_the_limit_and_no_more(n_before, pair_bytes, limit):
     def taken(n):
         return pair_bytes * n * (n_before + n)
 
-    assert n % LEAST == 0 and (n == LEAST or taken(n) <= limit < taken(n + LEAST))
+    assert n % MIN_TOKENS_AT_ONCE == 0 and (
+        n == MIN_TOKENS_AT_ONCE or taken(n) <= limit < taken(n + MIN_TOKENS_AT_ONCE)
+    )
 
 
 def test_a_smaller_machine_allows_less(monkeypatch):

@@ -22,7 +22,7 @@ SPARSE = Sparse(top_k=20, n_sink=4, n_window=16)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(book, "PIECE", 1000)
+    monkeypatch.setattr(book, "CHECKSUM_BYTES", 1000)
 
 
 def save(path, model, tokens, store="file"):
@@ -60,8 +60,8 @@ def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make):
 def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
     """Its codes are in files of their own, as many as stay in memory are read."""
     exact_up_to(monkeypatch, 50)
-    monkeypatch.setattr(held_rows, "RESIDENT", resident)
-    monkeypatch.setattr(held_rows, "BLOCK", 32)
+    monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", resident)
+    monkeypatch.setattr(held_rows, "ENTRIES_MOVED", 32)
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
     options = {"sparse": SPARSE, "store": "file"}

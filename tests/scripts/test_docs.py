@@ -24,10 +24,10 @@ from mlx_snapkv.planning.auto import (
     CANDIDATES,
     CONVERSATION,
     EVICTING,
-    FILED,
-    FULL,
-    PACKED,
+    KEEP_ALL,
     QUESTION,
+    SPARSE_4BIT,
+    SPARSE_IN_FILES,
 )
 from mlx_snapkv.planning.settings import resolve_compress
 
@@ -206,8 +206,8 @@ def test_every_page_gives_the_settings_of_the_table(page):
 
 def test_auto_takes_what_the_tables_say():
     """The full cache, then what a question leaves, or what a conversation needs."""
-    assert CANDIDATES[QUESTION] == (FULL, *EVICTING, FILED)
-    assert CANDIDATES[CONVERSATION] == (FULL, PACKED, FILED, *EVICTING)
+    assert CANDIDATES[QUESTION] == (KEEP_ALL, *EVICTING, SPARSE_IN_FILES)
+    assert CANDIDATES[CONVERSATION] == (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING)
     for given in (
         "chat --sparse budget=6.25% --store 4bit",
         "chat --sparse top_k=1024 --store file",

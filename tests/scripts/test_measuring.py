@@ -8,9 +8,9 @@ from mlx_snapkv import SnapKV, generate_step
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.measure.contenders import Contender, compressed
 from mlx_snapkv.measure.divergence import divergence
-from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.texts import Piece
-from mlx_snapkv.sparse.options import PAGE, WINDOW
+from mlx_snapkv.sparse.options import CHUNK_WINDOW, PAGE_SIZE
 from scripts import (
     measure_batches,
     measure_books,
@@ -74,7 +74,7 @@ def test_a_book_is_on_disk_and_the_full_cache_in_memory():
     )
     assert (ours["disk_bytes_per_token"], full["disk_bytes_per_token"]) == (ENTRY, 0)
     assert full["kv_bytes"] > 3000 * ENTRY and ours["kv_bytes"] < 3000 * ENTRY / 50  # means
-    assert ours["entries"] == 128 + 1024 + WINDOW + PAGE - 1 and full["entries"] == 3000
+    assert ours["entries"] == 128 + 1024 + CHUNK_WINDOW + PAGE_SIZE - 1 and full["entries"] == 3000
     assert ours["gathered"] == 128 + 1024 + 512 and full["gathered"] == 0
     assert ours["question_seconds"] > 0
 
@@ -117,7 +117,7 @@ def test_a_fact_asked_for_later_is_behind_every_lookahead(demo_llama, monkeypatc
     row |= {"question": asked.question, "answer": [asked.value[2:]]}
     found = [*measure_lookahead.of_question(model, tokenizer, row)]
     first, later = ([r for r in found if r["setting"] == s] for s in ("first", "later"))
-    assert [r["method"] for r in first] == [FULL, "0", "8", "16", "32", "64"]
+    assert [r["method"] for r in first] == [FULL_CACHE, "0", "8", "16", "32", "64"]
     assert first[0]["score"] == 1 and all(r["answer"] == first[0]["answer"] for r in first[3:])
     assert all(measure_lookahead.PREAMBLE[:20] not in r["answer"] for r in later)
     assert len(tokenizer.encode(measure_lookahead.PREAMBLE)) > max(measure_lookahead.LENGTHS)

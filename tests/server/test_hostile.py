@@ -152,7 +152,7 @@ def test_too_many_and_too_long():
 
 
 def test_a_stream_that_waits_for_room_is_told_so(monkeypatch):
-    monkeypatch.setattr(exchange, "IDLE", 0.5)
+    monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.5)
     with serving(limits=Limits(concurrency=1)) as served:
         short = {"prompt": "The key of", "max_tokens": 3, "stream": True}
         long = short | {"max_tokens": 3000, "logit_bias": {"1": -100}}

@@ -8,8 +8,8 @@ from tiny_models import make_llama
 
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.entries.spans import BLOCK
-from mlx_snapkv.sparse.clusters import SIZE, Clusters, clusters_of
+from mlx_snapkv.entries.spans import BLOCK_SIZE
+from mlx_snapkv.sparse.clusters import CLUSTER_SIZE, Clusters, clusters_of
 from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.stores import FileStore
 
@@ -29,21 +29,23 @@ def means_by_numpy(entries, of, n):
 
 
 def test_means_are_those_of_each_cluster_s_entries():
-    keys, values = normal(1, H, BLOCK + 1000, D), normal(1, H, BLOCK + 1000, D, seed=1)
+    keys, values = normal(1, H, BLOCK_SIZE + 1000, D), normal(1, H, BLOCK_SIZE + 1000, D, seed=1)
     found = clusters_of(Entries(keys, values))
-    assert found.n == BLOCK // SIZE + 4 and found.ids.dtype == mx.uint16
+    assert found.n == BLOCK_SIZE // CLUSTER_SIZE + 4 and found.ids.dtype == mx.uint16
     for means, entries in ((found.keys, keys), (found.values, values)):
         wanted = means_by_numpy(entries, found.ids, found.n)
         known = ~np.isnan(wanted)
         assert known.mean() > 0.99
         assert np.allclose(np.array(means[0])[known], wanted[known], atol=1e-5)
     of = np.array(found.ids[0])
-    assert of[:, :BLOCK].max() < BLOCK // SIZE <= of[:, BLOCK:].min()  # each block for itself
+    assert (
+        of[:, :BLOCK_SIZE].max() < BLOCK_SIZE // CLUSTER_SIZE <= of[:, BLOCK_SIZE:].min()
+    )  # each block for itself
 
 
 def test_similar_keys_are_together_wherever_they_stand():
     """Of four directions, dealt out like cards, a cluster has one."""
-    n, kinds = 4 * SIZE, mx.arange(4 * SIZE) * 7 % 4
+    n, kinds = 4 * CLUSTER_SIZE, mx.arange(4 * CLUSTER_SIZE) * 7 % 4
     keys = 10 * mx.eye(D)[kinds][None, None] + 0.1 * normal(1, 1, n, D)
     found = clusters_of(Entries(keys, keys))
     of = np.array(found.ids[0, 0])
@@ -54,26 +56,26 @@ def test_similar_keys_are_together_wherever_they_stand():
 def test_there_are_fewer_entries_than_a_cluster_has_or_a_few_more(n):
     keys = normal(1, H, n, D)
     found = clusters_of(Entries(keys, keys))
-    assert found.n == -(-n // SIZE)
+    assert found.n == -(-n // CLUSTER_SIZE)
     assert np.array(found.ids).max() < found.n
 
 
 def test_they_grow_as_the_text_does():
     """Whole blocks stay as they are; what is behind them is clustered again."""
-    n = 2 * BLOCK + 700
+    n = 2 * BLOCK_SIZE + 700
     entries = Entries(normal(1, H, n, D), normal(1, H, n, D, seed=1))
     every = clusters_of(entries)
     assert clusters_of(Entries(*(x[:, :, :1000] for x in entries.plain()))).whole_blocks() is None
     held = every.whole_blocks()
-    assert held.n_entries == 2 * BLOCK and held.ids.dtype == mx.uint8
-    first = clusters_of(Entries(*(x[:, :, : 2 * BLOCK] for x in entries.plain())))
+    assert held.n_entries == 2 * BLOCK_SIZE and held.ids.dtype == mx.uint8
+    first = clusters_of(Entries(*(x[:, :, : 2 * BLOCK_SIZE] for x in entries.plain())))
     assert equal(held.clusters(), first)
-    assert equal(held.clusters().followed_by(clusters_of(entries, 2 * BLOCK)), every)
-    shorter = held.of_first(BLOCK + 5)
-    assert shorter.n_entries == BLOCK and equal(
-        shorter.clusters().followed_by(clusters_of(entries, BLOCK)), every
+    assert equal(held.clusters().followed_by(clusters_of(entries, 2 * BLOCK_SIZE)), every)
+    shorter = held.of_first(BLOCK_SIZE + 5)
+    assert shorter.n_entries == BLOCK_SIZE and equal(
+        shorter.clusters().followed_by(clusters_of(entries, BLOCK_SIZE)), every
     )
-    assert held.of_first(2 * BLOCK) is held and held.of_first(BLOCK - 1) is None
+    assert held.of_first(2 * BLOCK_SIZE) is held and held.of_first(BLOCK_SIZE - 1) is None
 
 
 def equal(one: Clusters, other: Clusters) -> bool:
@@ -100,7 +102,7 @@ def test_places_are_counted_by_cluster():
 
 
 def test_means_of_half_precision_are_summed_in_float32():
-    entries = (300 + 100 * normal(1, 1, SIZE + 200, 8)).astype(mx.float16)
+    entries = (300 + 100 * normal(1, 1, CLUSTER_SIZE + 200, 8)).astype(mx.float16)
     found = clusters_of(Entries(entries, entries))
     assert found.keys.dtype == mx.float16
     wanted = means_by_numpy(entries, found.ids, found.n)
@@ -109,7 +111,7 @@ def test_means_of_half_precision_are_summed_in_float32():
 
 def test_those_of_a_file_hold_a_block_of_it_at_a_time():
     store = FileStore()
-    entries = Entries(*normal(2, 1, H, 8 * BLOCK + 5, D))
+    entries = Entries(*normal(2, 1, H, 8 * BLOCK_SIZE + 5, D))
     mx.eval(entries.keys, entries.values)
     store.append(entries)
     layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]

@@ -13,7 +13,7 @@ from mlx_snapkv.sparse.residual import Rest
 @pytest.fixture
 def traced(monkeypatch):
     """A compiled function, two of whose graphs are held, and the shapes that one was made for."""
-    monkeypatch.setattr(module, "HELD", 2)
+    monkeypatch.setattr(module, "MAX_GRAPHS", 2)
     made: list[tuple[int, int]] = []
 
     def scaled(pair, factor: int, rest: mx.array | None = None) -> mx.array:

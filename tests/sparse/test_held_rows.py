@@ -23,8 +23,8 @@ PACKED = pack(normal(1, 2, N, 32), Quantization(4, 32))
 def few_in_memory():
     """The first 16, and up to 8 of the last."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held_rows, "RESIDENT", 16)
-        patch.setattr(held_rows, "BLOCK", 8)
+        patch.setattr(held_rows, "ENTRIES_IN_MEMORY", 16)
+        patch.setattr(held_rows, "ENTRIES_MOVED", 8)
         yield
 
 

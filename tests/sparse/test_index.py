@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.sparse import held_rows
 from mlx_snapkv.sparse.index import KeyIndex, index_bytes
-from mlx_snapkv.sparse.selection import GROUP, n_of_groups, top_of_groups
+from mlx_snapkv.sparse.selection import GROUP_SIZE, n_of_groups, top_of_groups
 from mlx_snapkv.sparse.stores.file import AsideFile
 
 B, H, GROUPS, D, T = 1, 2, 3, 64, 600
@@ -79,8 +79,8 @@ def test_heads_of_any_size(head_dim):
 @pytest.fixture
 def few_in_memory(monkeypatch):
     """Of an index, codes of the first 256 keys and of up to 128 of the last."""
-    monkeypatch.setattr(held_rows, "RESIDENT", 256)
-    monkeypatch.setattr(held_rows, "BLOCK", 128)
+    monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", 256)
+    monkeypatch.setattr(held_rows, "ENTRIES_MOVED", 128)
 
 
 @pytest.mark.parametrize("logit_bytes", [0, 1 << 20])
@@ -157,7 +157,7 @@ def test_taken_back_and_copied(low_rank):
 
 
 def test_the_best_of_groups():
-    n = 3 * GROUP + 17
+    n = 3 * GROUP_SIZE + 17
     scores = -mx.abs(normal(1, 2, n))
     top = top_of_groups(scores, 800)
     assert top.shape == (1, 2, n_of_groups(n, 800)) == (1, 2, 800)
@@ -165,7 +165,9 @@ def test_the_best_of_groups():
         assert len(set(places)) == len(places)
         best = np.argsort(-row)[:800]
         assert len(set(best) & set(places)) > 750
-    run = mx.full((1, 1, 3 * GROUP), -1.0).at[..., 500:520].add(1)  # neighbours are kept together
+    run = (
+        mx.full((1, 1, 3 * GROUP_SIZE), -1.0).at[..., 500:520].add(1)
+    )  # neighbours are kept together
     assert set(range(500, 520)) <= set(np.array(top_of_groups(run, 32))[0, 0])
     assert top_of_groups(scores, 10**6).tolist() == [[[*range(n)]] * 2]
 

@@ -17,7 +17,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import n_bytes, rows
-from mlx_snapkv.entries.spans import BLOCK
+from mlx_snapkv.entries.spans import BLOCK_SIZE
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning import request_plan
@@ -25,20 +25,28 @@ from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.sparse import held_rows
 from mlx_snapkv.sparse.full_view import FullView
-from mlx_snapkv.sparse.options import CHUNK, LAST, N_VOTERS, PAGE, WINDOW, Reach, Sparse
+from mlx_snapkv.sparse.options import (
+    CHUNK_SIZE,
+    CHUNK_WINDOW,
+    LAST_TOKENS,
+    N_VOTERS,
+    PAGE_SIZE,
+    Reach,
+    Sparse,
+)
 from mlx_snapkv.sparse.page_means import PageMeans, page_means
-from mlx_snapkv.sparse.page_ranking import SAMPLED, PageRanking
+from mlx_snapkv.sparse.page_ranking import RANKING_QUERIES, PageRanking
 from mlx_snapkv.sparse.prefill_cache import SparsePrefillKVCache
 from mlx_snapkv.sparse.prompt_caches import make_caches
 from mlx_snapkv.sparse.stores import FileStore
 
 N_CHOSEN = 4  # pages
 # The last chunk but one has three times as many pages to choose from.
-START = WINDOW + (1 + 3 * N_CHOSEN) * PAGE + 5
-N = START + CHUNK
-REACH = Reach(PAGE, N_CHOSEN * PAGE, WINDOW)
-ALL = Reach(PAGE, N, WINDOW)
-TOKENS = mx.array(np.random.default_rng(0).integers(1, 64, N + LAST))
+START = CHUNK_WINDOW + (1 + 3 * N_CHOSEN) * PAGE_SIZE + 5
+N = START + CHUNK_SIZE
+REACH = Reach(PAGE_SIZE, N_CHOSEN * PAGE_SIZE, CHUNK_WINDOW)
+ALL = Reach(PAGE_SIZE, N, CHUNK_WINDOW)
+TOKENS = mx.array(np.random.default_rng(0).integers(1, 64, N + LAST_TOKENS))
 
 
 def sparse_caches(model, reach, store="memory", last_from=1 << 30):
@@ -79,11 +87,11 @@ def chosen_pages(keys, queries, scale):
     """Pages `(n_kv_heads, N_CHOSEN)` that a chunk from `START` on chooses: by the share of a sampled query's attention
     that a page's mean key receives, the largest one of all heads that read it."""
     keys, queries = np.float64(keys)[0], np.float64(queries)[0, :, START:N]
-    asking = range(CHUNK - 1, -1, -CHUNK // SAMPLED)
-    n_pages, group = (START - WINDOW) // PAGE, len(queries) // len(keys)
+    asking = range(CHUNK_SIZE - 1, -1, -CHUNK_SIZE // RANKING_QUERIES)
+    n_pages, group = (START - CHUNK_WINDOW) // PAGE_SIZE, len(queries) // len(keys)
     found = []
     for head, own in enumerate(keys):
-        means = [own[p * PAGE : (p + 1) * PAGE].mean(axis=0) for p in range(1, n_pages)]
+        means = [own[p * PAGE_SIZE : (p + 1) * PAGE_SIZE].mean(axis=0) for p in range(1, n_pages)]
         readers = queries[head * group : (head + 1) * group]
         logits = np.array([[scale * np.stack(means) @ one[t] for t in asking] for one in readers])
         most = reference.softmax(logits).max(axis=(0, 1))
@@ -102,8 +110,8 @@ def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
 ):
     """Wherever the entries are, and the means of all but a few pages."""
     if resident is not None:
-        monkeypatch.setattr(held_rows, "RESIDENT", resident * PAGE)
-        monkeypatch.setattr(held_rows, "BLOCK", 2 * PAGE)
+        monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", resident * PAGE_SIZE)
+        monkeypatch.setattr(held_rows, "ENTRIES_MOVED", 2 * PAGE_SIZE)
     model = make()
     caches, (view, *_) = sparse_caches(model, REACH, store)
     gathered, gather = [], view.gather
@@ -113,8 +121,8 @@ def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
     wanted = chosen_pages(*entries_and_queries(model))
     assert len({tuple(sorted(pages)) for pages in wanted}) > 1
     for found, pages in zip(places[0], wanted, strict=True):
-        in_pages = {p * PAGE + i for p in {0, *pages} for i in range(PAGE)}
-        window = range((START - WINDOW) // PAGE * PAGE, START)
+        in_pages = {p * PAGE_SIZE + i for p in {0, *pages} for i in range(PAGE_SIZE)}
+        window = range((START - CHUNK_WINDOW) // PAGE_SIZE * PAGE_SIZE, START)
         assert found.tolist() == sorted({*in_pages, *window})
 
 
@@ -126,20 +134,20 @@ def test_pages_means_are_held_in_8_bits(dtype):
     caches, (view,) = sparse_caches(model, REACH)
     read_by(model, caches, START, N)
     *_, means = caches[0].state
-    B, H, n, D = view.read_keys(0, (START - WINDOW) // PAGE * PAGE).shape
-    held = rows(means, 0, n // PAGE)  # but for room for more
-    assert n_bytes(held) == B * H * n // PAGE * (D + 2 * dtype.size)
+    B, H, n, D = view.read_keys(0, (START - CHUNK_WINDOW) // PAGE_SIZE * PAGE_SIZE).shape
+    held = rows(means, 0, n // PAGE_SIZE)  # but for room for more
+    assert n_bytes(held) == B * H * n // PAGE_SIZE * (D + 2 * dtype.size)
 
 
 def test_a_question_to_a_file_holds_a_block_of_its_keys_at_a_time():
     model = make_llama(num_hidden_layers=1, head_dim=64)
     store = FileStore()
-    keys = mx.random.normal((1, 2, 8 * BLOCK + PAGE, 64))
+    keys = mx.random.normal((1, 2, 8 * BLOCK_SIZE + PAGE_SIZE, 64))
     store.append(Entries(keys, keys))
     view = FullView([store], attention_layers(model, make_prompt_cache(model))[0])
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval([means() for means in PageMeans().of(view, range(8 * BLOCK // PAGE))])
+    mx.eval([means() for means in PageMeans().of(view, range(8 * BLOCK_SIZE // PAGE_SIZE))])
     assert mx.get_peak_memory() - before < keys.nbytes / 2
 
 
@@ -148,7 +156,7 @@ def test_means_that_can_not_be_quantised_are_held_as_they_are():
     caches, (view,) = sparse_caches(model, REACH)
     read_by(model, caches, START, N)
     *_, (means, _) = caches[0].state
-    keys = view.read_keys(0, (START - WINDOW) // PAGE * PAGE)
+    keys = view.read_keys(0, (START - CHUNK_WINDOW) // PAGE_SIZE * PAGE_SIZE)
     wanted = page_means(keys)
     assert mx.array_equal(means[:, :, : wanted.shape[2]], wanted)
 
@@ -170,14 +178,16 @@ def test_attention_is_that_of_numpy_over_what_was_chosen():
             model(TOKENS[None, START:N], cache=caches)
     queries, keys, values, out = (np.float64(x)[0] for x in seen[0])
     all_keys, all_queries, scale = entries_and_queries(model)
-    n = keys.shape[1] - CHUNK
+    n = keys.shape[1] - CHUNK_SIZE
     assert n <= REACH.most
     assert np.allclose(queries, all_queries[0, :, START:], atol=1e-4)
     for head, pages in enumerate(chosen_pages(all_keys, all_queries, scale)):
         places = np.arange(N)
-        is_read = np.isin(places // PAGE, [0, *pages]) | (places >= (START - WINDOW) // PAGE * PAGE)
+        is_read = np.isin(places // PAGE_SIZE, [0, *pages]) | (
+            places >= (START - CHUNK_WINDOW) // PAGE_SIZE * PAGE_SIZE
+        )
         assert np.allclose(keys[head], all_keys[0, head, is_read], atol=1e-5)
-    visible = np.arange(n + CHUNK) <= n + np.arange(CHUNK)[:, None]
+    visible = np.arange(n + CHUNK_SIZE) <= n + np.arange(CHUNK_SIZE)[:, None]
     wanted = reference.attention(queries, keys, values, visible, scale)
     assert np.allclose(out, wanted, atol=1e-5)
 
@@ -194,7 +204,7 @@ def test_chunks_that_may_read_everything_are_mlx_lms_bit_for_bit(name):
 def test_the_last_chunk_reads_everything_after_chunks_that_did_not():
     """Of one layer, whose entries are the full cache's in any case."""
     model = make_llama(num_hidden_layers=1)
-    ends, plain = (START, N, N + LAST), make_prompt_cache(model)
+    ends, plain = (START, N, N + LAST_TOKENS), make_prompt_cache(model)
     found = read_by(model, sparse_caches(model, REACH, last_from=N)[0], *ends)
     wanted = read_by(model, plain, *ends)
     same = [mx.array_equal(a, b) for a, b in zip(found, wanted, strict=True)]
@@ -215,10 +225,10 @@ def test_the_more_a_chunk_reads_the_nearer_it_is_to_all(name):
     full = read_by(model, make_prompt_cache(model), START, N)[1]
 
     def away(n_pages):
-        caches, _ = sparse_caches(model, Reach(PAGE, n_pages * PAGE, WINDOW))
+        caches, _ = sparse_caches(model, Reach(PAGE_SIZE, n_pages * PAGE_SIZE, CHUNK_WINDOW))
         return mx.abs(read_by(model, caches, START, N)[1] - full).mean(axis=(0, 2))
 
-    n_pages = (START - WINDOW) // PAGE - 1
+    n_pages = (START - CHUNK_WINDOW) // PAGE_SIZE - 1
     nearly, little = away(n_pages - 1), away(1)
     assert 0 < nearly.mean() < 0.4 * little.mean()
 
@@ -244,8 +254,8 @@ def test_linear_states_are_those_of_each_token_read_once(name):
     assert 0 < max(away.values()) < 0.2
 
 
-OPTIONS = f"budget=50%,read_top_k={N_CHOSEN * PAGE}"
-LONG = mx.array(np.random.default_rng(1).integers(1, 64, N + LAST + 3))
+OPTIONS = f"budget=50%,read_top_k={N_CHOSEN * PAGE_SIZE}"
+LONG = mx.array(np.random.default_rng(1).integers(1, 64, N + LAST_TOKENS + 3))
 
 
 def requested(model, tokens, cache=None, store="memory", sparse=OPTIONS):
@@ -291,7 +301,7 @@ def test_every_store_reads_the_same_prompt(make, store, monkeypatch):
 
     But for the last tokens, which read everything where that is in memory.
     """
-    monkeypatch.setattr(request_plan, "LAST", 0)
+    monkeypatch.setattr(request_plan, "LAST_TOKENS", 0)
     model = make(head_dim=32)
     options = {"sparse": OPTIONS, "max_tokens": 1}
     ((_, wanted),) = generate_step(LONG, model, **options)
@@ -302,14 +312,14 @@ def test_every_store_reads_the_same_prompt(make, store, monkeypatch):
         assert (mx.abs(found - wanted).max() < (0.3 if "4bit" in store else 0.02)).item()
 
 
-FOLLOW_UP = TOKENS[: CHUNK + LAST]
+FOLLOW_UP = TOKENS[: CHUNK_SIZE + LAST_TOKENS]
 
 
 @functools.cache
 def after_follow_up(name, answer):
     """Log-probabilities after LONG, a token of the answer and FOLLOW_UP, all of which read all before them."""
     whole = mx.concatenate([LONG, mx.array([answer]), FOLLOW_UP])
-    return request_helpers.plain(make_model(name), whole, 1, prefill_step_size=CHUNK)[0][1]
+    return request_helpers.plain(make_model(name), whole, 1, prefill_step_size=CHUNK_SIZE)[0][1]
 
 
 @pytest.mark.parametrize("store", ["memory", "file"])
@@ -328,14 +338,16 @@ def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, store):
         )
         return mx.abs(found - after_follow_up(name, int(token))).max()
 
-    n_pages = (LONG.size + 1 - WINDOW) // PAGE - 1
-    nearly, little = (away(f"budget=50%,read_top_k={n * PAGE}") for n in (n_pages - 1, 1))
+    n_pages = (LONG.size + 1 - CHUNK_WINDOW) // PAGE_SIZE - 1
+    nearly, little = (away(f"budget=50%,read_top_k={n * PAGE_SIZE}") for n in (n_pages - 1, 1))
     assert 0 < nearly < 0.7 * little
     assert [r.prompt_tokens for r in reports[:2]] == [LONG.size, LONG.size + 1 + FOLLOW_UP.size]
-    most = Reach(PAGE, (n_pages - 1) * PAGE, WINDOW).most
+    most = Reach(PAGE_SIZE, (n_pages - 1) * PAGE_SIZE, CHUNK_WINDOW).most
     # Of the first request no chunk had more to choose from.
-    assert reports[0].read_per_chunk is None and most - PAGE < reports[1].read_per_chunk <= most
-    assert all(REACH.most > r.read_per_chunk > WINDOW for r in reports[2:])
+    assert (
+        reports[0].read_per_chunk is None and most - PAGE_SIZE < reports[1].read_per_chunk <= most
+    )
+    assert all(REACH.most > r.read_per_chunk > CHUNK_WINDOW for r in reports[2:])
 
 
 def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
@@ -347,7 +359,7 @@ def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
         for a, b in zip(mine.keys_and_values(), theirs.keys_and_values()):
             assert mx.allclose(a, b, atol=1e-5)
     assert (
-        REACH.most - PAGE < report.read_per_chunk <= REACH.most
+        REACH.most - PAGE_SIZE < report.read_per_chunk <= REACH.most
         and report.entries_kept == [LONG.size] * 2
     )
 

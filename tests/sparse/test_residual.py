@@ -26,7 +26,7 @@ from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.stores import MemoryStore
 from mlx_snapkv.sparse.token_ranking import TokenRanking
 
-H, GROUP, D, N, M = 2, 3, 32, 150, residual.FITTED
+H, GROUP, D, N, M = 2, 3, 32, 150, residual.WEIGHING_QUERIES
 BLOCKED = 48  # entries of a block
 SCALE, QUOTA = 0.3, Quota(30, 2, 8)
 
@@ -72,9 +72,9 @@ def k_means(keys):
     found, n_before = [], 0
     for start in range(0, len(keys), BLOCKED):
         block = keys[start : start + BLOCKED]
-        n = -(-len(block) // clusters.SIZE)
+        n = -(-len(block) // clusters.CLUSTER_SIZE)
         centres = block[np.linspace(0, len(block) - 1, n + 2)[1:-1].astype(int)]
-        for _ in range(clusters.ROUNDS):
+        for _ in range(clusters.K_MEANS_ROUNDS):
             of = np.square(block[:, None] - centres).sum(axis=-1).argmin(axis=1)
             centres = np.stack(
                 [block[of == i].mean(axis=0) if i in of else 0 * centres[i] for i in range(n)]
@@ -105,9 +105,9 @@ def output(query, keys, values, read, seen, pair):
 @pytest.fixture
 def small_clusters(monkeypatch):
     """And blocks of three of them."""
-    monkeypatch.setattr(clusters, "SIZE", 16)
-    monkeypatch.setattr(clusters, "BLOCK", BLOCKED)
-    monkeypatch.setattr(clusters, "EACH", BLOCKED // 16)
+    monkeypatch.setattr(clusters, "CLUSTER_SIZE", 16)
+    monkeypatch.setattr(clusters, "BLOCK_SIZE", BLOCKED)
+    monkeypatch.setattr(clusters, "CLUSTERS_PER_BLOCK", BLOCKED // 16)
     monkeypatch.setattr(clusters, "spans", functools.partial(spans, block=BLOCKED))
 
 
@@ -202,7 +202,7 @@ def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monke
 
 def test_a_long_text_s_factors_are_found_by_some_of_its_pages(small_clusters, monkeypatch):
     """Of pages that are all alike any will do, each for as many as are left out."""
-    monkeypatch.setattr(residual, "PAGE", 16)
+    monkeypatch.setattr(residual, "SAMPLED_RUN", 16)
     n_pages, ends = 40, range(16, 16 * 41)
     entries = Entries(*(_alike(n_pages, seed) for seed in (1, 2)))
     read = mx.tile(mx.arange(16) % 5 == 0, n_pages + 2) | (mx.arange(16 * 42) >= ends.stop)
@@ -211,7 +211,7 @@ def test_a_long_text_s_factors_are_found_by_some_of_its_pages(small_clusters, mo
     example = residual.Example(queries, read, ends, 16 * 42 - M)
     found = clusters.clusters_of(entries)
     wanted, reads = residual.distances(entries, found, example), mock.Mock(wraps=entries.read_keys)
-    monkeypatch.setattr(residual, "SAMPLED", 100)
+    monkeypatch.setattr(residual, "SAMPLED_ENTRIES", 100)
     monkeypatch.setattr(entries, "read_keys", reads)
     assert mx.allclose(residual.distances(entries, found, example), wanted, rtol=1e-3, atol=1e-4)
     spans_read = [call.args for call in reads.call_args_list]

@@ -20,7 +20,7 @@ from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.sparse import cache as module
 from mlx_snapkv.sparse import clusters
-from mlx_snapkv.sparse.cache import RECENT, SparseKVCache
+from mlx_snapkv.sparse.cache import MAX_RECENT, SparseKVCache
 from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.prompt_caches import make_caches
 from mlx_snapkv.sparse.token_ranking import TokenRanking
@@ -39,7 +39,7 @@ def index(request, monkeypatch):
 
 @pytest.fixture
 def few_recent(monkeypatch):
-    monkeypatch.setattr(module, "RECENT", FEW_RECENT)
+    monkeypatch.setattr(module, "MAX_RECENT", FEW_RECENT)
 
 
 def choosing(model, quota):
@@ -80,10 +80,10 @@ def test_a_token_reads_no_more_of_a_long_answer(index, monkeypatch):
     monkeypatch.setattr(
         SparseKVCache, "choice", lambda self, asked: read.append(self.size()) or choose(self, asked)
     )
-    most = LITTLE.entries - LITTLE.n_window + RECENT + together
+    most = LITTLE.entries - LITTLE.n_window + MAX_RECENT + together
     moved = away(said(model, choosing(model, LITTLE), answer, together), full)
     assert most - together < max(read) <= most
-    monkeypatch.setattr(module, "RECENT", answer.size)
+    monkeypatch.setattr(module, "MAX_RECENT", answer.size)
     kept = away(said(model, choosing(model, LITTLE), answer, together), full)
     assert max(read) == LITTLE.entries + answer.size
     assert moved < 3 * kept
@@ -158,7 +158,7 @@ def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(index, few_rec
 
 
 def test_means_of_the_answers_entries_stand_for_those_that_are_not_read(few_recent, monkeypatch):
-    monkeypatch.setattr(clusters, "SIZE", 16)
+    monkeypatch.setattr(clusters, "CLUSTER_SIZE", 16)
     model, answer = make_llama(), TOKENS[N:].tolist()
 
     def logits(**options):

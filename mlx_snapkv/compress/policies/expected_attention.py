@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ...entries.attention import BLOCK_BYTES
 from ...entries.entries import Entries
 from ...entries.spans import spans
 from ..policy import Policy
 
 FUTURE = 512  # positions whose mean rotation stands for that of the queries to come
-BLOCK_BYTES = 8 << 20  # of float32 that are made of a block of keys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ...entries.attention import BLOCK_BYTES
 from ...entries.entries import Entries
 from ...entries.spans import spans
 from ..policy import Policy
 
 LAG = 128  # entries per block
-BLOCK_BYTES = 8 << 20  # of float32 keys or values that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)

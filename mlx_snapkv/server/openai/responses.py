@@ -23,7 +23,11 @@ from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
 from .response_tools import AnyTool, by_name, in_chat
 
-KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+PART_TYPES = {
+    "reasoning": "reasoning_text",
+    "text": "output_text",
+    "call": "function_call_arguments",
+}
 REPEATED = {"instructions", "max_output_tokens", "temperature", "top_p"}
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
@@ -147,13 +151,13 @@ class ResponsesFormatter(BlockFormatter):
             yield self._block_event("content_part.added", block, part=_part(block))
 
     def added(self, block: Block, text: str) -> Iterator[str]:
-        kind = f"{KINDS[block.kind]}.delta"
+        kind = f"{PART_TYPES[block.kind]}.delta"
         if self._is_custom(block):
             kind, text = "custom_tool_call_input.delta", _input(block)
         yield self._block_event(kind, block, delta=text, **_logprobs(block))
 
     def closed(self, block: Block) -> Iterator[str]:
-        done = f"{KINDS[block.kind]}.done"
+        done = f"{PART_TYPES[block.kind]}.done"
         if self._is_custom(block):
             yield self._block_event("custom_tool_call_input.done", block, input=_input(block))
         elif block.call is not None:
@@ -237,7 +241,7 @@ def _input(block: Block) -> str:
 
 def _part(block: Block) -> dict[str, Any]:
     more: dict[str, Any] = {"annotations": []} if block.kind == "text" else {}
-    return {"type": KINDS[block.kind], "text": block.text, **more, **_logprobs(block)}
+    return {"type": PART_TYPES[block.kind], "text": block.text, **more, **_logprobs(block)}
 
 
 def _logprobs(block: Block) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from evaluation.scores import summarise, tables
 from evaluation.tasks import Grid, needle, suite
 
 from mlx_snapkv import stream_generate
-from mlx_snapkv.measure.methods import KNOWN, LATER, SETTINGS, Method
+from mlx_snapkv.measure.methods import ANSWER_SETTINGS, KNOWN, LATER, Method
 from mlx_snapkv.measure.records import Results
 from mlx_snapkv.planning.settings import setting_named
 
@@ -33,14 +33,14 @@ def asked(demo_tasks):
     """One document of each of two tasks, and a run over them."""
     model, tokenizer = demo_tasks
     dataset = suite(tokenizer, ["single", "two-links"], [768], 1, 3)
-    return model, dataset, run(model, dataset, [*METHODS.values()], SETTINGS, Results({}))
+    return model, dataset, run(model, dataset, [*METHODS.values()], ANSWER_SETTINGS, Results({}))
 
 
 def test_the_tables_tell_methods_apart(asked):
     """Chains need what nobody votes for; tokens that choose among all entries find it."""
     *_, records = asked
     found = {(NAMES[s["method"]], s["setting"]): s for s in summarise(records)}
-    for setting in SETTINGS:
+    for setting in ANSWER_SETTINGS:
         assert found["full", setting]["score"] >= 5 / 6
         sparse = found["sparse", setting]
         assert found["snapkv", setting]["score"] < sparse["score"] and sparse["score"] >= 4 / 6
@@ -93,7 +93,7 @@ def test_a_run_goes_on_where_it_was(asked, tmp_path):
     for was_asked in (True, False):
         told = []
         with Results(dataset.setting, tmp_path / "r.jsonl") as results:
-            again = run(model, dataset, [*METHODS.values()], SETTINGS, results, told.append)
+            again = run(model, dataset, [*METHODS.values()], ANSWER_SETTINGS, results, told.append)
         assert again == records and told == [was_asked] * 2
         assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1 + len(records)
 

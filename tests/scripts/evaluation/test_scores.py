@@ -2,12 +2,12 @@
 
 from evaluation.scores import summarise, tables
 
-from mlx_snapkv.measure.methods import FULL
+from mlx_snapkv.measure.methods import FULL_CACHE
 
 
 def records(task, method, scores, **more):
     """A record of each document's answer to the same question."""
-    told = {"entries": None if method == FULL else 64, "kv_bytes": None, "reason": None}
+    told = {"entries": None if method == FULL_CACHE else 64, "kv_bytes": None, "reason": None}
     fixed = {"task": task, "method": method, "setting": "known", "length": None, "question": 0}
     return [fixed | told | {"document": i, "score": x} | more for i, x in enumerate(scores)]
 
@@ -15,8 +15,12 @@ def records(task, method, scores, **more):
 def test_tasks_weigh_the_same():
     full, less = summarise(
         [
-            *(r for m, x in ((FULL, 1.0), ("less", 0.0)) for r in records("a", m, [x])),
-            *(r for m, x in ((FULL, 1.0), ("less", 0.0)) for r in records("b", m, [0, 0, x, x])),
+            *(r for m, x in ((FULL_CACHE, 1.0), ("less", 0.0)) for r in records("a", m, [x])),
+            *(
+                r
+                for m, x in ((FULL_CACHE, 1.0), ("less", 0.0))
+                for r in records("b", m, [0, 0, x, x])
+            ),
         ]
     )
     assert full["by_task"] == {"a": 1, "b": 0.5} and full["score"] == 0.75
@@ -29,7 +33,10 @@ def test_tasks_weigh_the_same():
 
 
 def test_what_was_not_compressed_has_no_figure():
-    full, none = records("a", FULL, [1, 1]), records("a", "none", [1, 1], reason="fits the budget")
+    full, none = (
+        records("a", FULL_CACHE, [1, 1]),
+        records("a", "none", [1, 1], reason="fits the budget"),
+    )
     some = [*records("a", "some", [1], reason="is short"), *records("a", "some", [1, 0])[1:]]
     (made,) = tables(summarise([*full, *none, *some]))
     assert [row[2] for row in made.rows] == ["100.0", "not compressed", "50.0"]
