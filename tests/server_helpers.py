@@ -14,7 +14,7 @@ import httpx
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.completions.request import Defaults
-from mlx_snapkv.planning.settings import resolve_compress
+from mlx_snapkv.planning.settings import resolve_setting
 from mlx_snapkv.server.access import Settings
 from mlx_snapkv.server.admission import Limits
 from mlx_snapkv.server.app import listening, serve
@@ -54,7 +54,7 @@ def load_named(name, change=lambda model, tokenizer: None):
 def serving(load=None, *, policy=POLICY, store=None, limits=None, generation=(), **settings):
     """A server that runs for the block; `generation` are more options of its batches."""
     settings = Settings(port=0, **settings)
-    options = {"policy": resolve_compress(policy=policy), "store": store, **dict(generation)}
+    options = {"policy": resolve_setting(policy=policy), "store": store, **dict(generation)}
     place = listening(settings)
     engine = Engine(
         load or load_named("demo"),

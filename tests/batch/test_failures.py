@@ -55,11 +55,11 @@ def test_one_of_three_fails(model, policy, failed, what, how, why):
         options = {what: [None] * 3}
         options[what][failed] = how if what == "samplers" else [how]
     run = Run(model, policy)
-    run.insert(prompts, 30, **options)
+    run.insert(prompts, 20, **options)
     run.finish()
     assert_unpatched()
     others = [uid for uid in range(3) if uid != failed]
-    run.assert_alone(others, [prompts[uid] for uid in others], [30, 30])
+    run.assert_alone(others, [prompts[uid] for uid in others], [20, 20])
     last = run.last[failed]
     assert last.finish_reason == "error" and why in str(last.error)
     if how is say_bad:
@@ -69,13 +69,13 @@ def test_one_of_three_fails(model, policy, failed, what, how, why):
 def test_a_model_that_fails_ends_the_requests_of_that_step_and_no_others(model, monkeypatch):
     prompts = prompts_of(*LENGTHS, vocab_size=BAD)
     run = Run(model, POLICIES[0])
-    run.insert(prompts[:2], 30)
+    run.insert(prompts[:2], 20)
     while len(run.answers.get(1, [])) < 8:
         run.step()
     with monkeypatch.context() as failing:
         failing.setattr(type(model), "__call__", raises)
         run.step()
     assert [run.last[uid].finish_reason for uid in (0, 1)] == ["error", "error"]
-    (uid,) = run.insert(prompts[2:], 30)
+    (uid,) = run.insert(prompts[2:], 20)
     run.finish()
-    assert run.answers[uid] == run.alone(prompts[2], 30)
+    assert run.answers[uid] == run.alone(prompts[2], 20)

@@ -6,7 +6,7 @@ from batch_helpers import Run, alone, prompts_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from request_helpers import assert_unpatched, plain
-from tiny_models import make_llama
+from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, Sparse, prefill
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
@@ -15,19 +15,23 @@ from mlx_snapkv.engine import loop_model
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32"
 SNAPKV = f"{PLAIN},on_full=slide,lookahead=4"
 SMALL = f"{SNAPKV},budget=56"
+STAGES = f"keydiff:budget=90,block=32 then {SNAPKV},budget=50"
 POLICIES = [
     f"{SNAPKV},min_ctx=100,budget=40%",
     f"{PLAIN},budget=56,lookahead=0",
     "snapkv:n_sink=4,budget=84,n_window=64,on_full=slide,lookahead=4",
-    f"keydiff:budget=90,block=32 then {SNAPKV},budget=50",
+    STAGES,
     "h2o:budget=48,block=16",
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_staggered_requests_answer_as_alone(tiny_model, policy):
-    prompts, limits = prompts_of(190, 40, 260, 120, 333, 75), [12, 50, 40, 25, 34, 7]
-    run = Run(tiny_model, policy)
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [*((make_llama, policy) for policy in POLICIES), (make_qwen, POLICIES[0]), (make_qwen, STAGES)],
+)
+def test_staggered_requests_answer_as_alone(make, policy):
+    prompts, limits = prompts_of(190, 40, 260, 120, 75), [12, 50, 30, 15, 7]
+    run = Run(make(), policy)
     run.assert_alone(run.staggered(prompts, limits), prompts, limits)
     assert_unpatched()
 
@@ -66,16 +70,16 @@ def test_a_chunk_that_takes_long_is_paused_at(monkeypatch):
     assert paused
 
 
-def test_prompts_are_read_before_others_go_on_if_nobody_waits(tiny_model):
+def test_prompts_are_read_before_others_go_on_if_nobody_waits():
     prompts = prompts_of(400, 300, 200)
-    run = Run(tiny_model, SMALL, reads_first=True, prefill_step_size=64)
-    uids = run.insert(prompts, 30)
+    run = Run(make_llama(), SMALL, reads_first=True, prefill_step_size=64)
+    uids = run.insert(prompts, 12)
     run.step()
     while run.generator._prompt_batch.uids or run.generator._unprocessed_sequences:
         run.step()
         assert all(len(answer) <= 5 for answer in run.answers.values())  # which vote
     run.finish()
-    run.assert_alone(uids, prompts, [30] * 3)
+    run.assert_alone(uids, prompts, [12] * 3)
 
 
 def test_segments_and_all_tokens_are_mlx_lms(tiny_model):
@@ -96,30 +100,30 @@ def test_later_turns_go_on_from_compressed_caches(tiny_model, policy):
     first, second = prompts_of(200, 50, seed=3)
     run = Run(tiny_model, policy)
     own, _ = prefill(tiny_model, first, policy)
-    (uid,) = run.insert([second], 20, caches=[own], all_tokens=[list(first)])
-    other = run.insert(prompts_of(150), 20)
+    (uid,) = run.insert([second], 10, caches=[own], all_tokens=[list(first)])
+    other = run.insert(prompts_of(150), 10)
     run.finish()
     cache, _ = prefill(tiny_model, first, policy)
-    assert run.answers[uid] == alone(tiny_model, second, 20, prompt_cache=cache)
+    assert run.answers[uid] == alone(tiny_model, second, 10, prompt_cache=cache)
     assert "already holds tokens" in run.reports[uid].reason
     assert other[0] in run.answers
     assert own[-1].offset == len(first)  # the caller's is as it was
 
 
 @pytest.mark.parametrize("policy", [SMALL, Sparse(budget=40, n_window=16)])
-def test_keys_may_wait_for_what_a_pipeline_sends(tiny_model, policy, monkeypatch):
+def test_keys_may_wait_for_what_a_pipeline_sends(policy, monkeypatch):
     """As mlx-lm's models of which each Mac has some layers do after every call."""
-    prompts = prompts_of(200, 150)
-    wanted = [alone(tiny_model, prompt, 9, policy=policy) for prompt in prompts]
-    call = type(tiny_model).__call__
+    model, prompts = make_llama(), prompts_of(200, 150)
+    wanted = [alone(model, prompt, 9, policy=policy) for prompt in prompts]
+    call = type(model).__call__
 
     def sends(self, inputs, cache=None):
         logits = call(self, inputs, cache=cache)
         cache[-1].keys = mx.depends(cache[-1].keys, logits)
         return logits
 
-    monkeypatch.setattr(type(tiny_model), "__call__", sends)
-    run = Run(tiny_model, policy)
+    monkeypatch.setattr(type(model), "__call__", sends)
+    run = Run(model, policy)
     uids = run.insert(prompts, 9)
     assert [run.finish()[uid] for uid in uids] == wanted
 
@@ -135,7 +139,7 @@ def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):
 
 
 MODEL = make_llama()
-SPARSE = "sparse:n_sink=2,n_window=8,budget=24"
+SPARSE = Sparse(n_sink=2, n_window=8, budget=24)
 ANY_POLICIES = [
     SPARSE,
     "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=30%,lookahead=4",
@@ -161,7 +165,7 @@ EVENTS = st.lists(
 # a copy of what goes on
 @example(SPARSE, [("insert", 100, 30), ("step", 12, 0), ("extract", 0, 0)], False)
 @given(st.sampled_from(ANY_POLICIES), EVENTS, st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_every_answer_is_the_one_alone(policy, events, reads_first):
     run = Run(MODEL, policy, prefill_step_size=48, reads_first=reads_first)
     inserted, removed, extracted = {}, set(), []

@@ -33,7 +33,7 @@ def model():
 
 @pytest.mark.parametrize(("policy", "options"), WAYS)
 def test_staggered_requests_answer_as_alone(model, policy, options):
-    prompts, limits = prompts_of(190, 40, 260, 120), [12, 60, 40, 25]
+    prompts, limits = prompts_of(190, 40, 260), [12, 40, 25]
     run = Run(model, policy, **options)
     uids = run.staggered(prompts, limits)
     run.assert_alone(uids, prompts, limits)
@@ -52,12 +52,12 @@ def test_several_go_on_from_what_one_has_read(model, policy, options):
     (first,) = run.insert([document], 8)
     run.finish()
     caches, tokens = run.read[first]
-    questions = prompts_of(12, 30, 60, seed=1)
+    questions = prompts_of(12, 40, seed=1)
     given = [copy.deepcopy(caches) for _ in questions]
-    uids = run.insert(questions, 20, caches=given, all_tokens=[list(tokens) for _ in questions])
+    uids = run.insert(questions, 10, caches=given, all_tokens=[list(tokens) for _ in questions])
     run.finish()
     for uid, question in zip(uids, questions):
-        assert run.answers[uid] == run.alone(question, 20, prompt_cache=copy.deepcopy(caches))
+        assert run.answers[uid] == run.alone(question, 10, prompt_cache=copy.deepcopy(caches))
         assert run.read[uid][1][: len(tokens) + len(question)] == tokens + question
 
 

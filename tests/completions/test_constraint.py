@@ -89,7 +89,7 @@ def test_an_answer_obeys_the_schema(demo_llama, name):
     assert obeys(json.loads(text)), text
 
 
-@pytest.mark.parametrize("max_tokens", [20, 21, 40, 150])
+@pytest.mark.parametrize("max_tokens", [20, 21, 40, 80])
 @pytest.mark.parametrize(
     "schema",
     [
@@ -322,7 +322,7 @@ def test_how_many_optional_properties_are_enforced(demo_llama):
 
 def test_tools_too_large_to_be_enforced_together_are_called_by_their_names(demo_llama):
     loaded = demo_llama[0], calling(json_tools)
-    tools = [tool(f"open_{n}", obj(90)) for n in range(200)]
+    tools = [tool(f"open_{n}", obj(90)) for n in range(120)]
     (found,) = answers(loaded, tools=tools, tool_choice="required", max_tokens=20)
     assert found.request.warnings == [
         "the tools' parameters are left out: together they are too large to be enforced"

@@ -38,7 +38,7 @@ def beside(path, pattern="*.entries"):
 
 def asked(model, cache, store="file"):
     """What follows a question, and its log-probabilities."""
-    return steps(model, question(), n=12, prompt_cache=cache, sparse=SPARSE, store=store)
+    return steps(model, question(), n=6, prompt_cache=cache, sparse=SPARSE, store=store)
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
