@@ -22,7 +22,7 @@ from mlx_snapkv import prefill
 from mlx_lm.models import cache
 print(cache.SnapKVCache, cache.BlockKVCache)
 """
-    assert "caches.window.SnapKVCache" in python(program)
+    assert "compress.window.SnapKVCache" in python(program)
 
 
 def test_every_name_is_there_and_costs_nothing_before_it_is_used():

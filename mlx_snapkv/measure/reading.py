@@ -117,7 +117,7 @@ class Reading:
             self.following = read(model, mx.array(list(unread)), caches, given)[0]
         for i, layer in enumerate(self._layers):
             shared = layer.cache_in(caches)
-            shared.growing.step = KVCache.step
+            shared.step = KVCache.step
             shared.recorders = _at(recorders, i)  # the suffixes' need nothing of the answer
         # By the number of tokens fed: copies of all caches then, but of those of the full-attention layers.
         self._others = {len(tokens): copies_but_entries(caches, self._layers)}

@@ -66,9 +66,9 @@ def section(title):
 
 # A recipe, and the files that it has a contributor touch, but for what `make docs` writes.
 FILES = {
-    "Adding a policy": ["mlx_snapkv/policies/NAME.py", "tests/compress/test_scores.py"],
+    "Adding a policy": ["mlx_snapkv/compress/policies/NAME.py", "tests/compress/test_scores.py"],
     "Adding a model type": ["mlx_snapkv/models/table.py", "tests/fixtures/model_configs.yaml"],
-    "Adding a store": ["mlx_snapkv/caches/stores/NAME.py", "tests/cache_kinds.py"],
+    "Adding a store": ["mlx_snapkv/sparse/stores/NAME.py", "tests/cache_kinds.py"],
     "Adding an option": [
         "mlx_snapkv/planning/options.py",
         "mlx_snapkv/planning/request_plan.py",
@@ -105,9 +105,9 @@ app.main()
 
 
 def test_a_new_file_is_a_policy_everywhere(tmp_path):
-    random_eviction = ROOT / "mlx_snapkv/compress/random_eviction.py"
+    random_eviction = ROOT / "mlx_snapkv/compress/policies/random_eviction.py"
     text = replacing(*NEW_POLICY)(random_eviction.read_text(encoding="utf-8"))
-    edits = {"policies/every_other.py": lambda _: text}
+    edits = {"compress/policies/every_other.py": lambda _: text}
     make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", edits)
     printed = run(tmp_path, USES_POLICY)
     for said in (
@@ -199,7 +199,7 @@ def test_a_new_file_is_a_store(tmp_path):
         (imported, f"from mlx_snapkv.sparse.stores.small import SmallStore\n{imported}"),
         (before, case + before),
     )
-    store = {"caches/stores/small.py": lambda _: NEW_STORE}
+    store = {"sparse/stores/small.py": lambda _: NEW_STORE}
     make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", store)
     make_copy(ROOT / "tests", tmp_path / "tests", {"cache_kinds.py": kinds})
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
