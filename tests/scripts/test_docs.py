@@ -82,7 +82,7 @@ def test_every_table_has_its_place():
 def test_the_readme_is_short_and_its_commands_are_found():
     assert len(README.splitlines()) <= 180
     shown = [words[0] for words in _shown(README)]
-    assert shown == "demo generate compare chat chat cache-prompt generate".split()
+    assert shown == "generate demo generate compare chat chat cache-prompt generate".split()
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
@@ -148,7 +148,9 @@ def readme_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reader")
     readme = README.replace("\\\n", " ")
     printed = []
-    for block in re.findall(r"^```\n(.*?)^```", readme, re.M | re.S)[1:]:  # the first is a drawing
+    for block in re.findall(r"^```\n(.*?)^```", readme, re.M | re.S)[
+        1:
+    ]:  # the first has placeholders
         typed = "\n".join(re.findall(r"^> (.*)", block, re.M))
         for line in re.findall(r"^(?!>|make |\. \.venv/bin/activate$).+", block, re.M):
             source, _, words = re.fullmatch(r"(cat (\S+) \| )?mlx-snapkv (.*)", line).groups()
@@ -164,7 +166,7 @@ def readme_run(tmp_path_factory):
 
 def test_the_readmes_commands_run_as_they_stand(readme_run):
     (demo, auto, compared, *answers), _ = readme_run
-    assert any(line.count("3/3") == 2 for line in demo)  # the full cache and recall
+    assert any(line.count("3/3") == 2 for line in demo)  # the full cache and sparse attention
     oak, hawk = "6475938", "157815"
     assert compared.count(oak) == 4  # the full cache's and three policies'
     assert [auto, *answers] == [[oak], [hawk], [oak], [], [hawk]]
@@ -184,7 +186,7 @@ def test_a_pages_python_runs_one_after_the_other(readme_run, monkeypatch, capsys
 
 
 def setting_of(words):
-    """What a command says of policy or sparse attention, and memory."""
+    """Return what a command says of its setting, and its store."""
     said = dict(itertools.pairwise(words))
     if "--sparse" in said:
         return f"sparse:{said['--sparse']}", said.get("--store", "memory")
