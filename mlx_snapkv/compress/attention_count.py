@@ -1,4 +1,4 @@
-"""The attention that every entry has received, counted for policies that ask for it, as H2O does."""
+"""The attention that each entry has received, counted for policies that ask for it, such as H2O."""
 
 from __future__ import annotations
 
@@ -10,32 +10,37 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class AttentionCount:
-    """What the queries counted so far gave each entry, and the queries that are still to be counted.
+    """The attention that entries have received so far, and the queries that have yet to be counted.
 
-    Queries wait, as counting those of single tokens one by one would read all keys for each. A count never changes, so
-    a cache that is restored has the one before.
+    Queries of single tokens wait and are counted together, because every count reads all keys. A count never changes,
+    so a cache can be restored to an earlier count.
+
+    Attributes:
+        counts: whether queries are counted. If not, entries keep the attention that they received in another cache.
+        received: `(B, n_kv_heads, n)` float32, the attention that the first `n` entries have received.
+        waiting: queries that have yet to be counted, `(B, n_heads, L, head_dim)` each.
     """
 
-    # Queries are counted; if not, entries keep what they had received elsewhere.
     counts: bool = True
-    received: mx.array | None = None  # float32 `(B, n_kv_heads, n)`, of the first `n` entries
-    waiting: list[mx.array] = field(default_factory=list)  # `(B, n_heads, L, head_dim)` each
+    received: mx.array | None = None
+    waiting: list[mx.array] = field(default_factory=list)
 
-    def of_entries(self, received: mx.array | None) -> AttentionCount:
-        """For the entries that stay, which had received this; nothing waits."""
+    def counted(self, received: mx.array | None) -> AttentionCount:
+        """Return a count in which entries have received `received`, and no queries wait."""
         return replace(self, received=received, waiting=[])
 
     def with_queries(self, queries: mx.array) -> AttentionCount:
-        """With the newest tokens' queries waiting."""
+        """Return a count in which `queries` `(B, n_heads, L, head_dim)` wait after the others."""
         return replace(self, waiting=[*self.waiting, queries])
 
     def total(
         self, shape: tuple[int, ...], votes: Callable[[mx.array], mx.array]
     ) -> mx.array | None:
-        """What each of the entries `shape` `(B, n_kv_heads, n)` has received, float32; None if that is not known.
+        """Return the attention that each entry has received, float32 of `shape`; None if it is unknown.
 
         Args:
-            votes: the attention that waiting queries give each entry.
+            shape: `(B, n_kv_heads, n)` of the entries.
+            votes: returns the attention that queries `(B, n_heads, L, head_dim)` give each entry, of `shape`.
         """
         if not self.counts and self.received is None:
             return None
@@ -47,5 +52,5 @@ class AttentionCount:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What is to be evaluated between two tokens."""
+        """Return the arrays that are evaluated between two tokens."""
         return [*self.waiting, *([] if self.received is None else [self.received])]

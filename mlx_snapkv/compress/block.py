@@ -1,7 +1,7 @@
-"""The KV cache of a fixed budget, which evicts whenever it is full."""
+"""The KV cache of a fixed budget, which evicts entries whenever it is full."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -22,62 +22,102 @@ from .selection import select
 class BlockKVCache(EvictingCache):
     """A KV cache that never holds more than `quota.entries + block` entries per KV head, however many tokens it is fed.
 
-        [0 : n_kept)        entries that an eviction left, in order of position, different ones in every head
-        [n_kept : size())   the tokens since then
+        [0 : n_kept)        entries that the last eviction kept, in order of position, different ones in every head
+        [n_kept : size())   entries of the tokens since then
 
-    Before an update that would not fit, the policy's best `quota.entries` are moved to the front. All of them precede
-    the new tokens, so the mask is the ordinary causal one, aligned with the last entry. Keys keep the rotation of their
-    original position; `offset` is the logical position of the next token. An update of more than `block` tokens is held
-    in full until the next one.
+    Before an update that would not fit, the `quota.entries` entries that the policy scores highest are moved to the
+    front. All of them precede the new tokens, so the mask is the ordinary causal mask, aligned with the last entry.
+    Keys keep the rotation of their original position; `offset` is the logical position of the next token. An update of
+    more than `block` tokens is held in full until the next update.
+
+    Args:
+        policy: chooses the entries that stay; None keeps all entries.
+        quota: number of entries that an eviction keeps.
+        block: number of tokens that fit in after an eviction.
+        layer: the model's `AttentionLayer` that the cache serves.
+        last: position before which queries may vote.
+        newest: number of last queries kept for the votes; None keeps as many as the policy's `obs_window`.
+        quantization: how entries are stored; None stores them as they come.
+        counting: the attention that entries have received; None counts it if the policy asks for it.
 
     Attributes:
-        counting: the attention that entries receive, if the policy asks for it, or `counting` is given.
-        steady: positions of tokens that all attend to the same entries: an eviction precedes only the first of them. If
-            they are more than `block`, they are held besides.
-        expected: entries that it will hold at least: fewer than `quota.entries + block` save memory.
+        steady: positions of tokens that all attend to the same entries: entries are evicted before the first of these
+            tokens only. If they are more than `block`, the cache holds them in addition.
+        expected: number of entries that the cache will hold at least. The first buffers have no more rows than that,
+            which saves memory.
     """
 
-    PARTS: ClassVar[dict[str, type]] = EvictingCache.PARTS | {"counting": AttentionCount}
+    SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
 
     steady = range(0)
     expected = 0
 
     def __init__(
         self,
-        policy: Policy | None,  # what chooses; with None everything stays
-        quota: Quota,  # what an eviction leaves
-        block: int,  # tokens that fit in besides
+        policy: Policy | None,
+        quota: Quota,
+        block: int,
         *,
         layer: Any = None,
-        last: float = math.inf,  # position before which queries may vote
-        newest: int | None = None,  # how many of the last queries are kept for the votes
+        last: float = math.inf,
+        newest: int | None = None,
         quantization: Quantization | None = None,
         counting: AttentionCount | None = None,
     ):
-        voting = policy.obs_window if policy and newest is None else newest
-        super().__init__(last=last, newest=voting)
+        if policy is not None and newest is None:
+            newest = policy.obs_window
+        super().__init__(last=last, newest=newest)
         self.keys = self.values = None
         self.offset = self._n = 0
         self.policy, self.quota, self.block = policy, quota, block
         self.layer, self.quantization = layer, quantization
-        asks = policy is not None and policy.accumulates_attention
-        self.counting = counting or AttentionCount(counts=asks)
-        self._kept_positions: mx.array | None = None  # of the entries that the last eviction left
+        counts = policy is not None and policy.accumulates_attention
+        self.counting = counting or AttentionCount(counts=counts)
+        # uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
+        self._kept_positions: mx.array | None = None
+
+    def _saved_numbers(self) -> dict[str, Any]:
+        """Return what is saved as JSON, by name."""
+        return super()._saved_numbers() | {
+            "quota": vars(self.quota),
+            "steady": [self.steady.start, self.steady.stop],
+            "counts": self.counting.counts,
+        }
+
+    def _saved_arrays(self) -> dict[str, Any]:
+        """Return the saved arrays by name."""
+        return super()._saved_arrays() | {
+            "kept_positions": self._kept_positions,
+            "received": self.counting.received,
+            "waiting": self.counting.waiting,
+        }
+
+    def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Set the attributes of a new cache from what was saved."""
+        super()._restore(numbers, arrays)
+        self.quota = Quota(**numbers["quota"])
+        self.steady = range(*numbers["steady"])
+        self._kept_positions = arrays.get("kept_positions")
+        waiting = list(arrays.get("waiting", []))
+        self.counting = AttentionCount(numbers["counts"], arrays.get("received"), waiting)
 
     @property
     def capacity(self) -> int:
+        """Return the most entries per KV head that the cache holds."""
         return self.quota.entries + self.block
 
     @property
     def _n_since(self) -> int:
-        """Tokens since the last eviction."""
+        """Return the number of tokens since the last eviction."""
         return self._n - (0 if self._kept_positions is None else self._kept_positions.shape[2])
 
     @property
     def room(self) -> float:  # type: ignore[override]
+        """Return the number of tokens that fit in before the next eviction."""
         return math.inf if self.quota.entries >= UNLIMITED else self.capacity - self._n
 
     def append(self, keys: Stored, values: Stored) -> None:
+        """Append stored keys and values of `L` tokens; evict entries first if they don't fit."""
         L = n_rows(keys)
         if self.is_due(L):
             self.evict()
@@ -86,38 +126,42 @@ class BlockKVCache(EvictingCache):
         self.offset += L
 
     def place(self) -> int:
+        """Count one more token, and return the row into which the caller writes its entry."""
         self._n += 1
         self.offset += 1
         return self._n - 1
 
     @property
     def n_after_next(self) -> int:
+        """Return the number of entries after one more token."""
         return (self.quota.entries if self.is_due() else self._n) + 1
 
     def evict(self) -> None:
+        """Keep the `quota.entries` entries that the policy scores highest."""
         if self._n <= self.quota.entries:
             return
         assert self.policy is not None
-        # Of older queries, entries after their own may be gone.
+        # Queries before the window can't vote: entries after their own positions may be evicted already.
         entries = self.held(min(self.policy.obs_window, max(1, self.quota.n_window)))
         entries.budget, entries.n_window = self.quota.entries, self.quota.n_window
         kept = entries.taken(select(self.policy.score(entries), self.quota))
-        # A buffer that is referred to elsewhere would be copied.
+        # A buffer with other references would be copied by the next write.
         entries.release()
         if n_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.hold(kept)
 
     def hold(self, entries: Entries) -> None:
-        """Hold `entries`, the best of all tokens up to `offset`, and nothing else."""
+        """Replace all entries with `entries`, which come from the tokens before `offset`, in order of position."""
         entries = entries.packed(self.quantization)
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions = entries.positions
-        self.counting = self.counting.of_entries(entries.received)
+        self.counting = self.counting.counted(entries.received)
 
     def held(self, n_queries: int = 0) -> Entries:
-        return self._rows(observed=self._observed(n_queries), received=self._received())
+        """Return the entries in order of position, with the last `n_queries` queries as voters."""
+        return self._entries(observed=self._observed(n_queries), received=self._received())
 
     def _take_queries(self, captured: Captured) -> None:
         super()._take_queries(captured)
@@ -125,52 +169,59 @@ class BlockKVCache(EvictingCache):
             self._count(captured)
 
     def _count(self, captured: Captured) -> None:
-        """Count the attention of a call's queries, those of single tokens together."""
+        """Count the attention of a call's queries before `last`; queries of single tokens wait to be counted together.
+
+        The call's entries are stored already.
+        """
         n = min(self.last, self.offset) - (self.offset - captured.heads.shape[2])
         if n <= 0:
             return
         queries = mx.contiguous(captured.read(captured.heads[:, :, : int(n)]))
         self.counting = self.counting.with_queries(queries)
         if n > 1 or len(self.counting.waiting) >= self.block:
-            self.counting = self.counting.of_entries(self._received())
+            self.counting = self.counting.counted(self._received())
 
     def _received(self) -> mx.array | None:
-        """The attention that each entry has received, that of the waiting queries included, if it is counted."""
+        """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32; None if unknown."""
 
         def votes(queries: mx.array) -> mx.array:
             stop = int(min(self.last, self.offset))
-            asking = self.voters(queries, range(stop - queries.shape[2], stop), shape)
-            return self._rows(observed=asking).votes
+            voters = self.voters(queries, range(stop - queries.shape[2], stop), shape)
+            return self._entries(observed=voters).votes
 
         shape = *self._heads, self._n
         return self.counting.total(shape, votes)
 
     @property
     def recorded(self) -> list[mx.array]:
+        """Return the arrays recorded from queries, which are evaluated between two tokens of the answer."""
         return [*super().recorded, *self.counting.arrays]
 
     def is_due(self, L: int = 1) -> bool:
+        """Return whether entries must be evicted before the next `L` tokens."""
         if self.policy is None or self.offset in self.steady[1:]:
             return False
         L = max(L, len(self.steady)) if self.offset in self.steady else L
-        votes = bool(self.policy.obs_window and not self._queries)
-        votes |= self.policy.query_statistics is not None and not self.moments.sums
-        if votes and not self._n_since:
-            return False  # no query has voted for the entries given; the next tokens' will
+        needs_queries = bool(self.policy.obs_window and not self._queries)
+        needs_queries |= self.policy.query_statistics is not None and not self.moments.sums
+        if needs_queries and not self._n_since:
+            return False  # no query can vote yet; the next tokens' queries will
         return self._n + L > self.capacity and self._n > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
-        """Put stored rows at `[start, _n)`, in buffers that have room for them."""
-        have = 0 if self.keys is None else n_rows(self.keys)
-        if self.keys is None or self._n > have:
+        """Write stored entries to the rows `[start, size())`; enlarge the buffers first if they are too short."""
+        n_before = 0 if self.keys is None else n_rows(self.keys)
+        if self.keys is None or self._n > n_before:
             unlimited = self.quota.entries >= UNLIMITED
-            most = with_room(self._n) if unlimited else self.capacity
-            wanted = most if have else min(most, self.expected or most)
-            held = (self.keys, self.values) if have else rows((keys, values), 0, 0)
-            self.keys, self.values = grown(held, max(self._n, wanted) - have)
+            n_after = with_room(self._n) if unlimited else self.capacity
+            if not n_before and self.expected:
+                n_after = min(n_after, self.expected)
+            buffers = (self.keys, self.values) if n_before else rows((keys, values), 0, 0)
+            self.keys, self.values = grown(buffers, max(self._n, n_after) - n_before)
         write((self.keys, self.values), start, (keys, values))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """Return the mask for the next `N` tokens: None, "causal", or bool `(N, size() + N)`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't have a budget")
         if N == 1:
@@ -182,6 +233,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
+        """Return the original positions of the entries, uint32 `(B, n_kv_heads, size())`, ascending."""
         kept, n = self._kept_positions, self._n_since
         newest = mx.arange(self.offset - n, self.offset, dtype=mx.uint32)
         newest = mx.broadcast_to(newest, (*self._heads, n))

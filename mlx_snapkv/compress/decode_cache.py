@@ -1,4 +1,4 @@
-"""The caches that an answer is decoded from, once its prompt has been compressed."""
+"""The cache that an answer is decoded from after its prompt was compressed."""
 
 import mlx.core as mx
 
@@ -12,13 +12,15 @@ from .window import SnapKVCache
 
 
 def decode_cache(
-    layer: AttentionLayer,
-    kept: Entries,  # what it is to hold; if they are quantised, those to come will be too
-    offset: int,  # position of the next token
-    policy: Policy,
-    quota: Quota,  # what the policy left the layer
+    layer: AttentionLayer, kept: Entries, offset: int, policy: Policy, quota: Quota
 ) -> EvictingCache:
-    """A layer's cache for what follows the prompt."""
+    """Return a layer's cache for the tokens after the prompt.
+
+    Args:
+        kept: the prompt's entries that the cache holds; later entries are quantised as these are.
+        offset: position of the next token.
+        quota: number of entries that the policy keeps in this layer.
+    """
     if policy.schedule == "block":
         cache = BlockKVCache(
             policy,

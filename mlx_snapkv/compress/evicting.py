@@ -1,9 +1,8 @@
-"""What the caches that evict entries have in common: how they are restored, and what a file holds of them."""
+"""The base of the caches that evict entries."""
 
-import dataclasses
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -16,104 +15,138 @@ from ..entries.entries import Entries
 from ..entries.quantization import Quantised, Quantization, Stored, n_bytes, n_rows, pack, rows
 from ..entries.queries import Queries, Recorder
 from ..entries.query_moments import QueryMoments
-from ..entries.quota import Quota
 from ..errors import SnapKVError
 from .policies import policy_named
 from .policy import Policy
 
-_DECODERS = {
-    "policy": policy_named,
-    "quantization": lambda how: Quantization(*how),
-    "quota": lambda numbers: Quota(*numbers),
-    "steady": lambda ends: range(*ends),
-}
-
 
 class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
-    """A cache that evicts entries when it is full; its `layer` is None if its policy asks for no more than entries."""
+    """Base of the caches that evict entries: it stores and saves the entries, and shows them to the policy.
 
-    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"layer", "_by_reader"})
-    # Objects whose attributes a file holds as `part.name`.
-    PARTS: ClassVar[dict[str, type]] = {"moments": QueryMoments}
+    The first `size()` rows of the buffers `keys` and `values` hold the entries. A subclass says in which row each entry
+    is stored and when entries are evicted.
 
-    keys: Any  # these and `values` are the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts
-    values: Any
-    policy: Policy | None = (
-        None  # evicts what it scores lowest; None: a window its oldest, a block cache nothing
+    Attributes:
+        keys, values: `(B, n_kv_heads, n_rows, head_dim)`, or the parts of quantised entries.
+        policy: evicts the entries that it scores lowest; None if no entries are scored.
+        positions: uint32 `(B, n_kv_heads, size())`, the original position of the entry in each row.
+        layer: the model's `AttentionLayer` that the cache serves; None if the policy needs no more than entries.
+    """
+
+    # Numbers that are saved by the name of their attribute.
+    SAVED_NUMBERS: ClassVar[tuple[str, ...]] = (
+        *("offset", "_n"),
+        *("first", "last", "newest", "statistics_from", "scale", "_stop"),  # of the `Recorder`
     )
+
+    keys: Any
+    values: Any
+    policy: Policy | None = None
     is_compressed = needs_layer = stacks = True
-    positions: mx.array  # uint32 `(B, n_kv_heads, size())`, of the entries as the buffers have them
-    _n = 0  # entries held: the first rows of the buffers
+    positions: mx.array
+    _n = 0  # number of entries
 
     @abstractmethod
     def append(self, keys: Stored, values: Stored) -> None:
-        """Add tokens' keys and values as they are to be stored."""
+        """Append keys and values of `L` tokens, stored as the buffers are; evict entries first if they don't fit."""
 
     def flush(self) -> None:
-        """Move all entries into the first `n_entries` rows, as `place` wants it."""
+        """Move all entries into the first `n_entries` rows, which `place` requires."""
 
     @abstractmethod
     def place(self) -> int:
-        """Count a single token in, of a flushed cache; the row for its entry, which the caller writes."""
+        """Count one more token of a flushed cache, and return the row into which the caller writes its entry."""
 
     def is_due(self, L: int = 1) -> bool:
-        """Whether an eviction precedes the next `L` tokens."""
+        """Return whether entries must be evicted before the next `L` tokens."""
         return False
 
     def evict(self) -> None:
-        """Let the policy choose what stays."""
+        """Keep the entries that the policy scores highest."""
 
     def restorer(self) -> Callable[[], None]:
+        """Return a function that brings the cache back to its present state, as often as it is called."""
         return super().restorer() if self.grows else restorer_of(self)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the entries the attention is to see."""
+        """Append `(B, n_kv_heads, L, head_dim)` keys and values; return the stored entries for the attention."""
         self.append(pack(keys, self.quantization), pack(values, self.quantization))
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
+        """Return the stored entries, `(B, n_kv_heads, size(), head_dim)` each."""
         stored = self.keys, self.values
         # A slice would keep an eviction from writing in place.
         return stored if n_rows(stored) == self._n else rows(stored, 0, self._n)
 
     @property
-    def state(self) -> tuple:
-        """For mlx-lm's files, of strings and arrays: all attributes but the transient, which are as in a new cache."""
-        others = {name: x for name, x in vars(self).items() if name not in self.TRANSIENT}
-        for part in self.PARTS:
-            others |= {f"{part}.{name}": x for name, x in vars(others.pop(part)).items()}
-        arrays = {name: others.pop(name) for name, x in list(others.items()) if _is_array(x)}
-        kinds = {name: type(x).__name__ for name, x in arrays.items()}
-        return json.dumps([kinds, others], default=_encoded), *arrays.values()
+    def state(self) -> tuple[str, dict[str, Any]]:
+        """Return the saved numbers as JSON, and the saved arrays: mlx-lm's files hold strings and arrays only."""
+        arrays = {name: array for name, array in self._saved_arrays().items() if array is not None}
+        return json.dumps(self._saved_numbers()), arrays
 
     @state.setter
-    def state(self, v: Sequence) -> None:
+    def state(self, state: tuple[str, dict[str, Any]]) -> None:
+        numbers, arrays = state
         self.start_recording()
-        kinds, others = json.loads(v[0])
-        for (name, kind), value in zip(kinds.items(), v[1:], strict=True):
-            others[name] = tuple(value) if kind == "tuple" else value
-        for name in _DECODERS.keys() & others.keys():
-            others[name] = None if others[name] is None else _DECODERS[name](others[name])
-        for part, cls in self.PARTS.items():
-            names = [name for name in others if name.startswith(f"{part}.")]
-            values = {name.removeprefix(f"{part}."): others.pop(name) for name in names}
-            others[part] = cls(**values)
-        vars(self).update(others)
+        self._restore(json.loads(numbers), arrays)
+
+    def _saved_numbers(self) -> dict[str, Any]:
+        """Return what is saved as JSON, by name."""
+        return {
+            "policy": None if self.policy is None else str(self.policy),
+            "quantization": None if self.quantization is None else vars(self.quantization),
+            "n_counted": self.moments.n_counted,
+            "counted_to": self.moments.counted_to,
+            **{name: getattr(self, name) for name in self.SAVED_NUMBERS},
+        }
+
+    def _saved_arrays(self) -> dict[str, Any]:
+        """Return the saved arrays, or lists or tuples of arrays, by name; None for an array that does not exist."""
+        return {
+            "keys": self.keys,
+            "values": self.values,
+            "sinks": self.sinks,
+            "queries": self._queries,
+            "moments": self.moments.sums,
+        }
+
+    def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Set the attributes of a new cache from what was saved.
+
+        A file has lists for tuples, and leaves out empty lists.
+        """
+        policy, quantization = numbers["policy"], numbers["quantization"]
+        self.policy = None if policy is None else policy_named(policy)
+        self.quantization = None if quantization is None else Quantization(**quantization)
+        plain = self.quantization is None
+        self.keys = arrays["keys"] if plain else tuple(arrays["keys"])
+        self.values = arrays["values"] if plain else tuple(arrays["values"])
+        self.sinks = arrays.get("sinks")
+        self._queries = list(arrays.get("queries", []))
+        self.moments = QueryMoments(
+            list(arrays.get("moments", [])), numbers["n_counted"], numbers["counted_to"]
+        )
+        for name in self.SAVED_NUMBERS:
+            setattr(self, name, numbers[name])
 
     def is_trimmable(self) -> bool:
-        """False: mlx-lm takes true for "any number of tokens", and the prompt's evicted entries are gone."""
+        """Return False: mlx-lm takes True for "any number of tokens", and the prompt's evicted entries are gone."""
         return False
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
+        """Return whether the policy needs queries of the tokens to come."""
         return self.policy is not None and self.policy.observes_answer
 
     def size(self) -> int:
+        """Return the number of entries per KV head."""
         return self._n
 
     def validate(self) -> str | None:
-        if found := super().validate():
-            return found
+        """Return what is wrong with a cache from a file; None if nothing is."""
+        if problem := super().validate():
+            return problem
         positions = np.sort(np.array(self.positions).astype(int), axis=-1)
         ascend = positions.shape[2] == self._n and (np.diff(positions) > 0).all()
         if not ascend or positions.max() >= self.offset:
@@ -122,48 +155,41 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
+        """Return the bytes of the buffers."""
         return 0 if self.keys is None else n_bytes((self.keys, self.values))
 
     def empty(self) -> bool:
+        """Return whether the cache has no buffers yet."""
         return self.keys is None
 
     @property
     def _heads(self) -> tuple[int, ...]:
-        """`(B, n_kv_heads)`."""
+        """Return `(B, n_kv_heads)`."""
         return tree_flatten(self.keys)[0][1].shape[:2]  # type: ignore[index]
 
-    def _rows(self, **more: Any) -> Entries:
+    def _entries(self, **others: Any) -> Entries:
+        """Return the entries in the order of their rows; `others` are further fields of `Entries`."""
         return Entries(
             *self.keys_and_values(),
             given_positions=self.positions,
             quantization=self.quantization,
             layer=self.layer,
             statistics=self.statistics,
-            **more,
+            **others,
         )
 
     def _observed(self, n: int) -> Queries | None:
-        """The last `n` queries, to vote for the entries held. Raises: SnapKVError: they were not recorded."""
+        """Return the last `n` queries as voters; None if `n` is 0.
+
+        Raises: SnapKVError: they were not recorded.
+        """
         if not n:
             return None
-        asked = self.query_positions[-n:]
-        if not asked or asked.stop < min(self.last, self.offset):
+        positions = self.query_positions[-n:]
+        if not positions or positions.stop < min(self.last, self.offset):
             name = self.policy.name if self.policy else "a policy"
             raise SnapKVError(
                 f"{name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
-        return self.voters(self.queries[:, :, -n:], asked, (*self._heads, self._n))
-
-
-def _is_array(value: Any) -> bool:
-    leaves = list(dict(tree_flatten(value)).values())
-    return bool(leaves) and all(isinstance(x, mx.array) for x in leaves)
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, Policy):
-        return str(value)
-    if isinstance(value, range):
-        return value.start, value.stop
-    return dataclasses.astuple(value)
+        return self.voters(self.queries[:, :, -n:], positions, (*self._heads, self._n))

@@ -9,7 +9,7 @@ from ..errors import SnapKVError
 from .policies import policy_named
 from .policy import Policy
 
-THEN = " then "  # between two policies of a string
+THEN = " then "  # separates two policies in a string
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Compress:
     """
 
     policy: Policy
-    decode_policy: Policy = None  # type: ignore[assignment]  # `policy` unless it is given
+    decode_policy: Policy = None  # type: ignore[assignment]  # by default `policy`
 
     def __post_init__(self):
         if self.decode_policy is None:
@@ -54,21 +54,24 @@ class Compress:
 
     @property
     def policies(self) -> tuple[Policy, Policy]:
+        """Return the policy of the prompt and the policy of the answer."""
         return self.policy, self.decode_policy
 
     @property
     def accumulates_attention(self) -> bool:
+        """Return whether a policy asks for the attention of all queries."""
         return any(policy.accumulates_attention for policy in self.policies)
 
     @property
     def observes(self) -> bool:
+        """Return whether a policy asks for queries, or for statistics computed from them."""
         return any(policy.observes for policy in self.policies)
 
     @property
     def statistics_from(self) -> int | None:
-        """Return the first position whose queries count in the statistics that a policy asks for, if one does."""
-        asked = [policy.query_statistics for policy in self.policies]
-        return min((position for position in asked if position is not None), default=None)
+        """Return the first position that counts in the query statistics; None if no policy asks for statistics."""
+        positions = [policy.query_statistics for policy in self.policies]
+        return min((position for position in positions if position is not None), default=None)
 
     def fits(self, n_prompt: int) -> bool:
         """Return whether a prompt of `n_prompt` tokens is within both budgets."""
@@ -76,14 +79,15 @@ class Compress:
 
     def prefill_quota(self, n_prompt: int) -> Quota:
         """Return the entries that each full-attention layer keeps while the prompt is read: all, under "once"."""
-        own, decode = self.policy.quota(n_prompt), self.decode_policy.quota(n_prompt)
+        quota = self.policy.quota(n_prompt)
         if not self.evicts_in_blocks:
-            return replace(own, entries=max(own.entries, n_prompt))
-        n_sink, n_window = max(own.n_sink, decode.n_sink), max(own.n_window, decode.n_window)
-        return Quota(own.entries, n_sink, n_window).shrunk()
+            return replace(quota, entries=max(quota.entries, n_prompt))
+        decode = self.decode_policy.quota(n_prompt)
+        n_sink, n_window = max(quota.n_sink, decode.n_sink), max(quota.n_window, decode.n_window)
+        return Quota(quota.entries, n_sink, n_window).shrunk()
 
     def decode_quota(self, n_prompt: int) -> Quota:
-        """Return the entries of the prompt that the answer is decoded from."""
+        """Return the prompt's entries that each full-attention layer decodes the answer from."""
         return self.decode_policy.quota(n_prompt)
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from ..entries.quota import Quota
 from ..errors import SnapKVError
 from ..hyperparameters import Hyperparameters, amount, count, entry_count
 
-POLICIES: dict[str, type[Policy]] = {}  # by name; defining a subclass with a name registers it
+POLICIES: dict[str, type[Policy]] = {}  # name -> policy; a subclass with a name registers itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,16 @@ class Policy(Hyperparameters, ABC):
         block: under "block", the maximum number of tokens read at a time.
     """
 
-    summary: ClassVar[str]
-    paper: ClassVar[str]
+    summary: ClassVar[str]  # the kept entries in a few words, for lists of policies
+    paper: ClassVar[str]  # authors, year and arXiv number; "" if there is no paper
     schedules: ClassVar[tuple[str, ...]] = ("once", "block")
 
     # A policy that needs more than keys and values sets these.
     obs_window: ClassVar[int] = 0  # number of last queries that vote
     accumulates_attention: ClassVar[bool] = False  # all queries vote, see `Entries.received`
-    query_statistics: ClassVar[int | None] = (
-        None  # first tokens that `Entries.statistics` leaves out
-    )
-    lookahead: ClassVar[int] = 0  # answer tokens that vote, decoded on all entries
+    # First position that counts in `Entries.statistics`; None: the policy needs no statistics.
+    query_statistics: ClassVar[int | None] = None
+    lookahead: ClassVar[int] = 0  # number of answer tokens that vote, decoded on all entries
     prefill_chunk: ClassVar[int | None] = None  # under "once"; None follows `prefill_step_size`
     on_full: ClassVar[str] = "slide"  # what happens under "once" when the recent window is full
     heads_agree: ClassVar[bool] = False  # all heads of a layer keep the same entries
@@ -111,6 +110,7 @@ class Policy(Hyperparameters, ABC):
         return n_prompt <= amount(self.budget, n_prompt)
 
     def _require_entries(self, budget: int) -> None:
+        """Raises: SnapKVError: a budget of `budget` entries is empty, or leaves no window where one must slide."""
         if budget < 1:
             raise SnapKVError(
                 f"{self.name} option budget={self.budget} is less than one entry of this prompt"

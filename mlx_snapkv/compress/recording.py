@@ -1,4 +1,4 @@
-"""The KV cache that a prompt is read on before a policy chooses from it."""
+"""The full KV cache that a prompt is read into before a policy compresses it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ..entries.queries import Recorder
 
 
 class RecordingKVCache(Recorder, LayerCache, KVCache):
-    """mlx-lm's KV cache, which also records the post-RoPE queries of the positions `[first, last)`.
+    """Holds all entries of a prompt, as mlx-lm's KV cache does, and records the queries of `[first, last)`.
 
     Args:
-        capacity: entries to allocate at once, so that prefill never regrows the buffers.
-        layer: the layer of the model.
+        first, last: positions whose post-RoPE queries are recorded.
+        capacity: number of entries to allocate at once, so that prefill never regrows the buffers.
+        layer: the model's `AttentionLayer` that the cache serves.
     """
 
     grows = converts_to_save = True
@@ -30,37 +31,42 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         self.step, self.layer = capacity, layer
 
     def filled(self, other: KVCache, n: int) -> RecordingKVCache:
-        """Return a cache with the first `n` entries of `other` and the queries recorded here; arrays are shared."""
+        """Return a cache of the first `n` entries of `other` and the queries recorded here; arrays are shared."""
         self._shared_votes = {} if self._shared_votes is None else self._shared_votes
         filled = copy.copy(self)
         filled.share(other, n)
         return filled
 
     def share(self, other: KVCache, n: int) -> None:
-        """Hold the first `n` entries of another cache, whose arrays are shared until they are written."""
+        """Hold the first `n` entries of `other`; both caches share the arrays until one of them writes."""
         cache = full_cache(Entries(other.keys, other.values))
         self.keys, self.values, self.offset = cache.keys, cache.values, n
 
     def fill(self, entries: Entries) -> None:
-        """Hold these entries, the first there are."""
+        """Hold `entries`, unquantised, from position 0 on."""
         self.keys, self.values = entries.plain()
         self.offset = len(entries)
 
     def held(self, n_queries: int = 0) -> Entries:
+        """Return the entries with all recorded queries as voters, whatever `n_queries`."""
         keys, values = self.keys_and_values()
+        observed = None
+        if self.n_queries:
+            observed = self.voters(self.queries, self.query_positions, keys.shape)
         return Entries(
             keys,
             values,
-            self.voters(self.queries, self.query_positions, keys.shape) if self.n_queries else None,
+            observed,
             layer=self.layer,
             statistics=self.statistics,
             shared_votes=self._shared_votes,
         )
 
     def saved_form(self) -> Any:
+        """Return mlx-lm's own cache of the entries, without the queries."""
         return full_cache(Entries(*self.keys_and_values()), self.sparse_from)
 
-    @property  # type: ignore[misc]  # the state of a request under way is not restored
+    @property  # type: ignore[misc]  # no setter: the cache is converted before it is saved
     def state(self) -> tuple:
         """Return what mlx-lm's prefill loop evaluates after a chunk: the entries and what was recorded."""
         return self.keys, self.values, self._queries, self.moments.sums

@@ -1,4 +1,4 @@
-"""Which entries stay: from scores to positions. Pure functions of arrays."""
+"""Selection of the entries that stay: pure functions from scores to positions."""
 
 import mlx.core as mx
 
@@ -6,7 +6,7 @@ from ..entries.quota import Quota
 
 
 def select(scores: mx.array, quota: Quota) -> mx.array:
-    """Return the positions of the entries that `quota` leaves, by `select_positions`."""
+    """Return the positions of the entries that `quota` keeps, uint32 `(B, n_kv_heads, n)`; see `select_positions`."""
     top_k = quota.entries - quota.n_sink - quota.n_window
     return select_positions(scores, n_sink=quota.n_sink, top_k=top_k, n_window=quota.n_window)
 

@@ -1,4 +1,6 @@
-"""The decoding cache of a compressed prompt: pinned entries, and those of the newest tokens."""
+"""The decoding cache of a compressed prompt: pinned entries and a window of the newest tokens."""
+
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,40 +12,53 @@ from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
 from .evicting import EvictingCache
 
-SLACK = 16  # rows behind the window, once several tokens have come at a time
+SLACK = 16  # rows allocated after the window once several tokens have been appended at a time
 
 
 @loadable
 class SnapKVCache(EvictingCache):
-    """A KV cache of pinned entries and a recent window, which grows with the answer or slides over it.
+    """A KV cache of pinned entries and a recent window that grows with the answer or slides over it.
 
-        [0 : n_pin)            pinned: sink and voted middle
+        [0 : n_pin)            pinned: the sink and the voted entries
         [n_pin : n_keep)       recent window; once it is full, a decoded token overwrites the oldest row (a ring)
-        [n_keep : )            pending: tokens that came several at a time
+        [n_keep : )            pending: tokens that were appended several at a time
 
-    A window without a limit is never full: every decoded token is written behind the last, and an update costs what one
-    of mlx-lm's `KVCache` does. One that slides has a constant shape from the first decoded token to the last.
+    A window without a limit is never full: each decoded token is written after the last one, and an update costs as
+    much as an update of mlx-lm's `KVCache`. A window that slides has a constant shape from the first decoded token to
+    the last.
 
     Keys keep the rotation of their original position; `offset` is the logical position of the next token. An update of
-    `L > 1` tokens equals `L` updates of one: `make_mask` hides from each token what would be overwritten by then.
-    Pending tokens move into the window before the next update.
+    `L > 1` tokens equals `L` updates of one token: `make_mask` hides from each token the entries that would be
+    overwritten by then. Pending tokens move into the window before the next update.
+
+    Args:
+        keys: `(B, n_kv_heads, n_pin + n, head_dim)` in order of position with `n <= n_window`, or the parts of
+            quantised keys.
+        values: like `keys`.
+        positions: uint32 `(B, n_kv_heads, n_pin)`, original positions of the pinned entries.
+        offset: position of the next token; the window holds the `n` tokens before it.
+        n_window: most entries in the window, at least 1; None lets it grow.
+        quantization: how the given entries are stored, and how later entries will be.
+
+    Attributes:
+        is_drafted: whether mlx-lm's speculative decoding uses the cache, and trims the drafts that it rejects.
 
     Raises: SnapKVError: the shapes disagree, or `n_window < 1`.
     """
 
-    TRANSIENT = EvictingCache.TRANSIENT | {"is_drafted"}
+    SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "n_pin", "n_window", "_oldest")
 
-    is_drafted = False  # mlx-lm's speculative decoding goes on from here, and trims the drafts that it rejects
+    is_drafted = False
 
     def __init__(
         self,
-        keys: Stored,  # `(B, n_kv_heads, n_pin + n, head_dim)` in order of position, `n <= n_window`, or parts
+        keys: Stored,
         values: Stored,
-        positions: mx.array,  # uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned entries
+        positions: mx.array,
         *,
-        offset: int,  # position of the next token; the window's entries are the `n` tokens before it
-        n_window: int | None,  # entries the window may hold, at least 1; None: it grows
-        quantization: Quantization | None = None,  # of the entries given, and of those to come
+        offset: int,
+        n_window: int | None,
+        quantization: Quantization | None = None,
     ):
         n_window = UNLIMITED if n_window is None else n_window
         n_pin, n = positions.shape[-1], n_rows(keys)
@@ -59,9 +74,19 @@ class SnapKVCache(EvictingCache):
         self._n = n
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
 
+    def _saved_arrays(self) -> dict[str, Any]:
+        """Return the saved arrays by name."""
+        return super()._saved_arrays() | {"pinned": self._pinned}
+
+    def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Set the attributes of a new cache from what was saved."""
+        super()._restore(numbers, arrays)
+        self._pinned = arrays["pinned"]
+
     def append(self, keys: Stored, values: Stored) -> None:
+        """Append stored keys and values of `L` tokens; a single token overwrites the oldest entry of a full window."""
         L = n_rows(keys)
-        self._flush()
+        self._move_pending()
         self._shrink(L)
         if L == 1 and self._n == self.n_keep:
             row = self.place()
@@ -73,16 +98,17 @@ class SnapKVCache(EvictingCache):
         write((self.keys, self.values), row, (keys, values))
 
     def _make_room(self) -> None:
-        """Have rows for all entries: a window that slides has all of its own at once."""
-        n, held = self._n, n_rows(self.keys)
+        """Enlarge the buffers if they have too few rows; a window that slides gets all of its rows at once."""
+        n, n_before = self._n, n_rows(self.keys)
         if self.grows:
-            most = held if n <= held else with_room(n)
+            n_after = n_before if n <= n_before else with_room(n)
         else:
-            most = self.n_keep if n <= self.n_keep else max(n, self.n_keep + SLACK)
-        if most > held:
-            self.keys, self.values = grown((self.keys, self.values), most - held)
+            n_after = self.n_keep if n <= self.n_keep else max(n, self.n_keep + SLACK)
+        if n_after > n_before:
+            self.keys, self.values = grown((self.keys, self.values), n_after - n_before)
 
     def place(self) -> int:
+        """Count one more token, and return the row into which the caller writes its entry."""
         if self._n < self.n_keep:
             row = self._n
             self._n += 1
@@ -94,56 +120,59 @@ class SnapKVCache(EvictingCache):
 
     @property
     def grows(self) -> bool:  # type: ignore[override]
-        """Whether the window has no limit: nothing is ever overwritten."""
+        """Return whether the window has no limit, so that no entry is ever overwritten."""
         return self.n_window >= UNLIMITED
 
     @property
     def n_keep(self) -> int:
+        """Return the number of rows of the pinned entries and the full window."""
         return self.n_pin + self.n_window
 
     @property
     def n_after_next(self) -> int:
+        """Return the number of entries after one more token."""
         return min(self._n + 1, self.n_keep)
 
     def _shrink(self, L: int) -> None:
-        """Free the rows of an update that was longer than the next one, of `L` tokens."""
+        """Free the rows after the window that an update of `L` tokens does not need."""
         if n_rows(self.keys) > self.n_keep + max(SLACK, L):
             kept = rows((self.keys, self.values), 0, self.n_keep)
             self.keys, self.values = each(mx.contiguous, kept)
 
     def flush(self) -> None:
-        self._flush()
+        """Move all entries into the first `n_entries` rows, which `place` requires."""
+        self._move_pending()
         self._shrink(1)
 
-    def _flush(self) -> None:
-        """Write the pending tokens over the window's oldest entries."""
+    def _move_pending(self) -> None:
+        """Write the pending entries over the window's oldest entries."""
         pending = self._n - self.n_keep
         if pending > 0:
             self._oldest = (self._oldest + pending) % self.n_window
-            moved = min(pending, self.n_window)
-            places = self.n_pin + mx.arange(self._oldest - moved, self._oldest) % self.n_window
-            newest = rows((self.keys, self.values), self._n - moved, self._n)
-            write((self.keys, self.values), places, newest)
+            n_moved = min(pending, self.n_window)
+            window_rows = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
+            newest = rows((self.keys, self.values), self._n - n_moved, self._n)
+            write((self.keys, self.values), self.n_pin + window_rows, newest)
             self._n = self.n_keep
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """None, `"causal"`, or bool `(N, rows)`; see `visible`."""
+        """Return the mask for the next `N` tokens: None, `"causal"`, or bool `(N, size() + N)` of `visible`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
-        p, w = self.n_pin, self.n_window
         pending = max(0, self._n - self.n_keep)
-        m, oldest = self._n - p - pending, (self._oldest + pending) % w
-        all_seen = m + N <= w or (N == 1 and m == w)
+        in_window = self._n - self.n_pin - pending
+        oldest = (self._oldest + pending) % self.n_window
+        all_seen = in_window + N <= self.n_window or (N == 1 and in_window == self.n_window)
         if all_seen and (N == 1 or not return_array):
             return None if N == 1 else "causal"
-        return visible(p, m, w, N, oldest)
+        return visible(self.n_pin, in_window, self.n_window, N, oldest)
 
     def is_trimmable(self) -> bool:
-        """True for mlx-lm's speculative decoding alone, which trims no more than it has fed."""
+        """Return True for mlx-lm's speculative decoding only, which trims no more than it has fed."""
         return self.is_drafted and self.grows
 
     def trim(self, n: int) -> int:  # type: ignore[override]
-        """Drop the newest `n` tokens of a window that grows, or as many as came since the compression."""
+        """Drop the newest `n` tokens of a window that grows, at most the whole window; return their number."""
         n = min(n, self._n - self.n_pin)
         self._n -= n
         self.offset -= n
@@ -151,29 +180,36 @@ class SnapKVCache(EvictingCache):
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
+        """Return the original position of the entry in each row, uint32 `(B, n_kv_heads, size())`."""
         n = self._n - self.n_pin
-        m = min(n, self.n_window)
-        age = mx.concatenate([(mx.arange(m) - self._oldest) % max(m, 1), mx.arange(m, n)])
-        window = (age + (self.offset - n)).astype(mx.uint32)
+        n_ring = min(n, self.n_window)
+        in_ring = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)
+        order = mx.concatenate([in_ring, mx.arange(n_ring, n)])  # from 0, the oldest, to n - 1
+        window = (order + (self.offset - n)).astype(mx.uint32)
         window = mx.broadcast_to(window, (*self._pinned.shape[:2], n))
         return mx.concatenate([self._pinned, window], axis=-1)
 
     def held(self, n_queries: int = 0) -> Entries:
-        held = self._rows()
-        entries = held.taken(mx.argsort(held.positions, axis=-1))
+        """Return the entries in order of position, with the last `n_queries` queries as voters."""
+        in_rows = self._entries()
+        entries = in_rows.taken(mx.argsort(in_rows.positions, axis=-1))
         entries.observed = self._observed(n_queries)
         return entries
 
 
-def visible(n_pin: int, held: int, n_window: int, N: int, oldest: int) -> mx.array:
-    """What each of `N` tokens sees, bool `(N, n_pin + held + N)`: the pinned, and the last `n_window` up to its own.
+def visible(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx.array:
+    """Return which rows each of `N` new tokens sees, bool `(N, n_pin + n_recent + N)`.
+
+    A token sees the pinned entries and the last `n_window` entries up to its own.
 
     Args:
-        held: entries behind the pinned ones: a ring of at most `n_window`, its oldest at `oldest`, then the pending.
+        n_pin: number of pinned entries, in the first rows.
+        n_recent: number of entries after them: a ring of at most `n_window`, then entries in order of position.
+        oldest: row of the ring, from 0, with its oldest entry.
     """
-    age = np.arange(-n_pin, held + N)  # by row; in the ring, which turns, counted from its oldest
-    ring = slice(n_pin, n_pin + min(held, n_window))
-    age[ring] = (age[ring] - oldest) % min(max(held, 1), n_window)
-    newest = held + np.arange(N)[:, None]
-    pinned = np.arange(n_pin + held + N) < n_pin
-    return mx.array(pinned | ((newest - n_window < age) & (age <= newest)))
+    order = np.arange(-n_pin, n_recent + N)  # by row: negative if pinned, then from 0, the oldest
+    ring = slice(n_pin, n_pin + min(n_recent, n_window))
+    order[ring] = (order[ring] - oldest) % min(max(n_recent, 1), n_window)
+    own = n_recent + np.arange(N)[:, None]
+    pinned = np.arange(n_pin + n_recent + N) < n_pin
+    return mx.array(pinned | ((own - n_window < order) & (order <= own)))

@@ -6,7 +6,7 @@ import pkgutil
 from ...errors import Option, SnapKVError, UnknownOptionError, suggestion
 from ..policy import POLICIES, Policy
 
-# The registry, and so every list of the policies, is in the order of these imports; SnapKV is the first.
+# Lists of the policies follow the order of these imports.
 # isort: off
 from .snapkv import SnapKV as SnapKV
 from .keydiff import KeyDiff as KeyDiff
@@ -21,7 +21,7 @@ from .random_eviction import RandomEviction as RandomEviction
 
 # isort: on
 
-# Any other file here is a policy, too; those follow in the order of their names.
+# Any other file here defines a policy, too; these follow in the order of their names.
 for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     importlib.import_module(f"{__name__}.{_name}")
 

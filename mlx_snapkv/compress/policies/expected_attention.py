@@ -1,4 +1,4 @@
-"""Expected Attention: the entries that queries to come will attend to, if they are like those so far."""
+"""Expected Attention: keep the entries that future queries will attend to if they resemble the queries so far."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ...entries.entries import Entries
 from ...entries.spans import spans
 from ..policy import Policy
 
-FUTURE = 512  # positions whose mean rotation stands for that of the queries to come
+FUTURE = 512  # positions after the prompt over which the rotation is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,14 @@ class ExpectedAttention(Policy):
         return self.n_sink
 
     def score(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: logarithms, since many weights are too small for float32; the sink on top."""
-        one = entries.read_keys(0, 1)
+        """Return the logarithms of the scores, `(B, n_kv_heads, T)` float32, with the sink's above all others.
+
+        Logarithms, because many weights are too small for float32.
+        """
+        first_key = entries.read_keys(0, 1)
         if len(entries) <= self.n_sink:
-            return mx.zeros((*one.shape[:2], len(entries)))
-        mean, covariance = self._queries_to_come(entries, one)
+            return mx.zeros((*first_key.shape[:2], len(entries)))
+        mean, covariance = self._future_queries(entries, first_key)
         B, H, _, width = covariance.shape
 
         def logits_and_sizes(start: int, stop: int, after: list[mx.array]) -> mx.array:
@@ -53,24 +56,29 @@ class ExpectedAttention(Policy):
             return mx.concatenate([logits, sizes], axis=-1)
 
         size = max(64, BLOCK_BYTES // (4 * B * H * width))
-        found = entries.by_block(logits_and_sizes, spans(self.n_sink, len(entries), size))
-        logits, sizes = found[..., :-1], found[..., -1]
-        each = logits - mx.logsumexp(logits, axis=2, keepdims=True)
-        weights = mx.logsumexp(each, axis=-1) - math.log(each.shape[-1])
-        scores = weights + mx.log(sizes)
+        columns = entries.by_block(logits_and_sizes, spans(self.n_sink, len(entries), size))
+        logits, sizes = columns[..., :-1], columns[..., -1]
+        log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)
+        log_mean = mx.logsumexp(log_weights, axis=-1) - math.log(log_weights.shape[-1])
+        scores = log_mean + mx.log(sizes)
         top = scores.max(axis=(1, 2), keepdims=True) + 1
         return mx.concatenate([mx.broadcast_to(top, (B, H, self.n_sink)), scores], axis=-1)
 
-    def _queries_to_come(self, entries: Entries, keys: mx.array) -> tuple[mx.array, mx.array]:
-        """Moments of what a key is multiplied by, scale and turn included, for the query heads of each KV head.
+    def _future_queries(self, entries: Entries, keys: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the mean and half the covariance of the rotated and scaled future queries.
 
-        The mean `(B, n_kv_heads, head_dim, group)`, and half the covariance, side by side for the group.
+        Args:
+            keys: `(B, n_kv_heads, n, head_dim)`, of any `n`: only the shape is used.
+
+        Returns:
+            The mean, `(B, n_kv_heads, head_dim, group)`, and half the covariance, `(B, n_kv_heads, head_dim,
+            group * head_dim)`: one matrix beside the other for the query heads of a GQA group.
         """
         B, H, _, D = keys.shape
-        layer, found = entries.layer, entries.statistics
-        turn = layer.mean_rotation(D, found.stop, FUTURE)
-        mean = found.scale * (found.mean @ turn.T)
-        covariance = found.scale**2 / 2 * (turn @ found.covariance @ turn.T)
+        layer, statistics = entries.layer, entries.statistics
+        rotation = layer.mean_rotation(D, statistics.stop, FUTURE)
+        mean = statistics.scale * (statistics.mean @ rotation.T)
+        covariance = statistics.scale**2 / 2 * (rotation @ statistics.covariance @ rotation.T)
         mean = layer.grouped(mean, H).reshape(B, H, -1, D)
         covariance = layer.grouped(covariance, H).reshape(B, H, -1, D, D)
         return mean.swapaxes(2, 3), covariance.transpose(0, 1, 3, 2, 4).flatten(3)

@@ -25,7 +25,10 @@ class H2O(Policy):
     n_window: int | str = "50%"
 
     def score(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, T)` float32 attention received; SnapKVError if it was not recorded."""
+        """Return the attention that each entry received, `(B, n_kv_heads, T)` float32.
+
+        Raises: SnapKVError: it was not recorded.
+        """
         if entries.received is None:
             raise SnapKVError("h2o needs the attention of all queries: use mlx_snapkv.prefill")
         return entries.received

@@ -1,4 +1,4 @@
-"""KeyDiff: entries whose keys differ most from the others stay; no attention is needed."""
+"""KeyDiff: keep the entries whose keys differ most from the others; no attention is needed."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ...entries.entries import Entries
 from ...hyperparameters import choice, entry_count
 from ..policy import Policy
 
-TINY = 1e-12  # added to squared norms, so that a key of zeros has a direction of zeros
+TINY = 1e-12  # added to squared norms, so that normalising a key of zeros gives zeros
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,10 @@ class KeyDiff(Policy):
     similarity: str = choice("cosine", "dot", "euclidean")
 
     def score(self, entries: Entries) -> mx.array:
-        """Minus the similarity, `(B, n_kv_heads, T)` float32; linear in T but for anchor="pairwise"."""
+        """Return minus the similarity, `(B, n_kv_heads, T)` float32.
+
+        The work grows with T, or with T squared for anchor="pairwise".
+        """
         if self.anchor == "pairwise":
             return -entries.of_keys(lambda part: self._mean_similarity(part, entries))
         if self.anchor == "median":
@@ -47,33 +50,44 @@ class KeyDiff(Policy):
         return -entries.of_keys(lambda part: self._similarity(part, anchor)[..., 0])
 
     def _median(self, keys: mx.array) -> mx.array:
-        """A head at a time, since a median sorts a copy."""
+        """Return the median of each coordinate, `(B, n_kv_heads, 1, head_dim)` float32.
+
+        One head at a time, because a median sorts a copy.
+        """
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
-            of_head = mx.depends(keys[:, head : head + 1], medians[-1:])
-            scaled = self._scaled(of_head.astype(mx.float32))
+            keys_of_head = mx.depends(keys[:, head : head + 1], medians[-1:])
+            scaled = self._scaled(keys_of_head.astype(mx.float32))
             medians.append(mx.median(scaled, axis=2, keepdims=True))
         return mx.concatenate(medians, axis=1)
 
     def _scaled(self, keys: mx.array) -> mx.array:
-        return keys * mx.rsqrt(_squared(keys) + TINY) if self.similarity == "cosine" else keys
+        """Return the keys as the anchor averages them: normalised for similarity="cosine"."""
+        return keys * mx.rsqrt(_squared_norm(keys) + TINY) if self.similarity == "cosine" else keys
 
     def _similarity(self, keys: mx.array, others: mx.array) -> mx.array:
-        """Of keys `(B, n_kv_heads, n, head_dim)` to `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, n, m)`."""
+        """Return how similar each key is to each of `others`, `(B, n_kv_heads, n, m)`.
+
+        Args:
+            keys: `(B, n_kv_heads, n, head_dim)` float32.
+            others: `(B, n_kv_heads, m, head_dim)` float32.
+        """
         product = keys @ others.swapaxes(-1, -2)
         if self.similarity == "dot":
             return product
-        mine, theirs = _squared(keys), _squared(others).swapaxes(-1, -2)
+        norms, other_norms = _squared_norm(keys), _squared_norm(others).swapaxes(-1, -2)
         if self.similarity == "cosine":
-            return product * mx.rsqrt(mine + TINY) * mx.rsqrt(theirs + TINY)
-        return -mx.sqrt(mx.maximum(mine + theirs - 2 * product, 0))
+            return product * mx.rsqrt(norms + TINY) * mx.rsqrt(other_norms + TINY)
+        return -mx.sqrt(mx.maximum(norms + other_norms - 2 * product, 0))
 
     def _mean_similarity(self, keys: mx.array, entries: Entries) -> mx.array:
-        total = entries.of_keys(
+        """Return the mean similarity of `n` keys to the keys of all entries, `(B, n_kv_heads, n)`."""
+        sums = entries.of_keys(
             lambda others: self._similarity(keys, others).sum(axis=-1)[:, :, None], keys.shape[2]
         )
-        return total.sum(axis=2) / len(entries)
+        return sums.sum(axis=2) / len(entries)
 
 
-def _squared(keys: mx.array) -> mx.array:
+def _squared_norm(keys: mx.array) -> mx.array:
+    """Return squared L2 norms, `(..., 1)`, of keys `(..., head_dim)`."""
     return (keys * keys).sum(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""LagKV: entries that differ most from what comes next."""
+"""LagKV: keep the entries that differ most from the block of entries after theirs."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class LagKV(Policy):
     n_sink: int = 4
 
     def score(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: below 1 for compared entries, from 1 on for the others."""
+        """Return `(B, n_kv_heads, T)` float32 scores: below 1 for compared entries, at least 1 for the others."""
         T = len(entries)
         n_blocks = (T - self.n_sink) // LAG
         recency = mx.arange(T) / T
@@ -45,25 +45,27 @@ class LagKV(Policy):
         at_once = max(1, BLOCK_BYTES // (4 * B * H * LAG * D))
         end = self.n_sink + (n_blocks - 1) * LAG
 
-        def compared(start: int, stop: int, after: list[mx.array]) -> mx.array:
-            keys, values = (
-                _information(read(start, stop + LAG, after))
-                for read in (entries.read_keys, entries.read_values)
-            )
-            ranks = mx.argsort(mx.argsort(keys + values, axis=-1), axis=-1)
+        def ranks_in_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
+            of_keys = _information(entries.read_keys(start, stop + LAG, after))
+            of_values = _information(entries.read_values(start, stop + LAG, after))
+            ranks = mx.argsort(mx.argsort(of_keys + of_values, axis=-1), axis=-1)
             return ranks.astype(mx.float32).flatten(2) / LAG
 
-        scores = entries.by_block(compared, spans(self.n_sink, end, at_once * LAG))
+        scores = entries.by_block(ranks_in_block, spans(self.n_sink, end, at_once * LAG))
         newest = mx.broadcast_to(recency[end:] + 1, (B, H, T - end))
         return mx.concatenate([mx.ones((B, H, self.n_sink)), scores, newest], axis=-1)
 
 
 def _information(states: mx.array) -> mx.array:
-    """Of all blocks of `(B, n_kv_heads, n, head_dim)` but the last: `(B, n_kv_heads, blocks, LAG)`."""
+    """Return how much each entry differs from the next block, `(B, n_kv_heads, n_blocks - 1, LAG)` float32.
+
+    Args:
+        states: keys or values `(B, n_kv_heads, n_blocks * LAG, head_dim)`; the last block is only compared with.
+    """
     blocks = mx.unflatten(states.astype(mx.float32), 2, (-1, LAG))
-    after = blocks[:, :, 1:]
-    least = after.min(axis=3, keepdims=True)
-    span = after.max(axis=3, keepdims=True) - least
+    next_blocks = blocks[:, :, 1:]
+    lowest = next_blocks.min(axis=3, keepdims=True)
+    span = next_blocks.max(axis=3, keepdims=True) - lowest
     # A coordinate that does not change carries no information.
-    scaled = mx.where(span > 0, (blocks[:, :, :-1] - least) / span, 0)
+    scaled = mx.where(span > 0, (blocks[:, :, :-1] - lowest) / span, 0)
     return mx.softmax(mx.std(scaled, axis=-1, ddof=1), axis=-1)

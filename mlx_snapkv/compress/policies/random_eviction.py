@@ -27,7 +27,7 @@ class RandomEviction(Policy):
     seed: int = count(0)
 
     def score(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: whole numbers below 2**24, which it holds exactly."""
+        """Return a hash for each entry, `(B, n_kv_heads, T)` float32: whole numbers below 2**24, which are exact."""
         n_heads = entries.keys.shape[1]
         heads = mx.arange(n_heads, dtype=mx.uint32)[:, None]
         x = (entries.positions + 1) * 0x9E3779B1 + heads * 0x85EBCA77

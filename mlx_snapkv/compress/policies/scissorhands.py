@@ -33,5 +33,5 @@ class ScissorHands(Policy):
     n_window: int | str = 10
 
     def score(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: queries, from 0 to `obs_window`."""
+        """Return the number of queries, 0 to `obs_window`, for each entry: `(B, n_kv_heads, T)` float32."""
         return entries.above_average

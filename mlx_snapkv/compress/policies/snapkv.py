@@ -12,7 +12,7 @@ from ...hyperparameters import amount, choice, count, entry_count, smallest_budg
 from ..policy import Policy
 
 ON_FULL = ("grow", "slide")
-LATEST = (32, 64)  # queries, which "forward" compares with those before them
+LATEST = (32, 64)  # numbers of last queries that pool="forward" contrasts with the queries before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,12 @@ class SnapKV(Policy):
         super().__post_init__()
 
     def _take_budget(self) -> None:
-        """Let a budget of so many entries say how many are voted; SnapKVError if `top_k` says something else."""
+        """Set `top_k` to the number of voted entries in `budget`.
+
+        A budget that is a share of the prompt leaves `top_k` at its default, unused.
+
+        Raises: SnapKVError: a `top_k` was given that contradicts the budget.
+        """
         voted = default = type(self).top_k
         if isinstance(self.budget, int):
             quota = Quota(self.budget, self.n_sink, self.window(self.budget)).shrunk()
@@ -99,9 +104,9 @@ class SnapKV(Policy):
         return "budget" if self.budget == fewest else "top_k"
 
     def score(self, entries: Entries) -> mx.array:
-        """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window.
+        """Return votes `(B, n_kv_heads, T)` float32, pooled except for sink and window.
 
-        With pool="forward" they are means over the queries, else sums.
+        With pool="forward" votes are means over the queries, otherwise sums.
         """
         forward = self.pool == "forward"
         if forward:
@@ -113,17 +118,18 @@ class SnapKV(Policy):
         middle = slice(self.n_sink, votes.shape[-1] - n_window)
         if middle.stop <= middle.start:
             return votes
-        pooled = [pool_votes(each[..., middle], self.pool, self.pool_kernel) for each in to_pool]
+        pooled = [pool_votes(part[..., middle], self.pool, self.pool_kernel) for part in to_pool]
         ranked = reduce(mx.maximum, [votes[..., middle], *pooled] if forward else pooled)
         parts = [votes[..., : middle.start], ranked, votes[..., middle.stop :]]
         return mx.concatenate(parts, axis=-1)
 
 
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
-    """Mean votes, those of the last 32 queries counting half, and how much more the last ones vote than those before.
+    """Return the mean votes and the contrasts, `(B, n_kv_heads, T)` float32 each.
 
-    `(B, n_kv_heads, T)` float32 each. There is a contrast for the prompt's last 32 queries and one for its last 64, the
-    answer's tokens that look ahead besides; of so few queries that none come before, it is the mean itself.
+    The mean gives half of its weight to all queries and half to the last 32. A contrast is how much more the last
+    queries vote than the queries before them: one for the prompt's last 32 queries, one for its last 64, lookahead
+    queries added to both. If there are too few queries for a contrast, the mean takes its place.
     """
     places = entries.voters.places
     n, n_ahead = len(places), max(0, places.stop - len(entries))
@@ -139,15 +145,15 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
-    """Pool `(..., T)` votes over `kernel` entries, same length; "forward" is the mean of those up to an entry.
+    """Return `(..., T)` votes pooled over `kernel` entries; `pool="forward"` averages an entry and those before it.
 
-    Means divide by the full kernel and take what lies outside as zeros; "max" ignores it.
+    At the ends, averages count missing neighbours as zeros, and "max" ignores them.
     """
     if kernel == 1:
         return votes
     T, half = votes.shape[-1], kernel // 2
-    beside = (kernel - 1, 0) if pool == "forward" else (half, half)
-    widths = [(0, 0)] * (votes.ndim - 1) + [beside]
+    neighbours = (kernel - 1, 0) if pool == "forward" else (half, half)
+    widths = [(0, 0)] * (votes.ndim - 1) + [neighbours]
     padded = mx.pad(votes, widths, constant_values=-mx.inf if pool == "max" else 0.0)
     shifted = [padded[..., i : i + T] for i in range(kernel)]
     return reduce(mx.maximum, shifted) if pool == "max" else reduce(mx.add, shifted) / kernel

@@ -34,13 +34,16 @@ class StreamingLLM(Policy):
         super().__post_init__()
 
     def window(self, budget: int) -> int:
+        """Return all of `budget` except the sink, which takes at most half."""
         return budget - (self.n_sink if budget > self.n_sink else budget // 2)
 
     def quota(self, n_prompt: int) -> Quota:
-        n = amount(self.budget, n_prompt)
-        self._require_entries(n)
-        return Quota(n, n - self.window(n), self.window(n))
+        n_entries = amount(self.budget, n_prompt)
+        self._require_entries(n_entries)
+        n_window = self.window(n_entries)
+        return Quota(n_entries, n_sink=n_entries - n_window, n_window=n_window)
 
     def score(self, entries: Entries) -> mx.array:
+        """Return scores that rise with the position, `(B, n_kv_heads, T)` float32."""
         B, H, T, _ = entries.keys.shape
         return mx.broadcast_to(mx.arange(T, dtype=mx.float32), (B, H, T))

@@ -1,4 +1,4 @@
-"""TOVA: the entries that the last token attends to."""
+"""TOVA: keep the entries that the last token attends to."""
 
 from dataclasses import dataclass
 
@@ -24,6 +24,6 @@ class TOVA(Policy):
     n_window: int | str = 1
 
     def score(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, T)` float32, equal for all heads."""
+        """Return the last query's attention, `(B, n_kv_heads, T)` float32, equal for all heads of a layer."""
         votes = entries.votes
         return mx.broadcast_to(votes.mean(axis=1, keepdims=True), votes.shape)
