@@ -1,1 +1,1 @@
-"""What a layer holds, and pure functions on it."""
+"""The KV entries and queries of one layer, and pure functions of them."""

@@ -1,13 +1,13 @@
-"""How much attention observed queries give to every entry of a layer; keys are `(B, n_kv_heads, T, head_dim)`.
+"""The attention that observed queries give to each entry of a layer; keys are `(B, n_kv_heads, T, head_dim)`.
 
-Only graphs are made here. Where a prompt is long they are made block by block, and `mx.depends` lets each block wait
-for the one before it. MLX allocates some operations ahead of the one that it computes, so the blocks are small.
+Functions build lazy graphs. For a long prompt they work block by block, and `mx.depends` makes each block wait for the
+block before it. The blocks are small, because MLX allocates the results of some operations ahead of time.
 
-Half-precision keys are multiplied as a float32 copy of a block. MLX would round their products to their own type:
-float16 ends at 65,504, which logits may pass (those of Qwen2.5, whose keys have large biases), and bfloat16 has three
-digits, too few to rank large logits by. For the many queries of a vote the copy takes less than converting the logits
-would. A token of the answer, of few queries, reads five times the bytes so, but of few entries: more are ranked by an
-index (`key_index.ranks_by_index`).
+Half-precision keys are multiplied as a float32 copy of a block, because MLX would round the products to the keys' type.
+Logits may exceed float16, which ends at 65,504 (Qwen2.5's do, whose keys have large biases), and bfloat16 has three
+digits, too few to rank large logits. For the many queries of a vote, copying the keys costs less than converting the
+logits would. For the few queries of an answer's token, the copy makes it read five times the bytes, but only of few
+entries: larger numbers are ranked by an index (`key_index.ranks_by_index`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,84 +20,96 @@ from ..errors import SnapKVError
 from .queries import Queries
 from .spans import spans
 
-# Bytes of float32 logits made at a time. Every operation on a block is a launch on a GPU, and of smaller blocks the
-# launches would take most of a vote's time.
-BLOCK_BYTES = 8 << 20  # bytes of float32 numbers computed at a time: larger blocks take more memory
-ONE_PASS_BYTES = 64 << 20  # of logits and float32 keys, below which they are made in one block
-READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
-READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for any longer prompt
-KEPT_BYTES = 64 << 20  # of logits, below which the keys' blocks are read once; if queries are few
+# Bytes of float32 numbers computed at a time: larger blocks take more memory. Each operation on a block is one launch on
+# a GPU; with smaller blocks the launches would take most of the time of a vote.
+BLOCK_BYTES = 8 << 20
+ONE_PASS_BYTES = 64 << 20  # most bytes of logits and float32 keys that are computed in one block
+READ_BYTES = 16 << 20  # bytes of float32 logits per block if each read of keys is waited for
+READ_TOKENS = 4096  # most keys read at a time, so that longer prompts take no more memory
+KEPT_BYTES = 64 << 20  # most bytes of logits that are kept, so that the keys are read once
 
-# Softmax by powers of two, which a CPU takes in a third of the time of exp.
+# The softmax uses powers of two, which a CPU computes in a third of the time of exp.
 LOG2_E = 1.4426950408889634
 
-# The logit of what a query does not see: finite, since a block may hold nothing else for it.
+# The logit of an entry that a query does not see. It is finite, because a query may see no entry of a block.
 HIDDEN = -1e30
 
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """Keys `(B, n_kv_heads, T, head_dim)` that are read a block at a time, from wherever they are."""
+    """Keys that are read a block at a time, from memory or files.
+
+    Attributes:
+        shape: `(B, n_kv_heads, T, head_dim)`.
+        read: `read(start, stop, after)` returns the keys of `[start, stop)`, computed after the arrays `after`.
+        waits: whether reading allocates memory, so that each block must be computed before the next is read.
+    """
 
     shape: tuple[int, int, int, int]
     dtype: mx.Dtype
-    read: Callable[[int, int, Sequence[mx.array]], mx.array]  # from start to stop, after these
-    waits: bool  # what is read takes memory, so that each block is computed before the next is read
+    read: Callable[[int, int, Sequence[mx.array]], mx.array]
+    waits: bool
 
 
 Keys = mx.array | KeyBlocks
 
 
 def attention_votes(keys: Keys, observed: Queries) -> mx.array:
-    """SnapKV's votes (section 3, "Voting"): `(B, n_kv_heads, T)` float32.
+    """Return SnapKV's votes (section 3, "Voting"), `(B, n_kv_heads, T)` float32.
 
-    Softmax over all entries up to the query's own position, summed over the observed queries, averaged over
-    the query heads of a GQA group.
+    They are softmax weights over all entries up to a query's own position, summed over the observed queries and
+    averaged over the query heads of a GQA group.
     """
     return latest_votes(keys, observed, [len(observed.places)])[0]
 
 
 def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.array:
-    """`attention_votes` of the last queries, as many as each of the `counts`: `(len(counts), B, n_kv_heads, T)`.
+    """Return `attention_votes` of the last queries, for each number of queries in `counts`, in one pass over the keys.
 
-    One pass over the keys makes all.
+    The result is `(len(counts), B, n_kv_heads, T)` float32.
     """
     n, group = len(observed.places), _group(keys, observed)
     B, H, T, D = keys.shape
-    held = group * n + (0 if keys.dtype == mx.float32 else D)
-    in_one = not _waits(keys) and 4 * B * H * T * held <= ONE_PASS_BYTES
-    late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
-    late = mx.tile(late.astype(mx.float32), (1, group))
-    if in_one:
-        weights, share = _weights(keys, observed, T)
-        share = share[..., None, :]
-        if list(counts) != [n]:  # or every operation counts: of all queries, as for a decoded token
-            share = share * late
-        votes = share @ weights
+    floats_per_entry = group * n + (0 if keys.dtype == mx.float32 else D)
+    in_one_pass = not _waits(keys) and 4 * B * H * T * floats_per_entry <= ONE_PASS_BYTES
+    is_late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
+    is_late = mx.tile(is_late.astype(mx.float32), (1, group))
+    if in_one_pass:
+        weights, factors = _weights(keys, observed, T)
+        factors = factors[..., None, :]
+        if list(counts) != [
+            n
+        ]:  # for a decoded token, all queries vote, and each operation takes time
+            factors = factors * is_late
+        votes = factors @ weights
     else:
-        votes = _sums(keys, observed, lambda logs: late @ mx.power(2, logs))
+        votes = _sums(keys, observed, lambda logs: is_late @ mx.power(2, logs))
     return mx.moveaxis(votes, 2, 0) / group
 
 
 def above_average(keys: Keys, observed: Queries) -> mx.array:
-    """How many queries give each entry at least 1/t of their attention, of t entries that they see.
+    """Return how many queries give each entry at least the average weight: 1/t for a query that sees t entries.
 
-    `(B, n_kv_heads, T)` float32, averaged over the query heads of a GQA group.
+    The result is `(B, n_kv_heads, T)` float32, averaged over the query heads of a GQA group.
     """
     group = _group(keys, observed)
-    seen = mx.minimum(_own_places(observed, group) + 1, keys.shape[2])
-    least = -mx.log2(seen.astype(mx.float32))[:, None]
-    return _sums(keys, observed, lambda logs: (logs >= least).sum(axis=2)) / group
+    n_seen = mx.minimum(_own_places(observed, group) + 1, keys.shape[2])
+    log_average = -mx.log2(n_seen.astype(mx.float32))[:, None]
+    return _sums(keys, observed, lambda logs: (logs >= log_average).sum(axis=2)) / group
 
 
 def attention_weights(keys: Keys, observed: Queries) -> mx.array:
-    """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum."""
-    weights, share = _weights(keys, observed, _block(_grouped(keys, observed)))
-    return (weights * share[..., None]).reshape(*observed.heads.shape[:3], -1)
+    """Return the softmax weights of each query, `(B, n_heads, n, T)` float32."""
+    weights, factors = _weights(keys, observed, _block(_grouped(keys, observed)))
+    return (weights * factors[..., None]).reshape(*observed.heads.shape[:3], -1)
 
 
 def _weights(keys: Keys, observed: Queries, block: int) -> tuple[mx.array, mx.array]:
-    """All weights `(B, n_kv_heads, group * n, T)`, and their factor `(B, n_kv_heads, group * n)` to be a softmax."""
+    """Return weights `(B, n_kv_heads, group * n, T)`, and factors `(B, n_kv_heads, group * n)` that make a softmax.
+
+    Args:
+        block: number of entries whose logits are computed at a time.
+    """
     queries, T = _grouped(keys, observed), keys.shape[2]
     parts: list[mx.array] = []
     for span in [(0, T)] if block >= T else _spans(observed, T, block):
@@ -112,12 +124,15 @@ def _weights(keys: Keys, observed: Queries, block: int) -> tuple[mx.array, mx.ar
 
 
 def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array]) -> mx.array:
-    """`summed` of the logarithms, base 2, of weights, `(B, n_kv_heads, group * n, block)` to `(..., block)`, joined.
+    """Return `summed` of the weights' logarithms to base 2, block by block, joined along the last axis.
 
-    The keys are read for the softmax's denominators and once more for the sums, unless all logits can be kept.
+    The keys are read once for the softmax's denominators and once more for the sums, unless all logits can be kept.
+
+    Args:
+        summed: takes logarithms `(B, n_kv_heads, group * n, block)`; its result's last axis is `block`, too.
     """
 
-    def made(x: mx.array) -> mx.array:
+    def computed(x: mx.array) -> mx.array:
         if waits:
             mx.eval(x)
         return x
@@ -127,7 +142,7 @@ def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array])
     n, waits = queries.shape[2], _waits(keys)
     keeps = n <= D // 4 and 4 * B * H * n * T <= KEPT_BYTES
     block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries)
-    # Of few queries, the logits of several blocks of keys are as much as those of one block of many.
+    # With few queries, one array can hold the logits of several blocks of keys.
     together = max(1, D // 2 // n) if keeps else 1
     spans = list(_spans(observed, T, block))
     groups = [spans[i : i + together] for i in range(0, len(spans), together)]
@@ -137,9 +152,9 @@ def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array])
         parts: list[mx.array] = []
         for span in group:
             after = parts[-1:] or list(sums[-1] if sums else ())
-            parts.append(made(_logits(keys, observed, queries, span, after)))
+            parts.append(computed(_logits(keys, observed, queries, span, after)))
         logits = mx.concatenate(parts, axis=-1)
-        sums.append(LogSum(*map(made, _log_sum(logits))))
+        sums.append(LogSum(*map(computed, _log_sum(logits))))
         if keeps:
             kept.append(logits)
     total = _with_sinks(observed, _joined(sums))
@@ -147,31 +162,36 @@ def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array])
     for i, (span, *_) in enumerate(groups):
         after = votes[-1:] or list(total)
         logits = kept[i] if keeps else _logits(keys, observed, queries, span, after)
-        votes.append(made(summed(total.share(logits))))
+        votes.append(computed(summed(total.share(logits))))
     return mx.concatenate(votes, axis=-1)
 
 
 class LogSum(NamedTuple):
-    """Logarithms, base 2, of softmax denominators `(B, n_kv_heads, group * n)`, each a sum of two numbers.
+    """The logarithm to base 2 of a softmax's denominator, as the sum of two numbers.
 
-    Logits of 10^5 leave float32 no digits for the second one, in which queries differ.
+    One float32 would not do: next to a logit of 10^5 it has no digits left for the other number.
+
+    Attributes:
+        top: the largest logit, `(B, n_kv_heads, group * n)`.
+        rest: the logarithm of the sum of `2 ** (logit - top)` over all logits, of the same shape.
     """
 
-    top: mx.array  # the largest logit
-    rest: mx.array  # the logarithm of the sum of what all are of it
+    top: mx.array
+    rest: mx.array
 
     def share(self, logits: mx.array) -> mx.array:
-        """The logarithm of what logits `(B, n_kv_heads, group * n, T)` have of the softmax."""
+        """Return the logarithms of the softmax weights of logits `(B, n_kv_heads, group * n, T)`."""
         return (logits - self.top[..., None]) - self.rest[..., None]
 
 
 def _log_sum(logits: mx.array) -> LogSum:
-    """Of powers of two along the last axis."""
+    """Return the denominator of a softmax along the last axis."""
     top = logits.max(axis=-1)
     return LogSum(top, mx.log2(mx.power(2, logits - top[..., None]).sum(axis=-1)))
 
 
 def _joined(sums: Sequence[LogSum]) -> LogSum:
+    """Return the denominator of all logits from the denominators of their parts."""
     tops = mx.stack([part.top for part in sums])
     top = tops.max(axis=0)
     powers = mx.power(2, tops - top + mx.stack([part.rest for part in sums]))
@@ -179,7 +199,7 @@ def _joined(sums: Sequence[LogSum]) -> LogSum:
 
 
 def _with_sinks(observed: Queries, total: LogSum) -> LogSum:
-    """The softmax's denominators, the sinks' part added."""
+    """Return the denominators with the part of the attention sinks added."""
     if observed.sinks is None:
         return total
     _, H, n = total.top.shape
@@ -189,33 +209,34 @@ def _with_sinks(observed: Queries, total: LogSum) -> LogSum:
 
 
 def _group(keys: Keys, observed: Queries) -> int:
-    """Query heads of a KV head."""
+    """Return the number of query heads per KV head."""
     return observed.heads.shape[1] // keys.shape[1]
 
 
 def _grouped(keys: Keys, observed: Queries) -> mx.array:
-    """Queries `(B, n_kv_heads, group * n, head_dim)` float32, as `_logits` takes them."""
+    """Return the queries as `_logits` takes them, `(B, n_kv_heads, group * n, head_dim)` float32."""
     B, H, _, D = keys.shape
     return observed.heads.astype(mx.float32).reshape(B, H, -1, D)
 
 
 def _waits(keys: Keys) -> bool:
+    """Return whether each block must be computed before the next is read."""
     return isinstance(keys, KeyBlocks) and keys.waits
 
 
 def block_size(entry_bytes: int, n_bytes: int | None = None) -> int:
-    """Return how many entries of `entry_bytes` to compute at a time: `n_bytes`, by default `BLOCK_BYTES`."""
+    """Return how many entries of `entry_bytes` fit in `n_bytes`, by default `BLOCK_BYTES`; at least 64."""
     return max(64, (n_bytes or BLOCK_BYTES) // entry_bytes)
 
 
 def _block(queries: mx.array, n_bytes: int | None = None) -> int:
-    """Entries whose logits are held at a time; for few queries their float32 keys are what counts."""
+    """Return the number of entries per block; with few queries, the float32 keys limit it, not the logits."""
     B, H, n, D = queries.shape
     return block_size(4 * B * H * max(n, D // 2), n_bytes)
 
 
 def _spans(observed: Queries, T: int, block: int) -> Iterator[tuple[int, int]]:
-    """Yield blocks `[start, stop)` of T; no block holds both entries that all queries see and others."""
+    """Yield blocks `[start, stop)` of `T` entries, split where the causal mask begins."""
     seen_by_all = max(0, min(T, observed.places.start + 1))
     yield from spans(0, seen_by_all, block)
     yield from spans(seen_by_all, T, block)
@@ -228,14 +249,14 @@ def _logits(
     span: tuple[int, int],
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Causally masked logits `(B, n_kv_heads, group * n, stop - start)`, computed after what is given."""
+    """Return causally masked logits of a span, `(B, n_kv_heads, group * n, stop - start)`, computed after `after`."""
     start, stop = span
     if isinstance(keys, KeyBlocks):
         part = keys.read(start, stop, after)
     else:
         part = mx.depends(keys[:, :, start:stop], list(after))
-    # Matrix units of GPUs may round float32 factors to TensorFloat-32, which has as many digits as float16: products of
-    # half-precision queries and keys are exact then, and those of scaled queries would not be.
+    # The scale follows the product, because GPUs may round float32 factors to TensorFloat-32, which has the digits of
+    # float16: half-precision queries and keys lose nothing, but scaled queries would.
     logits = (queries @ part.astype(mx.float32).mT) * (observed.scale * LOG2_E)
     if observed.cap is not None:
         cap = observed.cap * LOG2_E
@@ -247,7 +268,7 @@ def _logits(
 
 
 def _own_places(observed: Queries, group: int) -> mx.array:
-    """The place of each of the queries `(B, n_kv_heads, group * n, head_dim)`: `(group * n,)`."""
+    """Return the index of each query's own entry, `(group * n,)`, in the order of `_grouped`."""
     return mx.tile(mx.arange(observed.places.start, observed.places.stop), group)
 
 

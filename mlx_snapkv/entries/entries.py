@@ -1,4 +1,4 @@
-"""What one layer offers a policy."""
+"""The KV entries of one layer, with all that a policy may ask about them."""
 
 from __future__ import annotations
 
@@ -29,34 +29,44 @@ _NO_STATISTICS: Any = Missing(
 
 @dataclass
 class Entries:
-    """What one layer offers a policy, by attribute, computed lazily and once.
+    """The KV entries of one layer, for a policy to score. Attributes are computed lazily, and once.
 
-    Besides the fields: `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention`, `votes` and
-    `above_average`; the last five are a SnapKVError without observed queries.
+    A policy may use the fields below and `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention`, `votes`
+    and `above_average`. The last five raise SnapKVError if no queries were observed.
 
-    Entries are in order of position, as a cache stores them. A layer with `latent` entries (MLA) stores latents and the
-    positional part of keys: `keys` are then both, side by side, and `values` the latents.
+    Entries are in order of position. A layer with `latent` entries (MLA) stores latents and the positional part of
+    keys: `keys` are then both, side by side, and `values` are the latents.
 
-    The layer is an `AttentionLayer`: `.attention`, the mlx-lm attention module; `.rope`, its RoPE module or None;
-    `.number`, its place among the model's full-attention layers; and what computes with these. Asking for one of them
-    is a SnapKVError if no layer was given, and so are statistics that the policy did not ask for.
+    Attributes:
+        stored_keys, stored_values: `(B, n_kv_heads, T, head_dim)`, or the parts of quantised entries.
+        observed: the queries that vote; None if no queries were recorded.
+        given_positions: uint32 `(B, n_kv_heads, T)`, positions in the prompt; None if the entries are the prompt's
+            first `T`.
+        received: `(B, n_kv_heads, T)` float32, attention received so far; None if it was not counted.
+        quantization: how the entries are stored.
+        layer: the `AttentionLayer`: `.attention`, the mlx-lm attention module; `.rope`, its RoPE module or None;
+            `.number`, its index among the model's full-attention layers; and functions of these. Its attributes raise
+            SnapKVError if no layer was given.
+        statistics: `Statistics` of the queries, whose attributes raise SnapKVError if the policy did not ask for them.
+        budget: number of entries to keep per KV head; None if unknown.
+        n_window: number of newest entries that are kept in any case; None if unknown.
+        shared_votes: votes of the same queries computed before, by number of entries, places of the queries and counts.
+        waits: whether reading entries allocates memory, so that each block must be computed before the next is read.
     """
 
     stored_keys: Stored
     stored_values: Stored
-    observed: Queries | None = None  # those that vote
-    # `(B, n_kv_heads, T)` each: uint32 positions in the prompt, if some are missing; float32 attention received so far.
+    observed: Queries | None = None
     given_positions: mx.array | None = None
     received: mx.array | None = None
     quantization: Quantization | None = None
     layer: Any = None
-    statistics: Any = None  # `Statistics`
-    budget: int | None = None  # entries that are to stay per KV head, if that is known
-    n_window: int | None = None  # of the newest, that stay in any case, if that is known
-    # Votes of the same queries, computed before, by numbers of entries, places and counts.
+    statistics: Any = None
+    budget: int | None = None
+    n_window: int | None = None
     shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
-    waits = False  # what is read takes memory of its own, and is to be used before more is read
+    waits = False
 
     def __post_init__(self):
         self.layer = self.layer or _NO_LAYER
@@ -66,29 +76,29 @@ class Entries:
         return n_rows(self.stored_keys)
 
     def plain(self) -> tuple[mx.array, mx.array]:
-        """What the cache stores, `(B, n_kv_heads, T, ...)` each, not quantised."""
+        """Return the stored keys and values without quantisation, `(B, n_kv_heads, T, ...)` each."""
         keys, values = self.stored_keys, self.stored_values
         return unpack(keys, self.quantization), unpack(values, self.quantization)
 
     @cached_property
     def keys(self) -> mx.array:
-        """`(B, n_kv_heads, T, head_dim)`: what queries are multiplied by."""
+        """Return the vectors that queries are multiplied by, `(B, n_kv_heads, T, head_dim)`."""
         return self.read_keys(0, len(self))
 
     @cached_property
     def values(self) -> mx.array:
-        """`(B, n_kv_heads, T, head_dim)`: what the attention sums up."""
+        """Return the vectors that the attention sums up, `(B, n_kv_heads, T, head_dim)`."""
         return self.read_values(0, len(self))
 
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after what is given."""
+        """Return the keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after `after`."""
         keys = self._read(KEYS, start, stop, after)
         if not self.layer.latent:
             return keys
         return mx.concatenate([keys, self._read(VALUES, start, stop)], axis=-1)
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        """The same of the values."""
+        """Return the values of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after `after`."""
         return self._read(KEYS if self.layer.latent else VALUES, start, stop, after)
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
@@ -97,9 +107,9 @@ class Entries:
         return unpack(stored, self.quantization)
 
     def by_block(self, function: ByBlock, blocks: Iterable[tuple[int, int]]) -> mx.array:
-        """`function(start, stop, after)` of each block, the results joined along axis 2.
+        """Return the results of `function(start, stop, after)` for all blocks, joined along axis 2.
 
-        Each is computed after the one before, with the memory of one.
+        `after` makes MLX compute each block after the block before it, so that only one takes memory.
         """
         parts: list[mx.array] = []
         for start, stop in blocks:
@@ -109,13 +119,18 @@ class Entries:
         return mx.concatenate(parts, axis=2)
 
     def blocks(self) -> KeyBlocks:
-        """All keys, to be read a block at a time."""
-        one = self.read_keys(0, 1)
-        B, H, _, D = one.shape
-        return KeyBlocks((B, H, len(self), D), one.dtype, self.read_keys, self.waits)
+        """Return all keys in a form that is read a block at a time."""
+        first_key = self.read_keys(0, 1)
+        B, H, _, D = first_key.shape
+        return KeyBlocks((B, H, len(self), D), first_key.dtype, self.read_keys, self.waits)
 
     def of_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
-        """`function` of the keys in float32, `by_block`, where it makes `width` numbers of each key."""
+        """Return the results of `function` for all blocks of float32 keys, joined along axis 2.
+
+        Args:
+            function: takes keys `(B, n_kv_heads, n, head_dim)`.
+            width: numbers that `function` computes for each key, which limits the size of a block.
+        """
         B, H, _, D = self.blocks().shape
         size = block_size(4 * B * H * max(D, width))
         return self.by_block(
@@ -125,7 +140,7 @@ class Entries:
 
     @cached_property
     def positions(self) -> mx.array:
-        """uint32 `(B, n_kv_heads, T)`: the entries' positions in the prompt."""
+        """Return the entries' positions in the prompt, uint32 `(B, n_kv_heads, T)`."""
         if self.given_positions is not None:
             return self.given_positions
         shape = (*self.read_keys(0, 1).shape[:2], len(self))
@@ -133,6 +148,7 @@ class Entries:
 
     @property
     def voters(self) -> Queries:
+        """Return the observed queries. Raises: SnapKVError: there are none."""
         if self.observed is None:
             raise SnapKVError(
                 "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
@@ -141,12 +157,12 @@ class Entries:
 
     @property
     def queries(self) -> mx.array:
-        """`(B, n_heads, n, head_dim)`: the observed queries, post-RoPE."""
+        """Return the observed queries, post-RoPE, `(B, n_heads, n, head_dim)`."""
         return self.voters.heads
 
     @cached_property
     def raw_queries(self) -> mx.array:
-        """`(B, n_heads, n, head_dim)` float32: the observed queries as they were before the layer's RoPE."""
+        """Return the observed queries as they were before the layer's RoPE, `(B, n_heads, n, head_dim)` float32."""
         start = self.voters.start
         if start is None and self.given_positions is not None:
             raise SnapKVError("a layer's queries have no positions: give Queries a start")
@@ -155,21 +171,28 @@ class Entries:
 
     @cached_property
     def attention(self) -> mx.array:
-        """`(B, n_heads, n, T)` float32: every observed query's weights, causal, after the sinks' share."""
+        """Return the attention weights of each observed query, `(B, n_heads, n, T)` float32.
+
+        They are causal; with attention sinks they sum to less than 1.
+        """
         return attention_weights(self.blocks(), self.voters)
 
     @cached_property
     def votes(self) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: `attention`, in blocks, summed over queries and averaged over a GQA group."""
+        """Return `attention` summed over the queries and averaged over a GQA group, `(B, n_kv_heads, T)` float32."""
         return self._votes_of_last(len(self.voters.places))[0]
 
     def latest_votes(self, *counts: int) -> list[mx.array]:
-        """`votes` of the last queries alone, as many as each of the `counts`; those of all are made along with them."""
+        """Return the votes of the last queries, for each number of queries in `counts`.
+
+        The votes of all queries are computed with them, and kept as `votes`.
+        """
         votes, *latest = self._votes_of_last(len(self.voters.places), *counts)
         vars(self).setdefault("votes", votes)
         return latest
 
     def _votes_of_last(self, *counts: int) -> mx.array:
+        """Return the votes of the last queries, `(len(counts), B, n_kv_heads, T)` float32."""
         shared = {} if self.shared_votes is None else self.shared_votes
         key = len(self), self.voters.places.start, self.voters.places.stop, *counts
         if key not in shared:
@@ -178,37 +201,42 @@ class Entries:
 
     @cached_property
     def above_average(self) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: see `attention.above_average`."""
+        """Return how many queries give an entry at least the average weight, `(B, n_kv_heads, T)` float32."""
         return above_average(self.blocks(), self.voters)
 
     def taken(self, chosen: mx.array) -> Entries:
-        """The chosen entries, uint32 `(B, n_kv_heads, n)`; without queries."""
-        places = {3: chosen, 4: chosen[..., None]}
-        some = self._of(lambda x: mx.take_along_axis(x, places[x.ndim], axis=2))
-        return replace(some, observed=None, shared_votes=None)
+        """Return the entries at uint32 indices `chosen` `(B, n_kv_heads, n)`, without queries."""
+        indices = {3: chosen, 4: chosen[..., None]}  # by number of axes
+        taken = self._map(lambda x: mx.take_along_axis(x, indices[x.ndim], axis=2))
+        return replace(taken, observed=None, shared_votes=None)
 
     def between(self, start: int, stop: int) -> Entries:
-        """The entries from `start` on, before `stop`; queries keep their places."""
+        """Return the entries `[start, stop)`; the places of the queries do not change."""
         if (start, stop) == (0, len(self)):
             return self
-        some = self._of(lambda x: x[:, :, start:stop])
-        return replace(some, shared_votes=None if start else self.shared_votes)
+        part = self._map(lambda x: x[:, :, start:stop])
+        return replace(part, shared_votes=None if start else self.shared_votes)
 
-    def _of(self, part: Callable[[mx.array], mx.array]) -> Entries:
-        """Some of the entries: `part` of every array `(B, n_kv_heads, T, ...)`."""
-        names = ("stored_keys", "stored_values", "received")
-        held = {name: getattr(self, name) for name in names} | {"given_positions": self.positions}
-        return replace(self, **{n: x if x is None else each(part, x) for n, x in held.items()})
+    def _map(self, function: Callable[[mx.array], mx.array]) -> Entries:
+        """Return entries with `function` applied to each of their arrays `(B, n_kv_heads, T, ...)`."""
+        received = None if self.received is None else function(self.received)
+        return replace(
+            self,
+            stored_keys=each(function, self.stored_keys),
+            stored_values=each(function, self.stored_values),
+            received=received,
+            given_positions=function(self.positions),
+        )
 
     def packed(self, quantization: Quantization | None) -> Entries:
-        """The same entries, stored so; those that are already stay as they are."""
+        """Return the entries stored in the form of `quantization`."""
         if quantization == self.quantization:
             return self
         keys, values = (pack(x, quantization) for x in self.plain())
         return replace(self, stored_keys=keys, stored_values=values, quantization=quantization)
 
     def release(self) -> None:
-        """Don't keep keys, values and what was made of them alive any longer."""
+        """Drop keys and values, and all that was computed from them, so that MLX can free their memory."""
         self.stored_keys = self.stored_values = None
         for name in ("keys", "values", "raw_queries", "attention", "votes", "above_average"):
             vars(self).pop(name, None)

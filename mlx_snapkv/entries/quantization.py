@@ -10,11 +10,11 @@ from ..errors import Option, SnapKVError
 
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # what mlx-lm's functions call it
+KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # arguments of mlx-lm's functions
 
 KEYS, VALUES = 0, 1
 
-# Rows that a buffer without a limit grows by: an eighth of what it has, within these.
+# A buffer without a limit grows by an eighth of its rows, within these bounds.
 LEAST, MOST = 16, 256
 
 # Entries as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or packed values, scales and biases,
@@ -31,32 +31,38 @@ class Quantization:
 
 
 class Quantised:
-    """What mlx-lm's attention asks of a cache: with quantised entries it has these, and else it has not."""
+    """Base of caches whose entries may be quantised.
+
+    mlx-lm's attention tests `hasattr(cache, "bits")`, so without a quantisation both properties raise AttributeError.
+    """
 
     quantization: Quantization | None
 
     @property
     def bits(self) -> int:
-        return self.quantization.bits  # type: ignore[union-attr]  # or AttributeError
+        """Return the bits per value."""
+        return self.quantization.bits  # type: ignore[union-attr]
 
     @property
     def group_size(self) -> int:
+        """Return the number of values that share a scale and a bias."""
         return self.quantization.group_size  # type: ignore[union-attr]
 
 
 def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, Any]]:
-    """The quantisation that mlx-lm's keywords ask for, and the other options."""
+    """Return the quantisation in mlx-lm's keyword arguments, and the other arguments."""
     bits = options.get("kv_bits")
     others = {name: value for name, value in options.items() if name not in KEYWORDS}
     return None if bits is None else Quantization(bits, options.get("kv_group_size", 64)), others
 
 
 def pack(entries: mx.array, quantization: Quantization | None) -> Stored:
+    """Return entries `(B, n_kv_heads, T, head_dim)` in the form in which they are stored."""
     return entries if quantization is None else tuple(mx.quantize(entries, **vars(quantization)))
 
 
 def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
-    """Entries `(B, n_kv_heads, T, head_dim)` of the scales' dtype, as the attention sees them."""
+    """Return stored entries as the attention sees them, `(B, n_kv_heads, T, head_dim)`."""
     if quantization is None:
         return stored
     packed, scales, _ = stored
@@ -67,7 +73,7 @@ def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
 
 
 def arrays(stored: Stored) -> list[mx.array]:
-    """The arrays that entries are stored in, or keys and values together."""
+    """Return the arrays in which entries are stored; `stored` may also be a pair of keys and values."""
     if isinstance(stored, mx.array):
         return [stored]
     return [array for part in stored for array in arrays(part)]
@@ -91,38 +97,47 @@ def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> 
 
 
 def rows(stored: Stored, start: int, stop: int) -> Stored:
+    """Return the stored entries of the rows `[start, stop)`."""
     return each(lambda x: x[:, :, start:stop], stored)
 
 
 def write(stored: Stored, where: int | mx.array, entries: Stored) -> None:
-    """Write entries in place: to these rows, or from one on."""
-    for held, new in zip(arrays(stored), arrays(entries)):
+    """Write `entries` into `stored` in place.
+
+    Args:
+        where: the first row, or uint32 `(n,)`, a row for each of `n` entries.
+    """
+    for buffer, new in zip(arrays(stored), arrays(entries)):
         places = slice(where, where + new.shape[2]) if isinstance(where, int) else where
-        held[..., places, :] = new
+        buffer[..., places, :] = new
 
 
 def join(*stored: Stored) -> Stored:
+    """Return the stored entries one after the other, along the axis of entries."""
     return each(lambda *parts: mx.concatenate(list(parts), axis=2), *stored)
 
 
 def grown(stored: Stored, more: int) -> Stored:
-    """A copy with room for `more` rows."""
+    """Return a copy with `more` rows of zeros at the end."""
     return each(lambda x: mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)]), stored)
 
 
 def with_room(n: int) -> int:
-    """Rows to allocate where `n` are needed and more will be: a copy now and then, little memory for nothing."""
+    """Return how many rows to allocate for `n` entries if more will follow: few copies, and little unused memory."""
     return n + min(MOST, max(LEAST, n // 8))
 
 
 def groups_dividing(head_sizes: Iterable[int]) -> list[int]:
-    """The group sizes that divide all head sizes."""
+    """Return the group sizes that divide all head sizes."""
     sizes = set(head_sizes)
     return [group for group in GROUP_SIZES if all(size % group == 0 for size in sizes)]
 
 
 def fitting_groups(head_sizes: Iterable[int], option: Option) -> list[int]:
-    """The group sizes that divide all head sizes; SnapKVError, naming the user's `option`, if there are none."""
+    """Return the group sizes that divide all head sizes.
+
+    Raises: SnapKVError: no group size does; the message names the user's `option`.
+    """
     sizes = sorted(set(head_sizes))
     fitting = groups_dividing(sizes)
     if not fitting:

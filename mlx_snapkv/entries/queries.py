@@ -1,4 +1,4 @@
-"""Queries that vote: what a policy sees of them, and what caches need to record those of their own tokens."""
+"""Queries that vote: how caches record the queries of their tokens, and the form in which policies see them."""
 
 from __future__ import annotations
 
@@ -18,36 +18,53 @@ Read = Callable[[mx.array], mx.array]
 
 
 class Captured(NamedTuple):
-    """The queries of a call of an attention module, whose entries are already stored."""
+    """The queries of one call of an attention module, whose entries are stored already.
 
-    heads: mx.array  # `(B, n_heads, L, head_dim)`
+    Attributes:
+        heads: `(B, n_heads, L, head_dim)`, post-RoPE.
+        scale: factor by which the attention multiplies its logits.
+        sinks: `(n_heads,)` logits of attention sinks.
+        read: turns `heads`, or some of them, into the vectors that the entries' keys are multiplied by.
+        borrowed: whether they are the queries of a later layer, which reads this layer's entries.
+    """
+
+    heads: mx.array
     scale: float
     sinks: mx.array | None = None
-    read: Read = lambda heads: heads  # makes of queries what the entries' keys are multiplied by
-    borrowed: bool = False  # they are those of a later layer, which reads this one's entries
+    read: Read = lambda heads: heads
+    borrowed: bool = False
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries observed at an attention's own call."""
+    """The queries of `n` successive tokens, as a policy sees them.
 
-    heads: mx.array  # `(B, n_heads, n, head_dim)`, post-RoPE, each KV head's readers together
-    # The index among the entries of each query's own token, up to which it sees them; perhaps past the last entry.
+    Attributes:
+        heads: `(B, n_heads, n, head_dim)`, post-RoPE; the query heads of each KV head are neighbours.
+        places: for each query the index of its own token among the entries, up to which it sees them; an index may be
+            past the last entry.
+        scale: factor by which the attention multiplies its logits.
+        sinks: `(n_heads,)` logits of attention sinks, which take a share of the softmax but have no entry.
+        start: position of the first query in the prompt; None means `places.start`, which is right if no entry has been
+            evicted.
+        cap: soft cap of the logits: `cap * tanh(logit / cap)`; None for no cap.
+    """
+
+    heads: mx.array
     places: range
-    scale: float = math.nan  # what the attention multiplies its logits by
-    # `(n_heads,)` logits of attention sinks, which take a share of the softmax but have no entry.
+    scale: float = math.nan
     sinks: mx.array | None = None
-    # The first query's position in the prompt; None is `places.start`, which is right while no entry is missing.
     start: int | None = None
-    cap: float | None = None  # logits are bent to stay within it, as `cap * tanh(logit / cap)`
+    cap: float | None = None
 
     def between(self, first: int, stop: int) -> Queries:
-        """Return the queries from `first` on, before `stop`."""
+        """Return the queries `[first, stop)`."""
         heads, places = self.heads[:, :, first:stop], self.places[first:stop]
         start = None if self.start is None else self.start + first
         return replace(self, heads=heads, places=places, start=start)
 
     def latest(self, n: int) -> Queries:
+        """Return the last `n` queries, or all if there are fewer."""
         return self.between(max(0, len(self.places) - n), len(self.places))
 
 
@@ -57,7 +74,10 @@ _callback: ContextVar[Callback | None] = ContextVar("on_queries", default=None)
 
 @contextlib.contextmanager
 def on_queries(callback: Callback) -> Iterator[None]:
-    """Call `callback` in this thread with every cache that records, and its newest queries `(B, n_heads, L, D)`."""
+    """Within the block, call `callback(cache, queries)` in this thread whenever a cache records queries.
+
+    The queries are `(B, n_heads, L, head_dim)`, those of the newest `L` tokens.
+    """
     token = _callback.set(callback)
     try:
         yield
@@ -66,29 +86,40 @@ def on_queries(callback: Callback) -> Iterator[None]:
 
 
 class OnQueries:
-    """What a KV cache may do with the queries of an attention module's call, besides `record`."""
+    """Base of the KV caches that receive the queries of an attention module's call through `record`.
 
-    # The queries of some layers that read the newest entries are missing.
+    Attributes:
+        waits_for_readers: whether some of the layers that read the newest entries have yet to record their queries.
+    """
+
     waits_for_readers: bool = False
 
     def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """The entries that the attention function sees, instead of those that it was given."""
+        """Return the entries for the attention function, in place of the `keys` and `values` that it was given."""
         return keys, values
 
     def asks_again(self) -> bool:
-        """Whether the attention module is to be called again, with the entries that its queries have chosen."""
+        """Return whether the attention module must be called again, with the entries that its queries chose."""
         return False
 
 
 class Recorder(OnQueries):
-    """What a KV cache with an `offset` needs to record queries; the arguments are those of `start_recording`."""
+    """Base of the KV caches that record queries; `start_recording` describes the arguments.
+
+    Attributes:
+        offset: position of the next token, which the cache counts.
+        layer: the model's `AttentionLayer` that the cache serves; None if no layer is needed.
+        scale: factor by which the attention multiplies its logits; NaN before the first query.
+        sinks: `(n_heads,)` logits of attention sinks; None without sinks.
+        moments: sums over queries for `statistics`.
+    """
 
     offset: int
-    layer: Any = None  # see `Entries`
+    layer: Any = None
 
-    def __init__(self, *wanted: Any, **more: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__()
-        self.start_recording(*wanted, **more)
+        self.start_recording(*args, **kwargs)
 
     def start_recording(
         self,
@@ -100,106 +131,119 @@ class Recorder(OnQueries):
         """Forget what was recorded before, and record from now on.
 
         Args:
-            first, last: logical positions whose queries are recorded, in whatever chunks they come.
-            newest: how many of those at most, the latest ones; None is all.
-            statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, and of
-                the one before `last` in any case, which needs `layer`; None counts nothing.
+            first, last: queries of the logical positions `[first, last)` are recorded, whatever the chunks.
+            newest: number of these queries to keep, the last ones; None keeps all.
+            statistics_from: first position whose pre-RoPE query counts in the statistics, which go up to `last`; the
+                position before `last` counts in any case. This needs `layer`. None counts nothing.
         """
         self.first, self.last = first, last
         self.newest = math.inf if newest is None else newest
         self.statistics_from = statistics_from
-        self.scale = math.nan  # this and the sinks come with the queries
+        self.scale = math.nan
         self.sinks: mx.array | None = None
-        self._by_reader: list[mx.array] = []  # of one call, of the readers so far
-        self._queries: list[mx.array] = []
-        self._stop = 0  # the position after the last query's
+        # Queries of the newest tokens, by layer, while other layers that read these entries have yet to run.
+        self._by_reader: list[mx.array] = []
+        self._queries: list[mx.array] = []  # `(B, n_heads, n, head_dim)` each, successive positions
+        self._stop = 0  # position after the last recorded query
         self.moments = QueryMoments()
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
+        """Return whether some of the layers that read the newest entries have yet to record their queries."""
         return bool(self._by_reader)
 
     def record(self, captured: Captured) -> None:
-        """Record a call's queries; nothing before those of all the layer's readers have come, whose heads are joined.
+        """Record the queries of a call, once all layers that read the entries have been called; their heads are joined.
 
-        Raises: SnapKVError: it is not known how many layers read the entries.
+        Raises: SnapKVError: the number of layers that read the entries is unknown.
         """
         n_readers = 1 if self.layer is None else len(self.layer.readers)
         if n_readers == 1 and captured.borrowed:
             raise SnapKVError(
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
-        every = [*self._by_reader, captured.heads] if captured.borrowed else [captured.heads]
-        self._by_reader = every if len(every) < n_readers else []
+        by_reader = [*self._by_reader, captured.heads] if captured.borrowed else [captured.heads]
+        self._by_reader = by_reader if len(by_reader) < n_readers else []
         if not self._by_reader:
-            self._take_queries(captured._replace(heads=mx.concatenate(every, axis=1)))
+            self._take_queries(captured._replace(heads=mx.concatenate(by_reader, axis=1)))
 
     def _take_queries(self, captured: Captured) -> None:
-        queries, self.scale, self.sinks, read, _ = captured
+        """Keep the queries of the newest tokens that are to be recorded, and count them in the statistics."""
+        queries, self.scale, self.sinks = captured.heads, captured.scale, captured.sinks
         if (callback := _callback.get()) is not None:
-            callback(self, read(queries))
-        start = self.offset - queries.shape[2]
+            callback(self, captured.read(queries))
+        chunk_start = self.offset - queries.shape[2]
         if self.statistics_from is not None:
-            self._count_queries(queries, start, read)
-        b = min(self.last, self.offset)
-        a = max(self.first, start, b - self.newest)
-        if a >= b:
+            self._count_queries(queries, chunk_start, captured.read)
+        stop = min(self.last, self.offset)
+        start = max(self.first, chunk_start, stop - self.newest)
+        if start >= stop:
             return
-        if start < self._stop:  # tokens were trimmed meanwhile
-            kept = max(0, self.n_queries - (self._stop - start))
-            earlier = [mx.concatenate(self._queries, axis=2)[:, :, :kept]] if kept else []
+        if chunk_start < self._stop:  # tokens were trimmed since the last call
+            n_kept = max(0, self.n_queries - (self._stop - chunk_start))
+            earlier = [mx.concatenate(self._queries, axis=2)[:, :, :n_kept]] if n_kept else []
             self._queries = [mx.contiguous(x) for x in earlier]
-        elif a > self._stop:
+        elif start > self._stop:
             self._queries = []
+        recorded = queries[:, :, int(start) - chunk_start : int(stop) - chunk_start]
         # A slice would keep the whole chunk alive.
-        self._queries.append(mx.contiguous(read(queries[:, :, int(a) - start : int(b) - start])))
-        self._stop = int(b)
+        self._queries.append(mx.contiguous(captured.read(recorded)))
+        self._stop = int(stop)
         while self.n_queries - self._queries[0].shape[2] >= self.newest:
             self._queries.pop(0)
 
-    def _count_queries(self, queries: mx.array, start: int, read: Read) -> None:
-        """Add the queries of a call to the statistics, each position's once."""
-        a = int(max(min(self.statistics_from or 0, self.last - 1), start, self.moments.counted_to))
-        b = int(min(self.last, self.offset))
-        if a >= b:
+    def _count_queries(self, queries: mx.array, chunk_start: int, read: Read) -> None:
+        """Add the queries of a chunk to the statistics, each position once."""
+        first = min(self.statistics_from or 0, self.last - 1)
+        start = int(max(first, chunk_start, self.moments.counted_to))
+        stop = int(min(self.last, self.offset))
+        if start >= stop:
             return
-        counted = read(queries[:, :, a - start : b - start])
-        raw = self.layer.undo_rope(counted, a).astype(mx.float32)
-        self.moments = self.moments.with_queries(raw, b)
+        counted = read(queries[:, :, start - chunk_start : stop - chunk_start])
+        raw = self.layer.undo_rope(counted, start).astype(mx.float32)
+        self.moments = self.moments.with_queries(raw, stop)
 
     @property
     def statistics(self) -> Statistics | None:
-        """Of the queries counted so far, heads in their own order; None if there are none."""
+        """Return the statistics of the queries so far, heads in the model's order; None without queries."""
         return self.moments.statistics(self.scale, int(min(self.last, self.offset)))
 
-    def voters(self, queries: mx.array, asked: range, shape: tuple[int, ...]) -> Queries:
-        """Queries of logical positions, to vote for entries `(B, n_kv_heads, T)` that end with the newest."""
+    def voters(self, queries: mx.array, positions: range, shape: tuple[int, ...]) -> Queries:
+        """Return queries as voters for the cache's entries.
+
+        Args:
+            queries: `(B, n_heads, n, head_dim)`, heads in the model's order.
+            positions: the logical positions of the queries.
+            shape: `(B, n_kv_heads, T)` of the entries, the last of which is the newest token's.
+        """
         first, cap = self.offset - shape[2], None
         if self.layer is not None:
             queries, cap = self.layer.grouped(queries, shape[1]), self.layer.cap
-        places = range(asked.start - first, asked.stop - first)
-        return Queries(queries, places, self.scale, self.sinks, asked.start, cap=cap)
+        places = range(positions.start - first, positions.stop - first)
+        return Queries(queries, places, self.scale, self.sinks, positions.start, cap=cap)
 
     @property
     def queries(self) -> mx.array:
-        """`(B, n_heads, n, head_dim)`: the queries recorded, in order of position."""
+        """Return the recorded queries, `(B, n_heads, n, head_dim)` in order of position."""
         return mx.concatenate(self._queries, axis=2)[:, :, -len(self.query_positions) :]
 
     @property
     def query_positions(self) -> range:
+        """Return the positions of `queries`."""
         return range(self._stop - int(min(self.n_queries, self.newest)), self._stop)
 
     @property
     def n_queries(self) -> int:
+        """Return the number of queries in memory, perhaps more than `newest`."""
         return sum(q.shape[2] for q in self._queries)
 
     @property
     def recorded(self) -> list[mx.array]:
-        """What is recorded, to be evaluated as the answer goes on."""
+        """Return the arrays recorded from queries, which are evaluated between two tokens of the answer."""
         return [*self._queries, *self.moments.sums]
 
     def inherit(self, recorder: Any) -> None:
-        """Let another cache's queries vote, as those of the newest tokens, until others come."""
+        """Let the queries of another cache vote, as queries of the newest tokens, until this cache records its own."""
         if isinstance(recorder, Recorder):
             self._queries, self._stop = list(recorder._queries), self.offset
             self.scale, self.sinks = recorder.scale, recorder.sinks

@@ -1,4 +1,4 @@
-"""Moments of a layer's pre-RoPE queries, summed up as they come, for policies that ask for their statistics."""
+"""Mean and covariance of a layer's pre-RoPE queries, for policies that ask for statistics."""
 
 from __future__ import annotations
 
@@ -9,26 +9,45 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Statistics:
-    """Moments of the pre-RoPE queries, each head for itself."""
+    """Mean and covariance of the pre-RoPE queries of each head.
 
-    mean: mx.array  # `(B, n_heads, head_dim)` float32
-    covariance: mx.array  # the same by `head_dim`, divided by the number of queries
-    scale: float  # what the attention multiplies its logits by
-    stop: int  # position of the next token
+    Attributes:
+        mean: `(B, n_heads, head_dim)` float32.
+        covariance: `(B, n_heads, head_dim, head_dim)` float32, divided by the number of queries.
+        scale: factor by which the attention multiplies its logits.
+        stop: position of the next token.
+    """
+
+    mean: mx.array
+    covariance: mx.array
+    scale: float
+    stop: int
 
 
 @dataclass(frozen=True)
 class QueryMoments:
-    """The sums so far. They never change, so a cache that is restored has those before."""
+    """Sums over the queries so far, from which statistics are computed.
 
-    # A shift, and the sums of `query - shift` and of its outer products, or nothing. A cache's `state` holds them, so
-    # that mlx-lm computes them with every chunk.
+    They never change, so a cache can be restored to earlier sums.
+
+    Attributes:
+        sums: empty before the first query; then a shift `(B, n_heads, 1, head_dim)`, the sum of `query - shift`, of the
+            same shape, and the sum of its outer products, `(B, n_heads, head_dim, head_dim)`. A cache's `state` has
+            them, so that mlx-lm's prefill loop evaluates them after each chunk.
+        n_counted: number of queries.
+        counted_to: position after the last counted query.
+    """
+
     sums: list[mx.array] = field(default_factory=list)
     n_counted: int = 0
-    counted_to: int = 0  # the position after the last one counted
+    counted_to: int = 0
 
     def with_queries(self, raw: mx.array, stop: int) -> QueryMoments:
-        """With pre-RoPE queries `(B, n_heads, n, head_dim)` float32, the last one before position `stop`."""
+        """Return the sums with the pre-RoPE queries of the positions before `stop` added.
+
+        Args:
+            raw: `(B, n_heads, n, head_dim)` float32.
+        """
         sums = self.sums
         if not sums:
             B, n_heads, _, D = raw.shape
@@ -40,15 +59,15 @@ class QueryMoments:
         sums = [shift, total + raw.sum(axis=2, keepdims=True), products]
         return QueryMoments(sums, self.n_counted + raw.shape[2], stop)
 
-    def inherited_from(self, others: QueryMoments) -> QueryMoments:
-        """The sums of another cache's queries, which stand for those of the queries to come."""
-        return replace(self, sums=others.sums, n_counted=others.n_counted)
+    def inherited_from(self, other: QueryMoments) -> QueryMoments:
+        """Return the sums of another cache, which then take the place of sums over this cache's own queries."""
+        return replace(self, sums=other.sums, n_counted=other.n_counted)
 
     def statistics(self, scale: float, stop: int) -> Statistics | None:
-        """Of the queries counted so far, heads in their own order; None if there are none."""
+        """Return the statistics of the queries so far, heads in the model's order; None without queries."""
         if not self.sums:
             return None
         shift, total, products = self.sums
-        away = total / self.n_counted
-        covariance = products / self.n_counted - away.swapaxes(-1, -2) @ away
-        return Statistics((shift + away).squeeze(2), covariance, scale, stop)
+        mean = total / self.n_counted  # relative to the shift
+        covariance = products / self.n_counted - mean.swapaxes(-1, -2) @ mean
+        return Statistics((shift + mean).squeeze(2), covariance, scale, stop)

@@ -1,10 +1,10 @@
-"""How many entries a layer keeps, or a token reads."""
+"""The number of entries that a layer keeps or a token reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNLIMITED = 2**30  # entries of a quota that no prompt reaches
+UNLIMITED = 2**30  # a number of entries that no prompt reaches
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""A layer's entries in blocks, for what reads them one block after the other."""
+"""Blocks of a layer's entries, which are read one after the other."""
 
 from collections.abc import Iterator
 
-BLOCK_SIZE = 8192  # entries read at a time, wherever they are; many clusters of the rest
+BLOCK_SIZE = 8192  # entries read at a time, in memory or in files
 
 
 def spans(start: int, stop: int, block: int = BLOCK_SIZE) -> Iterator[tuple[int, int]]:
-    """Of the entries `[start, stop)`, where every block of them starts and stops; the last has what is left."""
+    """Yield the start and stop of each block of the entries `[start, stop)`; the last block may be shorter."""
     for first in range(start, stop, block):
         yield first, min(first + block, stop)

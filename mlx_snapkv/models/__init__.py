@@ -1,4 +1,4 @@
-"""Which attention modules a model has, and what is special about their families."""
+"""The attention modules of a model, and the families they belong to."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,21 +10,26 @@ from .table import REFUSED, SUPPORTED
 
 @dataclass
 class Found:
-    """A layer that owns a cache: its attention module, or None to leave it alone."""
+    """A layer that owns a cache.
+
+    Attributes:
+        attention: its attention module; None if its cache is left alone.
+        borrowers: attention modules of later layers, or of later passes, that read its entries.
+    """
 
     attention: Any
     family: AttentionFamily
-    borrowers: list[Any] = field(default_factory=list)  # other attention modules read its entries
+    borrowers: list[Any] = field(default_factory=list)
 
 
 def attention_classes(model) -> list[type]:
-    """The classes of a model's attention modules, each once; UnsupportedModelError as `attentions`."""
+    """Return the classes of a model's attention modules, each once. Raises: UnsupportedModelError: see `attentions`."""
     readers = (x for found in attentions(model) for x in (found.attention, *found.borrowers))
     return list(dict.fromkeys(type(x) for x in readers if x is not None))
 
 
 def attentions(model) -> list[Found]:
-    """The layers that own a cache, in order.
+    """Return the layers that own a cache, in order.
 
     Raises: UnsupportedModelError: the model type is not one that can be compressed.
     """
@@ -42,27 +47,26 @@ def attentions(model) -> list[Found]:
                 else:
                     found.append(Found(attention, family, [attention] * family.again))
     if not found:
-        # A wrapper around a type that is refused.
+        # The model may wrap layers of a type that is refused.
         inner = {type_of(m) for m in model.layers[0].modules()}
-        reason = next(
-            (REFUSED[n] for n in inner if n in REFUSED), "its layers are unknown to this version"
-        )
-        raise _refused(name, reason)
+        reasons = [REFUSED[n] for n in inner if n in REFUSED]
+        raise _refused(name, reasons[0] if reasons else "its layers are unknown to this version")
     by_family: dict[AttentionFamily, list[Any]] = {}
-    for each in found:
-        by_family.setdefault(each.family, []).extend([each.attention, *each.borrowers])
+    for layer in found:
+        by_family.setdefault(layer.family, []).extend([layer.attention, *layer.borrowers])
     for family, readers in by_family.items():
-        if problem := family.refusal and family.refusal(readers):
-            raise _refused(name, problem)
+        if reason := family.refusal and family.refusal(readers):
+            raise _refused(name, reason)
     return found
 
 
 def _refused(name: str, reason: str) -> UnsupportedModelError:
+    """Return the error of a model type that can't be compressed."""
     return UnsupportedModelError(
         f"model type {name!r} can't be compressed: {reason} (mlx-snapkv models lists all types)"
     )
 
 
 def type_of(module) -> str:
-    """The name of the file in mlx-lm that a module comes from; several `model_type`s may share one."""
+    """Return the name of the file in mlx-lm that a module comes from; several `model_type`s may share one."""
     return type(module).__module__.removeprefix("mlx_lm.models.")

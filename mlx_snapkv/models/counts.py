@@ -1,4 +1,4 @@
-"""How many query heads and experts mlx-lm's modules have, whatever they call them, and how wide a model is."""
+"""Sizes of mlx-lm's modules, whatever their attributes are called: query heads, experts, vocabulary, hidden size."""
 
 import sys
 from typing import Any
@@ -10,28 +10,31 @@ _EXPERTS = "num_experts_per_tok num_experts_per_token top_k moe_top_k moe_topk k
 
 
 def query_heads(attention: Any) -> int:
+    """Return the number of query heads; 0 if the module has no such attribute."""
     return _first(attention, _HEADS)
 
 
 def experts_per_token(module: Any) -> int:
-    """The experts that a token goes to; 0 if the module does not say."""
+    """Return the number of experts that each token goes to; 0 if the module has no such attribute."""
     return _first(module, _EXPERTS)
 
 
 def _first(module: Any, names: list[str]) -> int:
-    found = (getattr(module, name, None) for name in names)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), 0)
+    """Return the first of these attributes that is a whole number; 0 if none is."""
+    values = (getattr(module, name, None) for name in names)
+    return next((n for n in values if isinstance(n, int) and not isinstance(n, bool)), 0)
 
 
 def tables(model: Any) -> list[nn.Module]:
-    """A model's embeddings."""
+    """Return a model's embedding modules."""
     return [x for x in model.modules() if isinstance(x, (nn.Embedding, nn.QuantizedEmbedding))]
 
 
 def vocabulary(model: Any) -> int:
-    """How many tokens a model has embeddings of, perhaps fewer than its tokenizer; any number if it has no table."""
+    """Return the number of tokens with embeddings, perhaps fewer than the tokenizer has; no limit without a table."""
     return max((x.weight.shape[0] for x in tables(model)), default=sys.maxsize)
 
 
 def hidden_size(model: Any) -> int:
+    """Return the number of values of a token's embedding."""
     return min(getattr(x, "dims", x.weight.shape[-1]) for x in tables(model))

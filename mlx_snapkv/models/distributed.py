@@ -1,4 +1,4 @@
-"""Several Macs that hold one model: how it is split, and the values that rank 0 shares with the others.
+"""Support for one model on several Macs: how the model is split, and values that rank 0 shares with the other ranks.
 
 mlx-lm splits the model and MLX sums what the shards compute, so all ranks see the same logits. Each rank compresses the
 entries of its own heads, or of its own layers.
@@ -20,12 +20,12 @@ from ..errors import SnapKVError, brief
 
 T = TypeVar("T")
 
-# mlx.launch or mpirun sets one of these for every process.
+# Environment variables; mlx.launch or mpirun sets one of them for every process.
 RANK_IN = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 TENSOR = "tensor"  # each rank has a slice of every layer's heads
 PIPELINE = "pipeline"  # each rank has some of the layers
 SPLIT = (ShardedToAllLinear, QuantizedShardedToAllLinear)
-LOOKED_AT = 8  # modules, and layers, that show whether a model is split
+LOOKED_AT = 8  # most modules, and most layers, to look at for whether a model is split
 
 
 @functools.cache
@@ -60,16 +60,16 @@ def from_first(work: Callable[[], T]) -> T:
     """
     if world() is None:
         return work()
-    found: Any = None
+    outcome: Any = None  # the result, and an error sentence
     if rank() == 0:
         try:
-            found = work(), None
+            outcome = work(), None
         except SnapKVError as error:
             _shared((None, str(error)))
             raise
-    result, why = _shared(found)
-    if why is not None:
-        raise SnapKVError(why)
+    result, sentence = _shared(outcome)
+    if sentence is not None:
+        raise SnapKVError(sentence)
     return result
 
 
@@ -81,7 +81,7 @@ def _shared(value: Any) -> Any:
     data = np.frombuffer(pickle.dumps(value) if is_first else b"", np.uint8)
     size: Any = mx.distributed.all_sum(mx.array(data.size), stream=mx.cpu).item()
     summed = mx.distributed.all_sum(mx.array(np.resize(data, size) * is_first), stream=mx.cpu)
-    mx.eval(summed)  # on rank 0, too, which has a part in it
+    mx.eval(summed)  # on rank 0, too: the other ranks wait for its part of the sum
     return value if is_first else pickle.loads(np.array(summed).tobytes())
 
 

@@ -1,4 +1,4 @@
-"""An attention class of mlx-lm, and what is special about it."""
+"""The description of an attention class of mlx-lm, by which its queries can be recorded."""
 
 import importlib
 from collections.abc import Callable
@@ -14,57 +14,83 @@ def _never(attention: Any) -> bool:
 
 @dataclass(frozen=True)
 class AttentionFamily:
-    """One attention class, and how its queries come to what it stores; names are those of a module's attributes."""
+    """One attention class of mlx-lm: where its modules have what the attention is computed from.
 
-    module: str  # where mlx-lm keeps the class, below `mlx_lm.models`
+    Attributes:
+        module: file of the class, below `mlx_lm.models`.
+        class_name: name of the class.
+        scale: attribute with the factor of the logits; None means `head_dim ** -0.5`.
+        sinks: attribute with the logits `(n_heads,)` of attention sinks, which take part in the softmax.
+        tiled: whether query head j reads KV head j % n_kv_heads, not j // (n_heads // n_kv_heads).
+        rope: attribute with the RoPE object, which is called as `rope(x, offset)`, or a function of the attention
+            module that returns it; None without RoPE.
+        rotates: attribute that says whether this layer applies RoPE; None if all layers do.
+        rotary_tail: attribute with the number of a head's last dimensions that RoPE rotates; None means all.
+        note: a remark for the list of models.
+        refusal: returns why these attention modules can't be compressed; None if they can.
+        plain_only: returns why the entries of these attention modules can't be quantised; None if they can.
+        idle: returns whether the plain KV cache of a decoder layer is left alone.
+        latent: whether latents and positional parts of keys are stored (MLA); see `capture`.
+        factor: index of the call's argument that multiplies queries after RoPE.
+        cap: attribute with the soft cap of the logits.
+        attends: function that computes the scores: mlx-lm's, "mx.fast" for MLX's, or "" for the module itself; the
+            queries are then the first result of its RoPE.
+        captures: further result of a call that is recorded: the first of its "rope" or its "split".
+        method: method that is called with a cache.
+        borrows: returns whether an attention module reads the entries of an earlier layer.
+        kind: returns a value that is equal for a module that borrows and the layer that it borrows from, the last
+            of its kind before it.
+        again: number of later passes of a loop in which the module's own queries read the entries again.
+    """
+
+    module: str
     class_name: str = "Attention"
-    scale: str | None = "scale"  # of the softmax; None is `head_dim ** -0.5`
-    sinks: str | None = None  # logits `(n_heads,)` of attention sinks, a part of the softmax
-    tiled: bool = False  # head j reads KV head j % n_kv_heads, not j // (n_heads // n_kv_heads)
-    # The RoPE object, called as `rope(x, offset)`, or a function of the module that returns it; None if there is none.
+    scale: str | None = "scale"
+    sinks: str | None = None
+    tiled: bool = False
     rope: str | Callable[[Any], Any] | None = "rope"
-    rotates: str | None = None  # whether this layer applies RoPE, if not all layers do
-    rotary_tail: str | None = None  # how many of a head's last dimensions RoPE rotates; None is all
-    note: str = ""  # for the list of models
-    # Why such modules can't be compressed, and why their entries can't be quantised; None where they can.
+    rotates: str | None = None
+    rotary_tail: str | None = None
+    note: str = ""
     refusal: Callable[[list[Any]], str | None] | None = None
     plain_only: Callable[[list[Any]], str | None] | None = None
-    idle: Callable[[Any], bool] | None = None  # whether a layer's plain KV cache is left alone
-    latent: bool = False  # it stores latents and positional parts of keys (MLA); see `capture`
-    factor: int | None = None  # the call's argument that multiplies queries after RoPE
-    cap: str | None = None  # the soft cap of logits
-    # What computes the scores: mlx-lm's function, "mx.fast" for MLX's, or "" for the module itself, whose queries are
-    # then its RoPE's first result.
+    idle: Callable[[Any], bool] | None = None
+    latent: bool = False
+    factor: int | None = None
+    cap: str | None = None
     attends: str = "scaled_dot_product_attention"
-    captures: str = ""  # what else of a call is recorded: the first result of its "rope" or "split"
-    method: str = "__call__"  # the one that is called with a cache
-    borrows: Callable[[Any], bool] = _never  # whether a module reads an earlier layer's entries
-    kind: Callable[[Any], Any] = type  # equal for a borrower and the last such layer before it
-    again: int = 0  # later passes of a loop in which its own queries read the entries again
+    captures: str = ""
+    method: str = "__call__"
+    borrows: Callable[[Any], bool] = _never
+    kind: Callable[[Any], Any] = type
+    again: int = 0
 
     @property
     def asks_to_hide(self) -> bool:
-        """Whether every reader of a cache asks its `hide` what to mask, while the class is patched."""
+        """Return whether every reader of a cache calls its `hide` for the mask while the class is patched."""
         return not self.latent and not self.again and self.attends == "scaled_dot_product_attention"
 
     def attention_class(self) -> type:
+        """Return the class, imported."""
         return getattr(importlib.import_module(f"mlx_lm.models.{self.module}"), self.class_name)
 
     def attentions_of(self, layer) -> list[Any]:
-        """The attention modules of this family in a decoder layer, in order; None for one that is left alone."""
+        """Return the attention modules of this family in a decoder layer, in order; `[None]` if it is left alone."""
         if self.idle and self.idle(layer):
             return [None]
         cls = self.attention_class()
         return [m for _, m in sorted(layer.named_modules()) if type(m) is cls]
 
     def scale_of(self, attention, head_dim: int) -> float:
+        """Return the factor by which an attention module multiplies its logits."""
         return head_dim**-0.5 if self.scale is None else getattr(attention, self.scale)
 
     def sinks_of(self, attention) -> mx.array | None:
+        """Return the `(n_heads,)` logits of an attention module's sinks; None without sinks."""
         return getattr(attention, self.sinks) if self.sinks else None
 
     def rope_of(self, attention) -> Any | None:
-        """An attention module's RoPE, called as `rope(x, offset)`, or None."""
+        """Return an attention module's RoPE, called as `rope(x, offset)`; None without RoPE."""
         if self.rope is None or (self.rotates and not getattr(attention, self.rotates)):
             return None
         return getattr(attention, self.rope) if isinstance(self.rope, str) else self.rope(attention)
@@ -80,7 +106,7 @@ class AttentionFamily:
         return mx.concatenate([x[..., :n_before].astype(tail.dtype), tail], axis=-1)
 
     def grouped(self, queries: mx.array, n_kv_heads: int) -> mx.array:
-        """Queries `(B, n_heads, n, head_dim)` in an order of heads that puts each KV head's readers together."""
+        """Return queries `(B, n_heads, n, head_dim)` with the query heads of each KV head as neighbours."""
         if not self.tiled:
             return queries
         return mx.unflatten(queries, 1, (-1, n_kv_heads)).swapaxes(1, 2).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""A layer's RoPE, of which only the call is known: undone and averaged."""
+"""Undoing and averaging a layer's RoPE, of which nothing is known except how it is called."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,23 +7,33 @@ import mlx.core as mx
 
 Rope = Callable[..., mx.array]
 
-PROBE = "_mlx_snapkv_probe"
+PROBE = "_mlx_snapkv_probe"  # attribute of a RoPE object that holds its probes
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a RoPE object does to the unit vectors, kept with the object; `(head_dim,)` each."""
+    """The effect of a RoPE object on the unit vectors, kept with the object.
 
-    signs: mx.array  # float32, -1 for the first dimension of a pair that turns together
-    power: mx.array  # float32, the squared amplitude
-    partners: mx.array  # the dimension that it turns with; one that never turns is its own partner
+    Attributes:
+        signs: `(head_dim,)` float32, -1 for the first dimension of each pair that is rotated together, otherwise 1.
+        power: `(head_dim,)` float32, the square of the factor that each dimension is multiplied by.
+        partners: `(head_dim,)`, the other dimension of the pair; a dimension that is never rotated is its own partner.
+    """
+
+    signs: mx.array
+    power: mx.array
+    partners: mx.array
 
 
 def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.array:
-    """The input of `rope(x, offset)`, float32, from its result `x` `(B, n_heads, n, head_dim)`; None turned nothing.
+    """Return the input of `rope(x, offset)` from its result, float32 `(B, n_heads, n, head_dim)`.
 
     A rotation by an angle is undone by the same rotation between two reflections, so the object itself is called again,
-    whatever its frequencies. A first call finds which dimensions it turns together, and what it multiplies them by.
+    whatever its frequencies. A first call finds the pairs of dimensions and the factor of each.
+
+    Args:
+        rope: None returns `x`.
+        x: `(B, n_heads, n, head_dim)`, the result.
     """
     x = x.astype(mx.float32)
     if rope is None or not x.size:
@@ -33,12 +43,15 @@ def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.arra
 
 
 def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.array:
-    """The mean, float32 `(head_dim, head_dim)`, of what `rope` multiplies column vectors by at `[start, start + n)`."""
+    """Return the mean rotation matrix of the positions `[start, start + n)`, float32 `(head_dim, head_dim)`.
+
+    It multiplies column vectors from the left.
+    """
     if rope is None:
         return mx.eye(head_dim)
     probe = _probe(rope, head_dim)
-    # Two vectors tell all of it: the first of each pair in one, the second in the other.
-    # Not broadcast: MLX's CUDA kernel would write all positions over each other.
+    # Two vectors show the whole matrix: one has the first dimension of each pair, the other the second.
+    # They are contiguous, because MLX's CUDA kernel would write all positions of a broadcast to one place.
     first = (probe.signs < 0).astype(mx.float32)
     vectors = mx.broadcast_to(mx.stack([first, 1 - first])[:, None, None], (2, 1, n, head_dim))
     of_first, of_second = rope(mx.contiguous(vectors), start).mean(axis=2).reshape(2, head_dim, 1)
@@ -50,14 +63,16 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
 
 
 def _probe(rope: Rope, head_dim: int) -> Probe:
+    """Return the probe of a RoPE object, which is computed once for each head size."""
     probes = vars(rope).setdefault(PROBE, {})
     if head_dim not in probes:
-        # At position 1 no angle is a multiple of pi but that of a dimension which never turns.
-        turned = rope(mx.eye(head_dim)[:, None, None], 1).reshape(head_dim, head_dim)
+        # At position 1 every angle is less than pi, so only dimensions that are never rotated stay as they are.
+        rotated = rope(mx.eye(head_dim)[:, None, None], 1).reshape(head_dim, head_dim)
         dims = mx.arange(head_dim)
-        with_other = (turned != 0) & (dims[None] != dims[:, None])
-        partners = mx.where(mx.any(with_other, axis=1), mx.argmax(with_other, axis=1), dims)
+        is_partner = (rotated != 0) & (dims[None] != dims[:, None])
+        partners = mx.where(mx.any(is_partner, axis=1), mx.argmax(is_partner, axis=1), dims)
         signs = mx.where(partners > dims, -1.0, 1.0)
-        probes[head_dim] = Probe(signs, (turned * turned).sum(axis=1), partners)
-        mx.async_eval(signs, partners, probes[head_dim].power)  # no graph of this thread's is kept
+        probes[head_dim] = Probe(signs, (rotated * rotated).sum(axis=1), partners)
+        # Evaluated here, because other threads use the probe, too.
+        mx.async_eval(signs, partners, probes[head_dim].power)
     return probes[head_dim]

@@ -1,7 +1,7 @@
-"""Which model types of mlx-lm 0.32 can be compressed, and why the others can't.
+"""The model types of mlx-lm 0.32 that can be compressed, and why the others can't.
 
-An allow-list, by the name of the model's file in mlx-lm. What is safe depends on the whole forward pass (how
-masks are made, what positions are taken from), so every type was read and is run by the conformance test.
+This is an allow-list by the name of the model's file in mlx-lm. Whether a type is safe depends on its whole forward
+pass (how it makes masks and where it takes positions from), so each type was read, and the conformance test runs it.
 """
 
 from collections.abc import Callable
@@ -22,30 +22,33 @@ _LENT = "this model's layers lend each other entries past mlx-lm's quantised att
 
 
 def _unless(sound: Callable[[list], bool], reason: str) -> Callable[[list], str | None]:
+    """Return a function that gives `reason` for attention modules that are not `sound`."""
     return lambda attentions: None if sound(attentions) else reason
 
 
 def _always(reason: str) -> Callable[[list], str]:
+    """Return a function that gives `reason` for any attention modules."""
     return lambda attentions: reason
 
 
 def _uses_sliding_window(layer) -> bool:
-    # Models that wrap this one may give plain caches to its sliding-window layers too.
+    """Return whether a layer has a sliding window, even if a model that wraps it gives it a plain cache."""
     return getattr(layer, "use_sliding", False)
 
 
 def _replaces_attention(layer) -> bool:
+    """Return whether a layer has a linear module in place of attention."""
     return type(layer.self_attn).__name__ == "LinearSubblockReplacement"
 
 
 def _of_frequencies(attention) -> Callable[..., mx.array]:
-    """The RoPE of families that keep its frequencies, and no object to call."""
+    """Return the RoPE of an attention module that has its frequencies, but no object to call."""
     fixed = {"traditional": False, "base": None, "scale": 1.0, "freqs": attention._rope_freqs}
     return lambda x, offset: mx.fast.rope(x, x.shape[-1], offset=offset, **fixed)
 
 
 def _alike(names: str, **special: Any) -> list[Family]:
-    """Families that differ in nothing but their `module`, or `module:ClassName` where it isn't "Attention"."""
+    """Return families that differ only in `module`, or in `module:ClassName` if the class isn't "Attention"."""
     pairs = (name.partition(":") for name in names.split())
     return [Family(module, name or "Attention", **special) for module, _, name in pairs]
 
@@ -199,7 +202,7 @@ _BORROWERS: dict[str, tuple[str, ...]] = {
     "solar_open": ("glm4_moe",),
 }
 
-# Model type -> the attention families that its layers may be of.
+# Model type -> the attention families of its layers.
 SUPPORTED: dict[str, tuple[Family, ...]] = {
     name: tuple(FAMILIES[module] for module in _BORROWERS.get(name, (name,)))
     for name in sorted({*FAMILIES, *_BORROWERS}, key=str.lower)
@@ -225,7 +228,7 @@ REFUSED: dict[str, str] = {
 
 
 def supported() -> list[tuple[str, str, str]]:
-    """Model type, the other `model_type`s that mlx-lm loads with it, and a note."""
+    """Return for each supported type its name, other `model_type`s that mlx-lm loads with it, and a note."""
     return [
         (name, _aliases(name), "; ".join(filter(None, dict.fromkeys(f.note for f in families))))
         for name, families in SUPPORTED.items()
@@ -233,9 +236,10 @@ def supported() -> list[tuple[str, str, str]]:
 
 
 def refused() -> list[tuple[str, str, str]]:
-    """Model type, the other `model_type`s that mlx-lm loads with it, and why it can't be compressed."""
+    """Return for each refused type its name, other `model_type`s that mlx-lm loads with it, and the reason."""
     return [(name, _aliases(name), reason) for name, reason in sorted(REFUSED.items())]
 
 
 def _aliases(name: str) -> str:
+    """Return the other `model_type`s that mlx-lm loads with a type, separated by commas."""
     return ", ".join(sorted(alias for alias, target in MODEL_REMAPPING.items() if target == name))
