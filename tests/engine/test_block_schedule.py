@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, plain, steps
 from saved_helpers import spec
-from tiny_models import make_llama
+from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
 from mlx_snapkv.compress.policy import POLICIES
@@ -24,7 +24,7 @@ def compressed(prompt_cache):
 LLAMA = make_llama()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     prompt=st.integers(1, 120),
     step=st.integers(1, 60),
@@ -60,24 +60,27 @@ def test_no_prompt_chunk_block_or_answer_breaks_the_budget(
 
 
 @pytest.mark.parametrize("name", BLOCK)
-@pytest.mark.parametrize("budget", [190, 40, 19])
-def test_one_block_equals_once(tiny_model, tokens, name, budget):
-    block, _ = prefill(tiny_model, tokens, spec(name, "block", budget, block=200))
+@pytest.mark.parametrize("make, budget", [(make_llama, 190), (make_llama, 19), (make_qwen, 40)])
+def test_one_block_equals_once(tokens, name, make, budget):
+    model = make()
+    block, _ = prefill(model, tokens, spec(name, "block", budget, block=200))
     slides = ",on_full=slide" if name == "snapkv" else ""
-    once, _ = prefill(tiny_model, tokens, spec(name, "once", budget, block=200) + slides)
+    once, _ = prefill(model, tokens, spec(name, "once", budget, block=200) + slides)
     for a, b in zip(compressed(block), compressed(once), strict=True):
         assert isinstance(a, BlockKVCache) and isinstance(b, SnapKVCache)
         assert mx.array_equal(a.positions, b.positions)
         assert mx.array_equal(a.keys_and_values()[0], b.keys)
 
 
-@pytest.mark.parametrize("name", BLOCK)
-def test_a_budget_that_holds_everything_equals_mlx_lm_bit_for_bit(tiny_model, tokens, name):
-    expected = plain(tiny_model, tokens, n=12, prefill_step_size=16)
-    for budget in (212, 205):  # the second one fits the prompt but not the answer
-        cache, reports = make_prompt_cache(tiny_model), []
-        options = {"prompt_cache": cache, "prefill_step_size": 16, "on_report": reports.append}
-        items = steps(tiny_model, tokens, policy=spec(name, "block", budget), **options)
-        assert_same(items, expected)
-        assert "fit the budget" in reports[0].reason
-        assert bool(compressed(cache)) == (budget == 205)
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+def test_a_budget_that_holds_everything_equals_mlx_lm_bit_for_bit(make, tokens):
+    model, tokens = make(), tokens[:100]
+    expected = plain(model, tokens, n=6, prefill_step_size=16)
+    for name in BLOCK:
+        for budget in (106, 103):  # the second one fits the prompt but not the answer
+            cache, reports = make_prompt_cache(model), []
+            options = {"prompt_cache": cache, "prefill_step_size": 16, "on_report": reports.append}
+            items = steps(model, tokens, n=6, policy=spec(name, "block", budget), **options)
+            assert_same(items, expected)
+            assert "fit the budget" in reports[0].reason
+            assert bool(compressed(cache)) == (budget == 103)

@@ -101,7 +101,7 @@ def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, 
     list(served(start, wide, 200, 2, config, compressed, {"prompt_cache": caches}))
     ((report, stays, index),) = found
     chooses = report.read_per_token is not None
-    assert chooses == config.sparse is not None
+    assert chooses == (config.sparse is not None)
     assert (index > 0) == (few == 50 and chooses)
     one = report.kv_bytes_before / len(caches) / 201
     read = index + one * (sum(report.entries_kept) + report.means * len(caches))

@@ -22,6 +22,7 @@ from mlx_snapkv.models.patch import recording
 from mlx_snapkv.sparse.cache import SparseKVCache
 from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import CHUNK_SIZE, LAST_TOKENS, PAGE_SIZE, Sparse
+from mlx_snapkv.sparse.prompt_caches import make_caches
 from mlx_snapkv.sparse.token_ranking import TokenRanking
 
 SNAPKV = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,lookahead=32"
@@ -57,9 +58,8 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
     """By NumPy: softmax of the token's queries over all entries, the mean of a group; beside sink and window."""
     model = make_llama(head_dim=32, num_hidden_layers=1)
     tokens = mx.random.randint(0, 64, (1, 120), key=mx.random.key(0))
-    caches = make_prompt_cache(model)
+    caches = make_caches(model, "memory")
     (layer,) = attention_layers(model, caches)
-    layer.put(caches, RecordingKVCache(0, 120, 120, layer))
     with recording(attention_classes(model)):
         model(tokens[:, :119], cache=caches)
         full = layer.cache_in(caches)
