@@ -1,4 +1,4 @@
-"""What a policy keeps of a prompt's entries, and its full caches' replacement by that."""
+"""Choosing the entries that a policy keeps of a prompt, and replacing the full caches by caches of these entries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..planning.request_plan import Plan, plan_compression
 from ..planning.settings import resolve_compress
 from .report import CompressionReport
 
-# Receives what is kept of a layer: the positions `(B, n_kv_heads, n)`, in order, and their votes, if there were any.
+# Receives a layer, the positions `(B, n_kv_heads, n)` of the entries kept in it, in order, and their votes or None.
 KeptCallback = Callable[[AttentionLayer, mx.array, mx.array | None], None]
 
 
@@ -48,10 +48,10 @@ def compress_prompt_cache(
     """Replace the full KV caches of `prompt_cache`, which `model` has filled, by compressed ones, in place.
 
     Args:
-        policy: a policy object, or a string such as "keydiff:budget=8192"; of two stages, the second chooses, from all.
-        queries: by layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n` tokens, for
-            policies that vote, of which the last `obs_window` do; not needed for caches that recorded them.
-        quantization: how the entries kept are quantised, if at all.
+        policy: a policy object, or a string such as "keydiff:budget=8192". Of two policies, the second chooses.
+        queries: for each layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n` tokens; the
+            last `obs_window` of them vote. Needed by policies that vote, unless the caches recorded queries.
+        quantization: how the entries kept are quantised; None leaves them as they are.
 
     Returns: The report; its `reason` says why if nothing was dropped.
 
@@ -96,7 +96,7 @@ def measured(
     caches: list,
     report: CompressionReport,
 ) -> Iterator[None]:
-    """Note how long the replacement of `caches` in this block takes, and what memory there is before and after it."""
+    """Note in the report how long the block takes to replace `caches`, and their bytes before and after it."""
     started = time.perf_counter()
     report.kv_bytes_before = sum(layer.entries_in(caches).full_nbytes for layer in layers)
     yield
@@ -112,7 +112,7 @@ def note_memory(
     caches: list,
     report: CompressionReport,
 ) -> None:
-    """Note in the report what the answer reads from `caches`, and what stays of the prompt beside it."""
+    """Note in the report the bytes that the answer reads from `caches`, and the bytes that stay unread."""
     if plan.sparse is not None:
         kept = [layer.cache_in(prompt_cache) for layer in layers]
         report.kv_bytes_staying = sum(cache.kv_nbytes for cache in kept)
@@ -141,19 +141,16 @@ def choose_entries(
     plan: Plan,
     queries: list[mx.array | None] | None = None,
 ) -> list[Choice]:
-    """Return what a policy keeps, layer by layer; nothing is changed.
+    """Return what a policy keeps of each layer, and leave the caches unchanged.
 
     Args:
-        queries: as of `compress_prompt_cache`.
+        queries: see `compress_prompt_cache`.
     """
-
-    def scored(layer: AttentionLayer) -> Scored:
+    chosen = []
+    for layer in layers:
         entries, _ = competing(layer, caches, plan, queries)
-        found = score(entries, plan.decode_policy, plan.decode_quota)
-        entries.release()
-        return found
-
-    return [choose(scored(layer), plan.decode_quota) for layer in layers]
+        chosen.append(choose(entries, plan.decode_policy, plan.decode_quota))
+    return chosen
 
 
 def competing(
@@ -162,7 +159,7 @@ def competing(
     plan: Plan,
     queries: list[mx.array | None] | None = None,
 ) -> tuple[Entries, Entries]:
-    """The entries to choose from, with their voters, and those of later tokens."""
+    """Return the prompt's entries, from which the policy chooses, and the entries of later tokens."""
     cache = layer.entries_in(caches)
     entries = cache.held(plan.n_voters if plan.decode_policy.obs_window else 0)
     entries.layer = layer
@@ -177,7 +174,7 @@ def competing(
 def _voting(
     layer: AttentionLayer, given: mx.array, entries: Entries, stop: int, obs_window: int
 ) -> Queries:
-    """The last of the queries given, those of tokens up to position `stop`, as voters."""
+    """Return the last `obs_window` of the queries given, which end at position `stop`, as voters."""
     B, H, T, D = entries.keys.shape
     q = given.shape
     n_heads = H * len(layer.readers)
@@ -203,9 +200,9 @@ def put_chosen(
     choices: list[Choice],
     on_kept: KeptCallback | None = None,
 ) -> None:
-    """Replace each of `caches` by one of what was chosen of it, a layer at a time.
+    """Replace the cache of each layer by one of the entries chosen.
 
-    The full entries of a layer that nothing else holds are freed at once.
+    A layer's full entries are freed before the next layer's turn, unless the caller holds them.
     """
     for layer, choice in zip(layers, choices):
         layer.put(caches, _small_cache(layer, caches, plan, choice, on_kept))
@@ -218,7 +215,7 @@ def _small_cache(
     choice: Choice,
     on_kept: KeptCallback | None,
 ) -> EvictingCache:
-    """What the answer is decoded from: the entries chosen, and those of later tokens."""
+    """Return the cache that the answer is decoded from: the entries chosen, then the entries of later tokens."""
     before, policy = layer.cache_in(full), plan.decode_policy
     entries, later = competing(layer, full, plan)
     kept, later = (
@@ -230,7 +227,7 @@ def _small_cache(
     entries.release()
     if on_kept is not None:
         on_kept(layer, kept.positions, choice.votes)
-    small = decode_cache(layer, kept, plan.n_prompt, policy, choice.quota)
+    small = decode_cache(layer, kept, plan.n_prompt, policy, plan.decode_quota)
     del entries, kept
     voters = before if policy.observes_answer else None
     small.inherit(voters)
@@ -243,35 +240,31 @@ def _small_cache(
 
 @dataclass
 class Choice:
-    """What is to be kept of a layer: places and votes `(B, n_kv_heads, n)`, and the share of the attention."""
+    """The entries to keep of a layer.
+
+    Attributes:
+        kept: indices `(B, n_kv_heads, n)` of the entries.
+        votes: the votes for them, in the same shape; None if nothing voted.
+        share: the part of all votes that they received, 0 to 1.
+    """
 
     kept: mx.array
     votes: mx.array | None
-    quota: Quota
     share: float | None
 
 
-@dataclass
-class Scored:
-    """A layer's scores and the attention its entries received, `(B, n_kv_heads, T)` each."""
+def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
+    """Return the `quota` of a layer's entries that a policy keeps, and release `entries`.
 
-    scores: mx.array
-    votes: mx.array | None
-
-
-def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
-    """A policy's scores of a layer's entries, of which `quota` are to stay; nothing is computed yet."""
+    Raises: SnapKVError: the scores are NaN.
+    """
     entries.budget, entries.n_window = quota.entries, quota.n_window
-    scores = policy.score(entries)  # first, since it may make several kinds of votes in one pass
+    # Scores come before votes, since a policy may make several kinds of votes in one pass.
+    scores = policy.score(entries)
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:
         votes = entries.received
-    return Scored(scores, votes)
-
-
-def choose(scored: Scored, quota: Quota) -> Choice:
-    """What is kept of a layer's entries; SnapKVError if the scores are NaN."""
-    scores, votes = scored.scores, scored.votes
+    entries.release()
     kept = select(scores, quota)
     share = voted = None
     if votes is not None:
@@ -282,4 +275,4 @@ def choose(scored: Scored, quota: Quota) -> Choice:
     kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
     if nan.item() or (kept_share is not None and math.isnan(kept_share)):
         raise nan_scores()
-    return Choice(kept, voted, quota, kept_share)
+    return Choice(kept, voted, kept_share)

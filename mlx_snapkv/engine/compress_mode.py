@@ -1,4 +1,4 @@
-"""A policy's way through a request: what reads its prompt's chunks, and what its answer is decoded from."""
+"""How a request with a policy reads the prompt's chunks and compresses their entries."""
 
 from typing import Any, final
 
@@ -32,11 +32,11 @@ class PolicyMode:
         self._call: Any = model if plan.options.evicts_in_blocks else pieces
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """The model's call for a chunk; nothing is compressed before the prompt's end."""
+        """Call the model for a chunk `(1, L)`, and return its logits."""
         return self._call(inputs, cache=cache)
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Keep what the policy chooses, and note it; nothing is changed before every layer has chosen."""
+        """Keep the entries that the policy chooses, and note them. Every layer chooses before any cache is changed."""
         plan, layers = self.plan, self.layers
         require_unchanged(plan, layers, self._prompt_cache)
         choices = choose_entries(layers, caches, plan)
@@ -47,7 +47,7 @@ class PolicyMode:
 
 
 def _fits_still(plan: Plan, report: CompressionReport) -> str | None:
-    """Why no entry of a prompt was evicted, where its answer may fill a block; None if some were."""
+    """Return why no entry of the prompt was evicted under schedule="block"; None if some were."""
     if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
         return None
     return f"{fits_reason(plan.n_prompt, plan.prefill_policy)}; the answer is kept within it"

@@ -1,8 +1,8 @@
 """Draft models: mlx-lm's speculative decoding, on a main cache that was compressed.
 
-mlx-lm's speculative loop copies the list of caches that it is handed, so they can't be compressed inside it. The main
-model therefore reads the prompt and decodes its first tokens alone until its cache is compressed, and mlx-lm's loop
-goes on from there: the greedy answer is the one without a draft, token for token.
+mlx-lm's speculative loop copies the list of caches that it is handed, so the caches can't be compressed inside it. The
+main model therefore reads the prompt and decodes the first tokens alone until its cache is compressed. Then mlx-lm's
+loop takes over. The greedy answer is the same as without a draft model, token for token.
 """
 
 import contextlib
@@ -33,10 +33,12 @@ Serve = Callable[..., Iterator[GenerationResponse]]
 
 @dataclass
 class DraftedAnswer:
-    """The answer to a request with a policy and a draft model of the same vocabulary, which keeps everything.
+    """The answer to a request with a policy and a draft model of the same vocabulary, whose cache is not compressed.
 
-    `options` are mlx-lm's; their `prompt_cache` holds the main model's caches, then the draft's. It is a SnapKVError if
-    a layer's cache can't be trimmed.
+    Args:
+        options: mlx-lm's own; `prompt_cache` holds the main model's caches, then the draft model's.
+
+    Raises: SnapKVError: a layer's cache can't be trimmed.
     """
 
     model: Any
@@ -69,7 +71,7 @@ class DraftedAnswer:
     def responses(
         self, serve: Serve, on_report: Callable[[CompressionReport], None] | None
     ) -> Iterator[GenerationResponse]:
-        """The whole answer; `serve(tokenizer, options, on_report)` is the same request without a draft."""
+        """Yield the whole answer. `serve(tokenizer, options, on_report)` serves the request without a draft model."""
 
         def compressed(report: CompressionReport) -> None:
             if self._given is not None:
@@ -97,7 +99,7 @@ class DraftedAnswer:
             yield from self._together(said)
 
     def _together(self, said: list[GenerationResponse]) -> Iterator[GenerationResponse]:
-        """mlx-lm's speculative loop from the last token said, with the figures of the whole answer."""
+        """Yield the rest of the answer from mlx-lm's speculative loop, with the figures of the whole answer."""
         tokens = [response.token for response in said]
         for cache in layer_caches(self._main):
             cache.trim(1)  # mlx-lm's loop had run one step ahead
@@ -134,7 +136,7 @@ class DraftedAnswer:
 
 
 def require_growing(model, prompt_cache: list | None) -> None:
-    """Refuse a main model whose caches do more than grow, policy or not: rejected drafts can't be trimmed from them."""
+    """Raise SnapKVError if a cache of the main model does more than grow: rejected drafts can't be trimmed from it."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     caches = caches[: len(model.layers)]
     pairs = list(zip(members(caches), layer_caches(caches)))
@@ -161,7 +163,7 @@ def _refuse(role: str, model, caches: list) -> None:
 
 
 class OneText(TokenizerWrapper):
-    """A tokenizer whose detokenizer goes on with its text from one call of mlx-lm to the next."""
+    """A tokenizer whose detokenizer continues its text from one call of mlx-lm to the next."""
 
     detokenizer = None  # not a new one at every call, as mlx-lm's property gives
 

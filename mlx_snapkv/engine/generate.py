@@ -39,18 +39,18 @@ def generate_step(
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[tuple[int, mx.array]]:
-    """`mlx_lm.generate.generate_step` with a compressed prompt.
+    """Call `mlx_lm.generate.generate_step`, and compress the prompt once it has been read.
 
     Args:
         prompt: `(T,)` token ids.
         model: an mlx-lm model.
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
-        policy: a policy object, or a string such as `"keydiff:budget=8192"`; "auto", as `snapkv=True`, takes what
-            docs/choose.md recommends for the prompt and this machine.
+        policy: a policy object, or a string such as `"keydiff:budget=8192"`; "auto", like `snapkv=True`, takes
+            what docs/choose.md recommends for the prompt and this machine.
         sparse: sparse attention instead of a policy: a `Sparse`, a dict or `"key=value,..."` string of its options, or
             True. All entries stay, and the prompt's chunks and the answer's tokens choose which few they read.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
-        **kwargs: those of `RequestOptions`, such as `store`, and mlx-lm's, untouched.
+        **kwargs: the options of `RequestOptions`, such as `store`, and mlx-lm's own, which are passed on.
         stream: mlx-lm's.
 
     Yields: Tokens and their log-probabilities `(vocab_size,)`, as mlx-lm does.
@@ -87,10 +87,10 @@ def stream_generate(
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
-    """`mlx_lm.stream_generate` with a compressed prompt; see `generate_step` for the keywords.
+    """Call `mlx_lm.stream_generate`, and compress the prompt; see `generate_step` for the keywords.
 
-    With a draft model, the main model's cache is compressed and the draft's is kept in full. The first tokens, up to
-    the one after the compression, are the main model's alone; the greedy answer is that without a draft model.
+    With a draft model, the main model's cache is compressed, and the draft model's is kept in full. The main model
+    decodes alone until the first token after the compression. The greedy answer is the same as without a draft model.
 
     Yields:
         mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt, and
@@ -123,7 +123,7 @@ def stream_generate(
 def _plan_beside_draft(
     model, n: int, max_tokens: int, config: CompressionConfig, options: dict[str, Any]
 ) -> Plan:
-    """The plan of a prompt of `n` tokens whose prompt cache, if one is given, has a draft model's caches, too.
+    """Return the plan of a prompt of `n` tokens; a prompt cache that is given holds the draft model's caches, too.
 
     Raises: SnapKVError: the model's caches do more than grow.
     """
@@ -143,7 +143,7 @@ def _plan_beside_draft(
 def generate(
     model, tokenizer, prompt: str | list[int], verbose: bool = False, **kwargs: Any
 ) -> str:
-    """`mlx_lm.generate` with a compressed prompt: the whole answer as a string.
+    """Return the whole answer as a string, as `mlx_lm.generate` does, with a compressed prompt.
 
     Args:
         verbose: print the text as it comes, and the figures after it.
@@ -176,7 +176,10 @@ def _resolved(
     on_report: ReportCallback | None,
     options: dict[str, Any],
 ) -> tuple[CompressionConfig, ReportCallback, dict[str, Any]]:
-    """What the keywords ask for, and mlx-lm's; with "auto" or `snapkv=True`, the report tells what was taken."""
+    """Return the config that the keywords ask for, the callback for the report, and mlx-lm's own options.
+
+    For "auto" and `snapkv=True` the callback also notes in the report which setting was chosen.
+    """
     config, options, taken = resolve(
         model,
         n_prompt,
@@ -191,7 +194,7 @@ def _resolved(
 
 
 def figures(response: Any) -> str:
-    """mlx-lm's lines about a response, or the statistics of a batch."""
+    """Return the lines that mlx-lm prints about a response, or about the statistics of a batch."""
     return (
         f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
         f"Generation: {response.generation_tokens} tokens, "
@@ -201,14 +204,14 @@ def figures(response: Any) -> str:
 
 
 def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
-    """Token ids `(T,)` of a prompt, with special tokens where mlx-lm's `stream_generate` adds them."""
+    """Return the token ids `(T,)` of a prompt, with special tokens where mlx-lm's `stream_generate` adds them."""
     if isinstance(prompt, str):
         return mx.array(text_tokens(tokenizer, prompt))
     return token_ids(prompt, may_be_empty=True)
 
 
 def text_tokens(tokenizer, text: str) -> list[int]:
-    """A text's token ids, with special tokens where mlx-lm's `stream_generate` adds them; no array is made."""
+    """Return a text's token ids as a list, with special tokens where mlx-lm's `stream_generate` adds them."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ignore_length_limit(tokenizer)

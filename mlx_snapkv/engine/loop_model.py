@@ -34,14 +34,14 @@ class WrappedModel(nn.Module):
 
 
 class RequestModel(WrappedModel):
-    """A request's model: the request makes its calls for token ids, by `call(inputs, cache)`.
+    """A request's model: calls with token ids `(1, L)` go to the request's `call(inputs, cache)`.
 
-    They give logits that follow tokens `(1, L)`: `(1, n, vocab_size)` for the last `n`, at least 1.
+    A call returns the logits `(1, n, vocab_size)` after the last `n` tokens, at least 1.
     """
 
     def __init__(self, model: Any, request: Any):
         super().__init__(model)
-        self._request = weakref.proxy(request)  # which holds this
+        self._request = weakref.proxy(request)  # the request holds this model
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         if kwargs:
@@ -50,9 +50,9 @@ class RequestModel(WrappedModel):
 
 
 class SplitCalls(WrappedModel):
-    """A model that reads several tokens as if they came one by one, on caches that evict.
+    """A model that feeds several tokens to caches that evict as if the tokens came one by one.
 
-    A call that would cross an eviction is made in pieces, so that it comes when it would come to single tokens.
+    A call that would cross an eviction is split there.
     """
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
@@ -67,17 +67,17 @@ class SplitCalls(WrappedModel):
 
 
 def _fitting(cache: LayerCache) -> float:
-    """Tokens that fit before the next eviction, or behind one that is due."""
+    """Return how many tokens fit before the next eviction; if one is due, after it."""
     return cache.room if cache.room > 0 else cache.block
 
 
 def evicts(prompt_cache: list) -> bool:
-    """Whether entries are evicted as tokens are fed, not just the oldest of a window."""
+    """Return whether a policy evicts entries of a cache while tokens are fed; a sliding window does not count."""
     return any(cache.room < math.inf for cache in layer_caches(prompt_cache))
 
 
 def one_by_one(model, prompt_cache: list):
-    """The model to go on with from a prompt cache: itself, unless entries are evicted."""
+    """Return the model, wrapped to make its calls token by token if the prompt cache evicts."""
     return SplitCalls(model) if evicts(prompt_cache) else model
 
 
@@ -114,7 +114,7 @@ class PacedModel(WrappedModel):
         return logits
 
     def _evaluate(self, cache: list, n_tokens: int) -> None:
-        """Evaluate what a chunk's graph stores, as many layers at a time as take between `FAST` and `SLOW` seconds."""
+        """Evaluate the caches of a chunk, as many layers at a time as take between `FAST` and `SLOW` seconds."""
         n = 0
         while n < len(cache):
             started = time.perf_counter()
@@ -131,7 +131,7 @@ class PacedModel(WrappedModel):
 
 
 def pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """mlx-lm's `start(model, **options)`, its chunks paced if it has a `prompt_progress_callback`."""
+    """Return mlx-lm's `start(model, **options)` with its chunks paced if it has a `prompt_progress_callback`."""
 
     def begin(model: Any, **options: Any) -> Iterator[Any]:
         progress = options.get("prompt_progress_callback")
@@ -144,7 +144,7 @@ def pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
 
 
 def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
-    """Patch the model's attention classes for the block if caches ask for the queries of what they are fed."""
-    adopt(prompt_cache, model)  # those that mlx-lm has loaded from a file don't know their layers
+    """Patch the model's attention classes for the block if a cache asks for the queries of the tokens it is fed."""
+    adopt(prompt_cache, model)  # caches that mlx-lm has loaded from a file don't know their layers
     observed = any(cache.observes for cache in layer_caches(prompt_cache))
     return recording(attention_classes(model) if observed else [])

@@ -11,16 +11,17 @@ from ..models.distributed import n_ranks
 from ..planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
 
-PAIR_BYTES = 3 * 4  # of a query, an entry and a head, at most
+PAIR_BYTES = 3 * 4  # at most, for one query, one entry and one head
 
 
 class Pieces:
-    """Makes a model's calls for tokens of a prompt, in pieces; the logits are those of the last piece.
+    """Calls a model for the tokens of a chunk in pieces, and returns the logits of the last piece.
 
-    Where pieces choose what they read, each chooses for itself.
+    With sparse attention each piece chooses the entries that it reads.
 
     Args:
-        n_new, n_prompt: tokens of the prompt that are to be read, and all.
+        n_new: tokens of the prompt that are still to be read.
+        n_prompt: all tokens of the prompt.
     """
 
     def __init__(self, model: Any, layers: list[AttentionLayer], n_new: int, n_prompt: int):
@@ -39,12 +40,12 @@ class Pieces:
         while inputs.shape[1] > MIN_TOKENS_AT_ONCE and (n := self.at_once(cache)) < inputs.shape[1]:
             self._model(inputs[:, :n], cache=cache)
             mx.eval([c.state for c in cache])
-            mx.clear_cache()  # of arrays that are too small for the next piece's scores
+            mx.clear_cache()  # freed arrays are too small for the next piece's scores
             inputs = inputs[:, n:]
         return self._model(inputs, cache=cache)
 
     def at_once(self, cache: list) -> int:
-        """How many tokens to read at once after what `cache` holds."""
+        """Return how many tokens to read at once after the tokens in `cache`."""
         if not self._pair_bytes:
             return UNLIMITED
         n_before = max(layer.entries_in(cache).n_before_next for layer in self._layers)

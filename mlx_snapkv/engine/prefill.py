@@ -1,4 +1,4 @@
-"""Reading a prompt on its own: for people who decode with mlx-lm directly, or a text for questions to come."""
+"""Reading a prompt without an answer: for decoding with mlx-lm directly, or for later questions about a text."""
 
 import importlib
 from collections.abc import Sequence
@@ -43,20 +43,20 @@ def prefill(
     """Feed all of `tokens` to the model and compress its prompt cache.
 
     To decode with mlx-lm directly, feed `prompt[:-1]` here and give `prompt[-1:]` and the cache to mlx-lm's
-    `generate_step`. Of a prompt given whole, the entries kept are those that our `generate_step` keeps: the next tokens
-    that vote (`lookahead`) are decoded, greedily, and leave nothing else.
+    `generate_step`. A prompt that is given whole keeps the same entries as in our `generate_step`: the next tokens that
+    vote (`lookahead`) are decoded greedily, and only their votes remain.
 
-    With `sparse` a text is read for questions to come: all entries stay, where `store` says, and later requests, and
-    turns of a conversation, go on from them.
+    With `sparse`, a text is read for later questions: all entries stay in the `store`, and later requests and turns of
+    a conversation continue from them.
 
     Args:
         tokens: `(T,)` token ids.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
-        sparse: sparse attention instead of a policy, as of `generate_step`.
+        sparse: sparse attention instead of a policy; see `generate_step`.
         prompt_cache: an empty cache of the model to fill; by default a new one.
         prefill_step_size: tokens a chunk at most; a policy's `prefill_chunk` or `block` takes precedence.
         prompt_progress_callback: called with the tokens processed and their total.
-        **options: those of `RequestOptions`, and `kv_bits` and `kv_group_size` of the entries kept.
+        **options: the options of `RequestOptions`, and `kv_bits` and `kv_group_size` for the entries kept.
 
     Returns: The prompt cache and the report, whose `reason` is set if the cache was not compressed.
 
@@ -112,7 +112,7 @@ def _prefilled(request: Request, tokens: mx.array, loop_options: dict[str, Any])
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
-    """Feed `tokens` in chunks by mlx-lm's loop; the log-probabilities `(1, vocab_size)` of the token after them."""
+    """Feed `tokens` in chunks by mlx-lm's loop, and return the next token's log-probabilities `(1, vocab_size)`."""
     following = []
 
     def sampler(logprobs: mx.array) -> mx.array:
@@ -127,7 +127,7 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
 
 
 def _leave_entries(request: Request) -> None:
-    """Store all entries of a text that was read sparsely, for requests to come; the report says where they are."""
+    """Store all entries of a text that was read sparsely, for later requests, and note their bytes in the report."""
     caches, layers, report = request.prompt_cache, request.layers, request.report
     offload(layers, caches)
     note_chunks(request.plan, layers, request.caches, report)
@@ -140,9 +140,9 @@ def _leave_entries(request: Request) -> None:
 
 
 def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
-    """Decode `n` tokens after the log-probabilities `following`, for their queries, and undo all else of them.
+    """Decode `n` tokens after the log-probabilities `following`, which vote, and restore the caches that only grow.
 
-    A cache that evicts keeps their entries, too, until the compression, which leaves out what comes after a text.
+    A cache that evicts keeps the tokens' entries until the compression, which drops entries after the text.
     """
     if n <= 0:
         return

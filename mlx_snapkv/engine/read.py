@@ -15,10 +15,10 @@ from ..sparse.prefill_cache import SparsePrefillKVCache
 
 
 def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
-    """Caches that mlx-lm's loop reads a prompt on; `prompt_cache` holds earlier turns, in full or compressed, if any.
+    """Return the caches that mlx-lm's loop reads a prompt on, after the earlier turns in `prompt_cache`.
 
-    With a policy they are new ones: the caller's list and caches stay as they are until the request compresses. With
-    sparse attention the caller's own go on to hold all entries, and chunks that are read sparsely choose among these.
+    With a policy they are new caches: the caller's list and caches do not change before the request compresses. With
+    sparse attention the caller's caches hold all entries, and chunks that are read sparsely choose among them.
     """
     if plan.sparse is None:
         return _evicting_caches(plan, layers, prompt_cache)
@@ -29,7 +29,7 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
         everything.layer = layer
         if (reading := plan.sparse_reading) is not None:
             view = FullView([everything.store], layer)
-            # Of entries in files they stay for later turns, which would read all keys for them again.
+            # Page means of entries in files are kept for later turns, which would read all keys again.
             means = everything.page_means if everything.in_files else PageMeans()
             ranking = PageRanking(view, means, reading.reach, reading.last, reading.last_from)
             layer.put(caches, SparsePrefillKVCache(everything, ranking))
@@ -37,13 +37,13 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
 
 
 def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> None:
-    """Raises: SnapKVError: a prompt cache does not hold what it held when the plan was made."""
+    """Raise SnapKVError if a prompt cache holds other tokens than when the plan was made."""
     if any(layer.entries_in(prompt_cache).offset != plan.n_held for layer in layers):
         raise SnapKVError("another request has filled this prompt cache: give each request its own")
 
 
 def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
-    """Copies that begin with the entries of earlier turns: the new tokens' queries vote over these and their own."""
+    """Return caches that begin with the entries of earlier turns, over which the new tokens' queries vote, too."""
     caches = copies_but_entries(prompt_cache, layers)
     held = [layer.entries_in(prompt_cache) for layer in layers]
     are_full = not any(cache.is_compressed or cache.quantization for cache in held)
@@ -68,7 +68,7 @@ def _block_cache(
     prompt_cache: list,
     n_new: int,
 ) -> BlockKVCache:
-    """A cache for `n_new` tokens whose entries are evicted, or counted, or come after those of an earlier turn."""
+    """Return a cache for `n_new` tokens that evicts, sums up attention, or continues an earlier turn."""
     policy, quota = plan.prefill_policy, plan.prefill_quota
     once = not plan.options.evicts_in_blocks
     before = layer.cache_in(prompt_cache)
@@ -85,7 +85,7 @@ def _block_cache(
         layer=layer,
         last=plan.last,
         newest=max(policy.obs_window, plan.n_voters),
-        # What is plain is quantised when it has been chosen, and never twice.
+        # Entries are quantised once: at the compression, unless they are quantised already.
         quantization=None if once and plain else plan.options.quantization,
         counting=AttentionCount() if plan.accumulates_attention else None,
     )

@@ -8,9 +8,9 @@ from typing import Any
 from ..planning.request_plan import Plan
 from ..planning.units import format_bytes
 
-SLOWER = 0.9  # times as fast as the full cache, from which on nothing is won
+SLOWER = 0.9  # times as fast as the full cache: below it, a warning says so
 NO_POLICY = "none"
-STAYING = "kv_bytes_staying", "file_bytes"  # of a report, shown where they are not 0
+STAYING = "kv_bytes_staying", "file_bytes"  # fields of a report that are shown if they are not 0
 ENDED_EARLY = "the answer ended before its prompt was compressed"
 ENDED_IN_BLOCKS = (
     "the answer ended before the decode policy chose from the entries that prefill had kept"
@@ -19,7 +19,7 @@ ENDED_IN_BLOCKS = (
 
 @dataclass
 class CompressionReport:
-    """One request's compression; where several Macs hold a model, the figures are this one's.
+    """One request's compression. If several Macs share the model, the figures are this Mac's.
 
     Attributes:
         policy: the policy, as its command-line string, or NO_POLICY.
@@ -79,17 +79,17 @@ class CompressionReport:
 
     @property
     def entries(self) -> int:
-        """Entries kept per KV head, the most of any layer; 0 when nothing was compressed."""
+        """Return the entries kept per KV head in the layer with the most; 0 if nothing was compressed."""
         return max((n for n in self.entries_kept if n is not None), default=0)
 
     @property
     def kv_bytes_read(self) -> int:
-        """Bytes that a token of the answer reads, with the room for more and the index that it chooses by."""
+        """Return the bytes that a token of the answer reads, with the buffers' spare room and the index."""
         return self.kv_bytes_after - self.kv_bytes_staying
 
     @property
     def warnings(self) -> list[str]:
-        """What a user loses by the compression, a sentence each: speed or memory."""
+        """Return a sentence for each loss by the compression, of speed or memory."""
         found = []
         if self.full_token_seconds and self.token_seconds:
             times = self.full_token_seconds / self.token_seconds
@@ -101,7 +101,7 @@ class CompressionReport:
 
     @property
     def entries_text(self) -> str:
-        """The entries kept, or those that every token reads."""
+        """Return the words about the entries kept, or about the entries that a token reads."""
         if self.read_per_token is not None:
             means = ""
             if self.means:
@@ -119,7 +119,7 @@ class CompressionReport:
 
     @property
     def memory_text(self) -> str:
-        """The KV memory, and where entries stay beside those that a token reads, what of it is which.
+        """Return the words about the KV memory before and after, and about entries that stay unread.
 
         Buffers may have room for more than the entries kept.
         """

@@ -23,33 +23,33 @@ from .sparse_mode import SparseMode
 
 
 class Mode(Protocol):
-    """What a policy (`policy.py`) and sparse attention (`sparse.py`) each do in their own way."""
+    """The part of a request in which policies (`compress_mode.py`) and sparse attention (`sparse_mode.py`) differ."""
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for tokens `(1, L)` of the prompt, on the caches that it is read on; return the logits
-        `(1, n, vocab_size)` of the last `n`."""
+        """Call the model for tokens `(1, L)` of the prompt, and return the logits `(1, n, vocab_size)` of the last
+        `n`."""
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace `caches`, on which the prompt was read, by those that the answer is decoded from, and note it."""
+        """Replace the caches that the prompt was read on by the caches that the answer is decoded from."""
 
 
 @final
 class Request:
-    """One request that is compressed: it reads a prompt on `caches`, replaces them by what stays of it, and says how
-    the answer is decoded from that.
+    """One request that is compressed.
 
-    mlx-lm's own `generate_step` drives, on `model` and `caches`, and reads that list at every step: the compression
-    replaces its entries between two of its steps.
+    mlx-lm's own `generate_step` runs on the `model` and the `caches` of the request. It reads the list of caches at
+    every step, so `compress` replaces the items of the list between two steps.
 
     Args:
-        plan: what is decided about it.
-        prompt_cache: holds earlier turns, in full or compressed, or nothing.
-        on_kept: receives what a policy keeps of each layer.
+        plan: the decisions about the request.
+        prompt_cache: empty, or the full or compressed entries of earlier turns.
+        on_kept: receives the entries that a policy keeps of each layer.
 
     Attributes:
-        caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.
-        is_compressed: the prompt has been read, and `caches` are the answer's.
-        report: what the compression did; empty before.
+        model: the model for mlx-lm's loop.
+        caches: the caches for mlx-lm's loop: of the prompt, and after `compress` of the answer.
+        is_compressed: whether `compress` has replaced the caches.
+        report: what the compression did; empty before it.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Request:
 
     @property
     def read_caches(self) -> list:
-        """The caches of what has been read so far, for other requests to go on from."""
+        """Return the caches of the tokens read so far, from which other requests can continue."""
         return self.prompt_cache if self.plan.sparse is not None else self.caches
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Patch the model's attention classes for the block, if queries are asked for."""
+        """Patch the model's attention classes for the block if queries are needed."""
         if self._started is None:
             require_unchanged(self.plan, self.layers, self.prompt_cache)
             self._started = time.perf_counter()
@@ -86,18 +86,18 @@ class Request:
             yield
 
     def call(self, inputs: mx.array, cache: list) -> mx.array:
-        """The model's call for tokens `(1, L)`, as mlx-lm's loop makes it: of the prompt, or of the answer."""
+        """Return the model's logits for tokens `(1, L)` of the prompt or the answer, as mlx-lm's loop asks for them."""
         if not self.is_compressed:
             return self._mode.read(inputs, cache)
         return self._model(inputs, cache=cache)
 
     def prompt_is_read(self) -> None:
-        """Stop the prefill's clock, if it was started; the first call counts."""
+        """Note the seconds of the prefill at the first call."""
         if self._prefill_seconds is None and self._started is not None:
             self._prefill_seconds = time.perf_counter() - self._started
 
     def compress(self) -> CompressionReport:
-        """Compress `caches`, once, and let the answer begin; what was done.
+        """Compress `caches` at the first call, and return the report.
 
         Raises: SnapKVError: the scores are NaN, or there is no room for the entries that stay.
         """
@@ -119,14 +119,14 @@ def make_request(
     owned: bool = False,
     on_kept: KeptCallback | None = None,
 ) -> Request:
-    """Return the request that carries out a plan, which does not leave the prompt to mlx-lm.
+    """Return the request that carries out a plan without a reason to leave the prompt to mlx-lm.
 
     Args:
-        prompt_cache: the one that the plan was made for; None is a new one.
-        owned: the cache was made for the plan's store; the entries of any other are copied into one that is.
-        on_kept: receives what a policy keeps of each layer.
+        prompt_cache: the prompt cache that the plan was made for; None makes a new one.
+        owned: whether the prompt cache was made for the plan's store. If not, its entries are copied.
+        on_kept: receives the entries that a policy keeps of each layer.
 
-    Raises: SnapKVError: entries of the prompt cache are gone, or can't be kept in that store.
+    Raises: SnapKVError: entries of the prompt cache were evicted, or can't be kept in the store.
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if plan.options.store is not None and not owned:

@@ -1,12 +1,12 @@
-"""Going back: a prompt cache is trimmed where it only grows, and restored from a copy where it does not."""
+"""Undoing tokens: a prompt cache that only grows is trimmed, and any other is restored from a copy."""
 
 from ..caches.layers import kv_bytes, layer_caches, members
 
 
 class CacheCopy:
-    """A prompt cache as it is when this is made: its list, its entries and its linear states.
+    """A copy of a prompt cache: of its list, its entries and its linear states.
 
-    Of a cache that only grows the number of tokens is noted. Any other is copied: the copy shares the memory of the
+    For a cache that only grows, the number of tokens is noted. Any other cache is copied, and the copy shares its
     arrays until the cache writes into them.
     """
 
@@ -14,7 +14,7 @@ class CacheCopy:
         self._list, self._caches = prompt_cache, list(prompt_cache)
         caches = layer_caches(prompt_cache)
         self._restorers = [cache.restorer() for cache in caches]
-        # Of the caches that were copied: how many tokens they had been fed, and the bytes of their entries.
+        # (cache, tokens it had been fed, bytes of its entries) for each cache that was copied
         self._copied = [(c, c.offset, c.kv_nbytes) for c in caches if not c.grows]
 
     def restore(self) -> None:
@@ -25,7 +25,7 @@ class CacheCopy:
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes of keys and values that this alone holds: of caches that were replaced, or have been fed since."""
+        """Return the bytes of keys and values that only this copy holds: of caches replaced or fed since then."""
         now = {id(cache) for cache in members(self._list)}
         replaced = kv_bytes([cache for cache in members(self._caches) if id(cache) not in now])
         return replaced + sum(
@@ -36,7 +36,7 @@ class CacheCopy:
 
 
 def trimmed_to(n_tokens: int, prompt_cache: list) -> bool:
-    """Trim a prompt cache to its first `n_tokens`; False, and nothing is trimmed, where a cache does not only grow."""
+    """Trim a prompt cache to its first `n_tokens`; return False and trim nothing if a cache does more than grow."""
     caches = layer_caches(prompt_cache)
     if all(cache.offset <= n_tokens for cache in caches):
         return True

@@ -1,4 +1,4 @@
-"""One request served by mlx-lm's own iterators, with its compression between two of their steps."""
+"""Serving one request by mlx-lm's own iterators, with the compression between two of their steps."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ from .restore import CacheCopy
 
 ReportCallback = Callable[[CompressionReport], None]
 
-ENOUGH = 8  # tokens that tell how fast a cache is
+ENOUGH = 8  # tokens from which a mean time is reported
 
 
 def served(
@@ -40,15 +40,15 @@ def served(
     *,
     on_kept: KeptCallback | None = None,
 ) -> Iterator[Any]:
-    """mlx-lm's own iterator, `start(model, **options)`, if need be with a compression between two of its steps.
+    """Return mlx-lm's own iterator, `start(model, **options)`, with a compression between two of its steps if asked.
 
-    If it fails before its first item, the caller's prompt cache is as it was. With a policy the prompt is read on other
-    caches; with sparse attention `_all_or_nothing` restores it; of a conversation's own cache its turn does.
+    If it fails before its first item, the caller's prompt cache is unchanged: with a policy the prompt is read on other
+    caches, and with sparse attention `_all_or_nothing` restores it. A conversation restores its own cache.
 
     Args:
         n_prompt: tokens to read.
         config: with `turns`, `options` hold a conversation's own prompt cache.
-        on_kept: receives what is kept of each layer.
+        on_kept: receives the entries that a policy keeps of each layer.
     """
     start = pacing(start)
     report_to = on_report or (lambda report: None)
@@ -86,7 +86,7 @@ def served(
 def require_servable(
     model, config: CompressionConfig, options: dict[str, Any]
 ) -> CompressionConfig:
-    """The config beside mlx-lm's `options`.
+    """Return the config with the limits that mlx-lm's `options` set.
 
     Raises: SnapKVError: the options conflict, or the model can't be served so.
     """
@@ -103,7 +103,7 @@ def require_servable(
 def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
     """Return mlx-lm's own iterator.
 
-    A prompt cache that evicts is fed as if tokens came one by one, and gets the queries that it asks for.
+    A prompt cache that evicts is fed as if tokens came one by one, and records the queries that vote.
 
     Raises: SnapKVError: embeddings are given with such a cache.
     """
@@ -127,9 +127,11 @@ def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
 def _compressed(
     items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
 ) -> Iterator[Any]:
-    """Compress when the last token that votes is about to be yielded: mlx-lm has fed it by then.
+    """Yield the items, and compress before the last token that votes is yielded: mlx-lm has fed it by then.
 
-    `keep`: the caller will see the cache, also if the answer ends, or nobody reads on, before it is compressed.
+    Args:
+        keep: the caller sees the cache afterwards, so it is compressed also if the answer ends, or is no longer read,
+            before that token.
     """
     before = _Timed(items)
     try:
@@ -168,7 +170,7 @@ def _compressed(
 
 
 class _Timed(Iterator[Any]):
-    """An iterator that times its items, but for the first."""
+    """An iterator that times its items, except the first."""
 
     def __init__(self, items: Iterator[Any]):
         self._items, self._n, self._seconds = items, -1, 0.0
@@ -182,19 +184,19 @@ class _Timed(Iterator[Any]):
 
     @property
     def mean(self) -> float | None:
-        """Seconds an item; None of too few to tell."""
+        """Return the mean seconds of an item; None before `ENOUGH` items."""
         return self._seconds / self._n if self._n >= ENOUGH else None
 
 
 def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
-    """The items of a request; if it fails before the first, its cache is as it was."""
+    """Yield the items of a request; if it fails before the first, restore its prompt cache."""
     before = CacheCopy(prompt_cache)
     try:
         first = next(items, None)
     except BaseException:
         before.restore()
         raise
-    del before  # or it would keep what it has copied until the answer ends
+    del before  # free the copies before the answer ends
     if first is not None:
         yield first
         yield from items

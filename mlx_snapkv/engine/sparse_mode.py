@@ -18,7 +18,7 @@ from .report import CompressionReport
 
 @final
 class SparseMode:
-    """How sparse attention reads a prompt (with read="dense" it does not), and what the answer's tokens choose from."""
+    """How sparse attention reads a prompt (in full with read="dense"), and how the answer's tokens choose entries."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class SparseMode:
         report.read_per_token = max(filter(None, report.entries_kept))
 
     def _require_numbers(self) -> None:
-        """Raises: SnapKVError: attention has produced NaN, so that nothing can be chosen."""
+        """Raise SnapKVError if attention has produced NaN, by which nothing can be ranked."""
         last = self.layers[-1].cache_in(self._prompt_cache)
         if last.n_queries and mx.isnan(last.queries).any().item():
             raise nan_scores()
 
     def full_view(self, layer: AttentionLayer) -> FullView:
-        """All of a layer's entries, with an index that stays for later turns: of earlier ones, and what came since.
+        """Return a view of all of a layer's entries, with the index of earlier turns extended by the new entries.
 
-        A new one is for queries like the prompt's last, if those were recorded.
+        A new index is made for queries like the prompt's last ones, if they were recorded.
         """
         cache = layer.cache_in(self._prompt_cache)
         view = FullView(cache.views(), layer)
@@ -97,7 +97,7 @@ class SparseMode:
         return None
 
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:
-        """The prompt's last queries, as they vote over all of a layer's entries."""
+        """Return the prompt's last queries as voters over all of a layer's entries."""
         cache = layer.cache_in(self._prompt_cache)
         return cache.voters(cache.queries, cache.query_positions, view.blocks().shape)
 
@@ -111,6 +111,9 @@ def note_chunks(
 
 
 def offload(layers: list[AttentionLayer], prompt_cache: list) -> None:
-    """Move the entries of a prompt to their store. Raises: SnapKVError: there is no room; some stay in memory then."""
+    """Move the entries of a prompt to their store.
+
+    Raises: SnapKVError: the disk is full; some entries stay in memory.
+    """
     for layer in layers:
         layer.cache_in(prompt_cache).offload()

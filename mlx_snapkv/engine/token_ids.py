@@ -1,4 +1,4 @@
-"""A prompt's tokens, as callers may give them."""
+"""Checks of the token ids that callers give."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ..models.counts import vocabulary
 
 
 def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> mx.array:
-    """The prompt `(T,)`. Raises: SnapKVError: it is no sequence of token ids, or it is empty and must not be."""
+    """Return the prompt `(T,)`. Raises: SnapKVError: it is not a sequence of token ids, or is empty and must not be."""
     if isinstance(prompt, str):
         raise SnapKVError("the prompt must be token ids, got a text: encode it with the tokenizer")
     try:
@@ -30,13 +30,13 @@ def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> m
 
 
 def require_known(tokens: mx.array, model: Any) -> None:
-    """Raises: SnapKVError: a token of the prompt is none of the model's."""
+    """Raise SnapKVError if a token of the prompt is not in the model's vocabulary."""
     ends = [int(tokens.max()), int(tokens.min())] if tokens.size else []
     require_in_vocabulary("the prompt", ends, vocabulary(model))
 
 
 def require_in_vocabulary(what: str, tokens: Collection[int], size: int) -> None:
-    """Raises: SnapKVError: a token is none of the first `size`; it would be looked up where nothing is."""
+    """Raise SnapKVError if a token is not in `[0, size)`: MLX would look it up outside the embedding."""
     for token in (max(tokens), min(tokens)) if tokens else ():
         if not 0 <= token < size:
             raise SnapKVError(f"{what} must have token ids from 0 to {size - 1}, got {token}")

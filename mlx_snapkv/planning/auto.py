@@ -1,4 +1,4 @@
-"""Which setting to use by default: one answer for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
+"""The setting to use by default, for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
 
 import re
 from collections.abc import Callable
@@ -43,20 +43,20 @@ CANDIDATES = {
     CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
-# Part of the usable memory that the full cache may take: other programs need memory, too.
+# Part of the usable memory that the full cache may take. Other programs need the rest.
 COMFORTABLE = 0.75
 
 
 @dataclass(frozen=True)
 class AutoRequest:
-    """What `policy="auto"` chooses a setting for.
+    """The request that `policy="auto"` chooses a setting for.
 
     Attributes:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
-        task: one of `CANDIDATES`.
-        options: those of `RequestOptions` that the caller set.
+        task: a key of `CANDIDATES`.
+        options: the options of `RequestOptions` that the caller set.
         may_be_sparse: whether sparse attention can serve the request, as it has to if the caller set a store.
-        kv_bits: of the entries, as of `generate_step`.
+        kv_bits: bits of the entries kept; see `generate_step`.
         kv_memory: limit of the entries in bytes.
     """
 
@@ -103,11 +103,11 @@ class Recommendation(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Those of `generate_step` that it stands for."""
+        """Return the keywords of `generate_step` that ask for the config."""
         return {"policy": self.config.setting, **self.config.keywords}
 
     def explain(self, report: Any) -> None:
-        """Let a request's report tell what was taken, and why nothing was compressed if that is the reason."""
+        """Note in a request's report what was chosen, and if it is the full cache, why."""
         report.auto = str(self)
         if self.config.setting is None:
             report.reason = self.why
@@ -116,7 +116,7 @@ class Recommendation(NamedTuple):
 def explaining(
     found: Recommendation | None, on_report: Callable[[Any], None] | None
 ) -> Callable[[Any], None]:
-    """What receives a request's report: `on_report`, once it tells what "auto" has taken, if that was asked."""
+    """Return a callback that notes in a report what "auto" chose, if it was asked, and hands it to `on_report`."""
 
     def receive(report: Any) -> None:
         if found is not None:
@@ -177,7 +177,7 @@ def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommen
 
 
 def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candidate]:
-    """The settings that would do something to a prompt of `n` tokens, and for few tokens the full cache; best first.
+    """Return the settings that change how `n` tokens are read, and for few tokens the full cache; the best come first.
 
     Raises: SnapKVError: none can be combined with the request's options.
     """
@@ -226,12 +226,12 @@ def resolve(
     max_tokens: int = MAX_TOKENS,
     kv_memory: int | None = None,
 ) -> tuple[CompressionConfig, dict[str, Any], Recommendation | None]:
-    """The config that an entry point's keywords ask for, and mlx-lm's own options; for "auto" the recommendation too.
+    """Return the config that the keywords ask for, mlx-lm's own options, and for "auto" the recommendation.
 
     Args:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
-        options: those of `RequestOptions`, and mlx-lm's. With a caller's `prompt_cache` or a `draft_model`
-            the answer needs entries in memory, so none are put in files unless `store` says so.
+        options: the options of `RequestOptions`, and mlx-lm's own. With a caller's `prompt_cache` or a `draft_model`
+            sparse attention is chosen only if `store` asks for it.
         kv_memory: limit of the entries in bytes.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.
@@ -247,7 +247,7 @@ def resolve(
         )
     given = {name: options[name] for name in OPTIONS if name in options}
     others = {name: value for name, value in options.items() if name not in OPTIONS}
-    CompressionConfig(**given)  # which finds mistakes
+    CompressionConfig(**given)  # raises for invalid options
     own = (others.get(name) is None for name in ("prompt_cache", "draft_model"))
     request = AutoRequest(n_prompt, task, given, all(own), others.get("kv_bits"), kv_memory)
     how = {name: others[name] for name in ("prefill_step_size", "kv_group_size") if name in others}
@@ -257,8 +257,7 @@ def resolve(
 
 
 def worth_comparing(n_prompt: int) -> list[str]:
-    """Two policies to compare on a prompt, beside sparse attention: one that chooses once, and one that reads within a
-    budget.
+    """Return two policies to compare with sparse attention on a prompt: one that evicts once, one within a budget.
 
     Below about 20,000 tokens the budgets are smaller, so that something is evicted.
     """

@@ -1,4 +1,4 @@
-"""How a request is compressed: its policy, and what happens to the entries that its answer is not decoded from."""
+"""How a request is compressed: its setting, its options, and the options of mlx-lm that limit them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class CompressionConfig(RequestOptions):
 
     Attributes:
         store: where sparse attention keeps all entries, by default "memory"; None with a policy, which evicts.
-        quantization: of the entries kept.
-        turns: caches that hold tokens already are compressed again, as those of a conversation are.
-        max_kv_size, has_draft_model: of mlx-lm's own, what compression can't be combined with.
-        is_text: a text is read on its own, for questions to come.
+        setting: a policy or sparse attention; None is the full cache.
+        quantization: how the entries kept are quantised; None leaves them as they are.
+        turns: whether caches that hold tokens already are compressed again, as a conversation's caches are.
+        max_kv_size, has_draft_model: mlx-lm's own options that exclude compression.
+        is_text: whether a text is read without an answer, for later questions.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
@@ -59,7 +60,7 @@ class CompressionConfig(RequestOptions):
     def taken_from(
         cls, keywords: dict[str, Any], **more: Any
     ) -> tuple[CompressionConfig, dict[str, Any]]:
-        """What the keywords of `generate_step` and its kin ask for, and those of mlx-lm among them, which count, too.
+        """Return the config that the keywords of `generate_step` ask for, and the keywords that are mlx-lm's own.
 
         Raises: SnapKVError: one is invalid or conflicts with another.
         """
@@ -70,7 +71,7 @@ class CompressionConfig(RequestOptions):
         return cls(method, **own, **more).beside(others), others
 
     def beside(self, options: dict[str, Any]) -> CompressionConfig:
-        """The same beside mlx-lm's own options, those of `generate_step` and its kin."""
+        """Return the config with the limits that mlx-lm's own options of `generate_step` set."""
         require_step_size(options.get("prefill_step_size"))
         quantization, _ = taken_from(options)
         return replace(
@@ -82,7 +83,7 @@ class CompressionConfig(RequestOptions):
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return what entries depend on beside the model and the tokens: a server's prefixes are found by it."""
+        """Return everything but the model and the tokens that entries depend on. A server finds prefixes by it."""
         what = {"setting": self.setting, "quantization": self.quantization, **noted(self.keywords)}
         return {name: str(value) for name, value in what.items()}
 
@@ -117,7 +118,7 @@ class CompressionConfig(RequestOptions):
         return self.compress is not None and self.compress.evicts_in_blocks
 
     def require(self, model) -> None:
-        """Raises: SnapKVError: options exclude each other, or this can't be done on this model."""
+        """Raise SnapKVError if options exclude each other, or the model does not support them."""
         require_compatible(self, When.CHOSEN)
         if self.sparse is not None and any(
             x.family.method != "__call__" for x in attentions(model) if x.family
@@ -129,7 +130,7 @@ class CompressionConfig(RequestOptions):
         self._require_heads(model)
 
     def _require_heads(self, model) -> None:
-        """Raises: SnapKVError: a policy compares all heads of a layer, and several Macs share them."""
+        """Raise SnapKVError if a policy compares all heads of a layer, and several Macs share them."""
         policies = () if self.compress is None else self.compress.policies
         agreeing = [policy for policy in policies if policy.heads_agree]
         if agreeing and split_of(model) == TENSOR:

@@ -1,6 +1,6 @@
-"""Which options of a request exclude each other: one table, which every way in asks.
+"""The table of the options that exclude each other.
 
-What a model or a prompt's length excludes beside that is in `CompressionConfig.require` and `plan_request`.
+Options that a model or a prompt's length excludes are in `CompressionConfig.require` and `plan_request`.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from ..errors import ConflictError, Option, SnapKVError
 
 
 class When(IntEnum):
-    """From when on options exclude each other."""
+    """When options exclude each other."""
 
-    GIVEN = 1  # in any case
-    CHOSEN = 2  # "auto" has chosen, if that was left to it
-    COMPRESSING = 3  # the prompt is not left to mlx-lm as it is
+    GIVEN = 1  # as soon as the options are known
+    CHOSEN = 2  # once "auto" has chosen a setting
+    COMPRESSING = 3  # once it is known that the prompt is compressed
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Exclusion:
 
     names: tuple[str, ...]
     when: When
-    holds: Callable[[Any], bool]  # of a `CompressionConfig`, whether it combines them
+    holds: Callable[[Any], bool]  # whether a `CompressionConfig` combines the options
     error: Callable[[Any], SnapKVError]
 
 
@@ -105,7 +105,7 @@ EXCLUSIONS = (
 
 
 def require_compatible(options: Any, when: When) -> None:
-    """Raises: SnapKVError: a `CompressionConfig` combines what can't be, as far as that is known by then."""
+    """Raise SnapKVError if a `CompressionConfig` combines options that exclude each other at this time."""
     for exclusion in EXCLUSIONS:
         if exclusion.when <= when and exclusion.holds(options):
             raise exclusion.error(options)

@@ -1,4 +1,4 @@
-"""What one request's caches take in memory and on disk, before it is read."""
+"""Estimating the bytes that a request will take in memory and on disk."""
 
 import contextlib
 import shutil
@@ -36,41 +36,42 @@ MARGIN = 2.5
 
 
 class Need(NamedTuple):
-    """What one request takes, in bytes, beside the model's weights."""
+    """The bytes that one request takes, without the model's weights."""
 
-    reading: int  # entries beyond `held` until its prompt has been compressed
-    kept: int  # entries then
-    held: int  # all caches when its answer ends, the room for more included
-    fixed: bool = False  # their shape is constant from the first token to the last
-    stays: int = 0  # entries beyond `held` after that, from which the answer still chooses
-    chunk: int = 0  # what a chunk of its prompt holds beside entries
-    step: int = 0  # what a token of its answer holds beside entries
+    reading: int  # entries beyond `held` until the prompt has been compressed
+    kept: int  # entries after the compression
+    held: int  # all caches when the answer ends, with their spare room
+    fixed: bool = False  # whether the caches keep their shape during the answer
+    stays: int = 0  # entries beyond `held` from which the answer's tokens choose
+    chunk: int = 0  # activations, scores and copies of a chunk of the prompt
+    step: int = 0  # copies that a token of the answer makes
 
     @property
     def most(self) -> int:
-        """The most bytes of entries at once."""
+        """Return the most bytes of entries at once."""
         return max(self.reading, self.stays) + self.held
 
     @property
     def in_prefill(self) -> int:
-        """The most bytes in use until the prompt has been compressed."""
+        """Return the most bytes in use until the prompt has been compressed."""
         return self.held + self.reading + self.chunk
 
     @property
     def in_answer(self) -> int:
-        """The most bytes in use after that."""
+        """Return the most bytes in use after the prompt has been compressed."""
         return self.held + self.stays + self.step
 
 
 class EntrySizes:
-    """Bytes that a model's caches hold, from the shapes of one token's caches, of which nothing is computed.
+    """Bytes of a token's entries in a model's caches, from the shapes of caches that hold one token.
+
+    Nothing is computed for the shapes.
 
     Attributes:
-        model: whose entries they are.
-        layers: whose entries can be compressed; if there are none, `refusal` says why.
-        plain: by other full cache, bytes of a token's entries.
-        sliding: by sliding window, bytes of a token's entries, and how many it holds.
-        states: bytes of linear states.
+        layers: the layers whose entries can be compressed; if there are none, `refusal` says why.
+        plain: for each full cache of another layer, the bytes of a token's entries.
+        sliding: for each sliding window, the bytes of a token's entries, and the tokens that it holds.
+        states: bytes of all linear states.
     """
 
     def __init__(self, model):
@@ -94,28 +95,28 @@ class EntrySizes:
 
     @cached_property
     def shapes(self) -> set[LayerShape]:
-        """The distinct shapes of the model's layers."""
+        """Return the distinct shapes of the model's layers."""
         return layer_shapes(self.model, self.caches)
 
     @property
     def of_widest(self) -> int:
-        """Bytes of a token's entries in the layer with the most."""
+        """Return the bytes of a token's entries in the layer with the largest."""
         return max((*self.of_token(), *self.plain), default=0)
 
     def of_token(self, quantization: Quantization | None = None) -> list[int]:
-        """Bytes of a token's entries in each of `layers`, stored as `quantization` says."""
+        """Return the bytes of a token's entries in each of `layers`, quantised if asked."""
         return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
 
     def in_memory(self, store: str | None) -> int:
-        """Bytes of a token that stay in memory where `store` keeps all entries of `layers`, without an index."""
+        """Return the bytes of a token's entries that a `store` keeps in memory, without an index."""
         return 0 if in_files(store) else self.stored(store)
 
     def stored(self, store: str | None) -> int:
-        """Bytes of a token where `store` keeps all entries of `layers`, in memory or files."""
+        """Return the bytes of a token's entries in a `store`, in memory or files."""
         return sum(self.of_token(store_quantization(self.model, self.layers, store)))
 
     def of_files(self, store: str | None, n: int) -> int:
-        """Bytes of `n` tokens in files: entries, and of a long text index and means."""
+        """Return the bytes of `n` tokens in files: entries, and for a long text also the index and means."""
         if not in_files(store):
             return 0
         stored = n * self.stored(store)
@@ -124,55 +125,58 @@ class EntrySizes:
         )
 
     def of_index(self) -> int:
-        """Bytes of a token in the key indexes of `layers`."""
+        """Return the bytes of a token in the key indexes of `layers`."""
         return sum(index_bytes(keys) for keys, _ in self._entries)
 
     def of_means(self) -> float:
-        """Bytes of a token in the mean keys by which chunks choose pages."""
+        """Return the bytes of a token in the mean keys by which chunks choose pages."""
         means = (pack(keys, means_held_as(keys.shape[-1])) for keys, _ in self._entries)
         return n_bytes(list(means)) / PAGE_SIZE
 
     def of_clusters(self) -> float:
-        """Bytes of a token in the clusters of what an answer does not read: its id, and its part of the means."""
+        """Return the bytes of a token in the clusters of unread entries: its id, and its part of the means."""
         ids = sum(2 * keys.shape[1] for keys, _ in self._entries)
         return ids + sum(self.of_token()) / CLUSTER_SIZE
 
     def full(self, quantization: Quantization | None) -> int:
-        """Bytes of a token's entries in all full caches; mlx-lm quantises those that are not in a `CacheList`."""
+        """Return the bytes of a token's entries in all full caches; mlx-lm quantises caches outside a `CacheList`."""
         alone = [c for c in self.caches if isinstance(c, KVCache) and not c.empty()]
         stored = [c.keys_and_values() for c in alone if quantization is not None]
         saved = n_bytes(stored) - n_bytes([pack(x, quantization) for kv in stored for x in kv])
         return sum(self.of_token()) + sum(self.plain) - saved
 
     def rest(self, n: int, chunk: int) -> int:
-        """Bytes of linear states and sliding windows when `n` tokens have been read, `chunk` at a time."""
+        """Return the bytes of linear states and sliding windows after `n` tokens, read `chunk` at a time."""
         return self.states + sum(size * min(n, most + chunk) for size, most in self.sliding)
 
 
 @dataclass
 class Footprint:
-    """What the caches of requests take: full ones without a policy, else as the config says.
+    """The bytes that requests with a config take.
 
-    Raises: UnsupportedModelError: there is a policy, and the model's entries can't be compressed.
+    Attributes:
+        step_size: tokens of a chunk at most.
+        quantises_full: whether mlx-lm quantises long full caches; in batches it does not.
+        row_bytes: bytes of a token's entries in the layers that can be compressed.
+
+    Raises: UnsupportedModelError: the config has a setting, and the model's entries can't be compressed.
     """
 
     sizes: EntrySizes
     config: CompressionConfig
     step_size: int = PREFILL_STEP_SIZE
-    quantises_full: bool = (
-        False  # mlx-lm quantises long full caches, unless requests decode together
-    )
+    quantises_full: bool = False
 
     def __post_init__(self):
         self.quantization = self.config.quantization
         if self.config.setting is not None and self.sizes.refusal is not None:
             raise self.sizes.refusal
-        self.row_bytes = sum(self.sizes.of_token(self.quantization))  # of a token's entries
+        self.row_bytes = sum(self.sizes.of_token(self.quantization))
 
     def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
-        """A request's on an empty cache: of a prefix that is there when it starts, nobody knows yet.
+        """Return the plan of a request on an empty cache, since a stored prefix may be gone when the request starts.
 
-        Raises: SnapKVError: the policy can't serve it.
+        Raises: SnapKVError: the setting can't serve the request.
         """
         sizes = self.sizes
         return plan_request(
@@ -180,7 +184,7 @@ class Footprint:
         )
 
     def need(self, plan: Plan, max_tokens: int) -> Need:
-        """Return what a request with an answer of `max_tokens` takes."""
+        """Return the bytes that a request with an answer of `max_tokens` takes."""
         if plan.reason is not None:
             return self._need_of_full(plan, max_tokens)
         sizes, n_prompt = self.sizes, plan.n_prompt
@@ -190,7 +194,7 @@ class Footprint:
         kept = self.row_bytes * chosen
         held = self.row_bytes * _grown(chosen, plan, max_tokens)
         stored = self.stored(n_prompt + max_tokens)
-        # Entries that go to where they stay have gone there before the answer's first token chooses.
+        # Entries of a sparsely read prompt are in their store before the answer's first token.
         gone = plan.sparse_reading is not None and self.config.store != "memory"
         reading = max(0, self.bytes_read(plan) + kept * (not gone) - held)
         return Need(
@@ -204,7 +208,7 @@ class Footprint:
         )
 
     def _need_of_full(self, plan: Plan, max_tokens: int) -> Need:
-        """Return what a request takes whose prompt is left to mlx-lm."""
+        """Return the bytes of a request whose prompt is left to mlx-lm."""
         sizes, n_prompt = self.sizes, plan.n_prompt
         whole = n_prompt + max_tokens + KVCache.step  # by which full caches grow
         is_quantised = self.quantises_full and n_prompt > DEFAULT_QUANTIZED_KV_START
@@ -212,7 +216,7 @@ class Footprint:
         held = whole * size + sizes.rest(whole, self.step_size)
         plain = min(n_prompt, DEFAULT_QUANTIZED_KV_START + self.step_size) * sizes.full(None)
         chunk = min(n_prompt, self.step_size)
-        copied = int(MARGIN * sizes.of_widest * n_prompt)  # of a layer whose cache grows
+        copied = int(MARGIN * sizes.of_widest * n_prompt)  # a cache that grows is copied
         return Need(
             reading=max(0, plain - held) if is_quantised else 0,
             kept=n_prompt * size,
@@ -235,7 +239,7 @@ class Footprint:
         return held + int(MARGIN * (sizes.of_widest * seen + means)) + received
 
     def of_prefix(self, n: int) -> int:
-        """Return the bytes of caches that have read `n` tokens, in memory and files, for requests to go on from."""
+        """Return the bytes, in memory and files, of a prefix of `n` tokens that requests can continue from."""
         if self.config.compress is not None and not self.config.evicts_in_blocks:
             # All entries are kept, and each request compresses a copy.
             return replace(self, config=CompressionConfig()).of_prefix(n)
@@ -246,14 +250,14 @@ class Footprint:
         return held + sizes.of_files(self.config.store, n)
 
     def stored(self, n: int) -> int:
-        """Bytes in memory of `n` tokens where all entries stay, with their index."""
+        """Return the bytes in memory of `n` tokens and their index under sparse attention."""
         if self.config.store is None:
             return 0
         indexed = with_room(self.with_rows(n)) if ranks_by_index(n) else 0
         return n * self.sizes.in_memory(self.config.store) + indexed * self.sizes.of_index()
 
     def means(self, plan: Plan) -> int:
-        """Bytes in memory of means: of what an answer does not read, and of pages' keys."""
+        """Return the bytes in memory of cluster means and page means."""
         return self._of_rest(plan) + self._of_pages(plan)
 
     def _of_rest(self, plan: Plan) -> int:
@@ -261,14 +265,14 @@ class Footprint:
         return int(plan.n_prompt * self.sizes.of_clusters()) if weighs else 0
 
     def _of_pages(self, plan: Plan) -> int:
-        """Those that stay with entries in files, if chunks have chosen by them."""
+        """Return the bytes of page means, which stay with entries in files if chunks choose by them."""
         reading = plan.sparse_reading
         if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.store):
             return 0
         return int(self.with_rows(plan.n_prompt) * self.sizes.of_means())
 
     def with_rows(self, n: int) -> int:
-        """Of `n` tokens, those whose codes and means are in memory: where entries are in files, not all."""
+        """Return for how many of `n` tokens the index and means are in memory: not all with entries in files."""
         return min(n, ENTRIES_IN_MEMORY + ENTRIES_MOVED) if in_files(self.config.store) else n
 
     def kept(self, plan: Plan) -> int:
@@ -276,10 +280,10 @@ class Footprint:
         return min(plan.n_prompt, plan.decode_quota.entries)
 
     def bytes_read(self, plan: Plan) -> int:
-        """Of the entries that the policy chooses, while its prompt is read: where it evicts they are quantised."""
+        """Return the bytes of entries while the prompt is read, in the layers that can be compressed."""
         reading = plan.sparse_reading
         if reading is not None:
-            # A chunk's entries go to where they stay; those before the first that chooses go there with it.
+            # Entries go to their store chunk by chunk, from the first chunk that chooses.
             stay = plan.n_prompt * self.sizes.in_memory(self.config.store)
             if self.config.store == "memory":
                 return stay
@@ -307,7 +311,7 @@ def _grown(n: int, plan: Plan, max_tokens: int) -> int:
 
 
 class Disk(NamedTuple):
-    """A disk that entries are written to: into which folders, so many bytes into each, and how many are free."""
+    """A disk that entries are written to: `each` bytes into each of its `folders`; `free` bytes are free."""
 
     folders: tuple[Path, ...]
     each: int
@@ -320,7 +324,7 @@ class Disk(NamedTuple):
 
 @dataclass(frozen=True)
 class FileCost:
-    """What entries in files will take when a prompt's tokens are read."""
+    """The bytes that reading a prompt will write to files."""
 
     tokens: int
     disks: tuple[Disk, ...]
@@ -352,18 +356,18 @@ def file_cost(
     folder: str | None = None,
     saved_in: Path | None = None,
 ) -> FileCost | None:
-    """Return what reading `n_new` tokens will write; None if their entries don't go to files.
+    """Return the bytes that reading `n_new` tokens will write; None if entries don't go to files.
 
     Args:
-        folder: of temporary files; None is TMPDIR.
-        saved_in: the folder that all entries are copied to in the end.
+        folder: the folder for temporary files; None is TMPDIR.
+        saved_in: the folder that all entries are copied to at the end.
     """
     if n_new == 0 or not in_files(store):
         return None
     stored = EntrySizes(model).of_files(store, n_new)
     disks: dict[int, Disk] = {}
     for place in filter(None, (Path(folder or tempfile.gettempdir()), saved_in)):
-        with contextlib.suppress(OSError):  # some don't say what is free
+        with contextlib.suppress(OSError):  # some file systems don't say what is free
             device = place.stat().st_dev
             before = disks.get(device) or Disk((), stored, shutil.disk_usage(place).free)
             disks[device] = before._replace(folders=(*before.folders, place))

@@ -1,4 +1,4 @@
-"""What commands print about prompts before they are read: what will be kept, and whether they are too long."""
+"""The lines that commands print about a prompt before reading it: what will be kept, and whether it is too long."""
 
 from typing import Any
 
@@ -47,16 +47,16 @@ class LongPrompts:
         self._planner: Planner | None = None
 
     def warnings(self, n_prompt: int, n_before: int = 0) -> list[str]:
-        """Problems of a prompt of `n_prompt` tokens, after `n_before` that were read already."""
+        """Return the problems of a prompt of `n_prompt` tokens, after `n_before` tokens that were read already."""
         if self._is_rotating:
             return []
         beyond = beyond_trained_length(self._model, n_before + n_prompt)
         return [said for said in (self._too_large(n_prompt), beyond) if said is not None]
 
     def foretold(self, n_prompt: int, n_before: int = 0) -> str | None:
-        """What will be kept of a prompt and what that saves, or why nothing is evicted and what would change that.
+        """Return a sentence about the entries to be kept and the memory saved, or about why nothing is evicted.
 
-        None of short prompts without a policy. SnapKVError if memory, policy and model can't be combined.
+        Return None for a short prompt without a setting. Raises: SnapKVError: the model does not support the setting.
         """
         n, policy = n_before + n_prompt, self._config.setting
         self._config.require(self._model)
@@ -75,7 +75,7 @@ class LongPrompts:
         return _foretold(Footprint(sizes, self._config), plan, before)
 
     def _too_large(self, n_prompt: int) -> str | None:
-        """A sentence if a prompt will not fit; None if it will, or if it can't be planned."""
+        """Return a sentence if a prompt will not fit in memory; None if it will, or can't be planned."""
         try:
             self._planner = self._planner or Planner(self._model, **self._options)
             plan, _ = self._planner.planned(n_prompt, self._config, self._kv_bits)
@@ -95,7 +95,7 @@ class LongPrompts:
 
 
 def _foretold_in_full(plan: Plan) -> str:
-    """Why a prompt is left to mlx-lm, and what would change that."""
+    """Return the sentence about a prompt that is left to mlx-lm: why, and what would change that."""
     n, sparse = plan.n_prompt, plan.sparse
     if sparse is not None and not sparse.fits(n):
         return f"all {n:,} entries will be read: {plan.reason}"
@@ -112,7 +112,7 @@ def _foretold_in_full(plan: Plan) -> str:
 
 
 def _where_stored(sizes: EntrySizes, store: str | None, n: int) -> str:
-    """Bytes of all entries of `n` tokens, as a memory stores them, in memory or files."""
+    """Return the words about the bytes of all entries of `n` tokens in a `store`."""
     stored = n * sizes.stored(store)
     if in_files(store):
         return f"{format_bytes(stored)} of files"
@@ -120,7 +120,7 @@ def _where_stored(sizes: EntrySizes, store: str | None, n: int) -> str:
 
 
 def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
-    """What will be kept of a prompt, or read, whose entries take so many bytes `before`."""
+    """Return the sentence about the entries kept or read of a prompt; `before` is the bytes of all entries."""
     n, kept, sizes = plan.n_prompt, footprint.kept(plan), footprint.sizes
     count = f"{kept:,}"
     if plan.sparse is not None:
@@ -132,7 +132,7 @@ def _foretold(footprint: Footprint, plan: Plan, before: int) -> str:
         rest = f"the prompt's last {LAST_TOKENS} tokens read more"
         return f"{chunk}, and a token of the answer at most {count}; {stay}; {rest}"
     first = plan.n_ahead + 2  # token of the answer that is decoded from what was kept
-    at_once = plan.options.evicts_in_blocks or plan.options.is_text  # of which no answer comes
+    at_once = plan.options.evicts_in_blocks or plan.options.is_text  # a text has no answer
     since = "" if at_once else f" from the answer's token {first} on"
     last = plan.decode_policy
     beside = last.block if last.schedule == "block" else 0  # the next tokens' entries

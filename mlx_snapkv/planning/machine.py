@@ -7,15 +7,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-_SMALL_MEMORY = (
-    36 << 30
-)  # bytes: up to here a Mac's GPU may use two thirds, above it three quarters
+# bytes: up to here a Mac's GPU may use two thirds, above it three quarters
+_SMALL_MEMORY = 36 << 30
 _MEMINFO = Path("/proc/meminfo")  # Linux's
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's limit
 
 
-_BUFFERS = 16  # the part of a GPU's memory that MLX may keep of what was freed
-_LEAST_BUFFERS = 256 << 20  # bytes: what a chunk's activations are made in, again and again
+_BUFFERS = 16  # MLX may keep freed buffers of one part in 16 of the usable memory
+_LEAST_BUFFERS = 256 << 20  # bytes, in which every chunk makes its activations
 
 
 class Machine(NamedTuple):
@@ -26,13 +25,13 @@ class Machine(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Bytes of freed buffers that MLX may keep; by default it keeps all, which other programs then lack."""
+        """Return the bytes of freed buffers that MLX may keep. By default MLX keeps all of them."""
         return max(_LEAST_BUFFERS, self.usable // _BUFFERS)
 
 
 def this_machine() -> Machine:
-    """The machine that this runs on: what Metal recommends at most for its GPU; without one, what MLX may use now, the
-    memory in use by it included."""
+    """Return this machine. Usable is Metal's recommended maximum for the GPU; without Metal, the memory that is
+    available or in use by MLX now."""
     if mx.metal.is_available():
         info = mx.device_info()
         return Machine(int(info["memory_size"]), int(info["max_recommended_working_set_size"]))
@@ -46,5 +45,5 @@ def this_machine() -> Machine:
 
 
 def mac(memory: int) -> Machine:
-    """A Mac of so many bytes, of which its GPU may by default use a part only."""
+    """Return a Mac of `memory` bytes, with the part of it that the GPU may use by default."""
     return Machine(memory, memory * 2 // 3 if memory <= _SMALL_MEMORY else memory * 3 // 4)

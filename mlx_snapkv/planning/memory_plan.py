@@ -1,4 +1,4 @@
-"""The memory that a model's prompts will take, by length and policy, its weights loaded or not."""
+"""The memory that a model's prompts will take, by length and setting. The weights need not be loaded."""
 
 import functools
 from dataclasses import asdict, dataclass, replace
@@ -19,17 +19,17 @@ from .settings import Setting, resolve_setting, setting_named
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a prompt of `context` tokens takes, in bytes."""
+    """The bytes that a prompt of `context` tokens takes."""
 
     context: int
-    policy: str | None  # None is all entries, and no `kv_bits` unquantised ones
+    policy: str | None  # None is the full cache
     store: str | None  # where sparse attention keeps all entries
-    kv_bits: int | None
+    kv_bits: int | None  # None is not quantised
     weights: int
-    kv: int  # once the prompt has been read, and compressed
-    reading: int  # the most in use at once until then, the weights included
-    answering: int  # and from then on
-    reason: str | None = None  # why the policy leaves the prompt as it is, if it does
+    kv: int  # entries after the compression
+    reading: int  # the most in use until the compression, with the weights
+    answering: int  # the most in use after the compression, with the weights
+    reason: str | None = None  # why the prompt is not compressed
 
     @property
     def peak(self) -> int:
@@ -60,7 +60,7 @@ class Planner:
     def plan(
         self, context: int, policy: Setting | str | None = None, kv_bits: int | None = None
     ) -> MemoryPlan:
-        """What a prompt of `context` tokens takes; arguments and errors as of `plan_memory`."""
+        """Return the bytes that a prompt of `context` tokens takes; see `plan_memory`."""
         if context < 1:
             raise SnapKVError(f"context must be at least 1 token, got {context}")
         plan, _ = self.planned(
@@ -73,7 +73,7 @@ class Planner:
     def planned(
         self, context: int, config: CompressionConfig, kv_bits: int | None = None
     ) -> tuple[MemoryPlan, int]:
-        """The same for a config, and the most bytes of its entries at once."""
+        """Return the bytes that a prompt with a config takes, and the most bytes of entries at once."""
         plan = plan_request(
             self.model,
             replace(config, quantization=self._quantization(kv_bits)),
@@ -84,7 +84,7 @@ class Planner:
         return self.counted(plan)
 
     def counted(self, plan: Plan) -> tuple[MemoryPlan, int]:
-        """Return what a request takes that goes so, and the most bytes of its entries at once."""
+        """Return the bytes that a planned request takes, and the most bytes of entries at once."""
         how, context = plan.options.quantization, plan.n_prompt
         used = plan.options if plan.reason is None else replace(plan.options, setting=None)
         need = self._footprint(used).need(plan, self._max_tokens)
@@ -122,15 +122,15 @@ def plan_memory(
     kv_bits: int | None = None,
     **options: int,
 ) -> MemoryPlan:
-    """How much memory a prompt will take on the default device, counted from the model's shapes (docs/benchmarks.md).
+    """Return the memory that a prompt will take on the default device, from the model's shapes (docs/benchmarks.md).
 
     Args:
         model: an mlx-lm model, its weights loaded or not.
         context: tokens of the prompt.
-        policy, snapkv, sparse, kv_bits: as of `generate_step` but for "auto", and so are `kv_group_size`, `max_tokens`,
-            `prefill_step_size`.
+        policy, snapkv, sparse, kv_bits: see `generate_step`; "auto" is not allowed.
+        **options: `kv_group_size`, `max_tokens` and `prefill_step_size` of `generate_step`.
 
-    Raises: SnapKVError: the policy can't serve the model or a prompt of this length, or reads it twice.
+    Raises: SnapKVError: the setting can't serve the model or a prompt of this length.
     """
     chosen = resolve_setting(snapkv, policy, sparse)
     named = policy if isinstance(policy, str) else chosen

@@ -1,4 +1,4 @@
-"""The options of a request beside its policy or sparse attention: each is declared here, once."""
+"""The options of a request other than its policy or sparse attention. Each is declared once, here."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,8 +11,8 @@ def option(help: str, *values: Any, changes_entries: bool = True) -> Any:
 
     Args:
         help: a sentence for `--help` and the docs.
-        *values: the values that are allowed beside None, if they are few.
-        changes_entries: entries depend on it: it is noted in saved files and part of what prefixes are found by.
+        *values: the allowed values; none given allows all.
+        changes_entries: whether entries depend on it. If so, saved files note it, and prefixes are found by it.
     """
     return field(
         default=None, metadata={"help": help, "values": values, "changes": changes_entries}
@@ -21,10 +21,10 @@ def option(help: str, *values: Any, changes_entries: bool = True) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How a request is served beside its policy or sparse attention.
+    """How a request is served, other than its policy or sparse attention.
 
-    Each field is a flag of every command that reads prompts, a keyword of `generate_step` and its kin, of `prefill`,
-    conversations and batches, a note in saved files, and part of what a server's prefixes are found by.
+    Each field is a flag of every command that reads prompts, a keyword of `generate_step`, `prefill`, conversations and
+    batches, a note in saved files, and a part of the key that a server finds prefixes by.
 
     Raises: SnapKVError: a value is not allowed.
     """
@@ -47,12 +47,12 @@ class RequestOptions:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """These options as keywords of `generate_step`, `Conversation` and batches."""
+        """Return the options as keywords of `generate_step`, `Conversation` and batches."""
         return {name: getattr(self, name) for name in OPTIONS}
 
 
 def noted(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the options that entries depend on."""
+    """Return the options among `keywords` that entries depend on."""
     return {name: value for name, value in keywords.items() if name in ENTRY_OPTIONS}
 
 

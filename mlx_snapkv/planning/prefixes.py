@@ -1,4 +1,4 @@
-"""How much a server keeps of the prompts that it has read, and how many prompts that is."""
+"""The room that a server has for the prompts that it has read, in bytes and in prompts."""
 
 import shutil
 import tempfile
@@ -13,15 +13,20 @@ from .footprint import EntrySizes, Footprint, weight_bytes
 from .machine import Machine
 from .units import format_bytes
 
-IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9  # bytes, by default, where no prompt takes more
+IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9  # bytes by default, more if one prompt takes more
 MIN_PREFIX_BYTES = 256 << 20  # bytes, however little memory there is
 DEFAULT_CONTEXT = 1 << 17  # tokens of a prompt for a model that does not tell its trained length
 
 
 @dataclass(frozen=True)
 class PrefixRoom:
-    """Bytes for prompts that have been read; `context` is the longest one's tokens, and `each` what that takes, if it
-    can be counted."""
+    """The room for prompts that have been read.
+
+    Attributes:
+        limit: bytes in all.
+        context: tokens of the longest prompt.
+        each: bytes of the longest prompt; 0 if the setting can't serve it.
+    """
 
     limit: int
     context: int
@@ -49,11 +54,12 @@ def prefix_room(
     max_kv_bytes: int | None = None,
     max_context: int | None = None,
 ) -> PrefixRoom:
-    """The bytes `given`; by default what a prompt of the model's context takes, but no more than half of the memory
-    beside the weights, or of the disk, of which requests need the rest.
+    """Return the room of `given` bytes; by default, of a prompt as long as the model's context.
+
+    The default is at most half of the memory that the weights leave, or of the disk. Requests need the other half.
 
     Args:
-        options: of the `CompressedBatchGenerator`.
+        options: the options of the `CompressedBatchGenerator`.
         max_kv_bytes, max_context: the server's own limits.
     """
     config, _ = CompressionConfig.taken_from(options)
@@ -61,7 +67,7 @@ def prefix_room(
     context = min(longest, max_context or longest)
     try:
         each = Footprint(EntrySizes(model), config).of_prefix(context)
-    except SnapKVError:  # of the policy, which can't serve so long a prompt
+    except SnapKVError:  # the setting can't serve a prompt of this length
         each = 0
     if in_files(config.store):
         least, free = IN_FILES, shutil.disk_usage(config.store_dir or tempfile.gettempdir()).free

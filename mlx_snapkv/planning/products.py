@@ -1,4 +1,4 @@
-"""How many entries a token can attend to for a share of what else the model multiplies for it."""
+"""Counting the entries that a token can attend to for a share of the model's other multiplications."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from ..models.counts import experts_per_token, hidden_size
 
 
 def entries_for(share: float, model: Any, layers: list[AttentionLayer]) -> int:
-    """Entries that each of `layers` can read for every token at so large a share of the products with weights.
+    """Return how many entries each of `layers` can read for every token at a `share` of the products with weights.
 
-    Where attention is little of the work, as it is in large models, in mixtures of experts and in hybrids, many are
-    cheap. An entry is taken to cost what its attention module's weights do for each of a token's numbers: a little too
-    much, since keys and values are computed once. A prompt's tokens don't go through the output layer.
+    The number is large where attention is a small part of the work: in large models, mixtures of experts and hybrids.
+    The products of an entry are estimated from the weights of its attention module, which is slightly too much, since
+    keys and values are computed once. The output layer is not counted: a prompt's tokens don't go through it.
     """
     readers = (reader for layer in layers for reader in layer.readers)
     of_attention = sum(map(_products, readers))
@@ -21,7 +21,7 @@ def entries_for(share: float, model: Any, layers: list[AttentionLayer]) -> int:
 
 
 def _products(module: nn.Module) -> int:
-    """Products of a token with the weights of a module and those within it."""
+    """Return the products of a token with the weights of a module and of the modules in it."""
     modules = module.modules()
     experts = max(map(experts_per_token, modules), default=0)
     products = 0

@@ -1,7 +1,4 @@
-"""What a policy decides about a prompt of some length: whether to compress it, who votes, in which chunks.
-
-`plan_request` asks here for every way in, so that the same prompt and policy keep the same entries.
-"""
+"""The parts of a plan that follow from a setting and a prompt's length: whether to compress, voters, chunk sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,23 +17,23 @@ ProgressCallback = Callable[[int, int], None]  # tokens processed, and their tot
 
 # mlx-lm's own defaults:
 PREFILL_STEP_SIZE = 2048  # tokens of a chunk
-MAX_TOKENS = 256  # of an answer
+MAX_TOKENS = 256  # tokens of an answer
 
 # Chunks are multiples of this where they may be: quantised mixture models are reported to go wrong at other lengths.
 MULTIPLE = 32
 
 
 def require_step_size(size: Any) -> None:
-    """Raises: SnapKVError: mlx-lm's loop would not end, or not begin, with chunks of this size."""
+    """Raise SnapKVError if a chunk size is not a positive whole number: mlx-lm's loop would not end."""
     if size is not None and not (is_whole(size) and size >= 1):
         raise OptionError("prefill_step_size", "a whole number of at least 1", size)
 
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """The positions that matter in a prompt: the queries of `[first, last)` vote for its entries."""
+    """The positions of a prompt whose queries vote for its entries: `[first, last)`."""
 
-    n_prompt: int  # its tokens, those of earlier turns included
+    n_prompt: int  # tokens of the prompt and of earlier turns
     first: int
     last: int
 
@@ -46,7 +43,7 @@ class PromptPlan:
 
     @property
     def n_ahead(self) -> int:
-        """Answer tokens that are fed on the full entries before they are compressed."""
+        """Return how many answer tokens are fed to the full caches before the compression."""
         return max(1, self.last - self.n_prompt)
 
 
@@ -74,13 +71,13 @@ def reason_to_leave(
     """Return why a prompt is left to mlx-lm; None if it is to be compressed or read sparsely.
 
     Args:
-        max_tokens: of the answer, which a block policy keeps within the budget, too; -1 is without an end.
+        max_tokens: tokens of the answer, which a block policy keeps within the budget, too; -1 has no limit.
 
     Raises: SnapKVError: the prompt is empty.
     """
     if n_prompt == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
-    # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
+    # Every layer is asked, since the first layer of a hybrid may have a cache without an offset.
     if not all(cache.empty() for cache in members(prompt_cache or [])):
         return "the prompt cache already holds tokens; only an empty one is compressed"
     if isinstance(setting, Sparse):

@@ -1,6 +1,6 @@
-"""The plan of one request: everything that is decided about it before it runs, in one frozen value.
+"""The plan of one request: all decisions about it, made before it runs, in one frozen value.
 
-Whoever reads, compresses, decodes, counts memory or tells a user what will happen asks this plan, and decides nothing.
+Reading, compressing, decoding, counting memory and telling the user all follow the plan.
 """
 
 from dataclasses import dataclass, replace
@@ -48,9 +48,9 @@ class SparseReading:
     """How the chunks of a prompt choose what they read of the entries before them.
 
     Attributes:
-        reach: what a chunk reads; one that may read as many entries as there are reads all of them.
-        last: what the prompt's last tokens read, those from position `last_from` on.
-        n_before: tokens before the first chunk that chooses: all, if none does.
+        reach: the entries that a chunk reads at most; it reads all if there are no more.
+        last: the entries that the prompt's last tokens read at most, from position `last_from` on.
+        n_before: tokens before the first chunk that chooses; all tokens if no chunk does.
     """
 
     reach: Reach
@@ -61,16 +61,15 @@ class SparseReading:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PromptPlan):
-    """What is decided about one request.
+    """All decisions about one request.
 
     Attributes:
-        options: what was asked for: the setting, and where sparse attention keeps entries.
-        reason: why the prompt is left to mlx-lm as it is, as its report says; None if it is not. What follows is then
-            empty.
-        n_new: tokens to read, after those of earlier turns.
-        prefill_quota: what each full-attention layer holds while the prompt is read.
-        decode_quota: what the answer is decoded from, or reads, in each full-attention layer.
-        sparse_reading: how chunks of the prompt choose what they read, if they do.
+        options: the config of the request.
+        reason: why the prompt is left to mlx-lm; None if it is compressed. With a reason, there are no quotas.
+        n_new: tokens to read after the earlier turns.
+        prefill_quota: the entries that each full-attention layer holds while the prompt is read.
+        decode_quota: the entries of each full-attention layer that the answer is decoded from, or reads.
+        sparse_reading: how chunks of the prompt choose the entries that they read; None if they read all.
     """
 
     options: CompressionConfig
@@ -112,29 +111,29 @@ class Plan(PromptPlan):
 
     @property
     def n_held(self) -> int:
-        """Tokens of earlier turns."""
+        """Return the tokens of earlier turns."""
         return self.n_prompt - self.n_new
 
     @property
     def observes(self) -> bool:
-        """Return whether queries of the prompt are captured: to vote, or for chunks that choose what they read."""
+        """Return whether queries of the prompt are captured, to vote or to choose the entries that a chunk reads."""
         return self.compress is None or self.compress.observes
 
     @property
     def observes_answer(self) -> bool:
-        """Return whether queries of the answer are captured: to vote at evictions, or to choose what a token reads."""
+        """Return whether queries of the answer are captured, to vote or to choose the entries that a token reads."""
         return self.compress is None or self.compress.decode_policy.observes_answer
 
     @property
     def statistics_from(self) -> int | None:
-        """Return the first position whose queries count in the statistics that a policy asks for, if one does."""
+        """Return the first position whose queries count in a policy's query statistics; None if it has none."""
         return None if self.compress is None else self.compress.statistics_from
 
     @property
     def capacity(self) -> int:
-        """Entries to allocate at once where all stay, those held among them.
+        """Return the entries that a cache of sparse attention allocates at once, with the entries of earlier turns.
 
-        Those that chunks choose from go to their store with every chunk, the ones before the first such chunk with it.
+        Entries outside memory go to their store chunk by chunk, from the first chunk that chooses.
         """
         whole, reading = self.n_prompt + self.n_ahead + 1, self.sparse_reading
         if reading is None or self.options.store == "memory":
@@ -163,16 +162,16 @@ def plan_request(
     is_embedded: bool = False,
     layers: list[AttentionLayer] | None = None,
 ) -> Plan:
-    """What a request to read `n_new` tokens on a prompt cache will do; nothing is read or changed.
+    """Return the plan of a request to read `n_new` tokens on a prompt cache, which is not changed.
 
     Args:
         prompt_cache: None is a new one.
-        max_tokens: of the answer, without an end if they are -1.
-        is_embedded: the prompt is given as embeddings.
-        layers: the model's full-attention layers, where they are known; none are looked up.
+        max_tokens: tokens of the answer; -1 has no limit.
+        is_embedded: whether the prompt is given as embeddings.
+        layers: the model's full-attention layers; None or an empty list looks them up.
 
     Raises: SnapKVError: options exclude each other, the prompt is empty, the model is not supported, its entries can't
-        be quantised so, or a budget has no room for what is always kept.
+        be quantised like this, or a budget has no room for the sink and the recent window.
     """
     options.require(model)
     reason = _reason(model, options, n_new, prompt_cache, max_tokens, is_embedded)
@@ -205,7 +204,7 @@ def plan_request(
 def plan_compression(
     options: CompressionConfig, layers: list[AttentionLayer], n_prompt: int
 ) -> Plan:
-    """How caches of `n_prompt` tokens that were read by others are compressed, by the queries that come with them."""
+    """Return the plan to compress caches of `n_prompt` tokens that mlx-lm has filled."""
     policy = options.compress.decode_policy  # type: ignore[union-attr]  # the caller's is a policy
     quota = policy.quota(n_prompt)
     fits = n_prompt <= quota.entries
@@ -227,7 +226,7 @@ def _reason(
     max_tokens: int,
     is_embedded: bool,
 ) -> str | None:
-    """Return why such a request is left to mlx-lm; None if it is not."""
+    """Return why a request is left to mlx-lm; None if it is compressed."""
     setting = options.setting
     if setting is None:
         return NO_POLICY_REASON

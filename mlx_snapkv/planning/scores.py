@@ -1,4 +1,4 @@
-"""The scores of a chunk's attention, where MLX stores them: how much they may take, and how many tokens that is.
+"""Limiting the memory of attention scores that MLX stores, by reading fewer tokens at once.
 
 MLX's attention function computes many queries without storing their scores only on a GPU, and only for heads of some
 sizes (`is_fused`). For others, and on a CPU for all, it stores a number for each query, entry and head: 8.6 GB in
@@ -36,17 +36,17 @@ def largest_chunk() -> int:
 
 
 def scores_limit() -> int:
-    """Bytes that a layer's scores may take on this machine."""
+    """Return the bytes that a layer's scores may take on this machine."""
     return min(MAX_SCORE_BYTES, this_machine().memory // SCORES_MEMORY_SHARE)
 
 
 def tokens_at_once(n_before: int, pair_bytes: int, limit: int) -> int:
-    """How many tokens to read at once, after `n_before` entries, so that a layer's scores take `limit` bytes at most.
+    """Return how many tokens to read at once after `n_before` entries, for scores of at most `limit` bytes a layer.
 
     They see those entries and each other. It is a multiple of `MIN_TOKENS_AT_ONCE`, and never less.
 
     Args:
-        pair_bytes: stored for each query and entry, of all of a layer's heads; see `shapes.score_bytes`.
+        pair_bytes: bytes of the scores of one query and one entry in all of a layer's heads; see `shapes.score_bytes`.
     """
     n = (math.isqrt(n_before * n_before + 4 * (limit // pair_bytes)) - n_before) // 2
     return max(MIN_TOKENS_AT_ONCE, n // MIN_TOKENS_AT_ONCE * MIN_TOKENS_AT_ONCE)

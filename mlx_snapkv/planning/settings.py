@@ -8,13 +8,13 @@ from ..compress.policy import Policy
 from ..errors import Option, SnapKVError
 from ..sparse.options import Sparse
 
-AUTO = "auto"  # the policy that leaves the choice to `planning/auto.py`
+AUTO = "auto"  # the value of `policy` that leaves the choice to `planning/auto.py`
 
 Setting = Compress | Sparse
 
 
 def asks_for_auto(snapkv: Any = None, policy: Any = None) -> bool:
-    """Return whether the keywords of `generate_step` leave the choice to us. Raises: SnapKVError: both are given."""
+    """Return whether the keywords of `generate_step` ask for "auto". Raises: SnapKVError: both are given."""
     if snapkv is None or snapkv is False:
         return isinstance(policy, str) and policy.strip() == AUTO
     if policy is not None:

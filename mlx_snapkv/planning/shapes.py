@@ -1,4 +1,4 @@
-"""The shapes of a model's layers, its weights loaded or not, and the bytes that they hold while they read a chunk."""
+"""The shapes of a model's layers, and the bytes that they hold while they read a chunk. No weights are needed."""
 
 import json
 import tempfile
@@ -26,19 +26,19 @@ METAL = mx.metal.is_available()
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The bytes that a decoder layer holds while it reads a chunk, beside its cache."""
+    """The bytes that a decoder layer holds while it reads a chunk, without its cache."""
 
-    per_token: int  # of each token of the chunk: outputs of the layer's projections
-    scores: int = 0  # of each query and each entry that it sees, unless a kernel computes them
+    per_token: int  # bytes for each token of the chunk: the outputs of the layer's projections
+    scores: int = 0  # bytes for each query and each entry that it sees; 0 with a fused kernel
     window: int = 0  # entries that a query sees at most
-    per_entry: int = 0  # of each entry that it sees: MLA's latents, expanded for every head
+    per_entry: int = 0  # bytes for each entry seen: MLA's latents, expanded for every head
 
     def held(self, chunk: int, seen: int, limit: int | None = None, margin: float = 1) -> int:
         """Return the bytes held while a chunk of `chunk` tokens sees `seen` entries, its own among them.
 
         Args:
-            limit: of the scores' bytes, by which the chunk is read in pieces.
-            margin: bytes of activations for each that is counted; scores are counted exactly.
+            limit: bytes of scores at most, for which the chunk is read in pieces.
+            margin: factor for everything but scores, which are counted exactly.
         """
         if self.window != UNLIMITED:
             seen = min(seen, self.window + chunk - 1)
@@ -95,7 +95,7 @@ def _holding(caches: Any) -> list[Any]:
 
 
 def _families(model: Any) -> dict[int, AttentionFamily | None]:
-    """The families of a model's attention modules by the modules' ids; None where they are not known."""
+    """Return the families of a model's attention modules by the modules' ids; None for unknown families."""
     try:
         found = attentions(model)
     except UnsupportedModelError:
@@ -121,10 +121,10 @@ def _attending(
 
 
 def score_bytes(attention: Any, family: AttentionFamily | None, head_size: int, item: int) -> int:
-    """Bytes that are stored for each query of a chunk and each entry it sees, of all heads, in numbers of `item` bytes.
+    """Return the bytes of the scores of one query and one entry in all heads, at `item` bytes a number.
 
-    Nothing where a kernel of the device computes heads of this size. MLA's scores of positional parts are made apart,
-    unless both parts come together, and stored in any case.
+    They are 0 if a fused kernel computes heads of this size. MLA computes and stores the scores of positional parts
+    separately, unless its family joins both parts.
     """
     arrays = 1
     if hasattr(attention, "embed_q"):
@@ -151,7 +151,7 @@ def _projected(modules: list[Any]) -> int:
 
 
 def without_weights(folder: str | Path) -> nn.Module:
-    """The model of a folder as mlx-lm loads it, with blank weights: only the shapes are meaningful."""
+    """Return the model of a folder as mlx-lm loads it, with blank weights: only the shapes are meaningful."""
     changes = taken_over(load_config(Path(folder))).changes
     model, _ = load_model(Path(folder), lazy=True, model_config=changes)
     blank = tree_map(lambda x: mx.broadcast_to(mx.zeros((), x.dtype), x.shape), model.parameters())
@@ -160,7 +160,7 @@ def without_weights(folder: str | Path) -> nn.Module:
 
 
 def repository_without_weights(name: str) -> nn.Module:
-    """The same for a Hugging Face repository, of which only the configuration and the headers are downloaded."""
+    """Return the model of a Hugging Face repository with blank weights, from its config and the weights' headers."""
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
     config = Path(hf_hub_download(name, "config.json"))
@@ -175,7 +175,7 @@ def repository_without_weights(name: str) -> nn.Module:
 
 
 def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
-    """A safetensors file with its header and a sparse hole for its data."""
+    """Write a safetensors file with a header, and a sparse hole instead of the data."""
     header = json.dumps(tensors).encode()
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     with path.open("wb") as file:

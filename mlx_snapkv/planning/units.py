@@ -2,7 +2,7 @@
 
 
 def format_bytes(n: float) -> str:
-    """Bytes in decimal units, as mlx-lm reports memory: 1,234,567 is "1.23 MB"."""
+    """Return bytes in decimal units, as mlx-lm reports memory: 1,234,567 is "1.23 MB"."""
     for unit in ("B", "kB", "MB"):
         if n < 1000:
             return f"{n:.3g} {unit}"
