@@ -32,9 +32,8 @@ from . import sealed
 BOOK_KEY = "book"
 Progress = Callable[[int, int], None]  # called with the bytes written and their total
 
-CHECKSUM_BYTES = (
-    1 << 18
-)  # bytes that share a checksum: a gather reads whole ones, but each only once
+# bytes that share a checksum: a gather reads whole ones, but each only once
+CHECKSUM_BYTES = 1 << 18
 _FOLDER_NAME = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
 _AT_A_TIME = 32  # pieces that are written together
 

@@ -20,9 +20,8 @@ from .metrics import Metrics
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 
-DEFAULT_MAX_ANSWER = (
-    1 << 20
-)  # tokens of an answer, at most, where a model does not tell what it was trained to
+# tokens of an answer at most, for a model whose config has no trained length
+DEFAULT_MAX_ANSWER = 1 << 20
 USUAL_ANSWER = 2048  # tokens that memory is reserved for, if a request does not say
 
 

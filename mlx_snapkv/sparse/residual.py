@@ -30,9 +30,8 @@ TEMPERATURES = (1.0, 0.75, 0.5)
 # Last queries of the prompt for which mass and temperature are found. Sixteen would take four times as long; the KL of
 # SmolLM2-135M after 1,400 tokens would be 0.0077 instead of 0.0090, after 6,000 tokens the same (docs/sparse.md).
 WEIGHING_QUERIES = 4
-SAMPLED_ENTRIES = (
-    1 << 16
-)  # entries of a long text, by which those queries' full attention is estimated
+# entries of a long text from which the full attention of those queries is estimated
+SAMPLED_ENTRIES = 1 << 16
 SAMPLED_RUN = 256  # neighbours that are sampled together
 
 SMALLEST_MASS = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
