@@ -213,7 +213,7 @@ def _load(session: Session, path: str) -> None:
     given: Any = session.options
     loaded = Conversation.load(path, now.model, now.tokenizer, **given, **now.generation)
     session.replace(loaded)
-    config = CompressionConfig(**session.options)
+    config, _ = CompressionConfig.taken_from(session.options)
     is_same = (config.setting, config.keywords) == (loaded.policy, loaded.options)
     whose = "" if is_same else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{whose}")

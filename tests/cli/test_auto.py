@@ -3,11 +3,14 @@ import json
 import pytest
 from batch_file_helpers import COMPLETIONS, line
 
+from mlx_snapkv import KeyDiff, SnapKV, Sparse
+from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.planning import auto
+from mlx_snapkv.planning.config import CompressionConfig
 
-SPARSE = auto.Setting("sparse:top_k=64", "memory")
-SMALL = auto.Setting("snapkv:top_k=64,lookahead=0")
-BLOCKS = auto.Setting("keydiff:budget=256,block=64")
+SPARSE = CompressionConfig(Sparse(top_k=64), store="memory")
+SMALL = CompressionConfig(Compress(SnapKV(top_k=64, lookahead=0)))
+BLOCKS = CompressionConfig(Compress(KeyDiff(budget=256, block=64)))
 AUTO = ["--model", "demo", "--policy", "auto"]
 
 

@@ -131,7 +131,7 @@ def test_what_the_hub_refuses(hub, tmp_path):
 
 def test_a_repository_is_planned_without_its_weights(hub, tmp_path):
     plans = (
-        "plan --context 4k --store 16GB --json --model somebody/big",
+        "plan --context 4k --memory 16GB --json --model somebody/big",
         f"plan --context 4k --model {UNSAFE}",
     )
     (code, out, err), unsafe = run(plans, tmp_path, hub)
