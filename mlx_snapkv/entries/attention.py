@@ -20,8 +20,8 @@ from ..errors import SnapKVError
 from .queries import Queries
 from .spans import spans
 
-# Bytes of float32 numbers computed at a time: larger blocks take more memory. Each operation on a block is one launch on
-# a GPU; with smaller blocks the launches would take most of the time of a vote.
+# Bytes of float32 numbers computed at a time: larger blocks take more memory, and with smaller blocks the launches on a
+# GPU, one for each operation on a block, would take most of the time of a vote.
 BLOCK_BYTES = 8 << 20
 ONE_PASS_BYTES = 64 << 20  # most bytes of logits and float32 keys that are computed in one block
 READ_BYTES = 16 << 20  # bytes of float32 logits per block if each read of keys is waited for

@@ -1,10 +1,10 @@
-"""Query capture: the attention call that a thread is in, and what is recorded of it.
+"""Query capture: the attention call that a thread is in, and the queries recorded from it.
 
-A call that was handed a recording cache is this thread's current one. The wrappers here compute what the originals do,
-and leave with the call what its recorder needs.
+A call that is given a recording cache is this thread's current call. The wrappers here compute what the originals
+compute, and leave the queries with the current call for its recorder.
 
 Multi-head latent attention (MLA) stores one latent for all heads, and the positional part of one key. A query head's
-logit is `embed_q(q_nope) . latent + q_pe . k_pe`; so a key, as policies see it, is `[latent, k_pe]`, and a query
+logit is `embed_q(q_nope) . latent + q_pe . k_pe`. So policies see the key `[latent, k_pe]` and the query
 `[embed_q(q_nope), q_pe]`. mlx-lm's modules give the attention function `q_nope`, or for a single token
 `embed_q(q_nope)`, and hide `q_pe` in a mask of scores; some give both parts of the query at once.
 """
@@ -26,18 +26,25 @@ from .family import AttentionFamily
 
 @dataclass
 class Call:
-    """A call of an attention module that was handed a recording cache."""
+    """A call of an attention module that was given a recording cache.
 
-    recorder: Any  # that cache
+    Attributes:
+        recorder: the recording cache.
+        attention: the attention module.
+        arguments: the call's positional arguments.
+        captured: results of the module's RoPE or splits during the call, in order.
+    """
+
+    recorder: Any
     attention: Any
     family: AttentionFamily
-    arguments: tuple  # by place
-    captured: list[Any] = field(default_factory=list)  # results of its RoPE, or of its splits
+    arguments: tuple
+    captured: list[Any] = field(default_factory=list)
 
     def record(
         self, queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
     ) -> tuple[Any, Any]:
-        """Record the queries of the attention function's call; returns the entries to attend to."""
+        """Record the queries of a call of the attention function, and return the keys and values to attend to."""
         captured = Captured(queries, scale, sinks, borrowed=self.family.borrows(self.attention))
         if self.family.latent:
             captured = self._latent(captured, absorbed=keys is values)
@@ -47,7 +54,11 @@ class Call:
         return self.recorder.attended(keys, values)
 
     def _latent(self, captured: Captured, absorbed: bool) -> Captured:
-        """The whole queries of an MLA module's call, perhaps with `embed_q` absorbed."""
+        """Return the queries of an MLA module's call with their positional part, `(B, n_heads, L, width)`.
+
+        Args:
+            absorbed: whether `embed_q` has been applied to the queries; otherwise the result's `read` applies it.
+        """
         positional, factor = self.captured[0], self.family.factor
         if self.family.captures == "split":
             positional = positional[1]
@@ -59,19 +70,23 @@ class Call:
         if absorbed:
             return captured._replace(heads=queries)
 
-        def read(some: mx.array) -> mx.array:
-            plain, rest = some[..., :n_plain], some[..., n_plain:]
-            return mx.concatenate([self.attention.embed_q(plain), rest], axis=-1)
+        def read(heads: mx.array) -> mx.array:
+            plain, positional = heads[..., :n_plain], heads[..., n_plain:]
+            return mx.concatenate([self.attention.embed_q(plain), positional], axis=-1)
 
         return captured._replace(heads=queries, read=read)
 
 
 class _Thread(threading.local):
-    """A thread's current call, and the entries that wait for others to read them."""
+    """The state of one thread.
+
+    Attributes:
+        call: the current call.
+        lent: keys that other layers have yet to read: id of the array -> the array, and its recorder.
+    """
 
     def __init__(self):
         self.call: Call | None = None
-        # By the id of an array of keys: itself, and the recorder that gave it.
         self.lent: dict[int, tuple[Any, Any]] = {}
 
 
@@ -80,7 +95,10 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def capturing(call: Call) -> Iterator[None]:
-    """Make it this thread's current call, for the block; record the queries of a module that computes its scores."""
+    """Make `call` this thread's current call for the block.
+
+    If the module computes its scores itself, its queries are recorded after the block.
+    """
     _thread.call = call
     try:
         yield
@@ -93,12 +111,12 @@ def capturing(call: Call) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Drop the keys that were lent to readers who did not come."""
+    """Drop keys that layers should have read, but did not."""
     _thread.lent.clear()
 
 
 def record(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) -> tuple[Any, Any]:
-    """Record an attention function's queries with the recorder of its entries; returns the entries to attend to."""
+    """Record queries with the recorder of the keys, if there is one, and return the keys and values to attend to."""
     if _thread.call is not None:
         return _thread.call.record(queries, keys, values, scale, sinks)
     if id(keys) in _thread.lent:
@@ -110,24 +128,24 @@ def record(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) 
 
 
 def masked(queries: mx.array, keys: Any, mask: Any) -> Any:
-    """The mask of an attention function's call: a recording cache may `hide` some entries."""
+    """Return the mask for a call of the attention function; the recording cache's `hide` may change it."""
     hide = getattr(_thread.call and _thread.call.recorder, "hide", None)
     return mask if hide is None else hide(queries, keys, mask)
 
 
 class _Namespace:
-    """A module in which some names are others."""
+    """A module in which some attributes are replaced."""
 
-    def __init__(self, original: Any, **others: Any):
+    def __init__(self, original: Any, **replacements: Any):
         self._original = original
-        vars(self).update(others)
+        vars(self).update(replacements)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
 
 def attention_of_mlx(mlx: Any) -> Any:
-    """`mlx.core` for a module that calls its attention function."""
+    """Return `mlx.core` with an attention function that records queries, for modules that call MLX's."""
 
     def attend(queries, keys, values, **kwargs):
         keys, values = record(queries, keys, values, kwargs["scale"], kwargs.get("sinks"))
@@ -137,7 +155,7 @@ def attention_of_mlx(mlx: Any) -> Any:
 
 
 def splits_of_mlx(mlx: Any) -> Any:
-    """`mlx.core` for a module that splits its queries."""
+    """Return `mlx.core` with a `split` that leaves its results with the current call."""
 
     def split(*args, **kwargs):
         parts = mlx.split(*args, **kwargs)
@@ -149,20 +167,21 @@ def splits_of_mlx(mlx: Any) -> Any:
 
 
 def rope_results(rope_call):
-    """A RoPE class's `__call__`, which leaves its result with the call of the module that it belongs to."""
+    """Wrap a RoPE class's `__call__` so that it leaves its result with the current call of its attention module."""
 
     @functools.wraps(rope_call)
     def __call__(self, *args, **kwargs):
-        turned = rope_call(self, *args, **kwargs)
+        rotated = rope_call(self, *args, **kwargs)
         call = _thread.call
         if call is not None and self is call.family.rope_of(call.attention):
-            call.captured.append(turned)
-        return turned
+            call.captured.append(rotated)
+        return rotated
 
     return __call__
 
 
 def rope_classes() -> list[type]:
-    """The RoPE classes of mlx-lm's models."""
-    own = (x for x in vars(rope_utils).values() if isinstance(x, type) and issubclass(x, nn.Module))
-    return list(dict.fromkeys([nn.RoPE, *(x for x in own if "__call__" in vars(x))]))
+    """Return the RoPE classes of MLX and mlx-lm."""
+    types = (x for x in vars(rope_utils).values() if isinstance(x, type))
+    modules = (x for x in types if issubclass(x, nn.Module) and "__call__" in vars(x))
+    return list(dict.fromkeys([nn.RoPE, *modules]))

@@ -1,10 +1,11 @@
-"""Recording the queries that the attention itself used.
+"""Patches of attention classes that record the queries which the attention uses.
 
-A `Recorder` (entries/queries.py) is a KV cache of one request that says which positions' queries it wants. While a
-family's attention class is patched, a call that is handed a recording cache leaves those queries with it; any other
-call is the original one. They are taken where the family's module calls mlx-lm's `scaled_dot_product_attention`, so no
-forward code is copied and they are bit-equal. Where that function is not given all of them, the result of the module's
-RoPE or first split is recorded. Who reads an earlier layer's entries is known by its cache, or its very array of keys.
+A `Recorder` (entries/queries.py) is a KV cache that records the queries of some positions. While an attention class is
+patched, a call that is given a recording cache leaves its queries with the cache; any other call is the original call.
+Queries are taken where the module calls mlx-lm's `scaled_dot_product_attention`, so no forward code is copied, and the
+recorded queries are bit-equal. If that function is not given the whole queries, the result of the module's RoPE or
+first split is recorded, too. A layer that reads an earlier layer's entries is recognised by its cache, or because it is
+given the same array of keys.
 """
 
 import contextlib
@@ -27,6 +28,8 @@ _lock = threading.RLock()
 
 
 def _attend_and_record(attend):
+    """Wrap mlx-lm's attention function so that it records queries."""
+
     @functools.wraps(attend)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, *args, **kwargs):
         keys, values = capture.record(queries, keys, values, scale, kwargs.get("sinks"))
@@ -38,23 +41,25 @@ def _attend_and_record(attend):
 
 @functools.cache
 def family_of(cls: type) -> AttentionFamily:
-    """The family of an attention class, or of the one it is derived from."""
-    names = (base.__module__.removeprefix("mlx_lm.models.") for base in cls.__mro__)
-    plain = AttentionFamily(cls.__module__, cls.__name__)
-    return next((FAMILIES[name] for name in names if name in FAMILIES), plain)
+    """Return the family of an attention class, or of the class from which it is derived."""
+    for base in cls.__mro__:
+        name = base.__module__.removeprefix("mlx_lm.models.")
+        if name in FAMILIES:
+            return FAMILIES[name]
+    return AttentionFamily(cls.__module__, cls.__name__)
 
 
 def _recorder_among(values: Iterable[Any]) -> Any:
-    """The recording cache handed to a call, on its own or inside a `CacheList`; None if there is none."""
+    """Return the recording cache among a call's arguments, by itself or in a `CacheList`; None without one."""
     caches = (cache for value in values for cache in getattr(value, "caches", (value,)))
     return next((cache for cache in caches if hasattr(cache, "record")), None)
 
 
 def _call_and_record(call):
-    """An attention class's `__call__` that records if, and only if, it is handed a recording cache.
+    """Wrap an attention class's `__call__` so that it records queries if it is given a recording cache.
 
-    A cache that has chosen entries by the queries recorded, and could not hand them to the attention function, asks for
-    a second call. What the first one computed besides the queries is never evaluated.
+    A cache that chooses entries by the recorded queries may be unable to give them to the attention function in the
+    same call, and asks for a second call. MLX never evaluates what the first call computed besides the queries.
     """
 
     @functools.wraps(call)
@@ -71,22 +76,24 @@ def _call_and_record(call):
 
 @dataclass
 class _Replacement:
-    """An attribute wrapped while anyone holds it, and restored when the last holder lets go."""
+    """A wrapped attribute, which is restored when the last of its `holders` leaves `_wrapped`."""
 
     original: Any
     wrapped: Any
     holders: int = 0
 
 
-_replacements: dict[tuple[Any, str], _Replacement] = {}
-_pinned: dict[type, contextlib.ExitStack] = {}  # classes held by patch_for_snapkv
+_replacements: dict[
+    tuple[Any, str], _Replacement
+] = {}  # (owner, name of the attribute) -> replacement
+_pinned: dict[type, contextlib.ExitStack] = {}  # attention class -> its patch by patch_for_snapkv
 
 
 def _targets(cls: type) -> list[tuple]:
-    """What to wrap for an attention class: its `__call__`, its module's attention function, and what it captures."""
+    """Return the attributes to wrap for an attention class, as arguments of `_wrapped`."""
     family = family_of(cls)
     owner = next(c for c in cls.__mro__ if family.method in vars(c))
-    # Wrapped by others or not, the forward code belongs to the module of the innermost function.
+    # If other code has wrapped the method, the forward code is in the module of the innermost function.
     module = sys.modules[inspect.unwrap(vars(owner)[family.method]).__module__]
     targets: list[tuple] = [(owner, family.method, _call_and_record)]
     if family.attends == _SDPA:
@@ -104,30 +111,30 @@ def _targets(cls: type) -> list[tuple]:
 
 @contextlib.contextmanager
 def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Wrap an attribute, as long as anyone holds it."""
+    """Wrap an attribute for the block; nested and concurrent blocks share one wrapper."""
     key = owner, name
     with _lock:
         if key not in _replacements:
             original = vars(owner)[name]
             _replacements[key] = _Replacement(original, wrap(original))
             setattr(owner, name, _replacements[key].wrapped)
-        held = _replacements[key]
-        held.holders += 1
+        replacement = _replacements[key]
+        replacement.holders += 1
     try:
         yield
     finally:
         with _lock:
-            held.holders -= 1
-            if held.holders == 0:
+            replacement.holders -= 1
+            if replacement.holders == 0:
                 del _replacements[key]
-                # If someone else has patched over ours, theirs stays; ours below it does nothing by itself.
-                if vars(owner)[name] is held.wrapped:
-                    setattr(owner, name, held.original)
+                # If other code has wrapped our wrapper, both stay; without a recording cache ours changes nothing.
+                if vars(owner)[name] is replacement.wrapped:
+                    setattr(owner, name, replacement.original)
 
 
 @contextlib.contextmanager
 def recording(classes: Iterable[type]) -> Iterator[None]:
-    """Patch the attention classes for the block; nests, and restores them whatever happens inside."""
+    """Patch the attention classes for the block, which may be nested; they are restored even after an exception."""
     with contextlib.ExitStack() as stack:
         stack.callback(capture.forget)
         for cls in classes:
@@ -137,18 +144,18 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
 
 
 def _classes_to_patch(model) -> list[type]:
-    """The attention classes of a model's full-attention layers, or of every supported family."""
+    """Return the attention classes of a model's full-attention layers, or of every supported family."""
     if model is None:
-        families = dict.fromkeys(family for found in SUPPORTED.values() for family in found)
+        families = dict.fromkeys(f for families in SUPPORTED.values() for f in families)
         return [family.attention_class() for family in families]
     return attention_classes(model)
 
 
 def patch_for_snapkv(model=None) -> None:
-    """Patch a model's attention class (or every supported one) so that recording caches get its queries.
+    """Patch a model's attention class (or every supported class) so that recording caches get its queries.
 
-    `generate_step` and `prefill` do this by themselves for as long as they need it; call it to drive recording caches
-    on your own. Patching twice is patching once; other caches get what the original computes.
+    `generate_step` and `prefill` do this themselves for as long as they need it; call it to use recording caches
+    without them. A second call has no effect; with other caches a patched class computes what the original does.
     """
     with _lock:
         for cls in _classes_to_patch(model):

@@ -22,50 +22,54 @@ from .table import ROTARY_TAIL, SUPPORTED
 
 ROPE_PARAMETERS, PARTIAL = "rope_parameters", "partial_rotary_factor"
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-# Of a value, the names that mlx-lm's families have for it.
+# Value -> the names that mlx-lm's families have for it.
 CONFIG_NAMES = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     PARTIAL: (PARTIAL, "rotary_pct", "rotary_dim"),
     "original_max_position_embeddings": ("original_max_position_embeddings",),
     "local rope_theta": ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta"),
 }
-# Families that have it in another place (attn_config), and the parts of dimensions that others always turn.
-ELSEWHERE = ("dbrx",)
-FIXED = {"recurrent_gemma": 0.5}
+ELSEWHERE = (
+    "dbrx",
+)  # families that read rope_theta from another part of the configuration (attn_config)
+FIXED = {
+    "recurrent_gemma": 0.5
+}  # family -> the partial_rotary_factor that its code in mlx-lm fixes
 # Families whose sliding-window layers use the same base, without the scaling of the others.
 PLAIN_SLIDING = ("olmo3",)
 
 
 @dataclass(frozen=True)
 class TakenOver:
-    """What mlx-lm would not read.
+    """The values of `rope_parameters` that mlx-lm does not read.
 
     Attributes:
-        changes: of the configuration, as mlx-lm's `model_config` takes them.
-        values: by mlx-lm's names, what was missing.
+        changes: entries to add to the configuration, as mlx-lm's `model_config` takes them.
+        values: the values by mlx-lm's names.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        said = (
+        values = (
             f"{name} ({value['rope_type']})" if isinstance(value, Mapping) else f"{name}={value}"
             for name, value in self.values.items()
         )
-        return f"{', '.join(said)} from {ROPE_PARAMETERS}, which mlx-lm does not read for this model type"
+        return f"{', '.join(values)} from {ROPE_PARAMETERS}, which mlx-lm does not read for this model type"
 
 
 def taken_over(config: Any) -> TakenOver:
-    """What of a configuration's `rope_parameters` mlx-lm has to be given by other names; mostly nothing.
+    """Return the values of a configuration's `rope_parameters` that mlx-lm needs under other names; mostly none.
 
-    Raises: SnapKVError: the family can't be given it, so that the model's answers would be nonsense.
+    Raises: SnapKVError: mlx-lm's family has no name for a value, so the model's answers would be nonsense.
     """
-    if not isinstance(config, Mapping) or "model_file" in config:  # whose code may read anything
+    # The code of a model_file may read rope_parameters itself.
+    if not isinstance(config, Mapping) or "model_file" in config:
         return TakenOver()
     try:
         model_class, args_class = _get_classes(dict(config))
-    except (KeyError, ValueError):  # mlx-lm will say what is wrong
+    except (KeyError, ValueError):  # mlx-lm's own loader reports these
         return TakenOver()
     name = args_class.__module__.removeprefix("mlx_lm.models.")
     nested = "text_config" in config and "text_config" in _fields(args_class)
@@ -84,17 +88,17 @@ def taken_over(config: Any) -> TakenOver:
 
 
 def _fields(args_class: Any) -> Mapping[str, inspect.Parameter]:
-    """What mlx-lm's `from_dict` passes on."""
+    """Return the configuration's keys that mlx-lm's `from_dict` reads."""
     return inspect.signature(args_class).parameters
 
 
 def _text_class(name: str, model_class: type, text: Any) -> Any:
-    """The class of the arguments that a family with a `text_config` makes of it; None if that is not known."""
+    """Return the class of arguments that a family makes from its `text_config`; None if it is unknown."""
     for cls in model_class.__mro__:
-        for key, found in vars(sys.modules[cls.__module__]).items():
-            is_args = isinstance(found, type) and issubclass(found, BaseModelArgs)
+        for key, value in vars(sys.modules[cls.__module__]).items():
+            is_args = isinstance(value, type) and issubclass(value, BaseModelArgs)
             if is_args and key.startswith("Text"):
-                return found
+                return value
     modules = [family.module for family in SUPPORTED.get(name, ())]
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     module = kind if kind in modules else next(iter(modules), None)
@@ -102,7 +106,7 @@ def _text_class(name: str, model_class: type, text: Any) -> Any:
 
 
 def _plain(name: str, config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that `config` lacks, by the names of mlx-lm's `fields`."""
+    """Return the values that `config` lacks, by the names of mlx-lm's `fields`."""
     values = _by_layer_type(name, config[ROPE_PARAMETERS], fields)
     changes: dict[str, Any] = {}
     for key, names in CONFIG_NAMES.items():
@@ -133,10 +137,13 @@ def _plain(name: str, config: Mapping[str, Any], fields: Mapping[str, Any]) -> d
 
 
 def _by_layer_type(name: str, values: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """One dict of `rope_parameters`; of those that have one a layer type, if mlx-lm's family can express them."""
+    """Return `rope_parameters` as one dict.
+
+    Raises: SnapKVError: it has a dict for each layer type, and mlx-lm's family can't express their difference.
+    """
     if not isinstance(values, Mapping):
         raise SnapKVError(f"{ROPE_PARAMETERS} in its config.json must be an object, got {values!r}")
-    kinds = {kind: dict(found) for kind, found in values.items() if isinstance(found, Mapping)}
+    kinds = {kind: dict(rope) for kind, rope in values.items() if isinstance(rope, Mapping)}
     if not kinds:
         return dict(values)
     first, local = next(iter(kinds.values())), kinds.get(SLIDING_ATTENTION, {})
@@ -146,12 +153,13 @@ def _by_layer_type(name: str, values: Any, fields: Mapping[str, Any]) -> dict[st
         plain = local.get("rope_type", "default") == "default"
         if plain and all(full.get(key) == local.get(key) for key in same):
             return full | ({"local rope_theta": local.get("rope_theta")} if own else {})
-    elif all(found == first for found in kinds.values()):
+    elif all(rope == first for rope in kinds.values()):
         return first
     raise _refused(name, f"one RoPE for {' and '.join(kinds)} layers, and these differ")
 
 
 def _refused(name: str, what: str) -> SnapKVError:
+    """Return the error of a family that has `what`, such as "no rope_theta"."""
     return SnapKVError(
         f"its config.json has {ROPE_PARAMETERS}, as transformers 5 writes it, but mlx-lm's {name!r} does not "
         f"read that and has {what}: its answers would be wrong"

@@ -10,8 +10,8 @@ from ..errors import TrainedLengthWarning
 def trained_length(model) -> int | None:
     """Return `max_position_embeddings` of a model's configuration, or the length to which a scaled RoPE extends it.
 
-    None if mlx-lm's arguments of the family leave it out. A linear factor is not counted: some configurations have
-    multiplied the length by it already, some have not, and nothing in them says which.
+    Return None if mlx-lm's arguments of the family leave it out. A linear factor is not counted, because some
+    configurations have multiplied the length by it already and some have not, and nothing tells them apart.
     """
     args = getattr(model, "args", None)
     for config in (args, _field(args, "text_config")):
@@ -41,24 +41,22 @@ def warn_beyond_trained_length(model, n_tokens: int) -> None:
 def _scalings(config: Any) -> list[Any]:
     """Return the scalings of a configuration under mlx-lm's name or transformers 5's, which may name several."""
     found = _field(config, "rope_scaling") or _field(config, "rope_parameters")
-    by_type = (
-        [x for x in found.values() if isinstance(x, Mapping)] if isinstance(found, Mapping) else []
-    )
+    values = found.values() if isinstance(found, Mapping) else ()
+    by_type = [value for value in values if isinstance(value, Mapping)]
     return by_type or [found]
 
 
 def _extended(length: int, scaling: Any) -> int:
     """Return the length to which a scaling extends `length`."""
-    original, factor = (
-        _field(scaling, "original_max_position_embeddings"),
-        _field(scaling, "factor"),
-    )
+    original = _field(scaling, "original_max_position_embeddings")
+    factor = _field(scaling, "factor")
     kind = _field(scaling, "rope_type") or _field(scaling, "type")
-    # LLaMA 3's factor is of wavelengths, and its max_position_embeddings are the whole length.
+    # LLaMA 3's factor scales wavelengths, and its max_position_embeddings are the whole length.
     if not factor or not original or kind == "llama3":
         return length
     return int(original * factor)
 
 
 def _field(config: Any, name: str) -> Any:
+    """Return a value of a configuration, which may be a mapping or an object; None if it is missing."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)

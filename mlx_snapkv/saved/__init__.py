@@ -1,4 +1,4 @@
-"""Prompt caches in files: what a long text cost to read is paid once."""
+"""Prompt caches in files, so that a long text has to be read only once."""
 
 from .files import FORMAT, SavedPrompt, load, require_writable, save
 

@@ -1,7 +1,8 @@
-"""The entries of a prompt in files, in a folder beside the saved prompt that they belong to.
+"""Books: saved prompts whose entries are in files of their own, in a folder beside the prompt's file.
 
-The prompt's file names the folder, in which each layer has a file of keys, one of values and perhaps one of its index's
-codes. A checksum of every piece of these is in the prompt's file, so that opening it reads no keys and values.
+The prompt's file names the folder. It holds a file of keys and a file of values for each layer, and a file of codes if
+the layer has an index. The prompt's file has a checksum for every piece of these files, so opening a book reads no keys
+and values.
 """
 
 import base64
@@ -32,7 +33,7 @@ from . import sealed
 BOOK_KEY = "book"
 Progress = Callable[[int, int], None]  # called with the bytes written and their total
 
-# bytes that share a checksum: a gather reads whole ones, but each only once
+# Bytes of a piece, which share a checksum. A gather reads whole pieces, each only once.
 CHECKSUM_BYTES = 1 << 18
 _FOLDER_NAME = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
 _AT_A_TIME = 32  # pieces that are written together
@@ -42,9 +43,10 @@ _AT_A_TIME = 32  # pieces that are written together
 def written(
     target: Path, prompt_cache: list, progress: Progress | None
 ) -> Iterator[dict[str, str]]:
-    """Writes a book's entries to a new folder beside `target`, and gives the metadata for `target`.
+    """Write a book's entries to a new folder beside `target`, and yield the metadata for `target`.
 
-    After the block, the folder that `target` does not name is removed: the new one, or the old one.
+    The block writes `target`. After the block, the folder that `target` does not name is removed: the old folder, or
+    the new folder if the block failed.
     """
     new = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
     folders, caches = {new, named_folder(target)}, books(prompt_cache)
@@ -58,17 +60,17 @@ def written(
 
 
 def named_folder(target: Path) -> Path | None:
-    """The folder that a book's file names, if it is that file's alone."""
+    """Return the folder that a book's file names; None if there is none, or if it was made for another file."""
     try:
         name = json.loads(sealed.metadata(target)[BOOK_KEY])["folder"]
     except (SnapKVError, ValueError, LookupError, TypeError):
         return None
-    own = _FOLDER_NAME.fullmatch(str(name))
-    return target.with_name(name) if own and own[1] == target.stem else None
+    match = _FOLDER_NAME.fullmatch(str(name))
+    return target.with_name(name) if match and match[1] == target.stem else None
 
 
 def files_of(target: Path) -> list[Path]:
-    """A saved prompt's files: its own, and those of its entries if it is a book."""
+    """Return a saved prompt's file, and the files of its entries if it is a book."""
     folder = named_folder(target)
     return [target, *(folder.iterdir() if folder and folder.is_dir() else [])]
 
@@ -82,12 +84,16 @@ def remove(target: Path) -> None:
 
 
 def remove_unfinished(folder: Path, before: float) -> None:
-    """Remove what killed processes left of saved prompts in a folder, if nobody has written to it since."""
+    """Remove unfinished files and folders that killed processes left in `folder`.
+
+    Args:
+        before: time in seconds since the epoch; a file or folder that was written to later is left alone.
+    """
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            own, is_folder = _FOLDER_NAME.fullmatch(path.name), path.is_dir()
-            if own and is_folder:
-                unfinished = named_folder(path.with_name(f"{own[1]}.safetensors")) != path
+            match, is_folder = _FOLDER_NAME.fullmatch(path.name), path.is_dir()
+            if match and is_folder:
+                unfinished = named_folder(path.with_name(f"{match[1]}.safetensors")) != path
             else:
                 unfinished = bool(UNFINISHED.fullmatch(path.name)) and not is_folder
             parts = [path, *(path.iterdir() if is_folder else [])]
@@ -115,8 +121,9 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     for number, (cache, n_codes) in enumerate(zip(caches, book["codes"], strict=True)):
         opened = []
         for file in _files(folder, number, cache, n, n_codes):
-            own, checksums = np.split(checksums, [-(-file.n // file.piece)])
-            opened.append(SavedFile(file.path, file.layout, file.n, own, file.piece))
+            n_pieces = -(-file.n // file.piece)
+            of_file, checksums = np.split(checksums, [n_pieces])
+            opened.append(SavedFile(file.path, file.layout, file.n, of_file, file.piece))
         keys, values, *codes = opened
         first_entry = cache.store.first_entry
         cache.store = FileStore(files=[keys, values], n_entries=n, first_entry=first_entry)
@@ -128,7 +135,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """A layer's file of keys, of values or of codes: how its `n` rows lie there."""
+    """A layer's file of keys, of values or of codes, which has `n` rows in the order of `layout`."""
 
     path: Path
     layout: Layout
@@ -136,13 +143,18 @@ class _File:
 
     @property
     def piece(self) -> int:
-        """Rows that share a checksum."""
+        """Return the number of rows that share a checksum."""
         return max(1, CHECKSUM_BYTES // self.layout.token)
 
     def write(
         self, stored: Callable[[int, int], Stored], written: Callable[[int], None]
     ) -> list[int]:
-        """Write the rows that `stored` gives; the checksums of their pieces."""
+        """Write all rows, and return the CRC-32 of each piece.
+
+        Args:
+            stored: `stored(start, stop)` returns the rows `[start, stop)`.
+            written: called with the number of bytes after each write.
+        """
         checksums, size = [], self.piece * self.layout.token
         with self.path.open("xb") as file:
             for span in spans(0, self.n, self.piece * _AT_A_TIME):
@@ -156,12 +168,12 @@ class _File:
 
 
 def _write(folder: Path, caches: list[StoredKVCache], progress: Progress | None) -> str:
-    """Write the entries, a file after the other; what `open_book` is to be given."""
+    """Write the files of all layers to `folder`, and return the metadata that `open_book` takes."""
     n, n_codes = caches[0].offset, list(map(_n_codes, caches))
-    found = [
+    files_by_layer = [
         _files(folder, number, cache, n, n_codes[number]) for number, cache in enumerate(caches)
     ]
-    total = sum(file.n * file.layout.token for files in found for file in files)
+    total = sum(file.n * file.layout.token for files in files_by_layer for file in files)
     done, checksums = 0, []
 
     def written(n_bytes: int) -> None:
@@ -170,20 +182,20 @@ def _write(folder: Path, caches: list[StoredKVCache], progress: Progress | None)
         if progress is not None:
             progress(done, total)
 
-    for cache, files in zip(caches, found):
+    for cache, files in zip(caches, files_by_layer):
         for file, stored in zip(files, _stored(cache)):
             checksums += file.write(stored, written)
-    about = {
+    metadata = {
         "folder": folder.name,
         "entries": n,
         "codes": n_codes,
         "checksums": base64.b64encode(np.array(checksums, np.uint32).tobytes()).decode(),
     }
-    return json.dumps(about)
+    return json.dumps(metadata)
 
 
 def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
-    """What gives rows of a layer's keys, values and, if it has an index, codes."""
+    """Yield functions of `(start, stop)` that return rows of a layer's keys, values and index codes, if any."""
     for which in (KEYS, VALUES):
         yield partial(cache.store.stored, which)
     if cache.index is not None:
@@ -191,7 +203,7 @@ def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
 
 
 def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int) -> list[_File]:
-    """A layer's files of `n` keys and values and of `n_codes`, if there are any."""
+    """Return a layer's files of `n` keys and `n` values, and of `n_codes` codes if there are any."""
     keys, values = map(Layout.of, cache.sample)
     files = [
         _File(folder / f"{number:03d}.keys", keys, n),
@@ -204,7 +216,7 @@ def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int
 
 
 def _n_codes(cache: StoredKVCache) -> int:
-    """Codes to be written: those of an index that fits the keys as they are stored, which latent ones' does not."""
+    """Return the number of codes to write: 0 without an index, or if the index has keys of another width (MLA)."""
     if cache.index is None:
         return 0
     codes = cache.index.codes

@@ -1,6 +1,6 @@
-"""Prompt caches in files of mlx-lm's own format, which its `load_prompt_cache` reads too, with more metadata.
+"""Prompt caches in files of mlx-lm's own format, with more metadata.
 
-Files that mlx-lm's `save_prompt_cache` made load as well.
+mlx-lm's `load_prompt_cache` reads these files, too, and `load` reads the files of its `save_prompt_cache`.
 """
 
 import base64
@@ -34,18 +34,25 @@ from . import book, sealed
 FORMAT = 1
 SAMPLES = 64  # values of each parameter in the fingerprint
 _FORMAT_KEY = "mlx_snapkv_format"
-_SPARSE_FROM = "sparse_from"  # the first entry that was computed from few, or None
-_ZIPPED = ("notes", "tokens")  # as base64 of what zlib makes of their bytes
+_SPARSE_FROM = "sparse_from"  # position of the first entry computed with sparse attention, or None
+_ZIPPED = ("notes", "tokens")  # metadata that is compressed by zlib and written as base64
 
 
 @dataclass
 class SavedPrompt:
-    """A prompt read from a file."""
+    """A prompt loaded from a file.
 
-    prompt_cache: list  # for mlx-lm's or our own `generate_step` to continue
-    tokens: list[int] | None  # the prompt's; None if mlx-lm saved the file, without them
-    policy: str = NO_POLICY  # what compressed it, as its command-line string
-    notes: dict[str, Any] = field(default_factory=dict)  # given to `save`, or mlx-lm's metadata
+    Attributes:
+        prompt_cache: for mlx-lm's or our own `generate_step` to continue.
+        tokens: ids of the prompt; None if mlx-lm saved the file, without them.
+        policy: setting that compressed the cache, as a command-line string.
+        notes: the notes given to `save`, or mlx-lm's metadata.
+    """
+
+    prompt_cache: list
+    tokens: list[int] | None
+    policy: str = NO_POLICY
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def save(
@@ -59,15 +66,16 @@ def save(
 ) -> None:
     """Write a prompt cache to a file, as a whole or not at all.
 
-    The entries of a book are written to a folder beside the file. Both may be moved together.
+    The entries of a book, a cache whose entries are in files, are written to a folder beside the file. Both may be
+    moved together.
 
     Args:
-        path: of a `.safetensors` file; one that an earlier `save` wrote is replaced, any other file is an error.
-        model: the mlx-lm model that filled the cache; only it can use the file.
-        tokens: the ids of all tokens that were fed.
-        policy: what compressed the cache.
-        notes: anything JSON can hold, for `load` to give back.
-        progress: called with the bytes of a book's entries that are written, and their total.
+        path: a `.safetensors` file; a file of an earlier `save` is replaced, any other file is an error.
+        model: the mlx-lm model that filled the cache; only this model can use the file.
+        tokens: ids of all tokens that were fed.
+        policy: setting that compressed the cache.
+        notes: anything JSON can hold, which `load` returns.
+        progress: called with the number of bytes of a book's entries that have been written, and their total.
 
     Raises: SnapKVError: the file can't be written, or the cache does not hold these tokens.
     """
@@ -95,73 +103,80 @@ def save(
 
 
 def load(path: str | Path, model) -> SavedPrompt:
-    """Read a prompt cache that `save` or mlx-lm's `save_prompt_cache` wrote, for the model that filled it.
+    """Load a prompt cache that `save` or mlx-lm's `save_prompt_cache` wrote, for the model that filled it.
 
-    Entries in files beside it are read and checked when they are used.
+    A book's entries, in files beside it, are read and checked when they are used.
 
-    Raises: SnapKVError: the file does not exist, is damaged, of another version or another model's.
+    Raises: SnapKVError: the file does not exist, is damaged, or is of another version or of another model.
     """
     require_whole(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)
-    found = sealed.metadata(path)
-    ours = not {_FORMAT_KEY, sealed.CHECKSUM_KEY}.isdisjoint(found)
-    if ours and not sealed.is_whole(path):
-        raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
-    if ours and found[_FORMAT_KEY] != str(FORMAT):
-        why = f"has format {found[_FORMAT_KEY]}, but this version reads format {FORMAT}"
-        raise SnapKVError(f"{path} {why}: save the prompt again with mlx-snapkv cache-prompt")
+    metadata = sealed.metadata(path)
+    is_ours = not {_FORMAT_KEY, sealed.CHECKSUM_KEY}.isdisjoint(metadata)
+    if is_ours:
+        _require_readable(path, metadata)
     try:
         prompt_cache = load_prompt_cache(str(path))
         mx.eval([cache.state for cache in prompt_cache])
-    except Exception as error:  # whatever is in the file
+    except Exception as error:  # a foreign or damaged file may hold anything
         why = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
         raise SnapKVError(f"{path} {why}") from error
-    if ours and found["fingerprint"] != fingerprint(model):
-        why = f"was made with another model or other weights, or in another dtype (mlx-lm {found['mlx_lm']})"
+    if is_ours and metadata["fingerprint"] != fingerprint(model):
+        why = f"was made with another model or other weights, or in another dtype (mlx-lm {metadata['mlx_lm']})"
         raise SnapKVError(f"{path} {why}: give the model it was made with")
-    notes, tokens = tokens_in(found) if ours else (found, None)
+    notes, tokens = tokens_in(metadata) if is_ours else (metadata, None)
     try:
-        if ours and book.BOOK_KEY in found:
-            book.open_book(path, found[book.BOOK_KEY], prompt_cache)
+        if is_ours and book.BOOK_KEY in metadata:
+            book.open_book(path, metadata[book.BOOK_KEY], prompt_cache)
         elif books(prompt_cache):
             raise SnapKVError("it does not say where its entries are")
         require_match(prompt_cache, model)
         require_tokens(prompt_cache, None if tokens is None else len(tokens))
     except SnapKVError as error:
-        again = "" if ours else "; save the prompt with mlx-snapkv cache-prompt"
+        again = "" if is_ours else "; save the prompt with mlx-snapkv cache-prompt"
         raise SnapKVError(f"{path} can't be used: {error}{again}") from error
     adopt(prompt_cache, model)
-    policy = found["policy"] if ours else NO_POLICY
-    noted = found[_SPARSE_FROM] if ours else "None"
-    sparse_from = None if noted == "None" else int(noted)
+    if not is_ours:
+        return SavedPrompt(prompt_cache, tokens, notes=notes)
+    sparse_from = metadata[_SPARSE_FROM]
     for cache in layer_caches(prompt_cache):
-        cache.sparse_from = sparse_from
-    return SavedPrompt(prompt_cache, tokens, policy, notes)
+        cache.sparse_from = None if sparse_from == "None" else int(sparse_from)
+    return SavedPrompt(prompt_cache, tokens, metadata["policy"], notes)
 
 
-def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
-    """The notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write them."""
+def _require_readable(path: Path, metadata: dict[str, str]) -> None:
+    """Raises: SnapKVError: a file of `save` is damaged, or has another format."""
+    if not sealed.is_whole(path):
+        raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
+    if metadata[_FORMAT_KEY] != str(FORMAT):
+        why = f"has format {metadata[_FORMAT_KEY]}, but this version reads format {FORMAT}"
+        raise SnapKVError(f"{path} {why}: save the prompt again with mlx-snapkv cache-prompt")
+
+
+def tokens_in(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
+    """Return the notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write them."""
     try:
-        notes, ids = (zlib.decompress(base64.b64decode(found[name])) for name in _ZIPPED)
+        notes, ids = (zlib.decompress(base64.b64decode(metadata[name])) for name in _ZIPPED)
         return json.loads(notes), np.frombuffer(ids, np.uint32).tolist()
-    except Exception as error:  # whatever stands there
+    except Exception as error:  # a foreign or damaged header may hold anything
         raise SnapKVError("the header is damaged, or mlx-lm wrote this prompt cache") from error
 
 
 def require_writable(path: str | Path) -> Path:
-    """The path, if `save` can write there. Raises: SnapKVError: it can't, or another kind of file is there."""
+    """Return the path if `save` can write there. Raises: SnapKVError: it can't, or another kind of file is there."""
     path = _safetensors(path)
-    found = {}
+    metadata: dict[str, str] = {}
     if require_place(path):
         with contextlib.suppress(SnapKVError):
-            found = sealed.metadata(path)
-        if _FORMAT_KEY not in found:
+            metadata = sealed.metadata(path)
+        if _FORMAT_KEY not in metadata:
             why = "exists, and mlx-snapkv did not save it"
             raise SnapKVError(f"{path} {why}: give another name")
     return path
 
 
 def _safetensors(path: str | Path) -> Path:
+    """Return the path of a file. Raises: SnapKVError: its name does not end in .safetensors."""
     path = path_of(path)
     if path.suffix != ".safetensors" or "\0" in path.name:
         why = "a saved prompt cache's name must end in .safetensors"
@@ -170,10 +185,10 @@ def _safetensors(path: str | Path) -> Path:
 
 
 def fingerprint(model) -> str:
-    """A hash of a loaded model: its class, configuration, and every parameter's name, shape, dtype and some values.
+    """Return a hash of a model's class, its configuration, and each parameter's name, shape, dtype and some values.
 
-    At most `SAMPLES` values of each parameter are read, evenly spaced, which is as quick for a large model. Training
-    changes them all; an edit of single weights between them goes unseen.
+    At most `SAMPLES` values of each parameter are read, evenly spaced, so a large model takes no longer. Training
+    changes all values; an edit of a few weights may go unnoticed.
     """
     parameters = sorted(dict(tree_flatten(model.parameters())).items())
     samples = []

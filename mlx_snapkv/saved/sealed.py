@@ -1,4 +1,4 @@
-"""mlx-lm's files of prompt caches with a checksum in their metadata: that of all bytes, its own digits as zeros."""
+"""mlx-lm's files of prompt caches with a checksum of all bytes in their metadata, in which its own digits are zeros."""
 
 import contextlib
 import io
@@ -14,36 +14,42 @@ from ..errors import SnapKVError
 from ..paths import refusing, replacing
 
 CHECKSUM_KEY = "checksum"
-UNKNOWN = "0" * 8  # the digits until the checksum is known
+UNKNOWN = "0" * 8  # takes the place of the digits until the checksum is known
 _CHECKSUM_FIELD = re.compile(rb'"0\.checksum": ?"([0-9a-f]{8})"')
-_IO_BYTES = 1 << 20  # bytes: few enough to be still in the processor's cache when they are written
+_IO_BYTES = (
+    1 << 20
+)  # bytes hashed and written at a time, few enough to stay in the processor's cache
 
 
 def metadata(path: Path) -> dict[str, str]:
-    """What `save_prompt_cache` was given. Raises: SnapKVError: the file can't be read, or is cut or something else."""
+    """Return the metadata that `save_prompt_cache` was given.
+
+    Raises: SnapKVError: the file can't be read, is cut off, or is not a saved prompt cache.
+    """
     with refusing(f"{path} can't be read"), path.open("rb") as file:
         size, head = os.fstat(file.fileno()).st_size, _head(file)
     try:
         entries = json.loads(head[8:])
-        found = entries.pop("__metadata__")
+        texts = entries.pop("__metadata__")
         end = len(head) + max(entry["data_offsets"][1] for entry in entries.values())
-        given = {k.removeprefix("0."): v for k, v in found.items() if k.startswith("0.")}
-        if "1.0" not in found or not all(isinstance(value, str) for value in found.values()):
+        # mlx-lm puts the caller's metadata under "0.", and the names of the caches' classes under "1.".
+        found = {k.removeprefix("0."): v for k, v in texts.items() if k.startswith("0.")}
+        if "1.0" not in texts or not all(isinstance(value, str) for value in texts.values()):
             raise ValueError("it names no caches")
-    except Exception as error:  # whatever the file has there
+    except Exception as error:  # a foreign or damaged file may hold anything
         raise SnapKVError(f"{path} is not a saved prompt cache, or it is damaged") from error
     if size != end:
         raise SnapKVError(f"{path} is damaged: it should have {end:,} bytes, but has {size:,}")
-    return given
+    return found
 
 
 class SealedWriter(io.BufferedWriter):
-    """A file whose checksum is computed as it is written, from its first byte to its last."""
+    """A file writer that computes the checksum of all bytes; the file must be written in order."""
 
     crc = 0
 
     def write(self, data: Any) -> int:
-        """Write bytes, and count them into the checksum."""
+        """Write bytes and add them to the checksum; return their number."""
         data = memoryview(data)
         for start in range(0, len(data), _IO_BYTES):
             piece = data[start : start + _IO_BYTES]
@@ -54,9 +60,9 @@ class SealedWriter(io.BufferedWriter):
 
 @contextlib.contextmanager
 def sealed(target: Path) -> Iterator[Any]:
-    """A writer for the block, whose file then gets its checksum, where it has UNKNOWN, and takes the place of `target`.
+    """Yield a writer; after the block, the checksum replaces UNKNOWN in the file, which then replaces `target`.
 
-    Raises: OSError: it can't be written; a file that was there before still is.
+    Raises: OSError: the file can't be written; an earlier `target` is unchanged.
     """
     with replacing(target) as temporary:
         with SealedWriter(temporary.open("wb", buffering=0)) as writer:
@@ -67,7 +73,7 @@ def sealed(target: Path) -> Iterator[Any]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether every byte is as it was when the file was sealed."""
+    """Return whether every byte is as it was when the file was sealed."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         head = _head(file)
         place = _place(head)
@@ -80,19 +86,20 @@ def is_whole(path: Path) -> bool:
 
 
 def _head(file: BinaryIO) -> bytes:
-    """The bytes before the arrays, of the length that the first 8 say."""
+    """Return the bytes before the arrays; the first 8 bytes are the length of the others."""
     head = file.read(8)
     length = int.from_bytes(head, "little")
     return head + (file.read(length) if length < os.fstat(file.fileno()).st_size else b"")
 
 
 def _place(head: bytes) -> int:
-    """Where the digits are. Raises: ValueError: there are none."""
-    found = _CHECKSUM_FIELD.search(head)
-    if found is None:
+    """Return the place of the checksum's first digit. Raises: ValueError: there is no checksum."""
+    match = _CHECKSUM_FIELD.search(head)
+    if match is None:
         raise ValueError("no checksum")
-    return found.start(1)
+    return match.start(1)
 
 
 def _digits(crc: int) -> bytes:
+    """Return the eight digits of a checksum."""
     return f"{crc:08x}".encode()
