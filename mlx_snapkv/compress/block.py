@@ -164,6 +164,7 @@ class BlockKVCache(EvictingCache):
         return self._entries(observed=self._observed(n_queries), received=self._received())
 
     def _take_queries(self, captured: Captured) -> None:
+        """Record the queries of the newest tokens, and count their attention if the policy asks for it."""
         super()._take_queries(captured)
         if self.counting.counts:
             self._count(captured)

@@ -102,6 +102,7 @@ class Entries:
         return self._read(KEYS if self.layer.latent else VALUES, start, stop, after)
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
+        """Return what is stored of `[start, stop)`, unquantised; `which` is `KEYS` or `VALUES`."""
         stored = rows((self.stored_keys, self.stored_values)[which], start, stop)
         stored = each(lambda x: mx.depends(x, list(after)), stored) if after else stored
         return unpack(stored, self.quantization)

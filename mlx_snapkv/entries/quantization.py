@@ -80,18 +80,21 @@ def arrays(stored: Stored) -> list[mx.array]:
 
 
 def n_rows(stored: Stored) -> int:
+    """Return the number of rows of stored entries, or of a pair of keys and values."""
     return arrays(stored)[0].shape[2]
 
 
 def n_bytes(stored: Stored) -> int:
+    """Return the bytes of stored entries, or of a pair of keys and values."""
     return sum(array.nbytes for array in arrays(stored))
 
 
 def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
-    """A function of every array that entries are stored in, and of their counterparts in `others`."""
-    if isinstance(
-        stored, mx.array
-    ):  # a decoded token waits for this: tree_map would take twice as long
+    """Return `function` of each array in which entries are stored, called with the same arrays of `others`.
+
+    Every decoded token calls this; MLX's `tree_map` would take twice as long.
+    """
+    if isinstance(stored, mx.array):
         return function(stored, *others)
     return tuple(each(function, *parts) for parts in zip(stored, *others))
 

@@ -9,7 +9,7 @@ from .table import REFUSED, SUPPORTED
 
 
 @dataclass
-class Found:
+class CacheOwner:
     """A layer that owns a cache.
 
     Attributes:
@@ -24,11 +24,11 @@ class Found:
 
 def attention_classes(model) -> list[type]:
     """Return the classes of a model's attention modules, each once. Raises: UnsupportedModelError: see `attentions`."""
-    readers = (x for found in attentions(model) for x in (found.attention, *found.borrowers))
+    readers = (x for owner in attentions(model) for x in (owner.attention, *owner.borrowers))
     return list(dict.fromkeys(type(x) for x in readers if x is not None))
 
 
-def attentions(model) -> list[Found]:
+def attentions(model) -> list[CacheOwner]:
     """Return the layers that own a cache, in order.
 
     Raises: UnsupportedModelError: the model type is not one that can be compressed.
@@ -36,28 +36,28 @@ def attentions(model) -> list[Found]:
     name = type_of(model)
     if name not in SUPPORTED:
         raise _refused(name, REFUSED.get(name, "this version does not know it"))
-    found: list[Found] = []
+    owners: list[CacheOwner] = []
     for layer in model.layers:
         for family in SUPPORTED[name]:
             for attention in family.attentions_of(layer):
                 if family.borrows(attention):  # from the last layer of its kind
                     kind = family.kind(attention)
-                    owner = next(x for x in reversed(found) if family.kind(x.attention) == kind)
+                    owner = next(x for x in reversed(owners) if family.kind(x.attention) == kind)
                     owner.borrowers.append(attention)
                 else:
-                    found.append(Found(attention, family, [attention] * family.again))
-    if not found:
+                    owners.append(CacheOwner(attention, family, [attention] * family.again))
+    if not owners:
         # The model may wrap layers of a type that is refused.
         inner = {type_of(m) for m in model.layers[0].modules()}
         reasons = [REFUSED[n] for n in inner if n in REFUSED]
         raise _refused(name, reasons[0] if reasons else "its layers are unknown to this version")
     by_family: dict[AttentionFamily, list[Any]] = {}
-    for layer in found:
-        by_family.setdefault(layer.family, []).extend([layer.attention, *layer.borrowers])
+    for owner in owners:
+        by_family.setdefault(owner.family, []).extend([owner.attention, *owner.borrowers])
     for family, readers in by_family.items():
         if reason := family.refusal and family.refusal(readers):
             raise _refused(name, reason)
-    return found
+    return owners
 
 
 def _refused(name: str, reason: str) -> UnsupportedModelError:

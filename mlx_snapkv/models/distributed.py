@@ -91,8 +91,8 @@ def split_of(model: Any) -> str | None:
         return None
     trunk = [model]
     for module in itertools.islice(trunk, LOOKED_AT):
-        found = (getattr(module, name, None) for name in ("language_model", "model"))
-        trunk += [inner for inner in found if inner is not None]
+        inner = (getattr(module, name, None) for name in ("language_model", "model"))
+        trunk += [x for x in inner if x is not None]
     if any(getattr(module, "pipeline_size", 1) > 1 for module in trunk):
         return PIPELINE
     modules = (module for layer in model.layers[:LOOKED_AT] for module in layer.modules())

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 
 def _never(attention: Any) -> bool:
+    """Return False: the default of `AttentionFamily.borrows`."""
     return False
 
 

@@ -111,14 +111,14 @@ def _plain(name: str, config: Mapping[str, Any], fields: Mapping[str, Any]) -> d
     changes: dict[str, Any] = {}
     for key, names in CONFIG_NAMES.items():
         value = values.pop(key, None)
-        known = next((x for x in names if x in fields), None)
-        if value is None or (known is not None and config.get(known) is not None):
+        field_name = next((x for x in names if x in fields), None)
+        if value is None or (field_name is not None and config.get(field_name) is not None):
             continue
-        if known == "rotary_dim":
+        if field_name == "rotary_dim":
             size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-            changes[known] = int(size * value)
-        elif known is not None:
-            changes[known] = value
+            changes[field_name] = int(size * value)
+        elif field_name is not None:
+            changes[field_name] = value
         elif key == "rope_theta" or (
             key == PARTIAL and ROTARY_TAIL not in fields and value != FIXED.get(name, 1)
         ):

@@ -40,10 +40,10 @@ def warn_beyond_trained_length(model, n_tokens: int) -> None:
 
 def _scalings(config: Any) -> list[Any]:
     """Return the scalings of a configuration under mlx-lm's name or transformers 5's, which may name several."""
-    found = _field(config, "rope_scaling") or _field(config, "rope_parameters")
-    values = found.values() if isinstance(found, Mapping) else ()
-    by_type = [value for value in values if isinstance(value, Mapping)]
-    return by_type or [found]
+    scaling = _field(config, "rope_scaling") or _field(config, "rope_parameters")
+    values = scaling.values() if isinstance(scaling, Mapping) else ()
+    by_layer_type = [value for value in values if isinstance(value, Mapping)]
+    return by_layer_type or [scaling]
 
 
 def _extended(length: int, scaling: Any) -> int:

@@ -96,8 +96,11 @@ def save(
     }
     target = Path(os.path.realpath(path))
     try:
-        with book.written(target, prompt_cache, progress) as more, sealed.sealed(target) as file:
-            save_prompt_cache(file, prompt_cache, metadata | more)
+        with (
+            book.written(target, prompt_cache, progress) as book_metadata,
+            sealed.sealed(target) as file,
+        ):
+            save_prompt_cache(file, prompt_cache, metadata | book_metadata)
     except (OSError, RuntimeError) as error:
         raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
 

@@ -34,6 +34,7 @@ class ExpectedAttention(Policy):
 
     @property
     def query_statistics(self) -> int:  # type: ignore[override]
+        """Return the first position whose query counts in the statistics."""
         return self.n_sink
 
     def score(self, entries: Entries) -> mx.array:

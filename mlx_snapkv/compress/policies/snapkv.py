@@ -98,6 +98,7 @@ class SnapKV(Policy):
 
     @property
     def implied_option(self) -> str | None:  # type: ignore[override]
+        """Return the option that the policy's string leaves out, because the other of the two implies it."""
         if not isinstance(self.budget, int):
             return None
         fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)

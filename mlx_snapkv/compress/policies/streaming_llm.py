@@ -38,6 +38,7 @@ class StreamingLLM(Policy):
         return budget - (self.n_sink if budget > self.n_sink else budget // 2)
 
     def quota(self, n_prompt: int) -> Quota:
+        """Return the entries that each full-attention layer keeps; sink and window are all of the budget."""
         n_entries = amount(self.budget, n_prompt)
         self._require_entries(n_entries)
         n_window = self.window(n_entries)
