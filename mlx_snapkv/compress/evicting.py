@@ -33,10 +33,16 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         layer: the model's `AttentionLayer` that the cache serves; None if the policy needs no more than entries.
     """
 
-    # Numbers that are saved by the name of their attribute.
+    # Attributes that are saved as JSON under their own names. All but the first two belong to the `Recorder`.
     SAVED_NUMBERS: ClassVar[tuple[str, ...]] = (
-        *("offset", "_n"),
-        *("first", "last", "newest", "statistics_from", "scale", "_stop"),  # of the `Recorder`
+        "offset",
+        "_n",
+        "first",
+        "last",
+        "newest",
+        "statistics_from",
+        "scale",
+        "_stop",
     )
 
     keys: Any
