@@ -54,7 +54,7 @@ def plan(
     """Show how much memory prompts will take, what fits, and which setting to use, before any weight is loaded.
 
     It reads the model's configuration and the headers of its weights; from a Hugging Face repository it downloads only
-    these. docs/benchmarks.md explains the arithmetic and compares it with measurements.
+    these. docs/benchmarks.md explains the arithmetic.
 
     \b
       mlx-snapkv plan --model demo

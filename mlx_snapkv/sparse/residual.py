@@ -28,7 +28,7 @@ from .clusters import Clusters
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
 TEMPERATURES = (1.0, 0.75, 0.5)
 # Last queries of the prompt for which mass and temperature are found. Sixteen would take four times as long; the KL of
-# SmolLM2-135M after 1,400 tokens would be 0.0077 instead of 0.0090, after 6,000 tokens the same (docs/sparse.md).
+# SmolLM2-135M after 1,400 tokens would be 0.0077 instead of 0.0090, after 6,000 tokens the same.
 WEIGHING_QUERIES = 4
 # entries of a long text from which the full attention of those queries is estimated
 SAMPLED_ENTRIES = 1 << 16
