@@ -31,22 +31,24 @@ def wide(request):
     return request.param(head_dim=32)
 
 
-@pytest.mark.parametrize("rest", ["means", "none"])
-def test_an_answer_is_that_of_the_same_entries_in_memory(wide, rest, monkeypatch):
+@pytest.mark.parametrize(
+    "make, residual", [(make_llama, "means"), (make_llama, "none"), (make_qwen, "means")]
+)
+def test_an_answer_is_that_of_the_same_entries_in_memory(make, residual, monkeypatch):
     """Bit for bit, over turns: in files they are as they were read.
 
     But for the last tokens, and the answer's first, which read everything where that is in memory.
     """
     monkeypatch.setattr(request_plan, "LAST_TOKENS", -CHUNK_SIZE)  # nobody is among them
-    made = []
+    model, made = make(head_dim=32), []
     for way in ("memory", "file"):
         cache, options = (
-            make_prompt_cache(wide),
-            {"sparse": f"{SPARSE},residual={rest}", "store": way},
+            make_prompt_cache(model),
+            {"sparse": f"{SPARSE},residual={residual}", "store": way},
         )
         made.append([])
         for n in (CHUNK_SIZE + 350, 80, 1):
-            made[-1] += steps(wide, random_tokens(n), 4, prompt_cache=cache, **options)
+            made[-1] += steps(model, random_tokens(n), 4, prompt_cache=cache, **options)
     assert_same(*made)
 
 
@@ -96,19 +98,19 @@ def test_memory_stays_flat_while_a_prompt_is_read():
         assert all(type(c) is StoredKVCache and c.offset == n for c in caches)
 
 
-def test_an_answer_is_the_same_where_little_of_index_and_means_is_in_memory(wide, monkeypatch):
+def test_an_answer_is_the_same_where_little_of_index_and_means_is_in_memory(monkeypatch):
     """Over turns, the last of them behind fewer entries."""
     exact_up_to(monkeypatch, 64)
-    made, held = [], []
+    model, made, held = make_llama(head_dim=32), [], []
     for resident, block in ((1 << 16, 1 << 15), (128, 64)):
         monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", resident)
         monkeypatch.setattr(held_rows, "ENTRIES_MOVED", block)
-        cache, found = make_prompt_cache(wide), []
+        cache, found = make_prompt_cache(model), []
         for n in (CHUNK_SIZE + 350, 80, 1):
-            found += steps(wide, random_tokens(n), 4, prompt_cache=cache, **IN_FILES)
-        for layer in attention_layers(wide, cache):
+            found += steps(model, random_tokens(n), 4, prompt_cache=cache, **IN_FILES)
+        for layer in attention_layers(model, cache):
             layer.cache_in(cache).trim(60)
-        found += steps(wide, random_tokens(90), 4, prompt_cache=cache, **IN_FILES)
+        found += steps(model, random_tokens(90), 4, prompt_cache=cache, **IN_FILES)
         made.append(found)
         held.append(kv_bytes(cache))
     for (a, of_a), (b, of_b) in zip(*made, strict=True):
@@ -139,12 +141,13 @@ def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, m
     ("store", "dtype"),
     [("file", "float32"), ("8bit", "8 bits")],
 )
-def test_the_report_of_a_text_reads_none_of_its_entries(wide, store, dtype, monkeypatch):
+def test_the_report_of_a_text_reads_none_of_its_entries(store, dtype, monkeypatch):
     """Of a book, those of one layer may be more than there is memory."""
 
     def held(*_):
         raise AssertionError("all entries are read")
 
     monkeypatch.setattr(StoredKVCache, "held", held)
-    _, report = prefill(wide, random_tokens(2 * CHUNK_SIZE), sparse=SPARSE, store=store)
+    model = make_llama(head_dim=32)
+    _, report = prefill(model, random_tokens(2 * CHUNK_SIZE), sparse=SPARSE, store=store)
     assert report.kv_dtype == dtype and report.kv_bytes_before > 0

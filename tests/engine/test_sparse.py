@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
 from request_helpers import assert_same, fail_in, plain, steps
-from tiny_models import make_llama
+from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, generate_step, stream_generate
 from mlx_snapkv.caches.layers import attention_layers
@@ -150,29 +150,27 @@ def test_a_draft_model_is_refused(tokens):
         stream_generate(model, None, tokens, **what)
 
 
-@pytest.mark.parametrize("store", ["memory", "file"])
+@pytest.mark.parametrize("make, store", [(make_llama, "memory"), (make_qwen, "file")])
 @pytest.mark.parametrize("at", ["first", "sparse", "dense", "token", "later"])
-def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(
-    tiny_model, store, at, monkeypatch
-):
+def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(make, store, at, monkeypatch):
     """In the first chunk, one that chooses, the last one, the first token; after it they hold the prompt."""
     sparse, earlier, n = (
         f"budget=50%,read_top_k={PAGE_SIZE}",
         random_tokens(50),
         CHUNK_SIZE + 100 + LAST_TOKENS,
     )
-    prompt = random_tokens(n)
+    model, prompt = make(), random_tokens(n)
     # Chunks of CHUNK_SIZE, 100, CHUNK_SIZE - 100 and 99 tokens and one, and the answer.
     call = {"first": 1, "sparse": 2, "dense": 4, "token": 6, "later": 7}[at]
     for n_held in (0, 50):
-        cache = make_prompt_cache(tiny_model)
+        cache = make_prompt_cache(model)
         if n_held:
-            steps(tiny_model, earlier, 1, sparse=sparse, store=store, prompt_cache=cache)
+            steps(model, earlier, 1, sparse=sparse, store=store, prompt_cache=cache)
         states = [[np.array(x) for _, x in tree_flatten(c.state) if x is not None] for c in cache]
         before, held = list(cache), [getattr(c, "offset", None) for c in cache]
         with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="model failed"):
-            fail_in(call, tiny_model, failing)
-            steps(tiny_model, prompt, 9, sparse=sparse, store=store, prompt_cache=cache)
+            fail_in(call, model, failing)
+            steps(model, prompt, 9, sparse=sparse, store=store, prompt_cache=cache)
         if at == "later":
             n_read = n + 1 + (n_held and n_held + 1)
             assert {c.offset for c in cache if hasattr(c, "offset")} == {n_read}

@@ -76,7 +76,7 @@ def test_entries_in_files_take_half_of_the_disk_at_most(of_8b, monkeypatch):
     ids=["full", "once", "block", "memory", "file"],
 )
 def test_a_kept_prompt_takes_what_was_counted(make, config):
-    model, tokens = make(head_dim=32), mx.random.randint(0, 64, (2000,))
+    model, tokens = make(head_dim=32), mx.random.randint(0, 64, (1000,))
     if config.setting is None or config.setting == Compress(SNAPKV):  # which compresses a copy
         cache = make_prompt_cache(model)
         mx.eval(model(tokens[None], cache=cache))

@@ -294,8 +294,10 @@ def test_the_last_queries_are_recorded_of_all_readers(name):
     assert mx.allclose(found[:, :own], wanted[:, :own], atol=1e-4)
 
 
-@pytest.mark.parametrize("make", [make_llama, make_qwen])
-@pytest.mark.parametrize("store", ["8bit", "4bit", "file"])
+@pytest.mark.parametrize(
+    "make, store",
+    [(make_llama, "8bit"), (make_llama, "file"), (make_qwen, "4bit"), (make_qwen, "file")],
+)
 def test_every_store_reads_the_same_prompt(make, store, monkeypatch):
     """Quantised entries are chosen among as they are read; those in files are exactly those in memory.
 
@@ -322,8 +324,9 @@ def after_follow_up(name, answer):
     return request_helpers.plain(make_model(name), whole, 1, prefill_step_size=CHUNK_SIZE)[0][1]
 
 
-@pytest.mark.parametrize("store", ["memory", "file"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name, store", [("llama", "memory"), ("qwen3_next", "file"), ("deepseek_v3", "memory")]
+)
 def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, store):
     """They read sparsely in what earlier requests have read, as one request would that had read both."""
     model, reports = make_model(name), []
