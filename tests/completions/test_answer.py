@@ -117,3 +117,13 @@ MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 def test_a_mistake_is_a_sentence_that_names_the_field(demo_llama, url, body, words):
     with pytest.raises(SnapKVError, match=words):
         completion_request(parse(url, body), demo_llama[1], Defaults())
+
+
+DEEP = f'{{"name": "open", "arguments": {{"a": {"[" * 450}1{"]" * 450}}}}}'
+
+
+@pytest.mark.parametrize("call", ["[" * 1200, DEEP])
+def test_a_call_that_is_nested_too_deep_is_text(thinking, call):
+    choice, _ = said(thinking, f"<tool_call>{call}</tool_call>", tools=[TOOL])
+    assert choice["message"]["content"] == call and "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"

@@ -20,7 +20,6 @@ def test_thoughts_begin_where_the_template_has_them(scripted, family, question):
 
 ODD = '{"name": "write", "arguments": {"text": "ends with </tool_call> and <tool_call>"}}'
 TORN = '{"name": "open", "arguments": {"a": "no quote}}'
-DEEP = f'{{"name": "open", "arguments": {{"a": {"[" * 450}1{"]" * 450}}}}}'
 ANSWERS = [
     # What the model writes, further fields, and the text, the calls and the reason that come of it.
     (f"A{calls(ODD)}B", {}, "AB", [{"text": "ends with </tool_call> and <tool_call>"}], "tool_calls"),
@@ -31,7 +30,6 @@ ANSWERS = [
     (calls('{"name": "open", "arguments": null}'), {}, "", [{}], "tool_calls"),
     (calls('{"name": "open", "arguments": {"a": NaN}}'), {}, '{"name": "open", "arguments": {"a": NaN}}', [], "stop"),
     (calls('{"name": "open", "arguments": {"a": "half \\ud83d"}}'), {}, "", [{"a": "half \ufffd"}], "tool_calls"),
-    (calls("[" * 1200), {"max_tokens": 2000}, "[" * 1200, [], "stop"),
     (calls('{"name": "open"}'), {}, "", [{}], "tool_calls"),
     (calls('{"name": "open", "parameters": {"a": 1}}'), {}, "", [{"a": 1}], "tool_calls"),
     (calls(OPEN + "}"), {}, "", [{"door": "green"}], "tool_calls"),
@@ -56,7 +54,6 @@ ANSWERS = [
     (calls('{"function": "open", "arguments": {"a": 1}}'), {}, "", [{"a": 1}], "tool_calls"),
     (calls('{"name": "open", "arguments": {"path": "a\\/b"}'), {}, "", [{"path": "a/b"}], "tool_calls"),
     (calls('{"name": "open", "id": 5}'), {}, '{"name": "open", "id": 5}', [], "stop"),
-    (calls(DEEP), {"max_tokens": 2000}, DEEP, [], "stop"),
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import json
 import socket
 
 import pytest
-from acting_server import CHAT, MESSAGES, RESPONSES, TEXT, answering
+from acting_server import CHAT, MESSAGES, RESPONSES, TEXT
 
 CALL = '<tool_call>{{"name": "{}", "arguments": {{"door": "green"}}}}</tool_call>'
 HALF = "half \ud83d"
@@ -18,10 +18,9 @@ CHAT_ASKED, RESPONSE_ASKED = {"messages": [LOOK]}, {"input": [LOOK]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 
 
-@pytest.fixture(scope="module")
-def agent():
-    with answering() as found:
-        yield found
+@pytest.fixture
+def agent(scripted):
+    return scripted
 
 
 def events(agent, path, answer, **body):

@@ -33,8 +33,8 @@ def test_a_stream_is_the_whole_answer_in_parts(client, document):
     whole = chat(client, question, logprobs=True, top_logprobs=2)
     assert whole.model == "gpt-4o" and whole.choices[0].message.content == facts[0].value
     about, used = whole.model_extra["mlx_snapkv"], whole.usage
-    read = about["kv_bytes_after"] - about["kv_bytes_staying"]
-    assert read < 0.3 * about["kv_bytes_before"] <= 0.3 * about["kv_bytes_staying"]
+    assert 0 < about["kv_bytes_after"] < 0.3 * about["kv_bytes_before"]
+    assert "kv_bytes_staying" not in about  # which sparse attention has
     assert used.total_tokens - used.completion_tokens == used.prompt_tokens > 1400
     options = {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
     *chunks, last = list(chat(client, question, stream=True, **options))

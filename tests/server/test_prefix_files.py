@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from server_helpers import POLICY, ask, served_process, talk
 from tiny_models import make_llama
 
+from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.server.prefix_files import PrefixFiles, as_ids, longest
 
 ONE, OTHER = list(range(40)), list(range(20, 60))
@@ -39,7 +40,6 @@ def is_private(folder):
     [
         ("--policy", POLICY, "--prefix-bytes", "1GB"),
         ("--policy", POLICY, "--model", "demo-qwen3-next"),  # whose caches can't be cut
-        ("--sparse", "budget=256", "--store", "file", "--prefix-bytes", "1"),
     ],
 )
 def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, flags):
@@ -55,34 +55,45 @@ def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, 
 
 
 def test_a_killed_servers_conversation_goes_on_from_compressed_entries(document, tmp_path):
-    """Exactly from where it was, with entries of the same bits and groups, and nothing else does."""
-    flags = (
-        "--policy",
-        "keydiff:budget=256,block=64",
-        "--kv-bits",
-        "8",
-        "--prefix-dir",
-        str(tmp_path),
-    )
-    with served_process(*flags, "--kv-group-size", "32") as (url, process):
+    """Exactly from where it was, and nothing else does."""
+    policy, bits = "keydiff:budget=256,block=64", ("--kv-bits", "8", "--kv-group-size", "32")
+    flags = ("--policy", policy, *bits, "--prefix-dir", str(tmp_path))
+    with served_process(*flags) as (url, process):
         assert known(url, document, 0) == 0
         process.kill()
-    for size in ("64", "32"):
-        with served_process(*flags, "--kv-group-size", size) as (url, _):
-            assert (known(url, document, 0, 1, max_tokens=2) > 1400) == (size == "32")
-            assert known(url, document, 2, max_tokens=2) == 0
+    with served_process(*flags) as (url, _):
+        assert known(url, document, 0, 1, max_tokens=2) > 1400
+        assert known(url, document, 2, max_tokens=2) == 0
+
+
+def test_prefixes_are_told_apart_by_all_that_entries_depend_on():
+    policy, sparse = {"policy": "keydiff:budget=256"}, {"sparse": "budget=256"}
+    settings = [
+        {},
+        policy,
+        {"policy": "keydiff:budget=128"},
+        *(policy | {"kv_bits": bits} for bits in (4, 8)),
+        policy | {"kv_bits": 8, "kv_group_size": 32},
+        sparse,
+        {"sparse": "budget=256,read_top_k=16"},
+        sparse | {"store": "8bit"},
+    ]
+    identities = [CompressionConfig.taken_from(each)[0].identity for each in settings]
+    assert all(identities.count(each) == 1 for each in identities)
 
 
 def test_a_book_of_a_killed_server_goes_on_unless_it_is_damaged(document, tmp_path):
     """Damage is found when entries are first read, by a request that goes on from them; it is answered all the same."""
     flags = ("--sparse", "budget=256", "--store", "file", "--prefix-dir", str(tmp_path))
-    with served_process(*flags) as (url, process):
+    none_in_memory = ("--prefix-bytes", "1")
+    with served_process(*flags, *none_in_memory) as (url, process):
         assert known(url, document, 0) == 0
         process.kill()
     (folder,) = tmp_path.glob("*.entries")
     assert is_private(folder)
     shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
-    with served_process(*flags) as (url, _):
+    with served_process(*flags, *none_in_memory) as (url, _):
+        assert known(url, document, 1) > 1400
         assert known(url, document, 0, 3) > 1400
     for path in copy.glob("*.entries/*.values"):
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
