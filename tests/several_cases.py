@@ -10,9 +10,10 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step as mlx_generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
 
-from mlx_snapkv import SnapKVError, generate_step, prefill
+from mlx_snapkv import SnapKVError, generate_step, prefill, saved
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
@@ -66,6 +67,10 @@ def main(folder: str, name: str, kind: str) -> None:
     model, tokenizer = sharded_load(str(MODELS[name]), **{f"{kind}_group": group})
     model.set_dtype(mx.float32)
     found = run(model, tokenizer)
+    try:
+        saved.save(Path(folder, "a.safetensors"), model, make_prompt_cache(model), [1])
+    except SnapKVError as error:
+        found["saved"] = str(error)
     Path(folder, f"{group.rank()}.json").write_text(json.dumps(found))
 
 
