@@ -29,12 +29,10 @@ CONFIG_NAMES = {
     "original_max_position_embeddings": ("original_max_position_embeddings",),
     "local rope_theta": ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta"),
 }
-ELSEWHERE = (
-    "dbrx",
-)  # families that read rope_theta from another part of the configuration (attn_config)
-FIXED = {
-    "recurrent_gemma": 0.5
-}  # family -> the partial_rotary_factor that its code in mlx-lm fixes
+# Families that read rope_theta from another part of the configuration (attn_config).
+ELSEWHERE = ("dbrx",)
+# Family -> the partial_rotary_factor that its code in mlx-lm fixes.
+FIXED = {"recurrent_gemma": 0.5}
 # Families whose sliding-window layers use the same base, without the scaling of the others.
 PLAIN_SLIDING = ("olmo3",)
 
