@@ -32,7 +32,7 @@ from ..entries.quantization import (
 from ..entries.queries import Captured, OnQueries
 from ..sparse.bias import biased
 from ..sparse.cache import SparseKVCache
-from ..sparse.choosing import Choosing
+from ..sparse.choosing import ChoosingCache
 
 
 class BatchCache(OnQueries, ABC):
@@ -107,7 +107,7 @@ class Batched(BatchCache, _BaseCache):
         return False
 
 
-class BatchedChoices(Batched, Choosing):
+class BatchedChoices(Batched, ChoosingCache):
     """Caches whose tokens choose anew what they read: each request chooses from its own entries, and one call of the
     attention function sees what all have chosen."""
 

@@ -1,1 +1,1 @@
-"""The contract of every layer's cache, and mlx-lm's own caches behind it."""
+"""The contract of every layer's cache, and adapters for mlx-lm's own caches."""

@@ -1,4 +1,4 @@
-"""mlx-lm's own caches behind the contract."""
+"""Adapters that give mlx-lm's own caches the contract of `LayerCache`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +11,19 @@ from .contract import LayerCache, restorer_of
 
 
 def layer_cache(cache: Any) -> LayerCache:
-    """A layer's cache as the contract has it: itself if it is one of ours."""
+    """Return a layer's cache as a `LayerCache`: itself, or an adapter around mlx-lm's."""
     if isinstance(cache, LayerCache):
         return cache
     return FullCache(cache=cache) if has_all_entries(cache) else StateCache(cache)
 
 
 def has_all_entries(cache: Any) -> bool:
-    """Whether a policy can choose from a cache; a rotating one has dropped some by itself."""
+    """Return whether a policy can choose from a cache. A rotating cache has already dropped entries."""
     return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
 def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
-    """Return mlx-lm's cache of these entries, as they are stored; see `LayerCache.sparse_from`."""
+    """Return mlx-lm's cache with these entries, quantised if they are; `sparse_from` as in `LayerCache`."""
     how = entries.quantization
     cache: Any = KVCache() if how is None else QuantizedKVCache(how.group_size, how.bits)
     cache.keys, cache.values = entries.stored_keys, entries.stored_values
@@ -33,7 +33,7 @@ def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
 
 
 class FullCache(LayerCache):
-    """A `KVCache` or `QuantizedKVCache`, which holds all entries."""
+    """Adapts a `KVCache` or `QuantizedKVCache`, which has all entries."""
 
     grows = True
 
@@ -78,7 +78,7 @@ class FullCache(LayerCache):
 
 
 class StateCache(LayerCache):
-    """Any other cache of mlx-lm's, which no policy touches: linear states, sliding windows."""
+    """Adapts any other cache of mlx-lm's, which no policy changes: linear states, sliding windows."""
 
     kv_nbytes = 0  # type: ignore[assignment]
 

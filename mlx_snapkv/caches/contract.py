@@ -1,4 +1,4 @@
-"""What the rest of the package may ask of any layer's cache."""
+"""`LayerCache`, the interface of every layer's cache, and how a cache is restored."""
 
 import copy
 import math
@@ -15,76 +15,76 @@ from ..entries.quantization import Quantization, Stored, arrays, n_bytes, rows
 
 
 class LayerCache(ABC):
-    """One layer's cache, ours or one of mlx-lm's behind `adapter.layer_cache`."""
+    """One layer's cache: one of this package's, or mlx-lm's in an adapter (`adapter.layer_cache`)."""
 
     offset: int  # position of the next token; tokens fed so far
-    quantization: Quantization | None = None  # how the entries are stored; None is plain
-    store: Any = None  # where all entries are kept between turns, if they are
-    is_compressed: bool = False  # entries were chosen from, or are going to be
+    quantization: Quantization | None = None  # how entries are packed; None keeps their dtype
+    store: Any = None  # the `Store` that keeps all entries between turns; None if there is none
+    is_compressed: bool = False  # entries were evicted or will be, or tokens read only some
     converts_to_save: bool = False  # `saved_form` is another cache
-    grows: bool = False  # no entry is ever evicted or overwritten: the newest tokens can be trimmed
-    observes: bool = False  # it records queries to come: the attention class must be patched
-    chooses: bool = False  # tokens that come together choose together what they read
-    stacks: bool = False  # a batch holds its entries in one array with others', a slot each, and asks where each goes
-    needs_layer: bool = False  # its `layer` must be set, which no file has; see `matching.adopt`
-    # Position of the first entry that was computed from few of those before it, if not all were computed from all.
+    grows: bool = False  # entries are only appended: the newest tokens can be trimmed
+    observes: bool = False  # it records queries: the attention class must be patched
+    chooses: bool = False  # its queries choose which entries a call reads
+    stacks: bool = False  # a batch keeps its entries in one array with those of other requests
+    needs_layer: bool = False  # its `layer` must be set after loading; see `matching.adopt`
+    # Position of the first entry that was computed by sparse attention; None if every entry saw all before it.
     sparse_from: int | None = None
-    block: int = 1  # tokens that fit in after an eviction
-    room: float = math.inf  # tokens that fit in before the next eviction
+    block: int = 1  # tokens that fit between two evictions
+    room: float = math.inf  # tokens that fit before the next eviction
     nbytes: int
     size: Callable[[], int]
-    trim: Callable[[int], int]  # of a cache that grows: drop the newest tokens, and count them
+    trim: Callable[[int], int]  # drop up to `n` newest tokens, return how many; only if it `grows`
     file_nbytes: int = 0  # bytes of keys and values in files
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """What it has recorded of queries, to be computed between two tokens of the answer."""
+        """Return recorded arrays to compute between two tokens of the answer."""
         return ()
 
     @property
     def n_entries(self) -> int:
-        """Entries held per KV head."""
+        """Return the number of entries per KV head."""
         return self.size()
 
     @property
     def n_after_next(self) -> int:
-        """Entries held, or read by it, after one more token."""
+        """Return the number of entries, or of entries read, after one more token."""
         return self.n_entries + 1
 
     @property
     def n_before_next(self) -> int:
-        """Entries that the next tokens of a prompt read, themselves not among them."""
+        """Return how many entries before them the next tokens of a prompt read."""
         return self.n_entries
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes of keys and values in memory, with the room that is kept for more."""
+        """Return the bytes of keys and values in memory, free rows included."""
         return self.nbytes
 
     @abstractmethod
     def held(self, n_queries: int = 0) -> Entries:
-        """The entries in order of position, as they are stored, with the last `n_queries` to vote, if recorded."""
+        """Return the entries in order of position, packed as stored, with the last `n_queries` recorded queries."""
 
     def stored_entries(self) -> Entries:
-        """The entries without queries, quantised ones as they are."""
+        """Return the entries without queries, packed as stored."""
         return self.held()
 
     def saved_form(self) -> Any:
-        """A cache that mlx-lm saves and loads, with the same entries."""
+        """Return a cache with the same entries that mlx-lm can save and load."""
         return self
 
     @property
     def in_files(self) -> bool:
-        """Whether the entries are in files, all but those of a request under way."""
+        """Return whether entries are in files, except those of a running request."""
         return self.store is not None and self.store.in_files
 
     @property
     def sample(self) -> tuple[Stored, Stored]:
-        """Keys and values as they are stored, any number of them, to be compared with those of a model."""
+        """Return any number of stored keys and values, to compare their shapes and dtypes with a model's."""
         return self.keys, self.values  # type: ignore[attr-defined]
 
     def validate(self) -> str | None:
-        """What does not fit together in a cache from a file; None if all does."""
+        """Return what is inconsistent in a loaded cache; None if nothing is."""
         least, *more = {x.shape[2] for x in arrays(self.sample)}
         if more or type(self.offset) is not int or not 0 < self.n_entries <= least:
             return "has numbers that contradict each other"
@@ -92,13 +92,13 @@ class LayerCache(ABC):
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of all the tokens' entries, had none been dropped or quantised."""
+        """Return the bytes of a full cache of all tokens, without eviction and packing."""
         return self.offset * n_bytes(rows(self.held().plain(), 0, 1)) if self.offset else 0
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that brings the cache back to what it is now, as often as it is called.
+        """Return a function that restores the cache to its present state, any number of times.
 
-        A cache that only grows is trimmed; any other has a function of its own, which restores a copy.
+        A cache that `grows` is trimmed; other caches override this method.
         """
         assert self.grows, f"a {type(self).__name__} can't be restored"
         n = self.offset
@@ -110,7 +110,7 @@ class LayerCache(ABC):
 
 
 def keys_of(owner: Callable[[Any], Any]) -> Any:
-    """A property: the newest entries' buffer of a cache's `owner`, which mlx-lm lets wait for what a pipeline sends."""
+    """Return a property `keys`, the key buffer of a cache's `owner`: mlx-lm's pipelines add a dependency to it."""
 
     def wait(cache: Any, keys: mx.array) -> None:
         owner(cache).keys = keys
@@ -119,7 +119,7 @@ def keys_of(owner: Callable[[Any], Any]) -> Any:
 
 
 def restorer_of(cache: Any) -> Callable[[], None]:
-    """Return a function that brings a cache's attributes back to what they are now, as often as it is called."""
+    """Return a function that restores a cache's attributes to their present values, any number of times."""
     before = _copied(vars(cache))
 
     def restore() -> None:
@@ -130,12 +130,12 @@ def restorer_of(cache: Any) -> Callable[[], None]:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copy a cache's attributes, with arrays and lists of their own: later writes leave the copies alone."""
+    """Copy a cache's attributes, arrays and lists included, so that later writes don't change the copies."""
     # The copy of an array shares its memory until one of the two is written to.
     return tree_map(lambda x: copy.copy(x) if isinstance(x, mx.array) else x, attributes)
 
 
 def loadable(cls: type) -> type:
-    """Let mlx-lm's `load_prompt_cache` find a class of ours by its name."""
+    """Let mlx-lm's `load_prompt_cache` find a class of this package by its name."""
     setattr(mlx_cache, cls.__name__, cls)
     return cls

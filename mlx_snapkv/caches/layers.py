@@ -22,14 +22,14 @@ from .contract import LayerCache
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """A layer whose entries can be compressed, as policies see it too."""
+    """A full-attention layer: its attention module, and its place in a prompt cache."""
 
-    index: int  # its entry of the prompt cache
-    member: int | None  # its place in that entry if it is a `CacheList`, else None
+    index: int  # of its element in the prompt cache
+    member: int | None  # index in that element if it is a `CacheList`, else None
     attention: Any  # the attention module, of the class that `family` describes
     family: AttentionFamily
     borrowers: tuple[Any, ...] = ()  # later layers' attention modules that read its entries
-    number: int = 0  # its own, from 0, among the full-attention layers here
+    number: int = 0  # from 0 among the full-attention layers of this process
 
     def cache_in(self, prompt_cache: list) -> Any:
         entry = prompt_cache[self.index]
@@ -39,7 +39,7 @@ class AttentionLayer:
         return layer_cache(self.cache_in(prompt_cache))
 
     def put(self, prompt_cache: list, cache: Any) -> None:
-        """Replace the layer's cache; a `CacheList` around it is made anew."""
+        """Replace the layer's cache; a `CacheList` around it is replaced, too."""
         if self.member is not None:
             caches = list(prompt_cache[self.index].caches)
             caches[self.member] = cache
@@ -48,30 +48,31 @@ class AttentionLayer:
 
     @property
     def latent(self) -> bool:
-        """Whether the entries are latents, and keys' positional parts; see `Entries`."""
+        """Return whether entries are latents and positional parts of keys; see `Entries`."""
         return self.family.latent
 
     @property
     def cap(self) -> float | None:
+        """Return the soft cap of the logits; None if there is none."""
         return getattr(self.attention, self.family.cap) if self.family.cap else None
 
     @property
     def readers(self) -> tuple[Any, ...]:
-        """The attention modules that read the entries, its own first."""
+        """Return the attention modules that read the entries, the layer's own first."""
         return self.attention, *self.borrowers
 
     @property
     def rope(self) -> Any | None:
-        """The module that rotates queries and keys; None if the family has none."""
+        """Return the module that rotates queries and keys; None if the family has none."""
         return self.family.rope_of(self.attention)
 
     def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
-        """Queries `(B, n_heads, n, head_dim)` of positions from `offset` on, as they were before the RoPE, float32."""
+        """Return queries `(B, n_heads, n, head_dim)` of positions from `offset` on before the RoPE, float32."""
         rope = self.rope
         return self.family.turned(self.attention, queries, lambda x: undo_rope(rope, x, offset))
 
     def mean_rotation(self, head_dim: int, start: int, n: int) -> mx.array:
-        """The mean of the matrices that turn queries at `[start, start + n)`, float32 `(head_dim, head_dim)`."""
+        """Return the mean rotation matrix of the positions `[start, start + n)`, float32 `(head_dim, head_dim)`."""
         rope, units = self.rope, mx.eye(head_dim)[None, None]
         turned = self.family.turned(
             self.attention, units, lambda x: x @ mean_rotation(rope, x.shape[3], start, n).T
@@ -79,7 +80,7 @@ class AttentionLayer:
         return turned[0, 0].T
 
     def grouped(self, heads: mx.array, n_kv_heads: int) -> mx.array:
-        """What is `(B, n_heads, ...)`, the heads of all `readers`, with each KV head's together."""
+        """Reorder `(B, n_heads, ...)`, the heads of all `readers`, so that the heads of a KV head are together."""
         parts = mx.split(heads, len(self.readers), axis=1)
         grouped = (self.family.grouped(x, n_kv_heads) for x in parts)
         groups = [mx.unflatten(x, 1, (n_kv_heads, -1)) for x in grouped]
@@ -90,13 +91,13 @@ class AttentionLayer:
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """The full-attention layers of `model`, with a plain `KVCache` or one of ours; not linear or sliding-window ones.
+    """Return the model's full-attention layers, without linear and sliding-window layers.
 
-    Raises: UnsupportedModelError: there is none, or the model type is not one that can be compressed.
+    Raises: UnsupportedModelError: there is none, or the model type can't be compressed.
     """
     found = attentions(model)
     holding = [slot for slot in slots(prompt_cache) if not isinstance(slot[2], ArraysCache)]
-    # More caches than layers: a loop over the layers, each pass with caches of its own.
+    # A model that loops over its layers has caches for each pass.
     if len(holding) % len(found):
         raise UnsupportedModelError(
             f"{len(holding)} caches with entries for {len(found)} attention layers: "
@@ -116,25 +117,29 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 
 
 def token_caches(model) -> list:
-    """A model's caches after one token, for the shapes of what they hold: nothing is computed."""
+    """Return a model's caches after one token, for the shapes of their arrays; nothing is computed."""
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     return caches
 
 
 def first_sparse(prompt_cache: list) -> int | None:
-    """The first position whose entries were computed from few of those before; None if no entries were."""
+    """Return the first position that was read by sparse attention; None if there is none."""
     found = (cache.sparse_from for cache in layer_caches(prompt_cache))
     return min((n for n in found if n is not None), default=None)
 
 
 def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
+    """Return the sizes of the layers' key and value heads."""
     caches = token_caches(model)
     return {x.shape[3] for layer in layers for x in layer.cache_in(caches).keys_and_values()}
 
 
 def require_quantised_attention(layers: list[AttentionLayer], remedy: str, option: Option) -> None:
-    """Raises: UnsupportedModelError: the model's forward pass in mlx-lm reads plain entries only."""
+    """Check that the model can read quantised entries.
+
+    Raises: UnsupportedModelError: its forward pass in mlx-lm reads plain entries only.
+    """
     for layer in layers:
         plain_only = layer.family.plain_only
         if why := plain_only and plain_only(list(layer.readers)):
@@ -142,9 +147,11 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
 
 
 def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
-    """Raises, before the prompt is read:
-    SnapKVError: the number of bits or the group size is not possible.
-    UnsupportedModelError: mlx-lm's quantised attention does not serve the model.
+    """Check, before the prompt is read, that the model's entries can be quantised.
+
+    Raises:
+        SnapKVError: the number of bits or the group size is not possible.
+        UnsupportedModelError: mlx-lm's quantised attention does not serve the model.
     """
     if quantization.bits not in BITS:
         raise OptionError("kv_bits", ", ".join(map(str, BITS)), quantization.bits)
@@ -162,7 +169,7 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
 
 
 def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
-    """Every cache, with its place in the prompt cache and in a `CacheList` there."""
+    """Return `(index, member, cache)` for every cache; `member` is its index in a `CacheList`, else None."""
     return [
         (index, member if isinstance(entry, CacheList) else None, cache)
         for index, entry in enumerate(prompt_cache)
@@ -171,21 +178,22 @@ def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
 
 
 def members(prompt_cache: list) -> list:
-    """Every cache of a prompt cache, those inside a `CacheList` one by one."""
+    """Return every cache of a prompt cache, including the caches inside a `CacheList`."""
     return [cache for _, _, cache in slots(prompt_cache)]
 
 
 def layer_caches(prompt_cache: list) -> list[LayerCache]:
+    """Return every cache of a prompt cache as a `LayerCache`."""
     return [layer_cache(cache) for cache in members(prompt_cache)]
 
 
 def held_tokens(model, prompt_cache: list) -> int:
-    """Tokens that a prompt cache has read."""
+    """Return the number of tokens that a prompt cache has read."""
     return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
 
 
 def kv_dtype(cache: LayerCache) -> str:
-    """The dtype of a layer's entries: "float16", say, or "8 bits"."""
+    """Return the dtype of a layer's entries, such as "float16" or "8 bits"."""
     stored = None if cache.store is None else cache.store.quantization
     if (how := cache.quantization or stored) is not None:
         return f"{how.bits} bits"
@@ -193,25 +201,27 @@ def kv_dtype(cache: LayerCache) -> str:
 
 
 def kv_bytes(prompt_cache: list) -> int:
+    """Return the bytes of keys and values in memory."""
     return sum(cache.kv_nbytes for cache in layer_caches(prompt_cache))
 
 
 def memory_bytes(prompt_cache: list) -> int:
-    """Bytes in memory of all caches: linear states, sliding windows, keys and values, stores and indexes."""
+    """Return the bytes in memory of all caches: keys and values, indexes, linear states, sliding windows."""
     caches = members(prompt_cache)
     return sum(max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in caches)
 
 
 def file_bytes(prompt_cache: list) -> int:
+    """Return the bytes of keys and values in files."""
     return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
 
 
 def copies_but_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
-    """The same list with copies of all caches but those of the full-attention layers."""
+    """Return a prompt cache with copies of all caches except those of the full-attention `layers`."""
     memo = {id(cache): cache for cache in (layer.cache_in(prompt_cache) for layer in layers)}
     return [copy.deepcopy(cache, memo) for cache in prompt_cache]
 
 
 def is_compressed(prompt_cache: list) -> bool:
-    """Whether any layer's entries were chosen from, or are going to be."""
+    """Return whether any layer's cache is compressed; see `LayerCache.is_compressed`."""
     return any(cache.is_compressed for cache in layer_caches(prompt_cache))

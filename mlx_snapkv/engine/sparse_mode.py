@@ -79,9 +79,9 @@ class SparseMode:
         cache, view = layer.cache_in(self._prompt_cache), self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)
         if self._sparse.residual is not None and self.no_means is None and cache.n_queries:
-            ranking.weigh_rest(self._voters(layer, view), cache.clusters)
-        if ranking.rest is not None:
-            cache.clusters = ranking.rest.clusters.whole_blocks()
+            ranking.weigh_residual(self._voters(layer, view), cache.clusters)
+        if ranking.residual is not None:
+            cache.clusters = ranking.residual.clusters.whole_blocks()
         return ranking
 
     @cached_property

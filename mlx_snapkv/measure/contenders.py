@@ -59,7 +59,7 @@ class Contender:
             everything.index = everything.make_index(None)
             ranking = TokenRanking(everything, quota)
             if self.policy.residual is not None:
-                ranking.weigh_rest(_last_queries(keys))
+                ranking.weigh_residual(_last_queries(keys))
             return SparseKVCache(ranking)
         policy = self.policy.decode_policy
         return decode_cache(layer, entries, context, policy, policy.quota(context))

@@ -21,7 +21,7 @@ from ..sparse.clusters import CLUSTER_SIZE
 from ..sparse.held_rows import ENTRIES_IN_MEMORY, ENTRIES_MOVED
 from ..sparse.index import index_bytes, ranks_by_index
 from ..sparse.options import PAGE_SIZE
-from ..sparse.page_means import means_held_as
+from ..sparse.page_means import means_quantization
 from ..sparse.prompt_caches import in_files, store_quantization
 from .config import CompressionConfig
 from .prompt_plan import PREFILL_STEP_SIZE
@@ -130,7 +130,7 @@ class EntrySizes:
 
     def of_means(self) -> float:
         """Return the bytes of a token in the mean keys by which chunks choose pages."""
-        means = (pack(keys, means_held_as(keys.shape[-1])) for keys, _ in self._entries)
+        means = (pack(keys, means_quantization(keys.shape[-1])) for keys, _ in self._entries)
         return n_bytes(list(means)) / PAGE_SIZE
 
     def of_clusters(self) -> float:

@@ -1,4 +1,4 @@
-"""The mask of an attention call some of whose entries are means of others: an additive one, with their bias."""
+"""The additive mask of an attention call whose first entries are cluster means, each with a bias."""
 
 from typing import Any
 
@@ -9,10 +9,11 @@ from ..entries.attention import HIDDEN
 
 
 def biased(bias: mx.array, n: int, mask: Any = None) -> mx.array:
-    """An additive mask `(B, n_heads, L, n)` for entries the first of which have a `bias` `(B, n_heads, L, n_means)`.
+    """Return an additive mask `(B, n_heads, L, n)` for `n` entries, of which the first `n_means` are cluster means.
 
     Args:
-        mask: None, "causal", aligned with the last entry, or a bool one `(..., L, n)`.
+        bias: added to the means' logits, `(B, n_heads, L, n_means)`.
+        mask: of the entries after the means: None, "causal" (aligned with the last entry), or bool `(..., L, n)`.
     """
     B, H, L, n_means = bias.shape
     if isinstance(mask, str):

@@ -1,4 +1,4 @@
-"""The cache of an answer whose every token chooses anew which entries it reads."""
+"""The cache of a sparse answer: every token chooses the entries that it reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import n_bytes, rows
 from ..entries.queries import Captured
 from .bias import biased
-from .choosing import Choosing
+from .choosing import ChoosingCache
 from .gathered import Gathered
 from .token_ranking import TokenRanking
 
@@ -22,32 +22,34 @@ from .token_ranking import TokenRanking
 MAX_RECENT = 512
 
 
-class SparseKVCache(Choosing, LayerCache):
-    """Reads, at each token, the entries that its own queries rank highest, and the latest of the answer's.
+class SparseKVCache(ChoosingCache, LayerCache):
+    """A layer's cache while an answer is decoded: a token reads the sink, the entries that its own queries rank
+    highest, the window, and the newest entries of the answer.
 
-    A token chooses among the prompt's entries, and among those of the answer that are not `MAX_RECENT` any more: see
-    `TokenRanking`.
+    It chooses among the prompt's entries and the older entries of the answer; see `TokenRanking`.
+
+    Attributes:
+        n_seen: entries that the last token read, means included.
+        bias: of the logits of the means that the newest tokens read; see `Residual.bias`.
     """
 
     is_compressed = True
     keys = keys_of(attrgetter("_gathered"))
-    # Of the logits of the first entries that the newest tokens read; see `Rest.bias`.
     bias: mx.array | None = None
 
     def __init__(self, ranking: TokenRanking):
         self.ranking, self.layer = ranking, ranking.view.layer
         self.offset = n = len(ranking.view)
         self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
-        # Every token reads sink, window and the answer's recent entries.
         self._gathered = Gathered()
         if n:
             self._gathered.append(*ranking.always_read())
-            self._seen = self._gathered.always()
-            mx.eval(self._seen)
-        self.n_seen = self.size()  # entries that the last token saw
+            self._last_read = self._gathered.always()
+            mx.eval(self._last_read)
+        self.n_seen = self.size()
 
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
-        """A copy that chooses from the same entries of the prompt."""
+        """Copy the cache; the copy shares the prompt's entries."""
         other = copy.copy(self)
         other._gathered = copy.deepcopy(self._gathered, memo)
         other.ranking = copy.deepcopy(self.ranking, memo)
@@ -65,24 +67,24 @@ class SparseKVCache(Choosing, LayerCache):
             return self._gathered.always()
         start = self.offset - captured.heads.shape[2]
         chosen, self.bias = self.ranking.choose(captured, start)
-        found = self._gathered.read(chosen, self.ranking.rest)
+        entries = self._gathered.read(chosen, self.ranking.residual)
         if self._n_recent > self._most_recent:
             self._move_recent(MAX_RECENT // 2)
-        return found
+        return entries
 
     @property
     def _n_recent(self) -> int:
-        """The latest entries of prompt and answer, which every token reads."""
+        """Return the number of newest entries of prompt and answer that every token reads."""
         return self._gathered.n - self.ranking.n_first
 
     def _move_recent(self, n: int) -> None:
-        """From now on tokens choose among the oldest `n` entries of the window and the answer, too."""
+        """Rank the `n` oldest recent entries with the others from now on; tokens no longer always read them."""
         start = self.ranking.n_first
         self.ranking.choose_among(rows(self._gathered.always(), start, start + n))
         self._gathered.remove(start, n)
 
     def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> Any:
-        """The mask of the attention function's call, with the bias of the rest's means in it."""
+        """Return the mask of the attention function's call, with the bias of the cluster means."""
         if self.bias is None:
             return mask
         return biased(self.bias, keys.shape[2], mask)
@@ -95,7 +97,7 @@ class SparseKVCache(Choosing, LayerCache):
         return self._gathered.keys, self._gathered.values
 
     def held(self, n_queries: int = 0) -> Entries:
-        """The entries that every token reads, without their positions."""
+        """Return the entries that every token reads, without their positions."""
         return Entries(*self._gathered.always())
 
     @property
@@ -107,12 +109,12 @@ class SparseKVCache(Choosing, LayerCache):
 
     @property
     def n_means(self) -> int:
-        """Of the entries that a token reads, means of what it does not read."""
+        """Return the number of cluster means that a token reads."""
         return self.ranking.n_means
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of what a token reads, the index among it."""
+        """Return the bytes that a token reads, the index included."""
         if self._gathered.keys is None:
             return 0
         one, index = n_bytes(rows(self._gathered.always(), 0, 1)), self.ranking.view.index

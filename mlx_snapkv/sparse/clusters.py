@@ -1,8 +1,8 @@
-"""Clusters of a layer's entries: of those with similar keys, wherever they stand, one mean key and one mean value.
+"""Clusters of a layer's entries by similar keys, each with a mean key and a mean value.
 
-K-means (Lloyd, 1982, "Least squares quantization in PCM") of every block of entries for itself, from keys evenly apart
-and in few rounds: more rounds, smaller clusters or larger blocks bring an answer no nearer to the full cache's. Of an
-answer 256 entries come at a time, which are one cluster.
+Every block of 8,192 entries is clustered by itself with k-means (Lloyd, 1982, "Least squares quantization in PCM"),
+from evenly spaced keys. More rounds, smaller clusters or larger blocks bring an answer no nearer to the full cache's.
+The entries of an answer arrive 256 at a time and form one cluster.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import mlx.core as mx
 
 from ..entries.quantization import join, rows
 from ..entries.spans import BLOCK_SIZE, spans
-from .selection import counted
+from .selection import multiples
 
-CLUSTER_SIZE = 256  # entries of a cluster, on average
+# Entries per cluster, on average: smaller clusters cost a token more means to read, which leaves it fewer entries to
+# choose (measured by scripts/measure_rest.py).
+CLUSTER_SIZE = 256
 CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE  # clusters of a whole block
-K_MEANS_ROUNDS = 2
+K_MEANS_ROUNDS = 2  # more rounds take longer and change no answer
 ONE = mx.array(1)
 
 
@@ -27,9 +29,9 @@ class Clusters(NamedTuple):
     """The clusters of a layer's first entries.
 
     Attributes:
-        ids: which cluster each entry is in, uint16 `(B, n_kv_heads, n)`; that will do for 16 million entries.
+        ids: each entry's cluster, uint16 `(B, n_kv_heads, n)`, enough for 16 million entries.
         keys: mean keys, `(B, n_kv_heads, n_clusters, head_dim)`.
-        values: mean values.
+        values: mean values, of the same shape.
     """
 
     ids: mx.array
@@ -45,7 +47,7 @@ class Clusters(NamedTuple):
         return self.ids.shape[2]
 
     def whole_blocks(self) -> WholeBlocks | None:
-        """Those of whole blocks, which stay when more entries come; None if there are none."""
+        """Return the clusters of whole blocks, which stay valid when entries are appended; None if there are none."""
         if (n := self.n_entries // BLOCK_SIZE) == 0:
             return None
         ids = (self.ids[:, :, : n * BLOCK_SIZE] % CLUSTERS_PER_BLOCK).astype(mx.uint8)
@@ -53,34 +55,36 @@ class Clusters(NamedTuple):
         return WholeBlocks(ids, *rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK))
 
     def followed_by(self, other: Clusters) -> Clusters:
-        """With those of the entries behind."""
+        """Return these clusters and then the clusters of the entries that follow."""
         return _joined([self, other])
 
     def sizes(self, places: mx.array) -> mx.array:
-        """How many of uint32 `places` `(B, n_kv_heads, k)` are in each cluster, int32 `(B, n_kv_heads, n_clusters)`."""
-        return _sizes(self.n, self.ids, places)
+        """Count the entries at uint32 `places` `(B, n_kv_heads, k)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
+        return _sums(self.n, mx.take_along_axis(self.ids, places, axis=-1), ONE)
 
     def sizes_between(self, start: int, stop: int) -> mx.array:
-        """The same of the entries `[start, stop)`, evaluated."""
+        """Count the entries `[start, stop)` by cluster, evaluated: int32 `(B, n_kv_heads, n_clusters)`."""
         sizes = _sums(self.n, self.ids[:, :, start:stop], ONE)
         mx.eval(sizes)
         return sizes
 
     def sizes_where(self, flags: mx.array) -> mx.array:
-        """How many of bool `(B, n_kv_heads, m, n)` are true in each cluster, int32 `(B, n_kv_heads, m, n_clusters)`."""
-        found = []
+        """Count the true flags `(B, n_kv_heads, m, n)` by cluster: int32 `(B, n_kv_heads, m, n_clusters)`."""
+        counts = []
         for i in range(flags.shape[2]):
-            found.append(_sums(self.n, self.ids, flags[:, :, i].astype(mx.int32)))
-            mx.eval(found[-1])
-        return mx.stack(found, axis=2)
+            counts.append(_sums(self.n, self.ids, flags[:, :, i].astype(mx.int32)))
+            mx.eval(counts[-1])
+        return mx.stack(counts, axis=2)
 
 
 @dataclass(frozen=True)
 class WholeBlocks:
-    """Clusters of a layer's first blocks, as they are held between turns: ids count within a block and take one byte.
+    """Clusters of a layer's first blocks as they are kept between turns: ids take one byte and start at 0 per block.
 
     Attributes:
-        ids: uint8 `(B, n_kv_heads, n)`; means are those of `Clusters`.
+        ids: uint8 `(B, n_kv_heads, n)`.
+        keys: mean keys, as in `Clusters`.
+        values: mean values, as in `Clusters`.
     """
 
     ids: mx.array
@@ -96,7 +100,7 @@ class WholeBlocks:
         return self.ids.shape[2]
 
     def of_first(self, n: int) -> WholeBlocks | None:
-        """Those among the first `n` entries."""
+        """Return the clusters of whole blocks among the first `n` entries; None without a whole block."""
         if n >= self.n_entries:
             return self
         if (n := n // BLOCK_SIZE) == 0:
@@ -107,12 +111,13 @@ class WholeBlocks:
         )
 
     def clusters(self) -> Clusters:
+        """Return them with ids that count through all blocks."""
         first = (mx.arange(self.n_entries) // BLOCK_SIZE * CLUSTERS_PER_BLOCK).astype(mx.uint16)
         return Clusters(self.ids + first, self.keys, self.values)
 
 
 def _joined(parts: list[Clusters]) -> Clusters:
-    """Those of entries that follow each other."""
+    """Return one `Clusters` of parts whose entries follow each other."""
     ids, n = [], 0
     for part in parts:
         ids.append(part.ids + n)
@@ -123,63 +128,61 @@ def _joined(parts: list[Clusters]) -> Clusters:
     return joined
 
 
-def _sizes(n: int, ids: mx.array, places: mx.array) -> mx.array:
-    return _sums(n, mx.take_along_axis(ids, places, axis=-1), ONE)
-
-
 def _sums(n: int, ids: mx.array, counts: mx.array) -> mx.array:
-    """The sums of int32 counts by cluster, whose ids `(B, n_kv_heads, m)` tell to which each belongs."""
+    """Sum int32 counts by their cluster ids `(B, n_kv_heads, m)`: `(B, n_kv_heads, n)`."""
     B, H, _ = ids.shape
-    bins = ids + counted(B * H, n).reshape(B, H, 1)
+    bins = ids + multiples(B * H, n).reshape(B, H, 1)
     sums = _zeros(B * H * n).at[bins.flatten()].add(mx.broadcast_to(counts, bins.shape).flatten())
     return sums.reshape(B, H, n)
 
 
 @lru_cache(64)
 def _zeros(n: int) -> mx.array:
-    """A decoded token needs them again and again."""
-    found = mx.zeros(n, mx.int32)
-    mx.eval(found)
-    return found
+    """Return `n` int32 zeros, kept because every decoded token needs them."""
+    zeros = mx.zeros(n, mx.int32)
+    mx.eval(zeros)
+    return zeros
 
 
 def clusters_of(entries: Any, start: int = 0) -> Clusters:
-    """Those of the entries from `start` on, which are read a block at a time.
+    """Cluster the entries from `start` on, which are read a block at a time.
 
     Args:
-        entries: they give keys and values `(B, n_kv_heads, stop - first, head_dim)` by `read_keys(first, stop)` and
-            `read_values`.
+        entries: have `read_keys(first, stop)` and `read_values(first, stop)`, which return
+            `(B, n_kv_heads, stop - first, head_dim)`.
     """
-    found = []
+    blocks = []
     for first, stop in spans(start, len(entries)):
         n = -(-(stop - first) // CLUSTER_SIZE)
         ids, keys = k_means(entries.read_keys(first, stop), n)
         mx.eval(keys)  # before the values are read, perhaps from a file
         values = mean_by_cluster(entries.read_values(first, stop), ids, n)
         mx.eval(values)
-        found.append(Clusters(ids, keys, values))
-    return _joined(found)
+        blocks.append(Clusters(ids, keys, values))
+    return _joined(blocks)
 
 
 def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
-    """Which of `n` clusters each of the keys `(B, n_kv_heads, m, head_dim)` is in, uint16 `(B, n_kv_heads, m)`, and the
-    means `(B, n_kv_heads, n, head_dim)`."""
+    """Put keys `(B, n_kv_heads, m, head_dim)` in `n` clusters.
+
+    Returns: uint16 cluster ids `(B, n_kv_heads, m)`, and mean keys `(B, n_kv_heads, n, head_dim)`.
+    """
     if n == 1:
         ids = mx.zeros(keys.shape[:3], mx.uint16)
         return ids, mean_by_cluster(keys, ids, n)
-    apart = mx.linspace(0, keys.shape[2] - 1, n + 2)[1:-1].astype(mx.int32)
-    means = keys[:, :, apart]
+    evenly_spaced = mx.linspace(0, keys.shape[2] - 1, n + 2)[1:-1].astype(mx.int32)
+    means = keys[:, :, evenly_spaced]
     for _ in range(K_MEANS_ROUNDS):
         ids = _nearest(keys.astype(mx.float32), means.astype(mx.float32))
-        mx.eval(ids)  # with the memory of one round
+        mx.eval(ids)  # so that memory for one round is enough
         means = mean_by_cluster(keys, ids, n)
     return ids, means
 
 
 def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
-    """The means of `(B, n_kv_heads, m, head_dim)` by cluster, `(B, n_kv_heads, n, head_dim)`; 0 of an empty one.
+    """Average entries `(B, n_kv_heads, m, head_dim)` by cluster: `(B, n_kv_heads, n, head_dim)`, 0 for empty clusters.
 
-    They are summed in float32: of float16, sums of a few hundred numbers may be too large.
+    Sums are float32: a sum of a few hundred numbers may overflow float16.
     """
     members = (ids[:, :, None] == mx.arange(n, dtype=ids.dtype)[:, None]).astype(mx.float32)
     sums, sizes = members @ entries.astype(mx.float32), members.sum(axis=-1, keepdims=True)
@@ -187,6 +190,7 @@ def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
 
 
 def _nearest(keys: mx.array, centres: mx.array) -> mx.array:
-    # The squared distance, but for the key's own square, which is the same to all centres.
+    """Return each key's nearest centre, uint16 `(B, n_kv_heads, m)`."""
+    # The squared distance without the key's own square, which is the same for all centres.
     distances = mx.square(centres).sum(axis=-1)[:, :, None] + keys @ (-2 * centres).mT
     return mx.argmin(distances, axis=-1).astype(mx.uint16)

@@ -1,7 +1,7 @@
-"""Functions of arrays whose graph is made once for arguments, and repeated for others of the same shapes.
+"""`mx.compile` with a bound on the number of graphs that are kept.
 
-A decoded token makes the same graph as the one before it, for every layer. To repeat one takes Python a third of the
-time, and fewer operations are left of it: those by elements are fused.
+A decoded token has the same graph as the token before it, in every layer. Repeating a compiled graph takes Python a
+third of the time of making it, and elementwise operations are fused.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-MAX_GRAPHS = 128  # graphs of a function, of the shapes that were used last
+MAX_GRAPHS = 128  # graphs kept per function, the most recently used
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """`mx.compile`, which would hold the graphs for all shapes that there have ever been: prompts differ in length.
+    """Compile a function for each combination of shapes, and keep the latest `MAX_GRAPHS` graphs.
 
-    Arguments are arrays, numbers, None, or tuples of these; all but arrays are constants of a graph.
+    `mx.compile` alone would keep a graph for every prompt length of the process. Arguments are arrays, numbers, None,
+    or tuples of these; all but arrays are constants of a graph.
     """
 
     @lru_cache(MAX_GRAPHS)
     def graph(thread: int, shapes: tuple) -> Callable[..., Any]:
-        # MLX holds a graph by thread and by the function's place in memory: the other threads' would stay when it is
-        # dropped, for what comes to be in that place.
+        # MLX keys graphs by thread and by the function's address. A new `partial` per thread makes sure that no other
+        # function gets the address of a dropped one while a thread still has its graph.
         return mx.compile(partial(function))
 
     @wraps(function)
@@ -38,9 +39,9 @@ def compiled(function: F) -> F:
 
 
 def _shapes(args: tuple) -> tuple:
-    """Those of arrays, and the constants; a decoded token waits for this."""
-    found = []
+    """Return the shapes of arrays, and all other arguments as they are."""
+    shapes = []
     for x in args:
         is_array = type(x) is mx.array
-        found.append(x.shape if is_array else _shapes(x) if isinstance(x, tuple) else x)
-    return tuple(found)
+        shapes.append(x.shape if is_array else _shapes(x) if isinstance(x, tuple) else x)
+    return tuple(shapes)

@@ -1,4 +1,4 @@
-"""The full view: all entries of a layer, wherever they are, while an answer is decoded from a few."""
+"""All entries of a layer, in memory or in files, from which an answer reads a few."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ from .held_rows import MakeAside
 from .index import MAX_SAMPLED_KEYS, KeyIndex, ranks_by_index
 from .stores import EntryView, JoinedView
 
-SAMPLED_PLACES = 16  # places all over the text, whose keys' spread it is made for
+SAMPLED_PLACES = 16  # evenly spaced places of the text whose keys an index is made from
 
 
 class FullView(Entries):
-    """All entries of a layer, which are read a block at a time."""
+    """All entries of a layer, which are read a block at a time.
+
+    Args:
+        views: parts of the entries in order of position; they do not change while the view is used.
+
+    Attributes:
+        index: ranks the entries; None ranks them by their exact votes.
+    """
 
     def __init__(
         self,
-        views: Sequence[EntryView],  # they stay as they are, in order of position
+        views: Sequence[EntryView],
         layer: Any,
     ):
         super().__init__(None, None, layer=layer)
         self._entries = JoinedView(views)
-        self.index: KeyIndex | None = None  # finds the likeliest entries, unless they are few
+        self.index: KeyIndex | None = None
 
     def __len__(self) -> int:
         return self._entries.n_entries
@@ -42,8 +49,12 @@ class FullView(Entries):
         return keys, values
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
-        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`, their readers in turn; None if the
-        keys are few."""
+        """Return a new index of all keys; None if the keys are too few for an index.
+
+        Args:
+            queries: a sample of the queries that will search it, `(B, n_heads, n, head_dim)`, heads of all readers in
+                turn; None weighs all channels alike.
+        """
         n = len(self)
         if not ranks_by_index(n):
             return None
@@ -51,20 +62,20 @@ class FullView(Entries):
         starts = range(0, n, math.ceil(n / SAMPLED_PLACES))
         sample = [self.read_keys(start, min(start + length, n)) for start in starts]
         keys = mx.concatenate(sample, axis=2)
-        asked = None if queries is None else self.layer.grouped(queries, keys.shape[1])
-        index = KeyIndex(keys, asked, self.aside)
-        index.n_made_of = n
+        heads = None if queries is None else self.layer.grouped(queries, keys.shape[1])
+        index = KeyIndex(keys, heads, self.aside)
+        index.n_sampled_from = n
         return self._completed(index)
 
     def grown_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
-        """An index of the first keys with the others added, or what `make_index` makes if it is outgrown or none."""
+        """Append the missing keys to an index and return it; return a new index if the keys have outgrown it."""
         n = len(self)
-        if index is None or not ranks_by_index(n) or index.outgrown_by(n):
+        if index is None or not ranks_by_index(n) or index.is_outgrown_by(n):
             return self.make_index(queries)
         return self._completed(index)
 
     def _completed(self, index: KeyIndex) -> KeyIndex:
-        """The index with the keys added that it lacks."""
+        """Append the keys that the index lacks, and return it."""
         for span in spans(len(index), len(self)):
             index.append(self.read_keys(*span))
         return index
@@ -79,5 +90,5 @@ class FullView(Entries):
 
     @property
     def aside(self) -> MakeAside | None:
-        """Makes the place for rows that are as many as the entries, if those are in files."""
+        """Return the function that makes a file for rows beside the entries; None if the entries are in memory."""
         return self._entries.aside

@@ -1,6 +1,6 @@
-"""Rows that grow with a text, as an index's codes do: the first in memory, later ones in a file, if there is one.
+"""Rows that grow with a text, such as the codes of an index: the first in memory, later ones perhaps in a file.
 
-What is put aside never changes, so that copies share it.
+Rows in the file never change, so that copies share them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..entries.quantization import (
     write,
 )
 
-ENTRIES_IN_MEMORY = 1 << 16  # entries whose rows stay in memory
-ENTRIES_MOVED = 1 << 15  # entries whose rows are put aside together
+# The rows of this many entries stay in memory where the others go to a file: more memory, or more reads.
+ENTRIES_IN_MEMORY = 1 << 16
+ENTRIES_MOVED = 1 << 15  # the rows of this many entries move to the file together
 
 
 class Aside(Protocol):
-    """Where rows are put that are not to be in memory."""
+    """A place for rows outside memory; `stores.file.AsideFile` is one."""
 
     def put(self, stored: Stored) -> Callable[[], Stored]:
-        """Put rows there; the result reads them. Raises: SnapKVError: there is no room."""
+        """Write rows, and return a function that reads them. Raises: SnapKVError: there is no room."""
         ...
 
 
@@ -43,19 +44,22 @@ MakeAside = Callable[[], Aside]
 class HeldRows:
     """Rows `(B, n_kv_heads, n, ...)`, appended and cut at the end.
 
-        [0 : n_first)                  in memory, where there is no other place all of them
-        [n_first : n_first + n_aside)  put aside, whole blocks
+        [0 : n_first)                  in memory; without `aside` all rows
+        [n_first : n_first + n_aside)  aside (in a file), whole blocks
         [n_first + n_aside : n)        in memory
 
     Args:
-        empty: none of them, to show how they are stored.
-        stands_for: entries that a row stands for.
-        aside: makes the place for rows beyond those of the first `ENTRIES_IN_MEMORY` entries.
+        empty: arrays of 0 rows, for their dtypes and shapes.
+        stands_for: entries per row; a row of page means stands for a page.
+        aside: makes the place for rows after the first `ENTRIES_IN_MEMORY` entries.
     """
 
     def __init__(self, empty: Stored, stands_for: int = 1, aside: MakeAside | None = None):
         self._first, self._last = _Buffer(empty), _Buffer(empty)
-        self._most, self._block = ENTRIES_IN_MEMORY // stands_for, ENTRIES_MOVED // stands_for
+        self._n_in_memory, self._block = (
+            ENTRIES_IN_MEMORY // stands_for,
+            ENTRIES_MOVED // stands_for,
+        )
         self._aside = None if aside is None else aside()
         self._blocks: list[Callable[[], Stored]] = []
 
@@ -68,31 +72,31 @@ class HeldRows:
 
     @property
     def waits(self) -> bool:
-        """Whether what is read may take memory of its own, and is to be used before more is read."""
+        """Return whether `read` allocates memory, so that its result should be used before more is read."""
         return bool(self._blocks)
 
     @property
     def in_memory(self) -> tuple[mx.array, ...]:
-        """The arrays that are in memory, with room for more."""
+        """Return the arrays in memory, with their free rows."""
         return (*arrays(self._first.stored), *arrays(self._last.stored))
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Return the bytes in memory."""
         return n_bytes(self.in_memory)
 
     @property
     def aside_nbytes(self) -> int:
-        """Bytes that are put aside."""
+        """Return the bytes aside."""
         return self._n_aside * n_bytes(rows(self._first.stored, 0, 1))
 
     def append(self, new: Stored) -> None:
-        """Raises: SnapKVError: there is no room for what is put aside."""
+        """Append rows. Raises: SnapKVError: there is no room for rows aside."""
         if self._aside is None:
             self._first.append(new)
             return
         n = n_rows(new)
-        n_first = min(n, self._most - self._first.n)
+        n_first = min(n, self._n_in_memory - self._first.n)
         if n_first > 0:
             self._first.append(rows(new, 0, n_first))
         if n_first < n:
@@ -103,7 +107,7 @@ class HeldRows:
             self._last = _Buffer(rows(last, self._block, self._last.n))
 
     def truncate(self, n: int) -> None:
-        """Hold the first `n` rows only."""
+        """Drop all rows but the first `n`."""
         before = self._first.n + self._n_aside
         self._last.n = min(self._last.n, max(0, n - before))
         while self._blocks and n < before:
@@ -113,42 +117,43 @@ class HeldRows:
                 self._last = _Buffer(rows(block(), 0, n - before))
         self._first.n = min(self._first.n, n)
 
-    def together(self, n: int) -> bool:
-        """Whether the first `n` rows lie together."""
+    def is_contiguous(self, n: int) -> bool:
+        """Return whether the first `n` rows are in one array."""
         return n <= self._first.n
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where the parts of `[start, stop)` begin and end that lie together, which `read` gives."""
+        """Yield the spans of `[start, stop)` whose rows are in one array each, as `read` needs them."""
         begin = self._first.n
         edges = {start, stop, *range(begin, begin + self._n_aside + 1, self._block)}
         yield from pairwise(sorted(edge for edge in edges if start <= edge <= stop))
 
     def read(self, start: int, stop: int) -> Stored:
-        """The rows `[start, stop)`, which lie together; see `spans`."""
-        return rows(*self._lying(start, stop))
+        """Return the rows `[start, stop)` of one of the `spans`."""
+        return rows(*self._locate(start, stop))
 
-    def reach(self, start: int, stop: int) -> Stored:
-        """The same and perhaps others behind them, to be multiplied by: on CUDA MLX (0.32) has no product with a part
-        of a quantised array, and elsewhere it may copy one.
+    def read_at_least(self, start: int, stop: int) -> Stored:
+        """Return the rows `[start, stop)` for a product, perhaps with more rows at the end.
+
+        MLX (0.32) can't multiply by a part of a quantised array on CUDA, and elsewhere it may copy the part.
         """
-        stored, start, stop = self._lying(start, stop)
+        stored, start, stop = self._locate(start, stop)
         if start == 0 and 8 * stop >= 7 * n_rows(stored):
             return stored
         return each(mx.contiguous, rows(stored, start, stop))
 
-    def _lying(self, start: int, stop: int) -> tuple[Stored, int, int]:
-        """Where the rows `[start, stop)` lie: among which, from where to where."""
+    def _locate(self, start: int, stop: int) -> tuple[Stored, int, int]:
+        """Return the array that has the rows `[start, stop)`, and their span in it."""
         first = self._first.n
         if start < first:
             return self._first.stored, start, stop
         number, at = divmod(start - first, self._block)
         if number < len(self._blocks):
             return self._blocks[number](), at, at + stop - start
-        behind = first + self._n_aside
-        return self._last.stored, start - behind, stop - behind
+        n_before = first + self._n_aside
+        return self._last.stored, start - n_before, stop - n_before
 
     def between(self, start: int, stop: int) -> Stored:
-        """The rows `[start, stop)`, wherever they are."""
+        """Return the rows `[start, stop)`, joined if they are in several arrays."""
         parts = [self.read(*span) for span in self.spans(start, stop)]
         return join(*parts) if parts else rows(self._first.stored, 0, 0)
 
@@ -160,7 +165,7 @@ class HeldRows:
 
 
 class _Buffer:
-    """Rows in memory, with room for more."""
+    """Rows in memory, with free rows at the end; the first `n` are used."""
 
     def __init__(self, stored: Stored):
         self.stored, self.n = stored, n_rows(stored)

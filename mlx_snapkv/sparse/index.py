@@ -1,14 +1,14 @@
-"""An index of keys: which entries queries attend to most, found without reading the keys.
+"""An index of keys: it ranks entries by their attention without reading the keys.
 
-Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. Here a channel counts
-by how large queries are in it, so that the components are those of the logits' variance: half of `head_dim`, in 4 bits
-each, 17/128 of the keys' bytes in bfloat16. A quarter of the components in 8 bits each costs as much, and loses
-models that look entries up by keys that vary in all directions.
+Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. Here a channel is
+weighted by the size of the queries in it, so that the components explain the variance of the logits: half of
+`head_dim` components, in 4 bits each, 17/128 of the keys' bytes in bfloat16. A quarter of the components in 8 bits
+each takes as many bytes, and fails for models that look entries up by keys that vary in all directions.
 
 The codes are the OCP's MXFP4 (Microscaling Formats v1.0, section 5.1): floats of 4 bits, 32 of which share a power of
-two. MLX multiplies by them as they are stored, in one operation. Sixteen even steps a component rank a little better
-(1/16 of 6,000 entries lacks 12.0% of SmolLM2's attention, with MXFP4 12.2%, with exact logits 11.3%), and cost two
-float32 expansions of all codes a token.
+two. MLX multiplies by them as they are stored, in one operation. Sixteen even steps per component rank a little better
+(the best 1/16 of 6,000 entries misses 12.0% of SmolLM2's attention, with MXFP4 12.2%, with exact logits 11.3%), but
+need two float32 copies of all codes per token.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from ..entries.spans import spans
 from .compiled import compiled
 from .held_rows import HeldRows, MakeAside
 
-EXACT_ENTRIES = 8192  # a token ranks as many entries by its exact attention, and more by an index
+EXACT_ENTRIES = (
+    8192  # up to here a token ranks entries by exact attention, which costs more with every entry
+)
 KEYS_QUANTISED_AT_ONCE = 4096  # MLX's CPU backend takes 50 bytes of memory for each number of a key
-MAX_SAMPLED_KEYS = 4096  # keys that the components should be taken from, at most
+MAX_SAMPLED_KEYS = 4096  # keys that the principal components are computed from
 MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
-MXFP4_GROUP = 32  # components that share a power of two
-LOGIT_BYTES = 64 << 20  # of float32 logits, below which all are made at once
-LOGIT_DIVISOR_IN_FILES = 8  # times, where codes are in a file: its reader counts on little memory
+MXFP4_GROUP = 32  # components per power of two
+LOGIT_BYTES = 64 << 20  # bytes of float32 logits computed at once
+LOGIT_DIVISOR_IN_FILES = 8  # an eighth of these where codes are in a file, to save memory
 
 
 def ranks_by_index(n: int) -> bool:
@@ -45,15 +47,16 @@ class KeyIndex:
     """Codes of a layer's keys, in order of position.
 
     Args:
-        keys: `(B, n_kv_heads, n, head_dim)`, of which the components are taken; they are not appended.
-        queries: `(B, n_heads, m, head_dim)`, each KV head's readers together; None: all channels count alike.
-        aside: see `HeldRows`.
+        keys: a sample `(B, n_kv_heads, n, head_dim)` to compute the components from; they are not appended.
+        queries: a sample `(B, n_heads, m, head_dim)` to weight the channels, heads of a KV head together; None weights
+            all channels alike.
+        aside: makes the place for codes outside memory; see `HeldRows`.
 
     Raises: SnapKVError: the keys contain NaN.
 
     Attributes:
-        n_made_of: how many keys there were, of which those were a sample.
-        codes: of the keys, and their powers of two.
+        n_sampled_from: number of keys from which the sample was taken.
+        codes: MXFP4 codes of the keys' components, and their powers of two.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class KeyIndex:
         queries: mx.array | None = None,
         aside: MakeAside | None = None,
     ):
-        B, H, self.n_made_of, D = keys.shape
+        B, H, self.n_sampled_from, D = keys.shape
         sample, size = keys.astype(mx.float32), _size(D)
         if mx.isnan(sample).any().item():
             raise nan_scores()
@@ -70,7 +73,7 @@ class KeyIndex:
         self._mean = sample.mean(axis=2, keepdims=True)
         centred = (sample - self._mean) * weights
         vectors = _principal(centred, size)
-        # The components of the sample are scaled to 1 at most, and those of queries so that logits stay as they are.
+        # Keys are scaled so that the sample's components are at most 1, queries inversely: logits stay the same.
         largest = mx.maximum(mx.abs(centred @ vectors).max(axis=2, keepdims=True), 1e-6)
         padding = [(0, 0), (0, 0), (0, 0), (0, -size % MXFP4_GROUP)]
         self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
@@ -83,37 +86,38 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Return the bytes in memory."""
         return self.codes.nbytes
 
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
         new = []
         for start, stop in spans(0, keys.shape[2], KEYS_QUANTISED_AT_ONCE):
-            own = keys[:, :, start:stop].astype(mx.float32) - self._mean
-            new.append(mx.quantize(own @ self._of_keys, **MXFP4))
+            centred = keys[:, :, start:stop].astype(mx.float32) - self._mean
+            new.append(mx.quantize(centred @ self._of_keys, **MXFP4))
             mx.eval(new[-1])
         self.codes.append(join(*new))
         mx.eval(self.codes.in_memory)
 
-    def outgrown_by(self, n: int) -> bool:
-        """Whether `n` keys are too many for an index of these components: twice as many as they were taken of.
+    def is_outgrown_by(self, n: int) -> bool:
+        """Return whether `n` keys are at least twice as many as there were when the components were computed.
 
         Keys late in a text differ from early ones, if only by their rotation.
         """
-        return n >= 2 * self.n_made_of
+        return n >= 2 * self.n_sampled_from
 
     def truncate(self, n: int) -> None:
+        """Drop all codes but the first `n`."""
         self.codes.truncate(n)
 
     @property
     def state(self) -> list[mx.array]:
-        """All but the codes, for a file."""
+        """Return the arrays that a saved index has besides its codes."""
         return [self._mean, self._of_keys, self._of_queries]
 
     @classmethod
     def restored(cls, state: Any, keys: mx.array, aside: MakeAside) -> KeyIndex | None:
-        """Return the index of a file, for keys of this shape, to which `fill` adds codes; None if it does not fit."""
+        """Return a saved index without codes, which `fill` adds; None if it does not fit keys of this shape."""
         index = cls.__new__(cls)
         B, H, _, D = keys.shape
         try:
@@ -128,14 +132,14 @@ class KeyIndex:
             return None
         if not fits:
             return None
-        index.codes, index.n_made_of = HeldRows(no_codes(keys), aside=aside), 0
+        index.codes, index.n_sampled_from = HeldRows(no_codes(keys), aside=aside), 0
         return index
 
     def fill(self, codes: Iterable[Stored]) -> None:
-        """Add codes that an index with the same state had."""
+        """Append the codes of a saved index."""
         for some in codes:
             self.codes.append(some)
-        self.n_made_of = len(self)
+        self.n_sampled_from = len(self)
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
         other = copy.copy(self)
@@ -143,36 +147,36 @@ class KeyIndex:
         return other
 
     def relevance(self, observed: Queries, n: int) -> mx.array:
-        """How near each of the first `n` keys comes to the largest logit of any of the queries.
+        """Score the first `n` keys by how near they come to a query's largest logit, in nats below it.
 
-        In nats below it, so that 0 is the best: the maximum over queries, and over a GQA group. It orders entries
-        nearly as the softmax does, and takes no exponentials. The queries see all of the keys.
+        The score is the maximum over queries and over the heads of a GQA group. It orders entries nearly as the
+        softmax does, without exponentials. Every query sees all of the keys.
 
-        Returns: `(B, n_kv_heads, n)` float32, 0 at most.
+        Returns: `(B, n_kv_heads, n)` float32, at most 0; 0 is best.
         """
-        if self.codes.together(n) and n <= self._block(observed.heads):
-            codes = self.codes.reach(0, n)
+        if self.codes.is_contiguous(n) and n <= self._block(observed.heads):
+            codes = self.codes.read_at_least(0, n)
             return _relevance(observed.heads, observed.scale, self._of_queries, n, *codes)
         queries = _scaled(observed.heads, observed.scale, self._mean.shape[1]) @ self._of_queries
         parts = list(self._parts(self._block(observed.heads), n))
         if 4 * math.prod(observed.heads.shape[:3]) * n <= self._logit_bytes:
-            made: list[mx.array] = []
+            logits: list[mx.array] = []
             for part in parts:
-                made.append(self._logits(queries, *part, made[-1:]))
-            return _below(mx.concatenate(made, axis=3))
-        # Made twice, since they are too many to be kept.
+                logits.append(self._logits(queries, *part, logits[-1:]))
+            return _below(mx.concatenate(logits, axis=3))
+        # Logits that are too large to be kept are computed twice: for the largest, then for the distances to it.
         tops: list[mx.array] = []
         for part in parts:
             tops.append(self._logits(queries, *part, tops[-1:]).max(axis=3, keepdims=True))
-        most = mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
+        top = mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
         below: list[mx.array] = []
         for part in parts:
-            logits = self._logits(queries, *part, below[-1:] or [most])
-            below.append((logits - most).max(axis=2))
+            some = self._logits(queries, *part, below[-1:] or [top])
+            below.append((some - top).max(axis=2))
         return mx.concatenate(below, axis=-1)
 
     def _parts(self, block: int, n: int) -> Iterator[tuple[int, int]]:
-        """Yield spans `[start, stop)` of the first `n` keys, of `block` keys at most, whose codes lie together."""
+        """Yield spans `[start, stop)` of the first `n` keys, of at most `block` keys, whose codes are in one array."""
         for first, last in self.codes.spans(0, n):
             yield from spans(first, last, block)
 
@@ -181,7 +185,7 @@ class KeyIndex:
         return LOGIT_BYTES // LOGIT_DIVISOR_IN_FILES if self.codes.waits else LOGIT_BYTES
 
     def _block(self, heads: mx.array) -> int:
-        """Keys whose logits are made at once, at most, for queries `(B, n_heads, m, head_dim)`."""
+        """Return how many keys' logits to compute at once, for queries `(B, n_heads, m, head_dim)`."""
         return max(MXFP4_GROUP, self._logit_bytes // (4 * math.prod(heads.shape[:3])))
 
     def _logits(
@@ -190,33 +194,33 @@ class KeyIndex:
         """Return the logits of the keys `[start, stop)`, `(B, n_kv_heads, group * m, n)` float32.
 
         Args:
-            queries: `(B, n_kv_heads, group * m, components)`, as they multiply the codes.
-            after: what is computed before.
+            queries: `(B, n_kv_heads, group * m, components)`, projected for the codes.
+            after: arrays to compute first, so that fewer logits are in memory.
         """
         queries = mx.depends(queries, list(after)) if after else queries
         n = stop - start
-        logits = _logits(n, queries, *self.codes.reach(start, stop))
+        logits = _logits(n, queries, *self.codes.read_at_least(start, stop))
         if self.codes.waits:
             mx.eval(logits)
         return logits
 
 
 def _channel_sizes(queries: mx.array, n_kv_heads: int) -> mx.array:
-    """Root mean squares of a KV head's queries `(B, n_heads, m, head_dim)`: `(B, n_kv_heads, 1, head_dim)`."""
+    """Return the root mean square of queries `(B, n_heads, m, head_dim)` by channel: `(B, n_kv_heads, 1, head_dim)`."""
     B, _, _, D = queries.shape
     squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, n_kv_heads, -1, D)
     return mx.sqrt(squares.mean(axis=2) + 1e-12)[:, :, None]
 
 
 def _principal(centred: mx.array, n: int) -> mx.array:
-    """The `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`, largest first."""
+    """Return the largest `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`."""
     covariance = centred.swapaxes(-1, -2) @ centred / centred.shape[2]
     _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # by ascending variance
     return vectors[..., : -n - 1 : -1]
 
 
 def _scaled(heads: mx.array, scale: float, n_kv_heads: int) -> mx.array:
-    """Queries `(B, n_heads, m, head_dim)` by KV head, `(B, n_kv_heads, group * m, head_dim)` float32."""
+    """Scale queries `(B, n_heads, m, head_dim)` and group them: `(B, n_kv_heads, group * m, head_dim)` float32."""
     B, _, _, D = heads.shape
     return (heads.astype(mx.float32) * scale).reshape(B, n_kv_heads, -1, D)
 
@@ -225,13 +229,13 @@ def _scaled(heads: mx.array, scale: float, n_kv_heads: int) -> mx.array:
 def _relevance(
     heads: mx.array, scale: float, factors: mx.array, n: int, codes: mx.array, powers: mx.array
 ) -> mx.array:
-    """`KeyIndex.relevance` of the first `n` keys of codes that lie together."""
+    """Compute `KeyIndex.relevance` of the first `n` keys if their codes are in one array."""
     queries = _scaled(heads, scale, factors.shape[1]) @ factors
     return _below(_logits(n, queries, codes, powers))
 
 
 def _below(logits: mx.array) -> mx.array:
-    """How near any query's logit of a key comes to its largest, of `(B, n_kv_heads, group * m, n)`."""
+    """Return the maximum over queries of logit minus the query's top logit, of `(B, n_kv_heads, group * m, n)`."""
     return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
 
 
@@ -241,27 +245,28 @@ def _logits(n: int, queries: mx.array, codes: mx.array, powers: mx.array) -> mx.
 
 
 def no_codes(keys: mx.array) -> tuple[mx.array, ...]:
-    """Codes and powers of two of none of the keys, to show their forms."""
+    """Return arrays of 0 codes and 0 powers of two, with the shapes and dtypes for these keys."""
     B, H, _, D = keys.shape
     return tuple(mx.zeros((B, H, 0, width), dtype) for width, dtype in _packed(D))
 
 
 def index_bytes(keys: mx.array) -> int:
-    """Bytes that an index of the keys `(B, n_kv_heads, n, head_dim)` takes, without the room for more."""
+    """Return the bytes of an index of the keys `(B, n_kv_heads, n, head_dim)`, without free rows."""
     B, H, n, D = keys.shape
     return B * H * n * sum(width * dtype.size for width, dtype in _packed(D))
 
 
 def _size(head_dim: int) -> int:
-    """Components that are held."""
+    """Return the number of components: half of the head's channels, in whole MXFP4 groups."""
     return min(head_dim, -(-head_dim // (2 * MXFP4_GROUP)) * MXFP4_GROUP)
 
 
 def _padded(head_dim: int) -> int:
+    """Return the number of components, padded to whole MXFP4 groups."""
     return -(-_size(head_dim) // MXFP4_GROUP) * MXFP4_GROUP
 
 
 def _packed(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
-    """A key's numbers of codes, eight in one, and of powers of two, and their types."""
+    """Return width and dtype of a key's codes (eight codes per uint32), and of its powers of two."""
     width = _padded(head_dim)
     return (width // 8, mx.uint32), (width // MXFP4_GROUP, mx.uint8)

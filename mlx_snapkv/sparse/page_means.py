@@ -1,4 +1,4 @@
-"""The mean keys of pages of neighbours, by which the chunks of a prompt choose what they read."""
+"""Mean keys of pages: the chunks of a prompt choose the pages that they read by them."""
 
 from __future__ import annotations
 
@@ -15,57 +15,55 @@ from .options import PAGE_SIZE
 
 
 class PageMeans:
-    """Mean keys of a layer's first pages; those of a text beyond what stays in memory are in a file, as its entries."""
+    """Mean keys of a layer's first pages. Means of a long text go to a file if its entries are in files."""
 
-    _held: HeldRows | None = None  # while there are none
-    _held_as: Quantization | None = None
+    _means: HeldRows | None = None  # None before the first page
+    _quantization: Quantization | None = None
 
     def __len__(self) -> int:
-        return 0 if self._held is None else len(self._held)
+        return 0 if self._means is None else len(self._means)
 
     @property
     def in_memory(self) -> tuple[mx.array, ...]:
-        return () if self._held is None else self._held.in_memory
+        return () if self._means is None else self._means.in_memory
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
-        return 0 if self._held is None else self._held.nbytes
+        """Return the bytes in memory."""
+        return 0 if self._means is None else self._means.nbytes
 
     @property
     def file_nbytes(self) -> int:
-        return 0 if self._held is None else self._held.aside_nbytes
+        return 0 if self._means is None else self._means.aside_nbytes
 
     def truncate(self, n: int) -> None:
-        """Hold those of the first `n` pages only."""
-        if self._held is not None:
-            self._held.truncate(n)
+        """Drop the means of all but the first `n` pages."""
+        if self._means is not None:
+            self._means.truncate(n)
 
-    def of(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
-        """Return functions that give the means of these pages of a view, a part of the pages each.
+    def parts(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
+        """Return functions that read the means of a part of these pages each, `(B, n_kv_heads, n, head_dim)` float32.
 
-        The means are `(B, n_kv_heads, n, head_dim)` float32.
+        Means that are missing are computed from the view.
         """
-        held = self._extended(view, pages.stop)
-        return [
-            partial(self._read, held, start, stop)
-            for start, stop in held.spans(pages.start, pages.stop)
-        ]
+        means = self._extended(view, pages.stop)
 
-    def _read(self, held: HeldRows, start: int, stop: int) -> mx.array:
-        return unpack(held.read(start, stop), self._held_as).astype(mx.float32)
+        def read(start: int, stop: int) -> mx.array:
+            return unpack(means.read(start, stop), self._quantization).astype(mx.float32)
+
+        return [partial(read, *span) for span in means.spans(pages.start, pages.stop)]
 
     def _extended(self, view: FullView, stop: int) -> HeldRows:
-        """Those of the first `stop` pages, at least."""
-        if (done := len(self)) >= stop and self._held is not None:
-            return self._held
+        """Return the means of at least the first `stop` pages."""
+        if (done := len(self)) >= stop and self._means is not None:
+            return self._means
         new = view.by_block(partial(_of_block, view), spans(done * PAGE_SIZE, stop * PAGE_SIZE))
-        self._held_as = means_held_as(new.shape[3])
-        packed = pack(new, self._held_as)
-        if self._held is None:
-            self._held = HeldRows(rows(packed, 0, 0), PAGE_SIZE, view.aside)
-        self._held.append(packed)
-        return self._held
+        self._quantization = means_quantization(new.shape[3])
+        packed = pack(new, self._quantization)
+        if self._means is None:
+            self._means = HeldRows(rows(packed, 0, 0), PAGE_SIZE, view.aside)
+        self._means.append(packed)
+        return self._means
 
 
 def _of_block(view: FullView, start: int, stop: int, after: Sequence[mx.array]) -> mx.array:
@@ -73,15 +71,15 @@ def _of_block(view: FullView, start: int, stop: int, after: Sequence[mx.array]) 
 
 
 def page_means(entries: mx.array) -> mx.array:
-    """Means of every page of `(B, n_kv_heads, n, head_dim)` entries, whole pages.
+    """Average the entries `(B, n_kv_heads, n, head_dim)` of each page; `n` is a multiple of `PAGE_SIZE`.
 
-    They are summed in float32: of float16, a sum may be too large.
+    Sums are float32: float16 may overflow.
     """
     summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, PAGE_SIZE))
     return summed.mean(axis=3).astype(entries.dtype)
 
 
-def means_held_as(head_dim: int) -> Quantization | None:
-    """How mean keys are held: in 8 bits, half of bfloat16's, unless MLX can't quantise keys of this size."""
-    fitting = groups_dividing([head_dim])
-    return Quantization(8, fitting[-1]) if fitting else None
+def means_quantization(head_dim: int) -> Quantization | None:
+    """Return how mean keys are packed: in 8 bits, half of bfloat16; None if MLX can't quantise keys of this size."""
+    group_sizes = groups_dividing([head_dim])
+    return Quantization(8, group_sizes[-1]) if group_sizes else None

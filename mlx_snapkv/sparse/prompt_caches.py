@@ -1,4 +1,4 @@
-"""Prompt caches whose entries are in a store: how they are made, moved there, and saved."""
+"""Make prompt caches whose entries are in a store, move entries to a store, and prepare caches to be saved."""
 
 import os
 from typing import Any
@@ -22,7 +22,7 @@ from .stores import STORES, Store
 
 
 def require_store(store: str | None, folder: str | None = None) -> None:
-    """Raises: SnapKVError: there is no such store, or its files can't be written to the folder."""
+    """Check a store's name and folder. Raises: SnapKVError: no such store, or the folder is not writable."""
     if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         raise OptionError("store_dir", "a writable folder", folder)
     if store is not None and store not in STORES:
@@ -31,6 +31,7 @@ def require_store(store: str | None, folder: str | None = None) -> None:
 
 
 def in_files(store: str | None) -> bool:
+    """Return whether a store of this name keeps entries in files."""
     return store is not None and STORES[store].in_files
 
 
@@ -95,7 +96,7 @@ def lasting_forms(model, caches: list, store: str | None) -> list:
 
 
 def saved_forms(model, caches: list) -> list:
-    """Return caches to be written to a file: of kinds that mlx-lm knows, except a book's."""
+    """Return caches to write to a file: mlx-lm's own kinds, or a `StoredKVCache` if entries are in files."""
     forms = list(caches)
     if any(cache.converts_to_save for cache in layer_caches(caches)):
         for layer in attention_layers(model, caches):
@@ -104,38 +105,42 @@ def saved_forms(model, caches: list) -> list:
 
 
 def plain_forms(model, caches: list) -> list:
-    """`saved_forms` that mlx-lm can batch: plain ones in memory."""
+    """Return caches that mlx-lm can batch: `KVCache` in memory for each layer whose entries are stored or packed."""
     forms = list(caches)
     for layer in attention_layers(model, caches):
-        found = layer.entries_in(caches)
-        if found.is_compressed or (found.store is None and found.quantization is None):
+        cache = layer.entries_in(caches)
+        if cache.is_compressed or (cache.store is None and cache.quantization is None):
             continue
         plain: Any = KVCache()
-        if found.offset:
-            plain = full_cache(found.stored_entries().packed(None), found.sparse_from)
+        if cache.offset:
+            plain = full_cache(cache.stored_entries().packed(None), cache.sparse_from)
         layer.put(forms, plain)
     return forms
 
 
-def moved_into(empty: Any, found: Any) -> Any:
-    """A cache of `empty`'s kind with the entries of another, which is itself given back if it is of that kind already.
+def moved_into(empty: Any, cache: Any) -> Any:
+    """Move the entries of `cache` into `empty`, a cache of another kind, and return it.
 
-    Raises: SnapKVError: it does not hold all entries, or they are stored otherwise.
+    A cache that already is of this kind, or compressed, is returned as it is.
+
+    Raises: SnapKVError: `cache` does not hold all entries.
     """
-    wanted, loaded = layer_cache(empty), layer_cache(found)
+    wanted, loaded = layer_cache(empty), layer_cache(cache)
     if loaded.is_compressed or _alike(wanted.store, loaded.store):
         if wanted.store is not None and loaded.store is not None:
             loaded.store.folder = wanted.store.folder
-        return found
-    if not has_all_entries(found):
+        return cache
+    if not has_all_entries(cache):
         raise SnapKVError(
-            f"its {type(found).__name__} has no entries that a policy can choose among: load it without a policy"
+            f"its {type(cache).__name__} has no entries that a policy can choose among: load it without a policy"
         )
     if loaded.offset == 0:
         return empty
     if wanted.store is None:
         return full_cache(loaded.stored_entries().packed(None), loaded.sparse_from)
-    empty.fill(loaded.stored_entries())  # as they are stored, which is not quantised twice
+    empty.fill(
+        loaded.stored_entries()
+    )  # packed entries stay packed: quantising twice would lose more
     empty.sparse_from = loaded.sparse_from
     return empty
 
@@ -153,5 +158,5 @@ def book_store(caches: list) -> str | None:
 
 
 def books(prompt_cache: list) -> list:
-    """The caches whose entries are in files."""
+    """Return the caches whose entries are in files."""
     return [cache for cache in layer_caches(prompt_cache) if cache.in_files]

@@ -1,14 +1,14 @@
-"""The rest: what a token does not read, attended to as one entry for each cluster of similar keys.
+"""The residual: entries that a token does not read, attended to as one mean entry per cluster of similar keys.
 
-The cluster's entry is its mean key and mean value. A head gives it the logit
+A head gives a cluster's mean key the logit
 
     t * (q . mean key) + log(entries of the cluster that the token does not read) + log a
 
-A mean logit is the logit of the mean key, so the exponential of it never overrates a cluster's mass; but the values
-that a head would have found there are not the mean value, and how far to trust it differs from head to head. The mass
-`a` and the temperature `t` of each head are found once, for the prompt's last queries, whose attention to all entries
-is at hand: the pair is taken whose output comes nearest to that. RetroInfer (Chen et al., 2025, arXiv:2505.02922)
-estimates by clusters, with a = t = 1; SparQ (Ribar et al., 2024, arXiv:2312.04985) by one mean value.
+The mean of a cluster's logits is the logit of its mean key, so its exponential never overrates the cluster's share of
+the softmax. But a head may weight the cluster's values unevenly, so heads differ in how far they can trust the mean
+value. The mass `a` and the temperature `t` of each head are chosen at the end of the prompt: full attention is computed
+for its last queries, and the pair is taken whose output comes nearest to it. RetroInfer (Chen et al., 2025,
+arXiv:2505.02922) estimates by clusters, with a = t = 1; SparQ (Ribar et al., 2024, arXiv:2312.04985) by one mean value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..entries.attention import HIDDEN
 from ..entries.spans import BLOCK_SIZE, spans
 from .clusters import Clusters
 
-MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)
-TEMPERATURES = (1.0, 0.75, 0.5)
+MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)  # candidates for `a`; 0 ignores the residual
+TEMPERATURES = (1.0, 0.75, 0.5)  # candidates for `t`
 # Last queries of the prompt for which mass and temperature are found. Sixteen would take four times as long; the KL of
 # SmolLM2-135M after 1,400 tokens would be 0.0077 instead of 0.0090, after 6,000 tokens the same.
 WEIGHING_QUERIES = 4
@@ -34,14 +34,17 @@ WEIGHING_QUERIES = 4
 SAMPLED_ENTRIES = 1 << 16
 SAMPLED_RUN = 256  # neighbours that are sampled together
 
-SMALLEST_MASS = 1e-30  # for the logarithm of a mass of 0, which `HIDDEN` stands for then
+SMALLEST_MASS = 1e-30  # keeps the logarithm of 0 finite; the result is replaced by `HIDDEN`
 
 
-class Rest(NamedTuple):
-    """The clusters of a layer's first entries, and how its heads weigh them.
+class Residual(NamedTuple):
+    """The clusters of a layer's first entries, and the two factors by which each head weighs their means.
 
-    Entries of each cluster that a token may choose are `(B, n_kv_heads, n_clusters)`, mass and temperature
-    `(B, n_kv_heads, group, 1, 1)` each.
+    Attributes:
+        clusters: of all entries.
+        choosable: number of entries per cluster that a token may choose, `(B, n_kv_heads, n_clusters)`.
+        log_mass: log `a` of each head, `(B, n_kv_heads, group, 1, 1)`; `HIDDEN` for a = 0.
+        temperature: `t` of each head, of the same shape.
     """
 
     clusters: Clusters
@@ -50,45 +53,46 @@ class Rest(NamedTuple):
     temperature: mx.array
 
     def bias(self, queries: mx.array, scale: float, places: mx.array) -> mx.array:
-        """What a token adds to the clusters' logits `scale * (q . mean key)`, `(B, n_heads, L, n_clusters)`.
+        """Return what is added to the means' logits `scale * (q . mean key)`: `(B, n_heads, L, n_clusters)`.
 
-        It is of the queries' type. Of float16 it is at most the largest number: infinity would make the output NaN.
+        It has the queries' dtype. In float16 it is clipped, because infinity would make the output NaN.
 
         Args:
-            queries: `(B, n_heads, L, head_dim)`, each KV head's together.
-            places: the entries that they have chosen, uint32 `(B, n_kv_heads, k)`.
+            queries: `(B, n_heads, L, head_dim)`, with the heads of a KV head together.
+            places: entries that the queries have chosen, uint32 `(B, n_kv_heads, k)`.
         """
         unread = (self.choosable - self.clusters.sizes(places))[:, :, None, None]
         logits = scale * grouped_logits(queries, self.clusters.keys)
         logits = logits * (self.temperature - 1) + mx.log(mx.maximum(unread, SMALLEST_MASS))
-        seen = (unread > 0) & (self.log_mass > HIDDEN)
-        bias = mx.where(seen, logits + self.log_mass, HIDDEN)
+        visible = (unread > 0) & (self.log_mass > HIDDEN)
+        bias = mx.where(visible, logits + self.log_mass, HIDDEN)
         if queries.dtype == mx.float16:
             bias = mx.minimum(bias, mx.finfo(mx.float16).max)
         return bias.astype(queries.dtype).flatten(1, 2)
 
 
 def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
-    """Of heads' queries and their KV head's keys, `(B, n_kv_heads, group, L, n)` float32."""
+    """Return the logits of queries `(B, n_heads, L, head_dim)` and keys `(B, n_kv_heads, n, head_dim)`, by KV head:
+    `(B, n_kv_heads, group, L, n)` float32."""
     B, H, _, D = keys.shape
     by_head = queries.astype(mx.float32).reshape(B, H, -1, D)
     logits = by_head @ keys.astype(mx.float32).mT
     return mx.unflatten(logits, 2, (-1, queries.shape[2]))
 
 
-PAIRS = list(product(MASSES, TEMPERATURES))  # the first is no rest at all
+PAIRS = list(product(MASSES, TEMPERATURES))  # the first pair ignores the residual
 
 
 @dataclass(frozen=True)
 class Example:
-    """Queries of the prompt, and what tokens of their places would have read.
+    """The prompt's last queries, and the entries that each would have read if the answer had begun there.
 
     Attributes:
-        queries: `(B, n_heads, m, head_dim)`, scaled, each KV head's together.
-        read: bool `(B, n_kv_heads, m, n)`, the entries that each would have read.
-        middle: entries that some of them would have chosen among; the others, up to their own, they read always.
-        first: position of the first query; it sees the entries up to its own.
-        sinks: logits `(n_heads,)` of attention sinks, a part of the softmax, if there are any.
+        queries: `(B, n_heads, m, head_dim)`, scaled, with the heads of a KV head together.
+        read: bool `(B, n_kv_heads, m, n)`, the entries that each query would have read.
+        middle: positions of entries that are read by choice; all queries read the others, up to their own position.
+        first: position of the first query.
+        sinks: logits `(n_heads,)` of the model's attention sinks, if it has any.
     """
 
     queries: mx.array
@@ -98,13 +102,13 @@ class Example:
     sinks: mx.array | None = None
 
     def sees(self, places: mx.array) -> mx.array:
-        """Which entries at these places each query sees, bool `(m, n)`."""
+        """Return which entries at `places` `(n,)` precede each query or are its own: bool `(m, n)`."""
         return places <= mx.arange(self.first, self.first + self.queries.shape[2])[:, None]
 
     def sampled(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
-        """Spans of entries that are read together, and how many entries each of theirs stands for.
+        """Yield spans of entries to read together, and how many entries each of these stands for.
 
-        All entries, or of a long text pages here and there in its middle.
+        The spans cover all entries, or in a long text a sample of its middle.
         """
         n = self.read.shape[-1]
         first, last = -(-self.middle.start // SAMPLED_RUN), self.middle.stop // SAMPLED_RUN
@@ -122,7 +126,7 @@ class Example:
             yield [span], 1
 
     def mass_of_sinks(self, top: mx.array) -> mx.array:
-        """`exp(logit - top)` of attention sinks, or 0: `(B, n_kv_heads, group, m, 1)` float32, as `top` is."""
+        """Return `exp(logit - top)` of the attention sinks, or 0; `top` is `(B, n_kv_heads, group, m, 1)` float32."""
         if self.sinks is None:
             return mx.array(0.0)
         by_head = mx.unflatten(self.sinks.astype(mx.float32), 0, (top.shape[1], -1))
@@ -130,17 +134,17 @@ class Example:
 
 
 def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
-    """How far heads' outputs are from full attention's, squared and summed over an example's queries.
+    """Return each head's squared distance to the output of full attention for each of `PAIRS`, summed over queries.
 
     Args:
-        entries: gives keys and values `(B, n_kv_heads, stop - start, head_dim)` by `read_keys(start, stop)` and
-            `read_values`; they are read a block at a time, once, and of a long text not all.
+        entries: have `read_keys(start, stop)` and `read_values(start, stop)`, which return
+            `(B, n_kv_heads, stop - start, head_dim)`; each block is read once, and a long text is sampled.
         clusters: of all entries.
 
     Returns: `(len(PAIRS), B, n_kv_heads, group)` float32.
     """
     top = mx.array(HIDDEN)
-    # Of all that is seen, and of what is read: the softmax's denominator and the sum of values, times `exp(-top)`.
+    # The softmax's denominator and the weighted sum of values, both times `exp(-top)`: of all entries, of those read.
     every = read = mx.array(0.0), mx.array(0.0)
     for some, each in example.sampled():
         places = mx.concatenate([mx.arange(*span) for span in some])
@@ -151,9 +155,9 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
         logits = mx.where(example.sees(places), logits, HIDDEN)
         is_read = mx.take(example.read, places, axis=-1)[:, :, None]
         before, top = top, mx.maximum(top, logits.max(axis=-1, keepdims=True))
-        weights, fewer = mx.exp(logits - top), mx.exp(before - top)
-        every = _summed(every, fewer, weights, values)
-        read = _summed(read, fewer, mx.where(is_read, weights, 0), values)
+        weights, factor = mx.exp(logits - top), mx.exp(before - top)
+        every = _summed(every, factor, weights, values)
+        read = _summed(read, factor, mx.where(is_read, weights, 0), values)
         mx.eval(top, every, read)
     of_sinks = example.mass_of_sinks(top)
     every, read = ((total + of_sinks, sums) for total, sums in (every, read))
@@ -165,19 +169,22 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
     products = {
         t: (x.sum(axis=-1, keepdims=True), x @ values[:, :, None]) for t, x in masses.items()
     }
-    found = [(sums + a * products[t][1]) / (total + a * products[t][0]) for a, t in PAIRS]
-    return mx.stack([mx.square(x - full).sum(axis=-1).sum(axis=-1) for x in found])
+    outputs = [(sums + a * products[t][1]) / (total + a * products[t][0]) for a, t in PAIRS]
+    return mx.stack([mx.square(x - full).sum(axis=-1).sum(axis=-1) for x in outputs])
 
 
 def _summed(
-    sums: tuple[mx.array, mx.array], fewer: mx.array, weights: mx.array, values: mx.array
+    sums: tuple[mx.array, mx.array], factor: mx.array, weights: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array]:
-    return sums[0] * fewer + weights.sum(axis=-1, keepdims=True), sums[1] * fewer + weights @ values
+    """Add weights and weighted values to sums, after scaling the sums by `factor` to the new top logit."""
+    return sums[0] * factor + weights.sum(axis=-1, keepdims=True), sums[
+        1
+    ] * factor + weights @ values
 
 
-def best_factors(errors: mx.array) -> tuple[mx.array, mx.array]:
-    """The logarithm of the mass and the temperature, `(B, n_kv_heads, group, 1, 1)` each, with the least distances."""
-    best = mx.array(PAIRS)[mx.argmin(errors, axis=0)]
+def best_factors(distances: mx.array) -> tuple[mx.array, mx.array]:
+    """Return log mass and temperature with the smallest of `distances`, `(B, n_kv_heads, group, 1, 1)` each."""
+    best = mx.array(PAIRS)[mx.argmin(distances, axis=0)]
     mass, temperature = best[..., 0], best[..., 1]
     log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, SMALLEST_MASS)), HIDDEN)
     return log_mass[..., None, None], temperature[..., None, None]

@@ -1,4 +1,4 @@
-"""The KV cache of all entries, which are in a store between turns."""
+"""The KV cache of all entries, which a store keeps between turns."""
 
 from __future__ import annotations
 
@@ -31,27 +31,32 @@ _FILES_MISSING = (
 
 @loadable
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
-    """A KV cache of all tokens, which also records the post-RoPE queries of the positions `[first, last)`.
+    """A layer's KV cache of all tokens, which also records the post-RoPE queries of the positions `[first, last)`.
 
-    A store in plain memory has all entries. Any other store has the entries of earlier turns, and every attention reads
-    them again, so that only one layer's are in memory at a time.
+    A plain store in memory has all entries. Any other store has the entries of earlier turns; every attention call
+    reads them again, so that only one layer's are in memory at a time.
 
-    mlx-lm's `save_prompt_cache` writes, of entries in files, the first one, which shows the shapes, and the index.
-    Whoever saves the cache puts the files beside that, and whoever loads it gives it its store.
+    If entries are in files, mlx-lm's `save_prompt_cache` writes only the first entry, for its shapes, and the index.
+    `saved.book` puts the files beside them, and sets the store of a loaded cache.
 
     Args:
         capacity: entries to allocate at once, so that prefill never regrows the buffers.
         layer: the layer of the model.
-        store: where entries are kept between turns; None is plain memory.
+        store: keeps entries between turns; None is plain memory.
+
+    Attributes:
+        growing: the entries since the last `offload`; all entries if the store is plain memory.
+        page_means: mean keys of the first pages, if entries are in files.
+        clusters: of the first entries, from the last turn.
+        index: of the first entries' keys, from the last turn; None if they are few.
     """
 
     grows = converts_to_save = True
     store: Store
-    page_means: PageMeans  # of the first entries, if they are in files
-    clusters: WholeBlocks | None  # of the first entries
-    # Of the keys of the first entries, as many as there were when it last grew, if there is one.
+    page_means: PageMeans
+    clusters: WholeBlocks | None
     index: KeyIndex | None = None
-    growing: KVCache  # of the entries since the last `offload`, or of all
+    growing: KVCache
     keys = keys_of(attrgetter("growing"))
 
     def __init__(
@@ -67,7 +72,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def observe(
         self, first: int, last: int, capacity: int, statistics_from: int | None = None
     ) -> None:
-        """Record the queries of `[first, last)`, of `capacity` tokens in all, and forget those recorded before."""
+        """Record the queries of `[first, last)` of a prompt of `capacity` tokens, and forget earlier queries."""
         self.start_recording(first, last, statistics_from=statistics_from)
         self.growing.step = max(KVCache.step, capacity - self.offset)
 
@@ -81,19 +86,19 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return self._n_stored + self.growing.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add `(B, n_kv_heads, L, head_dim)` keys and values; all there are."""
+        """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return those of all entries."""
         if self._n_stored:
-            mx.eval(keys, values)  # and with them the layer before, whose entries can then go
+            mx.eval(keys, values)  # and so the layer before, whose entries are then freed
         self.growing.update_and_fetch(keys, values)
         return self.keys_and_values()
 
     def add(self, keys: mx.array, values: mx.array) -> None:
-        """The same without a look at what there is; those before go to where they are kept."""
+        """Append keys and values without returning the entries; move older ones to the store first."""
         self.offload()
         self.growing.update_and_fetch(keys, values)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """All there are; what the store gives is computed one after the other, for less memory."""
+        """Return keys and values of all entries. Stored ones are computed one after the other, for less memory."""
         if self._n_stored == 0:
             return self.growing.keys_and_values()
         keys, values = self.store.entries()
@@ -115,11 +120,11 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     def stored_entries(self) -> Entries:
         self.offload()
-        return self.store.held()
+        return self.store.all_entries()
 
     def saved_form(self) -> Any:
         self.offload()
-        return self if self.in_files else full_cache(self.store.held(), self.sparse_from)
+        return self if self.in_files else full_cache(self.store.all_entries(), self.sparse_from)
 
     def offload(self) -> None:
         """Move the entries to the store. Raises: SnapKVError: there is no space for them; they stay in memory then."""
@@ -128,12 +133,12 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             self.growing = KVCache()
 
     def views(self) -> list[Store]:
-        """Where its entries can be read from, in order of position."""
+        """Return the views of the entries, in order of position."""
         stores = [*([self.store] if self._n_stored else []), MemoryStore(cache=self.growing)]
         return [store for store in stores if store.n_entries]
 
     def fill(self, entries: Entries) -> None:
-        """Hold these entries, the first there are."""
+        """Put entries into an empty cache."""
         if self.growing is self.store.cache:
             self.growing.keys, self.growing.values = entries.plain()
             self.growing.offset = len(entries)
@@ -146,9 +151,9 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
         def restore() -> None:
             was_offloaded = self._n_stored > n_stored
-            self.index = index  # it may have been made anew since
+            self.index = index  # a turn may have replaced it
             trim()
-            if was_offloaded:  # what was plain is so again
+            if was_offloaded:  # entries that were not packed yet must not be packed twice
                 self.store.truncate(n_stored)
                 self.growing = copy.copy(growing)
 
@@ -214,7 +219,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def state(self) -> tuple:
-        """What a request under way computes; between requests, what a file has of entries in files."""
+        """Return what a running request computes; between requests, what a saved file has if entries are in files."""
         first = None if self.growing.offset else self.store.first_entry
         if first is not None:
             return *first, None if self.index is None else self.index.state

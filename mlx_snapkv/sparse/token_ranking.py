@@ -1,4 +1,4 @@
-"""The entries among which the tokens of an answer choose, ranked by an index or by their exact votes."""
+"""Chooses the entries that a token of an answer reads, by an index or by exact votes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ from ..entries.quota import Quota
 from .clusters import Clusters, WholeBlocks, clusters_of
 from .compiled import compiled
 from .full_view import FullView
-from .residual import WEIGHING_QUERIES, Example, Rest, best_factors, distances
+from .residual import WEIGHING_QUERIES, Example, Residual, best_factors, distances
 from .selection import n_of_groups, top_of_groups
 from .stores import MemoryStore
 
 
 class TokenRanking:
-    """Chooses what a token reads between the sink and the window: the entries that its own queries rank highest, and
-    the means of the rest, if they are weighed.
+    """Chooses the entries between sink and window that a token reads: those that its own queries rank highest.
 
     Args:
-        prompt: its entries; its index ranks them, or if it has none, their exact votes.
+        prompt: all entries of the prompt; without an index they are ranked by their exact votes.
         quota: how many entries a token reads: sink and window always, the others by its queries.
+
+    Attributes:
+        view: entries of the prompt, and entries of the answer that tokens choose among.
+        residual: the weighed means of unread entries; None before `weigh_residual`, or if nothing can be weighed.
+        n_first: entries of the sink.
+        n_read: entries that a token chooses.
     """
 
-    rest: Rest | None = None
-    n_read: int  # entries that a token chooses
+    residual: Residual | None = None
+    n_read: int
 
     def __init__(self, prompt: FullView, quota: Quota):
         n = len(prompt)
-        # The view has more, once tokens choose among the answer's entries.
         self._prompt = self.view = prompt
-        self._answer: MemoryStore | None = None  # those
-        self.n_first = min(quota.n_sink, n)  # entries of the sink
+        self._answer: MemoryStore | None = None  # entries of the answer that tokens choose among
+        self.n_first = min(quota.n_sink, n)
         self._stop = max(self.n_first, n - quota.n_window)  # entries from here on are always read
         self._n_chosen = max(0, quota.entries - quota.n_sink - (n - self._stop))
         self._count()
@@ -61,56 +65,63 @@ class TokenRanking:
 
     @property
     def n_means(self) -> int:
-        """Return the number of means of the rest, which a token reads, too."""
-        return 0 if self.rest is None else self.rest.clusters.n
+        """Return the number of cluster means that a token reads."""
+        return 0 if self.residual is None else self.residual.clusters.n
 
     def choose(
         self, captured: Captured, start: int
     ) -> tuple[tuple[mx.array, mx.array], mx.array | None]:
-        """Return keys and values that the queries of tokens from `start` on choose together, and the rest's bias."""
+        """Choose for the queries of the tokens from position `start` on, all together.
+
+        Returns: keys and values `(B, n_kv_heads, n_read, head_dim)`, and the bias of the means; see `Residual.bias`.
+        """
         heads, scale, sinks, *_ = captured
         tokens = range(start, start + heads.shape[2])
-        asked = Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap)
-        scores = self._scores(asked, self._stop)
-        if self.rest is None:
+        queries = Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap)
+        scores = self._scores(queries, self._stop)
+        if self.residual is None:
             places, bias = top_of_groups(scores, *self._among), None
         else:
-            places, bias = _choice_and_bias(self.rest, heads, scale, scores, *self._among)
+            places, bias = _chosen_and_bias(self.residual, heads, scale, scores, *self._among)
         return self.view.gather(places), bias
 
     def choose_among(self, oldest: tuple[mx.array, mx.array]) -> None:
-        """Let later tokens choose among these entries, too: the oldest after the sink that were always read."""
+        """Let later tokens choose among these entries, the oldest ones after the sink that every token has read."""
         n = n_rows(oldest)
-        n_known = len(self.view)
-        n_new = self._stop + n - n_known
-        if n_new > 0:  # the answer's, which are not in the view
+        n_viewed = len(self.view)
+        n_new = self._stop + n - n_viewed
+        if n_new > 0:  # entries of the answer, which are not in the view yet
             self._extend_view(Entries(*rows(oldest, n - n_new, n)))
         self._stop += n
         self._count()
-        if self.rest is not None:
-            clusters = self.rest.clusters
+        if self.residual is not None:
+            clusters = self.residual.clusters
             if n_new > 0:
-                clusters = clusters.followed_by(clusters_of(self.view, n_known))
-            self.rest = self.rest._replace(clusters=clusters, choosable=self._choosable(clusters))
+                clusters = clusters.followed_by(clusters_of(self.view, n_viewed))
+            self.residual = self.residual._replace(
+                clusters=clusters, choosable=self._choosable(clusters)
+            )
 
     def _count(self) -> None:
-        """Note how many entries a token chooses."""
+        """Set the number of entries that a token chooses."""
         n = self._stop - self.n_first
         self.n_read = n_of_groups(n, self._n_chosen, len(self.view)) if self._n_chosen else 0
 
-    def _scores(self, asked: Queries, stop: int) -> mx.array:
-        """Return scores of the entries between sink and `stop`, for `top_of_groups`: 0 at most, and rising with the
-        queries' attention."""
+    def _scores(self, queries: Queries, stop: int) -> mx.array:
+        """Score the entries between sink and `stop` for `top_of_groups`: `(B, n_kv_heads, stop - n_first)`, at most 0,
+        higher for more attention."""
         if self.view.index is not None:
-            scores = self.view.index.relevance(asked, stop)
+            scores = self.view.index.relevance(queries, stop)
         else:
-            scores = -1 / attention_votes(self.view.blocks(), asked)
+            scores = -1 / attention_votes(self.view.blocks(), queries)
         return scores[..., self.n_first : stop]
 
     def _choosable(self, clusters: Clusters) -> mx.array:
+        """Count the entries of each cluster that a token may choose: `(B, n_kv_heads, n_clusters)`."""
         return clusters.sizes_between(self.n_first, self._stop)
 
     def _extend_view(self, entries: Entries) -> None:
+        """Append entries of the answer to the view and its index."""
         if self._answer is None:
             self._answer = MemoryStore()
             self.view = self._prompt.followed_by(self._answer)
@@ -120,63 +131,66 @@ class TokenRanking:
         if self.view.index is not None:
             self.view.index.append(self.view.read_keys(n, len(self.view)))
 
-    def weigh_rest(self, observed: Queries, held: WholeBlocks | None = None) -> None:
-        """Weigh the means of what a token does not read for a prompt's last queries, as they vote over all entries.
+    def weigh_residual(self, queries: Queries, earlier: WholeBlocks | None = None) -> None:
+        """Cluster all entries and find each head's mass and temperature for the prompt's last queries.
 
-        Nothing is weighed where a token reads everything, or where an attention function takes no bias. Clusters of the
-        first entries may be `held`.
+        Does nothing if a token reads all entries, or if the attention function takes no bias.
+
+        Args:
+            queries: the prompt's last queries, which see all entries before them.
+            earlier: clusters of the first entries, if an earlier turn has made them.
         """
         reads_all = self.n_read in (0, self._stop - self.n_first)
         if reads_all or not self.can_weigh(self.view.layer):
             return
-        clusters, asked = self._clusters(held), observed.latest(WEIGHING_QUERIES)
+        clusters, queries = self._clusters(earlier), queries.latest(WEIGHING_QUERIES)
         read = []
-        for i in range(len(asked.places)):
-            read.append(self._would_read(asked.between(i, i + 1)))
+        for i in range(len(queries.places)):
+            read.append(self._would_read(queries.between(i, i + 1)))
             mx.eval(read)
-        start = asked.places.start
+        start = queries.places.start
         example = Example(
-            asked.heads * asked.scale,
+            queries.heads * queries.scale,
             mx.concatenate(read, axis=2),
             range(self.n_first, max(self.n_first, start - self.n_window)),
             start,
-            asked.sinks,
+            queries.sinks,
         )
-        # For all queries together: the entries may be in files.
+        # All queries together, because reading the entries may mean reading files.
         factors = best_factors(distances(self.view, clusters, example))
-        self.rest = Rest(clusters, self._choosable(clusters), *factors)
+        self.residual = Residual(clusters, self._choosable(clusters), *factors)
 
-    def _clusters(self, held: WholeBlocks | None) -> Clusters:
-        """Return the clusters of all entries; clusters of the first entries may be `held`."""
-        if held is None:
+    def _clusters(self, earlier: WholeBlocks | None) -> Clusters:
+        """Return the clusters of all entries, with those of an earlier turn."""
+        if earlier is None:
             return clusters_of(self.view)
-        known, n = held.clusters(), held.n_entries
-        return known if n == len(self.view) else known.followed_by(clusters_of(self.view, n))
+        first, n = earlier.clusters(), earlier.n_entries
+        return first if n == len(self.view) else first.followed_by(clusters_of(self.view, n))
 
-    def _would_read(self, one: Queries) -> mx.array:
-        """Return which entries a token of the prompt would read as a token of the answer does, bool `(B, n_kv_heads,
-        1, n)`."""
-        own, every = one.places.start, mx.arange(len(self.view))
-        stop = max(self.n_first, own - self.n_window)
-        read = (every < self.n_first) | ((every >= stop) & (every <= own))
-        read = mx.broadcast_to(read, (*self._heads, every.size))
+    def _would_read(self, query: Queries) -> mx.array:
+        """Return which entries a token of the prompt would read if the answer began with it: bool `(B, n_kv_heads, 1,
+        n)`."""
+        position, positions = query.places.start, mx.arange(len(self.view))
+        stop = max(self.n_first, position - self.n_window)
+        read = (positions < self.n_first) | ((positions >= stop) & (positions <= position))
+        read = mx.broadcast_to(read, (*self._heads, positions.size))
         if stop > self.n_first:
-            places = top_of_groups(self._scores(one, stop), *self._among)
+            places = top_of_groups(self._scores(query, stop), *self._among)
             read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
         return read[:, :, None]
 
     @property
     def _among(self) -> tuple[int, int, int]:
-        """Return how many places a token chooses, the first that it may choose, and the number of entries."""
+        """Return arguments of `top_of_groups`: how many to choose, the first position, and the number of entries."""
         return self._n_chosen, self.n_first, len(self.view)
 
     @property
     def _heads(self) -> tuple[int, ...]:
-        """`(B, n_kv_heads)`."""
+        """Return `(B, n_kv_heads)`."""
         return self.view.blocks().shape[:2]
 
     def __deepcopy__(self, memo: dict) -> TokenRanking:
-        """A copy that chooses from the same entries of the prompt."""
+        """Copy the ranking; the copy shares the prompt's entries."""
         other = copy.copy(self)
         if self._answer is not None:
             other._answer = MemoryStore(cache=copy.deepcopy(self._answer.cache, memo))
@@ -186,9 +200,9 @@ class TokenRanking:
 
 
 @compiled
-def _choice_and_bias(
-    rest: Rest, queries: mx.array, scale: float, scores: mx.array, *among: int
+def _chosen_and_bias(
+    residual: Residual, queries: mx.array, scale: float, scores: mx.array, *among: int
 ) -> tuple[mx.array, mx.array]:
-    """`top_of_groups`, and the rest's bias for queries that choose so."""
+    """Return `top_of_groups` of the scores, and the bias of the means for this choice."""
     places = top_of_groups(scores, *among)
-    return places, rest.bias(queries, scale, places)
+    return places, residual.bias(queries, scale, places)

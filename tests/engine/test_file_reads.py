@@ -100,7 +100,7 @@ def test_a_chunk_that_can_not_read_its_pages_fails_and_nothing_was_read(damage, 
     choose = SparsePrefillKVCache.choice
 
     def damaged(self, captured):
-        damage(self.everything.store._parts[0].files[0]._file.fileno())
+        damage(self.stored.store._parts[0].files[0]._file.fileno())
         return choose(self, captured)
 
     cache = make_prompt_cache(model)

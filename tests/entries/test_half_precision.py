@@ -17,7 +17,7 @@ from mlx_snapkv.sparse.clusters import Clusters
 from mlx_snapkv.sparse.index import KeyIndex
 from mlx_snapkv.sparse.options import PAGE_SIZE
 from mlx_snapkv.sparse.page_means import page_means
-from mlx_snapkv.sparse.residual import Rest
+from mlx_snapkv.sparse.residual import Residual
 
 H, T, N, D, KEPT = 2, 2000, 64, 64, 300
 # Spread and bias of keys; their logits are up to 6, 5,000 and 70,000.
@@ -100,7 +100,7 @@ def test_a_mean_s_bias_may_pass_float16():
     one = mx.ones((1, 1, 1, 1, 1))
     places = mx.arange(84, dtype=mx.uint32)[None, None]  # of the clusters 44 and 40
     clusters = Clusters((places >= 44).astype(mx.uint16), keys, keys)
-    rest = Rest(clusters, mx.array([[[300, 40]]]), 0 * one, one / 2)
+    rest = Residual(clusters, mx.array([[[300, 40]]]), 0 * one, one / 2)
     bias = rest.bias(heads, 1.0, places)
     mask = biased(rest.bias(heads.astype(mx.float16), 1.0, places), 5)
     assert bias[..., 0].item() > 65504 == mask[..., 0].item()

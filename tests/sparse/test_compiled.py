@@ -7,7 +7,7 @@ import pytest
 
 from mlx_snapkv.sparse import compiled as module
 from mlx_snapkv.sparse.compiled import compiled
-from mlx_snapkv.sparse.residual import Rest
+from mlx_snapkv.sparse.residual import Residual
 
 
 @pytest.fixture
@@ -68,5 +68,5 @@ def test_every_thread_has_its_own_whatever_others_drop(traced):
 def test_named_tuples_stay_what_they_are():
     """As mlx.core's trees promise: a graph's function calls their methods."""
     one = mx.ones(1)
-    rest = Rest(one, one, one, one)  # type: ignore[arg-type]
+    rest = Residual(one, one, one, one)  # type: ignore[arg-type]
     assert compiled(lambda x: x._replace(log_mass=2 * x.log_mass).log_mass)(rest).item() == 2

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_snapkv.sparse.clusters import Clusters
 from mlx_snapkv.sparse.gathered import Gathered
-from mlx_snapkv.sparse.residual import Rest
+from mlx_snapkv.sparse.residual import Residual
 
 B, H, D = 1, 2, 4
 
@@ -19,10 +19,10 @@ def entries(n: int, seed: int) -> tuple[mx.array, mx.array]:
     return tuple(mx.random.normal(shape, key=mx.random.key(2 * seed + i)) for i in range(2))
 
 
-def rest_of(n_clusters: int, seed: int) -> Rest:
+def rest_of(n_clusters: int, seed: int) -> Residual:
     ones = mx.ones((B, H, 1, 1, 1))
     clusters = Clusters(mx.zeros((B, H, 9), mx.uint16), *entries(n_clusters, seed))
-    return Rest(clusters, mx.zeros((B, H, n_clusters), mx.int32), ones, ones)
+    return Residual(clusters, mx.zeros((B, H, n_clusters), mx.int32), ones, ones)
 
 
 def joined(*parts) -> list[np.ndarray]:

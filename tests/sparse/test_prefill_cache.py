@@ -54,11 +54,11 @@ def sparse_caches(model, reach, store="memory", last_from=1 << 30):
     caches = make_caches(model, store)
     views = []
     for layer in attention_layers(model, caches):
-        everything = layer.cache_in(caches)
-        everything.layer = layer
-        views.append(FullView([everything.store], layer))
+        stored = layer.cache_in(caches)
+        stored.layer = layer
+        views.append(FullView([stored.store], layer))
         ranking = PageRanking(views[-1], PageMeans(), reach, ALL, last_from)
-        chooses = SparsePrefillKVCache(everything, ranking)
+        chooses = SparsePrefillKVCache(stored, ranking)
         layer.put(caches, chooses)
     return caches, views
 
@@ -147,7 +147,7 @@ def test_a_question_to_a_file_holds_a_block_of_its_keys_at_a_time():
     view = FullView([store], attention_layers(model, make_prompt_cache(model))[0])
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval([means() for means in PageMeans().of(view, range(8 * BLOCK_SIZE // PAGE_SIZE))])
+    mx.eval([means() for means in PageMeans().parts(view, range(8 * BLOCK_SIZE // PAGE_SIZE))])
     assert mx.get_peak_memory() - before < keys.nbytes / 2
 
 

@@ -45,7 +45,7 @@ def choosing(observed, quantization=None):
     store.append(Entries(keys, values))
     view = FullView([store], layer)
     ranking = TokenRanking(view, QUOTA)
-    ranking.weigh_rest(observed)
+    ranking.weigh_residual(observed)
     return SparseKVCache(ranking), view.keys, view.values
 
 
@@ -133,8 +133,8 @@ def test_factors_and_outputs_are_those_of_a_reference(small_clusters, quantizati
                 found = output(asked[head, j], keys[kv], values[kv], read, seen, pair)
                 errors[i] += np.square(found - full).sum()
         best.append(pairs[int(errors.argmin())])
-    mass = np.exp(np.array(cache.ranking.rest.log_mass).reshape(-1))
-    temperature = np.array(cache.ranking.rest.temperature).reshape(-1)
+    mass = np.exp(np.array(cache.ranking.residual.log_mass).reshape(-1))
+    temperature = np.array(cache.ranking.residual.temperature).reshape(-1)
     assert np.allclose(list(zip(mass, temperature)), best)
     assert len(set(best)) > 1 and max(best)[0] > 0
 
@@ -165,12 +165,12 @@ def test_clusters_of_whole_blocks_may_be_known(small_clusters):
     """The others are made of what is behind them, and the factors are the same."""
     observed = Queries(normal(1, H * GROUP, M, D, seed=3) + 0.7, range(N - M, N), SCALE)
     cache, _, _ = choosing(observed)
-    wanted = arrays(cache.ranking.rest)
+    wanted = arrays(cache.ranking.residual)
     for n in (BLOCKED, N):
-        known = cache.ranking.rest.clusters.whole_blocks().of_first(n)
+        known = cache.ranking.residual.clusters.whole_blocks().of_first(n)
         ranking = TokenRanking(cache.ranking.view, QUOTA)
-        ranking.weigh_rest(observed, known)
-        assert all(map(mx.array_equal, arrays(ranking.rest), wanted))
+        ranking.weigh_residual(observed, known)
+        assert all(map(mx.array_equal, arrays(ranking.residual), wanted))
 
 
 def arrays(weighed):
@@ -248,7 +248,7 @@ def test_predictions_come_nearer_to_the_full_caches(name, store, small_clusters,
     prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
     options = {"sparse": "budget=24,n_sink=2,n_window=6,read=dense", "store": store}
     weighed = moved(model, prompt, **options)
-    monkeypatch.setattr(TokenRanking, "weigh_rest", lambda *args: None)
+    monkeypatch.setattr(TokenRanking, "weigh_residual", lambda *args: None)
     assert 0 < weighed < 0.6 * moved(model, prompt, **options)
 
 

@@ -59,8 +59,8 @@ def assert_holds(store, rows):
     places = mx.random.randint(0, n, (*HEADS, 40)).astype(mx.uint32)
     wanted = [mx.take_along_axis(x, places[..., None], axis=2) for x in rows]
     assert_bits_equal(store.gather(places), wanted)
-    assert store.held().quantization == how
-    assert_bits_equal(store.held().plain(), rows)
+    assert store.all_entries().quantization == how
+    assert_bits_equal(store.all_entries().plain(), rows)
 
 
 def saved(folder, rows):

@@ -1,4 +1,4 @@
-"""Where sparse attention keeps a layer's entries, one file a kind of store."""
+"""The stores that keep a layer's entries for sparse attention, one module per kind of store."""
 
 import importlib
 import pkgutil
@@ -8,7 +8,7 @@ from .base import EntryView as EntryView
 from .base import JoinedView as JoinedView
 from .base import Store as Store
 
-# Lists of names begin with these two, in this order; any other file here follows.
+# Error sentences and help texts list these two first, in this order.
 # isort: off
 from .memory import MemoryStore as MemoryStore
 from .file import FileStore as FileStore

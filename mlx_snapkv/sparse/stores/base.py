@@ -1,4 +1,4 @@
-"""What a store of a layer's entries is asked, and the registry of the kinds there are."""
+"""The interface of a store of a layer's entries, and the registry of stores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,48 +11,48 @@ from ...entries.entries import Entries
 from ...entries.quantization import KEYS, VALUES, Quantization, Stored, join, unpack
 from ..held_rows import MakeAside
 
-STORES: dict[str, type["Store"]] = {}  # keys are the values of `store`
+STORES: dict[str, type["Store"]] = {}  # by name, which is the value of the option `store`
 
 
 class EntryView(ABC):
-    """A layer's entries in order of position, to be read; keys and values are `(B, n_kv_heads, n, head_dim)`."""
+    """Reads a layer's entries in order of position; keys and values are `(B, n_kv_heads, n, head_dim)`."""
 
     n_entries: int
-    quantization: Quantization | None  # how they are stored, each by itself; None is as they came
-    waits: bool = False  # what is read takes memory of its own: use it before more is read
-    aside: MakeAside | None = None  # makes the place for rows beside entries in files
+    quantization: Quantization | None  # how entries are packed; None keeps their dtype
+    waits: bool = False  # `read` allocates memory: use its result before reading more
+    aside: MakeAside | None = None  # makes a file for rows beside entries in files
 
     @abstractmethod
     def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the KEYS or VALUES of entries `[start, stop)`, as they are stored."""
+        """Return the KEYS or VALUES of entries `[start, stop)`, packed as they are stored."""
 
     @abstractmethod
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
         """Return keys and values at uint32 `places` `(B, n_kv_heads, n)`."""
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
-        """Return the KEYS or VALUES of entries `[start, stop)`, plain."""
+        """Return the KEYS or VALUES of entries `[start, stop)`, unpacked."""
         return unpack(self.stored(which, start, stop), self.quantization)
 
     def entries(self, start: int = 0, stop: int | None = None) -> tuple[mx.array, mx.array]:
-        """Return keys and values of entries `[start, stop)`; by default of all."""
+        """Return keys and values of entries `[start, stop)`, unpacked; by default of all entries."""
         stop = self.n_entries if stop is None else stop
         return self.read(KEYS, start, stop), self.read(VALUES, start, stop)
 
 
 class Store(EntryView):
-    """Entries that more are appended to.
+    """A layer's entries, to which more can be appended.
 
-    A kind of store with a `name` is registered: `store=NAME` makes one for each layer.
+    A subclass with a `name` is registered; `store=NAME` makes one store of it for each layer.
     """
 
     name: ClassVar[str]
     bits: ClassVar[int | None] = None  # bits per number; None leaves entries plain
-    in_files: bool = False  # a saved cache has its entries in a folder beside the file
-    folder: str | None = None  # where new files are made; None is TMPDIR
-    cache: Any = None  # unless in files, mlx-lm's cache that they are in, which may go on by itself
-    # Keys and values of the first entry, `(B, n_kv_heads, 1, head_dim)`, if entries are in files: a saved cache shows
-    # their shapes by it.
+    in_files: bool = False  # entries are in files; a saved cache has a folder of them
+    folder: str | None = None  # folder of new files; None is TMPDIR
+    cache: Any = None  # mlx-lm's cache with the entries, if they are in memory
+    # Keys and values `(B, n_kv_heads, 1, head_dim)` of the first entry if entries are in files: a saved cache has it
+    # for the shapes.
     first_entry: tuple[mx.array, mx.array] | None = None
     nbytes: int  # bytes in memory
     file_nbytes: int = 0  # bytes in files
@@ -66,18 +66,18 @@ class Store(EntryView):
 
     @abstractmethod
     def append(self, entries: Entries) -> None:
-        """Add entries. Raises: SnapKVError: there is no space for them; the store is then as it was."""
+        """Append entries. Raises: SnapKVError: there is no space; the store is then unchanged."""
 
     @abstractmethod
     def truncate(self, n: int) -> None:
-        """Hold the first `n` entries only."""
+        """Drop all entries but the first `n`."""
 
     def reads(self, path: Path) -> bool:
-        """Return whether some of the entries are in the saved file of that name."""
+        """Return whether some of the entries are in the saved file at `path`."""
         return False
 
-    def held(self) -> Entries:
-        """Return all entries, as they are stored."""
+    def all_entries(self) -> Entries:
+        """Return all entries, packed as they are stored."""
         keys, values = (self.stored(which, 0, self.n_entries) for which in (KEYS, VALUES))
         return Entries(keys, values, quantization=self.quantization)
 
@@ -101,7 +101,7 @@ class JoinedView(EntryView):
         return next((part.aside for part in self._parts if part.aside is not None), None)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield the views that have some of the entries `[start, stop)`, and which of their own these are."""
+        """Yield each view that has some of the entries `[start, stop)`, and their span in that view."""
         first = 0
         for part in self._parts:
             a, b = max(start - first, 0), min(stop - first, part.n_entries)
@@ -110,7 +110,7 @@ class JoinedView(EntryView):
             first += part.n_entries
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return entries of views that store them alike."""
+        """Return entries `[start, stop)` of views that pack them alike."""
         return join(*(part.stored(which, a, b) for part, a, b in self._within(start, stop)))
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
@@ -119,11 +119,14 @@ class JoinedView(EntryView):
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
         if len(self._parts) == 1:
             return self._parts[0].gather(places)
-        found: Any = ()
+        gathered: Any = ()
         first = 0
         for part, _, n in self._within(0, self.n_entries):
-            there = part.gather(mx.clip(places, first, first + n - 1) - first)
-            here = (places >= first)[..., None]
-            found = tuple(mx.where(here, *pair) for pair in zip(there, found)) if found else there
+            # Places outside the part read any of its entries, which other parts replace.
+            entries = part.gather(mx.clip(places, first, first + n - 1) - first)
+            if gathered:
+                from_part = (places >= first)[..., None]
+                entries = tuple(mx.where(from_part, *pair) for pair in zip(entries, gathered))
+            gathered = entries
             first += n
-        return found
+        return gathered

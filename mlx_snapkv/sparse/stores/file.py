@@ -1,4 +1,4 @@
-"""A layer's entries in files: one of keys and one of values, which are read through `numpy.memmap`."""
+"""The store of a layer's entries in files: one of keys and one of values, read through `numpy.memmap`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layout:
     """The order of rows in a file: token after token, and for each token the rows of `heads` `(B, n_kv_heads)`."""
 
     heads: tuple[int, ...]
-    # Dtypes and widths of the arrays that a row is stored in: itself, or packed values and their scales.
+    # Dtype and width of each array of a row: one array, or packed numbers, scales and biases.
     parts: tuple[tuple[mx.Dtype, int], ...]
 
     @classmethod
@@ -41,22 +41,22 @@ class Layout:
 
     @property
     def row(self) -> int:
-        """Bytes of a token of one head."""
+        """Return the bytes of one token of one head."""
         return sum(dtype.size * width for dtype, width in self.parts)
 
     @property
     def token(self) -> int:
-        """Bytes of a token."""
+        """Return the bytes of one token of all heads."""
         return math.prod(self.heads) * self.row
 
     def to_bytes(self, stored: Stored) -> memoryview:
-        """Return the bytes that a file has for rows `(B, n_kv_heads, n, ...)`."""
+        """Return rows `(B, n_kv_heads, n, ...)` as bytes of a file."""
         parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in arrays(stored)]
         return np.asarray(mx.concatenate(parts, axis=-1)).data.cast("B")
 
-    def from_bytes(self, found: np.ndarray) -> Stored:
-        """Return the rows of `(B, n_kv_heads, n)` items of a file."""
-        whole = mx.array(np.ascontiguousarray(found).view(np.uint8).reshape(*found.shape, self.row))
+    def from_bytes(self, items: np.ndarray) -> Stored:
+        """Return items `(B, n_kv_heads, n)` of a file as rows `(B, n_kv_heads, n, ...)`."""
+        whole = mx.array(np.ascontiguousarray(items).view(np.uint8).reshape(*items.shape, self.row))
         edges = np.cumsum([dtype.size * width for dtype, width in self.parts])[:-1].tolist()
         split = zip(mx.split(whole, edges, axis=-1), self.parts)
         parts = tuple(mx.contiguous(x).view(dtype) for x, (dtype, _) in split)
@@ -64,11 +64,11 @@ class Layout:
 
 
 class EntryFile:
-    """Rows of a layer in an open file, which is closed with this object.
+    """A layer's keys or values in an open file, which is closed when this object is deleted.
 
     Attributes:
-        n_rows: rows that were written.
-        is_shared: copies of a store read it, so that none of its rows may go.
+        n_rows: number of tokens written.
+        is_shared: copies of a store read the file, so it must not be cut.
     """
 
     path: Path | None = None  # set if the file was saved and never changes
@@ -80,21 +80,22 @@ class EntryFile:
         weakref.finalize(self, self._file.close)
 
     def append(self, stored: Stored) -> None:
-        """Write rows at the end. Raises: OSError; EntryFileError: those before are gone."""
+        """Write rows at the end. Raises: OSError; EntryFileError: earlier rows are missing."""
         start = self.n_rows * self.layout.token
-        self._require(start)  # the system would fill up with zeros
+        self._require(start)  # else the system would fill the gap with zeros
         data = self.layout.to_bytes(stored)
         write_at(self._file, data, start)
         self.n_rows += len(data) // self.layout.token
 
     def cut(self, n: int) -> None:
-        """Drop all rows but the first `n`, and what was written of others."""
+        """Drop all rows but the first `n`, even rows that were written in part."""
         self.n_rows, size = n, n * self.layout.token
         with contextlib.suppress(OSError):
             if os.fstat(self._file.fileno()).st_size > size:
                 os.ftruncate(self._file.fileno(), size)
 
     def read(self, start: int, stop: int) -> Stored:
+        """Return the rows of tokens `[start, stop)`."""
         rows = self._rows(np.arange(start, stop))[start:stop]
         return self.layout.from_bytes(rows.transpose(1, 2, 0))
 
@@ -106,7 +107,7 @@ class EntryFile:
         return self.layout.from_bytes(rows[places, batch[..., None], head[..., None]])
 
     def _rows(self, places: np.ndarray) -> np.ndarray:
-        """Return the file's rows, `(n, B, n_kv_heads)`, each one item, of which those at `places` are read."""
+        """Return a map of the file with one item per row, `(n, B, n_kv_heads)`, to read the items at `places`."""
         n = int(places.max(initial=0)) + 1
         self._require(n * self.layout.token)
         if self._map is None or len(self._map) < n:  # the file has grown since
@@ -119,20 +120,23 @@ class EntryFile:
         return self._map
 
     def _require(self, n_bytes: int) -> None:
-        """Raises: EntryFileError: the file is shorter. Reading a map beyond its end would kill the process."""
-        if (found := os.fstat(self._file.fileno()).st_size) < n_bytes:
-            why = f"it should have {n_bytes:,} bytes and has {found:,}"
+        """Check the file's size: reading a map beyond its end would kill the process.
+
+        Raises: EntryFileError: the file is shorter.
+        """
+        if (size := os.fstat(self._file.fileno()).st_size) < n_bytes:
+            why = f"it should have {n_bytes:,} bytes and has {size:,}"
             raise EntryFileError(f"entries kept in a file can't be read: {why}")
 
 
 class SavedFile(EntryFile):
-    """A file with a name, which never changes; each piece's checksum is compared when it is first read.
+    """A saved file, which never changes; a piece's checksum is compared when the piece is first read.
 
     Args:
-        n_rows: what it holds.
-        checksums: uint32, CRC-32 of each `piece` rows; the last piece may be shorter.
+        n_rows: number of tokens.
+        checksums: uint32, the CRC-32 of every `piece` rows; the last piece may be shorter.
 
-    Raises: SnapKVError: it can't be opened, or is not of that size.
+    Raises: SnapKVError: the file can't be opened, or has another size.
     """
 
     def __init__(self, path: Path, layout: Layout, n_rows: int, checksums: np.ndarray, piece: int):
@@ -140,19 +144,19 @@ class SavedFile(EntryFile):
         with refusing(f"{path} can't be read"):
             super().__init__(layout, path.open("rb", buffering=0))
         self.n_rows, self._checksums, self._piece = n_rows, checksums, piece
-        self._is_new = np.ones(len(checksums), np.bool_)  # not compared yet
+        self._unchecked = np.ones(len(checksums), np.bool_)  # by piece
         self._require(n_rows * layout.token)
 
     def _rows(self, places: np.ndarray) -> np.ndarray:
         rows = super()._rows(places)
         pieces = np.unique(places // self._piece)
-        pieces = pieces[self._is_new[pieces]]
+        pieces = pieces[self._unchecked[pieces]]
         if pieces.size:
             parts = (rows[i * self._piece : (i + 1) * self._piece] for i in pieces.tolist())
             with ThreadPoolExecutor(os.cpu_count()) as threads:
-                found = list(threads.map(lambda part: zlib.crc32(part.view(np.uint8)), parts))
-            sound = self._checksums[pieces] == found
-            self._is_new[pieces[sound]] = False
+                checksums = list(threads.map(lambda part: zlib.crc32(part.view(np.uint8)), parts))
+            sound = self._checksums[pieces] == checksums
+            self._unchecked[pieces[sound]] = False
             if not sound.all():
                 start = pieces[~sound][0] * self._piece * self.layout.token
                 raise EntryFileError(
@@ -163,21 +167,21 @@ class SavedFile(EntryFile):
         return rows
 
     def _require(self, n_bytes: int) -> None:
-        found, size = os.fstat(self._file.fileno()).st_size, self.n_rows * self.layout.token
-        if found != size:
-            why = f"it should have {size:,} bytes and has {found:,}"
+        size, expected = os.fstat(self._file.fileno()).st_size, self.n_rows * self.layout.token
+        if size != expected:
+            why = f"it should have {expected:,} bytes and has {size:,}"
             raise EntryFileError(f"{self.path} is damaged: {why}", self.path)
 
 
 class AsideFile:
-    """A file that blocks of rows are put in, such as those of an index, to be read as they were."""
+    """A temporary file for blocks of rows, such as the codes of an index, that need not stay in memory."""
 
     def __init__(self, folder: str | None = None) -> None:
         self._folder = folder  # None is TMPDIR
-        self._file: EntryFile | None = None  # until there are some
+        self._file: EntryFile | None = None  # None before the first `put`
 
     def put(self, stored: Stored) -> Callable[[], Stored]:
-        """Put rows at the end; the result reads them. Raises: EntryFileError: there is no room."""
+        """Write rows at the end, and return a function that reads them. Raises: EntryFileError: there is no room."""
         try:
             if self._file is None:
                 self._file = EntryFile(Layout.of(stored), temporary_file(self._folder))
@@ -190,7 +194,7 @@ class AsideFile:
 
 @dataclass(frozen=True)
 class _Part(EntryView):
-    """The first `n_entries` of a file of keys and one of values."""
+    """The first `n_entries` entries of a file of keys and a file of values."""
 
     files: Sequence[EntryFile]
     n_entries: int = 0
@@ -199,7 +203,7 @@ class _Part(EntryView):
 
     @property
     def may_grow(self) -> bool:
-        """Return whether a row that is appended to the files comes right after the entries."""
+        """Return whether entries can be appended: the files are not saved, and have no rows after these entries."""
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
@@ -211,14 +215,14 @@ class _Part(EntryView):
 
 
 class FileStore(JoinedView, Store):
-    """Plain entries in a file of keys and a file of values.
+    """Unpacked entries in a file of keys and a file of values.
 
-    A copy shares the files and goes on in them. Where another copy has gone on before, or the files were saved, a new
-    pair of files begins.
+    A copy shares the files and appends to them. If another copy has appended before, or the files are saved ones, it
+    starts a new pair of files.
 
     Args:
-        files: saved files of keys and of values, with `n_entries` each, to begin with.
-        first_entry: keys and values of the first of these, so that they need not be read.
+        files: saved files of keys and of values with the first `n_entries` entries.
+        first_entry: keys and values of the first entry, so that they need not be read.
     """
 
     name = "file"
@@ -304,7 +308,7 @@ def write_at(file: Any, data: memoryview, start: int) -> None:
 
 
 def no_room(error: OSError, folder: str | None) -> EntryFileError:
-    """Return what to tell a user for whom a file in the folder can't be made or written."""
+    """Return the error for a file that can't be made or written in the folder."""
     why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
     if error.errno == errno.EMFILE:
         why = f"{error.strerror}; run ulimit -n 4096 before it"

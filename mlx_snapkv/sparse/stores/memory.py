@@ -1,4 +1,4 @@
-"""The store that holds entries in memory."""
+"""The stores that keep entries in memory, in their own dtype, in 8 bits or in 4."""
 
 from typing import Any
 
@@ -22,7 +22,12 @@ from .base import Store
 
 
 class MemoryStore(Store):
-    """Entries in one of mlx-lm's caches: in `cache`, or a new one that is quantised so."""
+    """Entries in one of mlx-lm's caches.
+
+    Args:
+        quantization: of a new cache; None keeps the entries' dtype.
+        cache: an existing `KVCache` or `QuantizedKVCache`; None makes a new one.
+    """
 
     name = "memory"
 
@@ -43,9 +48,9 @@ class MemoryStore(Store):
         new, cache, n = entries.packed(self.quantization), self.cache, self.n_entries
         stored = new.stored_keys, new.stored_values
         if cache.keys is None or n + len(new) > n_rows(cache.keys):
-            held = rows((cache.keys, cache.values) if n else stored, 0, n)
-            # Growing copies everything, so it grows by a share of that.
-            cache.keys, cache.values = grown(held, max(KVCache.step, len(new), n // 8))
+            before = rows((cache.keys, cache.values) if n else stored, 0, n)
+            # Growing copies all entries, so the buffers grow by an eighth.
+            cache.keys, cache.values = grown(before, max(KVCache.step, len(new), n // 8))
         write((cache.keys, cache.values), n, stored)
         cache.offset += len(new)
         mx.eval(cache.keys)
@@ -70,8 +75,12 @@ class MemoryStore(Store):
 
 
 class EightBitStore(MemoryStore):
+    """Entries in memory, quantised to 8 bits."""
+
     name, bits = "8bit", 8
 
 
 class FourBitStore(MemoryStore):
+    """Entries in memory, quantised to 4 bits."""
+
     name, bits = "4bit", 4
