@@ -76,8 +76,8 @@ def test_a_policy_of_blocks_names_the_block_and_auto_is_taken_for_a_conversation
     code, out, err = script(lines, "--policy", "keydiff:budget=64,block=32")
     assert (code, out[-1]) == (0, facts[0].value)
     assert "(float32, with room for a block of 32)" in err
-    assert "auto: sparse, because all entries fit in memory" in err
-    assert "\npolicy: sparse\n" in err and "read by every token" in err
+    assert "auto: the full cache, because all entries of " in err
+    assert "\npolicy: none\n" in err and "no policy was given" in err
 
 
 def test_a_files_own_settings_end_with_it(script, document, tmp_path):

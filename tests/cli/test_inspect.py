@@ -106,10 +106,12 @@ def test_same_tokens_count_from_the_compression():
     assert [row[-1] for row in _table([full, differs], 9).rows] == ["all", "first 7"]
 
 
-def test_three_policies_that_suit_the_length(ask):
+def test_two_policies_and_sparse_attention_that_suit_the_length(ask):
     code, out, err = ask("compare", "--json", "-q")
     found = json.loads(out)
     full, *others = found["methods"]
-    assert (code, err, full["name"], len(others)) == (0, "", "full cache", 3)
+    assert (code, err, full["name"]) == (0, "", "full cache")
+    names = [way["name"].partition(":")[0] for way in others[:-1]]
+    assert names == ["snapkv", "keydiff"] and others[-1]["name"] == "sparse:budget=6.25%"
     for way in others:
         assert way["reason"] is None and way["entries"] <= found["prompt_tokens"] / 4

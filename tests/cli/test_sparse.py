@@ -128,16 +128,6 @@ def test_nothing_is_compared_where_entries_are_gone(call, document):
     assert code == 2 and "the evicted entries are gone: chat with --sparse" in err
 
 
-def test_compare_shows_it_beside_policies_by_default(call, story):
-    path, facts = story
-    asked = ["--prompt-file", str(path), "-p", facts[0].question, "-m", "4", "--json"]
-    names = [
-        m["name"] for m in json.loads(call("compare", "--model", "demo", *asked)[1])["methods"]
-    ]
-    assert names[0] == "full cache" and names[-1] == "sparse:budget=6.25%"
-    assert [name.partition(":")[0] for name in names[1:-1]] == ["snapkv", "keydiff"]
-
-
 def test_plans_count_it(call):
     asked = ["plan", "--model", "demo", "--context", "16k", "--json"]
     full, sparse = json.loads(call(*asked, "--sparse", "top_k=512")[1])["plans"]
