@@ -33,8 +33,9 @@ $(VENV)/.installed-real: $(VENV)/.installed
 demo: $(VENV)/.installed ## facts in a long document asked for, from all of its entries and from 1/16, and the speed
 	$(RUN) -m mlx_snapkv demo
 
+# Tests start many processes, which start faster from compiled files.
 test: $(VENV)/.installed-dev ## the tests, one process a core
-	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, and which room may import which
 	$(BIN)/ruff check .

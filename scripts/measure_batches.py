@@ -15,6 +15,7 @@ from results_page import Result, Row, shared_options
 
 from mlx_snapkv import CompressedBatchGenerator
 from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.measure.contenders import Contender, compressed, decoding_cache, random_prompt
 
@@ -74,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     model = load_model(args.models[0])[0]
     result = Result(args.out, model=args.models[0], length=args.length, answer=ANSWER)
-    policy = SnapKV(budget="6.25%")
+    policy = Compress(SnapKV(budget="6.25%"))
     for batch in args.batches:
         for contender in (Contender("full cache", args.length), *compressed(args.length, [policy])):
             row = {"batch": batch, "cache": contender.name, "entries": contender.entries}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.engine.loop_model import observing
 from mlx_snapkv.measure.contenders import Contender, decoding_cache
@@ -38,7 +39,7 @@ class Counts:
 def contenders(n: int) -> list[Contender]:
     """What a token may be decoded from after `n` tokens, the full cache first."""
     policies = [
-        SnapKV(budget="6.25%"),
+        Compress(SnapKV(budget="6.25%")),
         Sparse(budget="6.25%", residual=None),
         Sparse(budget="6.25%"),
     ]

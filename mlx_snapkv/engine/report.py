@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..planning.request_plan import Plan
 from ..planning.units import format_bytes
+
+if TYPE_CHECKING:  # commands import this file before they need MLX
+    from ..planning.request_plan import Plan
 
 SLOWER = 0.9  # times as fast as the full cache: below it, a warning says so
 NO_POLICY = "none"

@@ -10,7 +10,6 @@ from tiny_models import make_llama
 
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.divergence import judged
 from mlx_snapkv.measure.reading import read_once, shares_reading
@@ -105,7 +104,7 @@ def assert_goes_on_as_generate_step(model, reading, policy, n=26):
     cache, _ = reading.compressed(policy, answering=True)
     fed = attention_layers(model, cache)[0].entries_in(cache).offset
     of_full = fed - len(reading.tokens) + 1
-    assert of_full == max(1, policy.lookahead) + 1
+    assert of_full == max(1, policy.decode_policy.lookahead) + 1
     assert list(answer[:of_full]) == reading.answer(of_full)
     found = log_softmax(judged(model, cache, [*reading.tokens, *answer][fed:-1]))
     assert mx.allclose(found, mx.stack(logprobs[of_full:]), atol=1e-4)
@@ -154,7 +153,7 @@ def test_what_is_kept_whole_says_why_and_what_was_not_asked_for_is_refused(tiny_
     roomy = policy_of("streaming_llm:budget=1000,schedule=once")
     reading = read_once(tiny_model, tokens.tolist(), [roomy, policy_of(SNAPKV)])
     cache, report = reading.compressed(roomy)
-    assert report.reason == reason_to_leave(Compress(roomy), tokens.size, None)
+    assert report.reason == reason_to_leave(roomy, tokens.size, None)
     assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, reading.full(), TAIL))
     with pytest.raises(SnapKVError, match="was not read for snapkv"):
         reading.compressed(policy_of(f"{BASE},lookahead=0"))

@@ -5,6 +5,7 @@ import pytest
 from model_configs import make_model
 
 from mlx_snapkv import SnapKV, generate_step
+from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.measure.contenders import Contender, compressed
 from mlx_snapkv.measure.divergence import divergence
@@ -34,7 +35,8 @@ def test_facts_are_asked_for_one_a_turn(demo_llama):
 
 def test_a_batchs_bytes_are_those_of_its_arrays(monkeypatch):
     monkeypatch.setattr(measure_batches, "ANSWER", 6)
-    field = [Contender("full cache", 1024), *compressed(1024, [SnapKV(budget=64, on_full="slide")])]
+    policy = Compress(SnapKV(budget=64, on_full="slide"))
+    field = [Contender("full cache", 1024), *compressed(1024, [policy])]
     model = make_model("llama", {"head_dim": 32})
     full, ours = (measure_batches.decoding_together(model, 1024, 3, each, 2) for each in field)
     # mlx-lm's buffers grow by 256
