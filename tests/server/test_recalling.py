@@ -11,6 +11,18 @@ from mlx_snapkv import Conversation, Sparse
 SPARSE = Sparse(budget=256)
 
 
+def assert_follow_ups_at_once(served, said, facts):
+    """Ask for the facts after the same conversation at once: each is right, and begins with its prefix."""
+
+    def follow_up(fact):
+        return ask(served, talk(*said, fact.question))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(follow_up, facts))
+    for fact, (answer, cached, _) in zip(facts, answers):
+        assert answer == fact.value and cached > 1400
+
+
 def test_follow_ups_answer_as_a_conversation_and_four_at_once(document, demo_llama):
     text, facts = document
     conversation = Conversation(*demo_llama, sparse=SPARSE, store="file", max_tokens=16)
@@ -22,14 +34,7 @@ def test_follow_ups_answer_as_a_conversation_and_four_at_once(document, demo_lla
             sent = "".join(response.text for response in conversation.send(said[-1]))
             assert answer == sent.strip() == fact.value and (cached > 1400) == (i > 0)
             said.append(answer)
-
-        def follow_up(fact):
-            return ask(served, talk(*said, fact.question))
-
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(follow_up, facts[2:]))
-        for fact, (answer, cached, _) in zip(facts[2:], answers):
-            assert answer == fact.value and cached > 1400
+        assert_follow_ups_at_once(served, said, facts[2:])
         assert served.metric('mlx_snapkv_kv_bytes{kind="prefix_files"}') > 0
 
 
@@ -46,14 +51,7 @@ def test_with_a_policy_follow_ups_choose_among_all_that_was_read(document):
             said.append(answer)
         kept = served.metric('mlx_snapkv_kv_bytes{kind="prefixes"}')
         assert kept > 3 * found["mlx_snapkv"]["kv_bytes_after"]
-
-        def follow_up(fact):
-            return ask(served, talk(*said, fact.question))
-
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(follow_up, facts[2:]))
-        for fact, (answer, cached, _) in zip(facts[2:], answers):
-            assert answer == fact.value and cached > 1400
+        assert_follow_ups_at_once(served, said, facts[2:])
         served.engine.prefixes.trim_to(n_sequences=0)
         answer, cached, again = ask(served, talk(*said[:-1]), logprobs=True)
         assert (answer, cached) == (said[-1], 0)
