@@ -6,7 +6,8 @@ from typing import Any
 
 from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
-from ..planning.footprint import EntrySizes, Footprint, Need
+from ..planning.entry_sizes import EntrySizes
+from ..planning.footprint import Footprint, Need
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.units import format_bytes
 

@@ -40,7 +40,7 @@ def cache_prompt(
     from ..caches.layers import kv_bytes
     from ..planning.config import CompressionConfig
     from ..planning.exclusions import When, require_compatible
-    from ..planning.footprint import file_cost
+    from ..planning.file_cost import file_cost
     from ..sparse.prompt_caches import saved_forms
     from .progress import writing_bar
 

@@ -17,7 +17,7 @@ from typer import Context
 
 from ..chat.conversation import Conversation
 from ..errors import SnapKVError
-from ..planning.footprint import FileCost, file_cost
+from ..planning.file_cost import FileCost, file_cost
 from ..sparse.options import Sparse
 from .options import SamplingOptions
 from .progress import stderr_console

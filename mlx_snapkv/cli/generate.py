@@ -218,7 +218,7 @@ class _Answer:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
         from ..engine.generate import stream_generate
         from ..planning.auto import explaining
-        from ..planning.footprint import file_cost
+        from ..planning.file_cost import file_cost
 
         show = not self.output.as_json
         store, folder = (self.keywords[name] for name in ("store", "store_dir"))

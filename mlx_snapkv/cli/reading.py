@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from ..engine.report import CompressionReport
-    from ..planning.footprint import FileCost
+    from ..planning.file_cost import FileCost
     from ..planning.prompt_plan import ProgressCallback
 
 Result = TypeVar("Result")

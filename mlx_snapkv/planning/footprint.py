@@ -1,34 +1,21 @@
-"""Estimating the bytes that a request will take in memory and on disk."""
+"""Estimating the bytes that a request will take in memory."""
 
-import contextlib
-import shutil
-import tempfile
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from mlx.utils import tree_flatten
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
-from ..caches.adapter import has_all_entries
-from ..caches.layers import AttentionLayer, attention_layers, members, token_caches
 from ..entries.attention import ONE_PASS_BYTES
-from ..entries.quantization import Quantization, n_bytes, pack, with_room
-from ..errors import UnsupportedModelError
-from ..sparse.clusters import CLUSTER_SIZE
+from ..entries.quantization import with_room
 from ..sparse.held_rows import ENTRIES_IN_MEMORY, ENTRIES_MOVED
-from ..sparse.index import index_bytes, ranks_by_index
-from ..sparse.options import PAGE_SIZE
-from ..sparse.page_means import means_quantization
-from ..sparse.prompt_caches import in_files, store_quantization
+from ..sparse.index import ranks_by_index
+from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
+from .entry_sizes import EntrySizes
 from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
 from .scores import scores_limit
-from .shapes import LayerShape, layer_shapes, window_of
-from .units import format_bytes
 
 # Bytes of activations and copies for each that is counted. MLX begins a layer while arrays of the one before are still
 # there, and norms, logits, votes and freed buffers that do not fit what comes next are not counted.
@@ -60,94 +47,6 @@ class Need(NamedTuple):
     def in_answer(self) -> int:
         """Return the most bytes in use after the prompt has been compressed."""
         return self.held + self.stays + self.step
-
-
-class EntrySizes:
-    """Bytes of a token's entries in a model's caches, from the shapes of caches that hold one token.
-
-    Nothing is computed for the shapes.
-
-    Attributes:
-        layers: the layers whose entries can be compressed; if there are none, `refusal` says why.
-        plain: for each full cache of another layer, the bytes of a token's entries.
-        sliding: for each sliding window, the bytes of a token's entries, and the tokens that it holds.
-        states: bytes of all linear states.
-    """
-
-    def __init__(self, model):
-        self.model = model
-        self.caches = token_caches(model)
-        self.layers: list[AttentionLayer] = []
-        self.refusal: UnsupportedModelError | None = None
-        try:
-            self.layers = attention_layers(model, self.caches)
-        except UnsupportedModelError as error:
-            self.refusal = error
-        compressed = [layer.cache_in(self.caches) for layer in self.layers]
-        self._entries = [cache.keys_and_values() for cache in compressed]
-        mine = {id(cache) for cache in compressed}
-        others = [c for c in members(self.caches) if id(c) not in mine and not c.empty()]
-        windows = [c for c in others if window_of(c) is not None]
-        plain = [c for c in others if has_all_entries(c) and window_of(c) is None]
-        self.plain = [n_bytes(cache.keys_and_values()) for cache in plain]
-        self.sliding = [(c.nbytes // c.keys.shape[2], window_of(c) or 0) for c in windows]
-        self.states = sum(c.nbytes for c in others if c not in plain and c not in windows)
-
-    @cached_property
-    def shapes(self) -> set[LayerShape]:
-        """Return the distinct shapes of the model's layers."""
-        return layer_shapes(self.model, self.caches)
-
-    @property
-    def of_widest(self) -> int:
-        """Return the bytes of a token's entries in the layer with the largest."""
-        return max((*self.of_token(), *self.plain), default=0)
-
-    def of_token(self, quantization: Quantization | None = None) -> list[int]:
-        """Return the bytes of a token's entries in each of `layers`, quantised if asked."""
-        return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
-
-    def in_memory(self, store: str | None) -> int:
-        """Return the bytes of a token's entries that a `store` keeps in memory, without an index."""
-        return 0 if in_files(store) else self.stored(store)
-
-    def stored(self, store: str | None) -> int:
-        """Return the bytes of a token's entries in a `store`, in memory or files."""
-        return sum(self.of_token(store_quantization(self.model, self.layers, store)))
-
-    def of_files(self, store: str | None, n: int) -> int:
-        """Return the bytes of `n` tokens in files: entries, and for a long text also the index and means."""
-        if not in_files(store):
-            return 0
-        stored = n * self.stored(store)
-        return stored + (
-            int(n * (self.of_index() + self.of_means())) if n > ENTRIES_IN_MEMORY else 0
-        )
-
-    def of_index(self) -> int:
-        """Return the bytes of a token in the key indexes of `layers`."""
-        return sum(index_bytes(keys) for keys, _ in self._entries)
-
-    def of_means(self) -> float:
-        """Return the bytes of a token in the mean keys by which chunks choose pages."""
-        means = (pack(keys, means_quantization(keys.shape[-1])) for keys, _ in self._entries)
-        return n_bytes(list(means)) / PAGE_SIZE
-
-    def of_clusters(self) -> float:
-        """Return the bytes of a token in the clusters of unread entries: its id, and its part of the means."""
-        ids = sum(2 * keys.shape[1] for keys, _ in self._entries)
-        return ids + sum(self.of_token()) / CLUSTER_SIZE
-
-    def full(self, quantization: Quantization | None) -> int:
-        """Return the bytes of a token's entries in all full caches; mlx-lm quantises caches outside a `CacheList`."""
-        alone = [c for c in self.caches if isinstance(c, KVCache) and not c.empty()]
-        stored = [c.keys_and_values() for c in alone if quantization is not None]
-        saved = n_bytes(stored) - n_bytes([pack(x, quantization) for kv in stored for x in kv])
-        return sum(self.of_token()) + sum(self.plain) - saved
-
-    def rest(self, n: int, chunk: int) -> int:
-        """Return the bytes of linear states and sliding windows after `n` tokens, read `chunk` at a time."""
-        return self.states + sum(size * min(n, most + chunk) for size, most in self.sliding)
 
 
 @dataclass
@@ -298,77 +197,9 @@ class Footprint:
         return min(plan.n_prompt + plan.n_ahead + 1, plan.prefill_quota.entries + more)
 
 
-def weight_bytes(model) -> int:
-    return sum(x.nbytes for _, x in cast(list, tree_flatten(model.parameters())))
-
-
 def _grown(n: int, plan: Plan, max_tokens: int) -> int:
     """Return the rows of a cache of `n` entries when an answer of `max_tokens` ends."""
     if plan.keeps_shape:
         return n
     evicts = plan.compress is not None and not plan.compress.decode_policy.grows
     return with_room(n + (min(max_tokens, plan.decode_policy.block) if evicts else max_tokens))
-
-
-class Disk(NamedTuple):
-    """A disk that entries are written to: `each` bytes into each of its `folders`; `free` bytes are free."""
-
-    folders: tuple[Path, ...]
-    each: int
-    free: int
-
-    @property
-    def need(self) -> int:
-        return self.each * len(self.folders)
-
-
-@dataclass(frozen=True)
-class FileCost:
-    """The bytes that reading a prompt will write to files."""
-
-    tokens: int
-    disks: tuple[Disk, ...]
-
-    def __str__(self) -> str:
-        where = " and ".join(
-            " and ".join(f"{format_bytes(disk.each)} in {folder}" for folder in disk.folders)
-            + f" ({format_bytes(disk.free)} free)"
-            for disk in self.disks
-        )
-        return f"reading {self.tokens:,} tokens will write at most {where}"
-
-    @property
-    def warnings(self) -> list[str]:
-        return [
-            f"{disk.folders[0]} does not have enough room: {format_bytes(disk.need)} will be written and "
-            f"{format_bytes(disk.free)} is free; set --store-dir to another folder, "
-            "or give a shorter text"
-            for disk in self.disks
-            if disk.need > disk.free
-        ]
-
-
-def file_cost(
-    model,
-    store: str | None,
-    n_new: int,
-    *,
-    folder: str | None = None,
-    saved_in: Path | None = None,
-) -> FileCost | None:
-    """Return the bytes that reading `n_new` tokens will write; None if entries don't go to files.
-
-    Args:
-        folder: the folder for temporary files; None is TMPDIR.
-        saved_in: the folder that all entries are copied to at the end.
-    """
-    if n_new == 0 or not in_files(store):
-        return None
-    stored = EntrySizes(model).of_files(store, n_new)
-    disks: dict[int, Disk] = {}
-    for place in filter(None, (Path(folder or tempfile.gettempdir()), saved_in)):
-        with contextlib.suppress(OSError):  # some file systems don't say what is free
-            device = place.stat().st_dev
-            before = disks.get(device) or Disk((), stored, shutil.disk_usage(place).free)
-            disks[device] = before._replace(folders=(*before.folders, place))
-    return FileCost(n_new, tuple(disks.values())) if disks else None

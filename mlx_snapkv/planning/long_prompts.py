@@ -8,7 +8,8 @@ from ..sparse.options import BUDGET_SHARE, LAST_TOKENS
 from ..sparse.prompt_caches import in_files
 from .auto import AutoRequest, recommended, worth_comparing
 from .config import CompressionConfig
-from .footprint import EntrySizes, Footprint
+from .entry_sizes import EntrySizes
+from .footprint import Footprint
 from .machine import this_machine
 from .memory_plan import Planner
 from .options import OPTIONS

@@ -11,7 +11,8 @@ from ..errors import SnapKVError
 from ..models.trained_length import trained_length
 from ..sparse.options import Sparse
 from .config import CompressionConfig
-from .footprint import EntrySizes, Footprint, weight_bytes
+from .entry_sizes import EntrySizes, weight_bytes
+from .footprint import Footprint
 from .prompt_plan import MAX_TOKENS, PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
 from .settings import Setting, resolve_setting, setting_named
@@ -85,19 +86,19 @@ class Planner:
 
     def counted(self, plan: Plan) -> tuple[MemoryPlan, int]:
         """Return the bytes that a planned request takes, and the most bytes of entries at once."""
-        how, context = plan.options.quantization, plan.n_prompt
+        setting, quantization = plan.options.setting, plan.options.quantization
         used = plan.options if plan.reason is None else replace(plan.options, setting=None)
         need = self._footprint(used).need(plan, self._max_tokens)
         found = MemoryPlan(
-            context,
-            None if plan.options.setting is None else str(plan.options.setting),
-            plan.options.store,
-            None if how is None else how.bits,
-            self._weights,
-            need.kept + need.stays,
-            self._weights + need.in_prefill,
-            self._weights + need.in_answer,
-            None if plan.options.setting is None else plan.reason,
+            context=plan.n_prompt,
+            policy=None if setting is None else str(setting),
+            store=plan.options.store,
+            kv_bits=None if quantization is None else quantization.bits,
+            weights=self._weights,
+            kv=need.kept + need.stays,
+            reading=self._weights + need.in_prefill,
+            answering=self._weights + need.in_answer,
+            reason=None if setting is None else plan.reason,
         )
         return found, need.most
 

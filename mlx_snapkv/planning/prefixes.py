@@ -9,7 +9,8 @@ from ..errors import SnapKVError
 from ..models.trained_length import trained_length
 from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
-from .footprint import EntrySizes, Footprint, weight_bytes
+from .entry_sizes import EntrySizes, weight_bytes
+from .footprint import Footprint
 from .machine import Machine
 from .units import format_bytes
 

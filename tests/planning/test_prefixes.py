@@ -10,7 +10,8 @@ from mlx_snapkv.caches.layers import file_bytes, memory_bytes
 from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.planning import prefixes
 from mlx_snapkv.planning.config import CompressionConfig
-from mlx_snapkv.planning.footprint import EntrySizes, Footprint
+from mlx_snapkv.planning.entry_sizes import EntrySizes
+from mlx_snapkv.planning.footprint import Footprint
 from mlx_snapkv.planning.machine import mac
 from mlx_snapkv.planning.prefixes import PrefixRoom, prefix_room
 

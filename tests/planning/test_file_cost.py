@@ -6,7 +6,7 @@ import pytest
 
 from mlx_snapkv import prefill
 from mlx_snapkv.engine.generate import stream_generate
-from mlx_snapkv.planning.footprint import file_cost
+from mlx_snapkv.planning.file_cost import file_cost
 from mlx_snapkv.planning.units import format_bytes
 
 
