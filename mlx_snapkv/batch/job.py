@@ -78,13 +78,15 @@ class Job:
         """Compress the caches, unless they are already compressed; `tokens` have been read."""
         if (request := self.request) is None:
             return
-        read_caches = self._all_entries(request)
+        on_read = self._settings.on_read
+        # Nothing else holds the full entries, so that each layer's are freed before the next layer's turn.
+        read_caches = None if on_read is None else self._all_entries(request)
         report = request.compress()
         self.request, self.caches = None, request.caches
-        if read_caches is not None and self._settings.on_read is not None:
+        if on_read is not None and read_caches is not None:
             n, *more = {layer.entries_in(read_caches).offset for layer in request.layers}
             if not more:  # otherwise a call of the model was broken off
-                self._settings.on_read(self.uid, read_caches, list(tokens[:n]))
+                on_read(self.uid, read_caches, list(tokens[:n]))
         self._report(report)
 
     def _all_entries(self, request: Request) -> list | None:
