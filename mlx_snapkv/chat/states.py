@@ -13,11 +13,11 @@ from ..engine.restore import CacheCopy
 from ..errors import Option, SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.options import OPTIONS
-from ..planning.settings import Setting, setting_named
+from ..planning.settings import Setting, resolve_setting, setting_named
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import book_store, make_caches, moved_into
 
-STATE_FIELDS = ("messages", "said", "attached", "pending_tokens", "options", "system", "n_unknown")
+STATE_FIELDS = ("messages", "said", "attached", "pending_tokens", "system", "n_unknown")
 REPLACED = ("messages", "said", "read", "pending_tokens", "report")  # by every turn
 
 
@@ -77,7 +77,6 @@ def load(
     if prompt.tokens is None:
         n = n_tokens(prompt.prompt_cache)
         state |= {"n_unknown": n, "read": [0] * n}
-    state |= {"policy": method, "options": config.keywords, "system": system}
     return {"policy": method, "sparse": None, "system": system, **config.keywords}, state
 
 
@@ -92,7 +91,7 @@ def _resumed(
     given, noted = {name: options.get(name) for name in OPTIONS}, notes.get("options", {})
     store, is_own = given["store"], prompt.policy != NO_POLICY
     policy = prompt.policy if is_own else policy
-    method = setting_named(policy) if isinstance(policy, str) else policy
+    method = setting_named(policy) if isinstance(policy, str) else resolve_setting(policy=policy)
     if is_own:
         store = store or noted.get("store") if isinstance(method, Sparse) else None
     if book is not None:

@@ -7,7 +7,7 @@ from mlx_lm import cache_prompt, load
 from mlx_lm.models.cache import RotatingKVCache, save_prompt_cache
 from saved_helpers import read
 
-from mlx_snapkv import Conversation, SnapKVError, prefill, saved
+from mlx_snapkv import Conversation, SnapKV, SnapKVError, prefill, saved
 from mlx_snapkv.demo import MODELS
 
 BITS = {"kv_bits": 8, "kv_group_size": 32}
@@ -56,11 +56,12 @@ def test_what_is_no_conversation_is_told(path, tokens, demo_llama):
         Conversation.load(path, *demo_llama)
 
 
-def test_a_policy_given_is_for_a_conversation_without_one(demo_llama, haystack, path):
+@pytest.mark.parametrize("policy", [SMALL, SnapKV.from_keyword(SMALL.partition(":")[2])], ids=type)
+def test_a_policy_given_is_for_a_conversation_without_one(demo_llama, haystack, path, policy):
     conversation = begun(demo_llama, haystack, 1, system="Be brief.")
     conversation.attach("another text")
     conversation.save(path)
-    loaded = Conversation.load(path, *demo_llama, policy=SMALL, max_tokens=12)
+    loaded = Conversation.load(path, *demo_llama, policy=policy, max_tokens=12)
     for name in ("messages", "said", "attached", "pending_tokens", "read", "system", "n_unknown"):
         assert getattr(loaded, name) == getattr(conversation, name)
     assert is_answered(loaded, haystack[1][1]) and loaded.report.entries == 64
