@@ -90,7 +90,7 @@ class CompressedBatchGenerator(BatchGenerator):
             self._settings = None
             super().__init__(model, **taken_from(kwargs)[1])
             return
-        config = require_servable(model, config, kwargs)
+        require_servable(model, config)
         require_together(model)
         self._settings, self._config = BatchSettings(model, on_report, on_read), config
         super().__init__(model, **taken_from(kwargs)[1] | {"prefill_batch_size": 1})

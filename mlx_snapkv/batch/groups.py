@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -58,9 +59,15 @@ class Group(GenerationBatch):
     joins = True  # others of its kind may come in, and it may join them
     job: Job | None = None  # of a request that can't be joined yet
 
+    @cached_property
+    def _attention_classes(self) -> list[type]:
+        """Return the attention classes of the model, whose layers are looked up once and not for every token."""
+        return attention_classes(self.model)
+
     def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Patch the model's attention classes for the block, if a request captures queries."""
         observed = any(cache.observes for cache in batch_caches(self.prompt_cache))
-        return recording(attention_classes(self.model) if observed else [])
+        return recording(self._attention_classes if observed else [])
 
     def next(self) -> list[Any]:
         """The responses of a step. If the model fails, all its requests have; else those whose own part of it has."""

@@ -92,7 +92,7 @@ class Conversation:
         if self.policy is None:
             self._config.require(model)
         else:
-            require_servable(model, self._config, generation)
+            require_servable(model, self._config.beside(generation))
         self.system = system
         self.reset()
 

@@ -83,21 +83,14 @@ def served(
     return _all_or_nothing(_compressed(items, request, compressed, given is not None), caches)
 
 
-def require_servable(
-    model, config: CompressionConfig, options: dict[str, Any]
-) -> CompressionConfig:
-    """Return the config with the limits that mlx-lm's `options` set.
-
-    Raises: SnapKVError: the options conflict, or the model can't be served so.
-    """
-    config = config.beside(options)
+def require_servable(model, config: CompressionConfig) -> None:
+    """Raise SnapKVError if options conflict, or the model can't be served with the config."""
     config.require(model)
     require_compatible(config, When.COMPRESSING)
     caches = make_caches(model, config.store, config.store_dir)
     layers = attention_layers(model, caches)
     if config.quantization is not None:
         require_quantizable(model, layers, config.quantization)
-    return config
 
 
 def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from ..errors import UnsupportedModelError
 from . import attention_classes, capture
 from .capture import Call
 from .family import AttentionFamily
-from .table import FAMILIES, SUPPORTED
+from .table import FAMILIES
 
 _SDPA = "scaled_dot_product_attention"
 _lock = threading.RLock()
@@ -146,8 +146,7 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
 def _classes_to_patch(model) -> list[type]:
     """Return the attention classes of a model's full-attention layers, or of every supported family."""
     if model is None:
-        families = dict.fromkeys(f for families in SUPPORTED.values() for f in families)
-        return [family.attention_class() for family in families]
+        return [family.attention_class() for family in FAMILIES.values()]
     return attention_classes(model)
 
 

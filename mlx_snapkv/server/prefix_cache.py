@@ -161,21 +161,20 @@ class Checkpoints:
         self._prefixes.drop(path)
 
     def places(self, body: Body, prompt: list[int]) -> list[int]:
-        """After how many of a prompt's tokens its caches are kept: after the system messages, less what every prompt
-        reads anew; and where all entries are kept, before the reasoning that a template opens at the end."""
+        """Return after how many of a prompt's tokens its caches are kept: after the system messages, less the tokens
+        that every prompt reads itself, and before the reasoning that a template opens at the end."""
         if not self._keeps_prefixes or not isinstance(body, ChatBody):
             return []
         if body.full_cache and self._reads_sparsely:
             return []
-        lengths = {self._system_end(body, prompt) - (self._n_last - 1)}
-        if self._keeps_all:
-            lengths.add(min(self._reasoning_start(prompt), len(prompt) - self._n_last))
-        return sorted(n for n in lengths if SHORTEST <= n < len(prompt))
+        system_end = self._system_end(body, prompt) - (self._n_last - 1)
+        before_reasoning = min(self._reasoning_start(prompt), len(prompt) - self._n_last)
+        return sorted(n for n in {system_end, before_reasoning} if SHORTEST <= n < len(prompt))
 
     def reached(self, request: EngineRequest, n: int, tokens: list[int], caches: list) -> None:
         """Keep the caches of a request that has read `n` tokens of its prompt, one of its checkpoints."""
         self._prefixes.insert(tokens, caches)
-        if self._keeps_all and n == request.checkpoints[-1]:  # it stands for the whole prompt
+        if n == request.checkpoints[-1]:  # it stands for the whole prompt
             request.full = list(tokens), caches
 
     def may_break_off(self, request: EngineRequest) -> bool:

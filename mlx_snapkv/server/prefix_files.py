@@ -128,10 +128,11 @@ class PrefixFiles:
         notes = {"setting": self._setting, "whole": file.whole}
         try:
             saved.save(path, self._model, caches, tokens, notes=notes)
-            if (folder := book.named_folder(path)) is not None:
-                folder.chmod(0o700)
-            for part in book.files_of(path):
-                part.chmod(0o600)
+            _, *parts = files = book.files_of(path)
+            if parts:
+                parts[0].parent.chmod(0o700)
+            for file_of_prefix in files:
+                file_of_prefix.chmod(0o600)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix was not saved: %s", error)
             return
