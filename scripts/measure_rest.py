@@ -56,7 +56,10 @@ def means(together: Callable, size: int) -> AbstractContextManager:
     """Means of so many entries, put together so; none if `size` is 0."""
     if size == 0:
         return nullcontext()
-    return mock.patch.multiple(clusters, k_means=together, SIZE=size, EACH=clusters.BLOCK // size)
+    per_block = clusters.BLOCK_SIZE // size
+    return mock.patch.multiple(
+        clusters, k_means=together, CLUSTER_SIZE=size, CLUSTERS_PER_BLOCK=per_block
+    )
 
 
 def of_text(model, tokens: list[int], following: list[int], share: float) -> Iterator[Row]:

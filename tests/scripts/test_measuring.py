@@ -7,16 +7,20 @@ from model_configs import make_model
 from mlx_snapkv import SnapKV, generate_step
 from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.spans import BLOCK_SIZE
 from mlx_snapkv.measure.contenders import Contender, compressed
 from mlx_snapkv.measure.divergence import divergence
 from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.texts import Piece
+from mlx_snapkv.sparse import clusters
 from mlx_snapkv.sparse.options import CHUNK_WINDOW, PAGE_SIZE
 from scripts import (
     measure_batches,
     measure_books,
     measure_facts,
     measure_lookahead,
+    measure_rest,
     measure_servers,
 )
 from scripts.measure_servers import Answer, tokens_while_all_answer
@@ -31,6 +35,18 @@ def test_facts_are_asked_for_one_a_turn(demo_llama):
     found = [measure_facts.measure(*demo_llama, way, 1024, 1, 3) for way in (full, dropped)]
     assert [row["asked"] for row in found] == [3, 3] and found[0]["right"] == 3
     assert found[0]["held_bytes"] == found[0]["decoding_bytes"] > 8 * found[1]["decoding_bytes"]
+
+
+@pytest.mark.parametrize("way", ["pages of 256", "clusters of 32"])
+def test_entries_are_clustered_another_way_for_the_block(way):
+    keys = mx.random.normal((1, 2, 2 * BLOCK_SIZE, 8), key=mx.random.key(1))
+    before, (together, size) = clusters.CLUSTER_SIZE, measure_rest.WAYS[way]
+    with measure_rest.means(together, size):
+        made = clusters.clusters_of(Entries(keys, keys))
+        assert made.n == 2 * BLOCK_SIZE // size
+        # What is kept between turns counts clusters by the block.
+        assert mx.array_equal(made.whole_blocks().clusters().ids, made.ids)
+    assert before == clusters.CLUSTER_SIZE
 
 
 def test_a_batchs_bytes_are_those_of_its_arrays(monkeypatch):
