@@ -149,8 +149,8 @@ class SavedFile(EntryFile):
 
     def _rows(self, places: np.ndarray) -> np.ndarray:
         rows = super()._rows(places)
-        pieces = np.unique(places // self._piece)
-        pieces = pieces[self._unchecked[pieces]]
+        pieces = places // self._piece
+        pieces = np.unique(pieces[self._unchecked[pieces]])
         if pieces.size:
             parts = (rows[i * self._piece : (i + 1) * self._piece] for i in pieces.tolist())
             with ThreadPoolExecutor(os.cpu_count()) as threads:
