@@ -70,12 +70,11 @@ def compare(
     from ..measure.compare_page import page
 
     path = require_page(shown.output, ".html")
-    methods_of(shown.policy, shown.sparse, request=request)  # which finds mistakes
+    # Mistakes are found before the model is loaded.
+    methods = methods_of(shown.policy, shown.sparse, request=request)
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
-    if shown.policy or shown.sparse:
-        methods = methods_of(shown.policy, shown.sparse, request=request)
-    else:
+    if not (shown.policy or shown.sparse):
         methods = _default_methods(len(tokens), request)
     answers: list[Compared] = []
     with reading.bar() as update:

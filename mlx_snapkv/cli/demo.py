@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..demo.documents import Fact
-from ..demo.questions import is_right, make_haystack, question_prompt
 from ..errors import SnapKVError
 from ..paths import path_of, put, refusing
 from ..planning.units import format_bytes
@@ -23,6 +21,8 @@ from .options import MAX_PROMPT_TOKENS, DocumentSeed, Facts, Model, adapt_tokeni
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from ..demo.documents import Fact
 
 KEPT_SHARE = 16  # one entry in so many is kept, or read by a token
 DEMO_CHUNK_SHARE = 8  # of which a chunk of the prompt chooses one in so many
@@ -55,6 +55,7 @@ def demo(
     from rich.console import Console
     from rich.progress import track
 
+    from ..demo.questions import make_haystack, question_prompt
     from .progress import PALETTE, stderr_console
 
     console = Console(highlight=False, theme=PALETTE)
@@ -149,6 +150,7 @@ def _column(
 
     from ..caches.layers import kv_bytes
     from ..chat.conversation import Conversation
+    from ..demo.questions import is_right
 
     chat = Conversation(model, tokenizer, max_tokens=32, **options)
     chat.attach(document)

@@ -61,7 +61,6 @@ def plan(
       mlx-snapkv plan --model MODEL --context 128k --memory 16GB
       mlx-snapkv plan --model MODEL --context 1M --policy keydiff:budget=4096 --kv-bits 8
     """
-    from ..models.trained_length import trained_length
     from ..planning.machine import mac, this_machine
     from ..planning.memory_plan import Planner
     from .loading import load_without_weights
@@ -70,14 +69,13 @@ def plan(
     named = None if chosen is None else policy.policy or str(chosen)
     machine = this_machine() if options.memory is None else mac(options.memory)
     loaded = load_without_weights(model, for_mac=options.memory is not None)
-    trained = trained_length(loaded)
     planner = Planner(
         loaded,
         max_tokens=options.max_tokens,
         prefill_step_size=cache.prefill_step_size,
         kv_group_size=cache.kv_group_size,
     )
-    plans = Plans(model, machine, planner, trained, named, cache.kv_bits, policy.kv_memory)
+    plans = Plans(model, machine, planner, named, cache.kv_bits, policy.kv_memory)
     choices = [
         plans.choose(n) for n in ([options.context] if options.context else plans.contexts())
     ]
@@ -98,12 +96,11 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans for a model with a `trained` length on a machine, with the user's `policy` if there is one."""
+    """Plans for a model on a machine, with the user's `policy` if there is one."""
 
     model: str
     machine: Machine
     planner: Planner
-    trained: int | None
     policy: str | None
     kv_bits: int | None
     kv_memory: int | None
@@ -111,7 +108,7 @@ class Plans:
     def contexts(self) -> list[int]:
         from ..planning.prefixes import DEFAULT_CONTEXT
 
-        most = self.trained or DEFAULT_CONTEXT
+        most = self.planner.trained_length or DEFAULT_CONTEXT
         return [*(n for n in PLANNED_CONTEXTS if n < most), most]
 
     def choose(self, n: int) -> Choice:
@@ -147,7 +144,7 @@ class Plans:
         usable = self.machine.usable
         return {
             "model": self.model,
-            "trained_length": self.trained,
+            "trained_length": self.planner.trained_length,
             "weights": plans[0].weights,
             "memory": self.machine.memory,
             "usable": usable,
@@ -164,7 +161,8 @@ class Plans:
         """Print a table of all plans, and what is recommended for the longest prompt that fits."""
         from ..models.trained_length import beyond_trained_length
 
-        length = "unknown" if self.trained is None else f"{self.trained:,} tokens"
+        trained = self.planner.trained_length
+        length = "unknown" if trained is None else f"{trained:,} tokens"
         print(f"The trained length of {self.model} is {length}.")
         print_table(self._table(choices))
         if choices[-1].best is None:

@@ -110,9 +110,9 @@ class StepBars:
         self._task = self._progress.add_task(what, total=total, more="")
         self._printed, self._over = self._progress.get_time(), False
 
-    def done(self, counts: bool = True, n: int = 1) -> None:
-        """`n` more steps are done; if `counts` is false, no line tells of them."""
-        self._progress.advance(self._task, n)
+    def done(self, counts: bool = True) -> None:
+        """Count one more step; if `counts` is false, print no line about it."""
+        self._progress.advance(self._task)
         if counts:
             self._tell()
 

@@ -18,7 +18,6 @@ from ..errors import SnapKVError
 from ..measure.tables import Table, is_ours, require_matplotlib
 from ..paths import path_of, put_result, refusing, require_place
 from ..planning.options import RequestOptions
-from ..sparse.options import Sparse
 from .cache_options import each_method
 from .options import AsJson
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 # Columns of words; all others hold figures.
 NAME_COLUMNS = (
     "cache",
-    "server",
-    "policy",
     "method",
     "task",
     "model type",
@@ -220,6 +217,7 @@ def methods_of(
     from ..measure.methods import Method, require_compression
     from ..planning.config import CompressionConfig
     from ..planning.exclusions import When, require_compatible
+    from ..sparse.options import Sparse
 
     chosen = each_method(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
     is_any_sparse = any(isinstance(each, Sparse) for each in chosen)
