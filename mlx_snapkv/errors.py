@@ -65,9 +65,8 @@ class ConflictError(SnapKVError):
         options: the two; a group of options may be in words.
     """
 
-    def __init__(self, option: Option, other: Option | str, because: str = ""):
-        why = f", {because}" if because else ""
-        super().__init__("{} can't be combined with {}{}: drop one of them", option, other, why)
+    def __init__(self, option: Option, other: Option | str):
+        super().__init__("{} can't be combined with {}: drop one of them", option, other)
         self.options = option, other
 
 

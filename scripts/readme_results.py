@@ -5,6 +5,7 @@ from typing import Any
 
 from results_page import Row, load, right, table
 
+from mlx_snapkv.measure.intervals import interval
 from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.planning.units import format_bytes
 
@@ -51,7 +52,7 @@ def _predictions() -> list[tuple[str, ...]]:
             continue
         kind = TEXTS[name.split("-")[0]]
         what = f"{part['model']}, {own[FULL_CACHE]['pieces']} pieces of {kind}"
-        once = [_interval(own[method]["kl"]) for method in (SNAPKV, STREAMING)]
+        once = [interval(own[method]["kl"], ".3f") for method in (SNAPKV, STREAMING)]
         rows.append((what, *once, _of_sparse(parts.get(f"{name}-sparse"))))
     return rows
 
@@ -60,11 +61,7 @@ def _of_sparse(part: dict[str, Any] | None) -> str:
     if part is None:
         return ""
     _, chosen = part["summary"]
-    return f"{_interval(chosen['kl'])}, {chosen['pieces']} pieces"
-
-
-def _interval(kl: dict[str, float]) -> str:
-    return "{mean:.3f} ({low:.3f} to {high:.3f})".format_map(kl)
+    return f"{interval(chosen['kl'], '.3f')}, {chosen['pieces']} pieces"
 
 
 def _scores() -> list[tuple[str, ...]]:

@@ -86,10 +86,6 @@ class Compress:
         n_sink, n_window = max(quota.n_sink, decode.n_sink), max(quota.n_window, decode.n_window)
         return Quota(quota.entries, n_sink, n_window).shrunk()
 
-    def decode_quota(self, n_prompt: int) -> Quota:
-        """Return the prompt's entries that each full-attention layer decodes the answer from."""
-        return self.decode_policy.quota(n_prompt)
-
     def __str__(self) -> str:
         if self.decode_policy is self.policy:
             return str(self.policy)

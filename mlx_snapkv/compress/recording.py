@@ -38,9 +38,8 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         return filled
 
     def share(self, other: KVCache, n: int) -> None:
-        """Hold the first `n` entries of `other`; both caches share the arrays until one of them writes."""
-        cache = full_cache(Entries(other.keys, other.values))
-        self.keys, self.values, self.offset = cache.keys, cache.values, n
+        """Hold the first `n` entries of `other`, in the arrays of `other`."""
+        self.keys, self.values, self.offset = other.keys, other.values, n
 
     def fill(self, entries: Entries) -> None:
         """Hold `entries`, unquantised, from position 0 on."""

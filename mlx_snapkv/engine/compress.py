@@ -77,7 +77,7 @@ def compress_prompt_cache(
     report = CompressionReport(str(compress), n)
     config = CompressionConfig(compress, quantization=quantization)
     config.require(model)
-    plan = plan_compression(config, layers, n)
+    plan = plan_compression(config, n)
     if plan.reason is not None:
         report.reason = plan.reason
         return report

@@ -25,7 +25,7 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
     caches = list(prompt_cache)
     for layer in layers:
         everything = layer.cache_in(prompt_cache)
-        everything.observe(plan.first, plan.last, plan.capacity, plan.statistics_from)
+        everything.observe(plan.first, plan.last, plan.capacity)
         everything.layer = layer
         if (reading := plan.sparse_reading) is not None:
             view = FullView([everything.store], layer)

@@ -69,7 +69,7 @@ class SparseMode:
         A new index is made for queries like the prompt's last ones, if they were recorded.
         """
         cache = layer.cache_in(self._prompt_cache)
-        view = FullView(cache.views(), layer)
+        view = FullView([cache.store], layer)
         queries = cache.queries if cache.n_queries else None
         view.index = cache.index = view.grown_index(cache.index, queries)
         return view

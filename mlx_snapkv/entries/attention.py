@@ -7,7 +7,7 @@ Half-precision keys are multiplied as a float32 copy of a block, because MLX wou
 Logits may exceed float16, which ends at 65,504 (Qwen2.5's do, whose keys have large biases), and bfloat16 has three
 digits, too few to rank large logits. For the many queries of a vote, copying the keys costs less than converting the
 logits would. For the few queries of an answer's token, the copy makes it read five times the bytes, but only of few
-entries: larger numbers are ranked by an index (`key_index.ranks_by_index`).
+entries: larger numbers are ranked by an index (`sparse.index.ranks_by_index`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

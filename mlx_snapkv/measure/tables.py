@@ -49,9 +49,7 @@ def setting_text(result: dict[str, Any]) -> str:
 
 def as_markdown(table: Table) -> str:
     """A table, names to the left and figures to the right."""
-    rule = [
-        "---" if i == 0 or c in ("cache", "server") else "---:" for i, c in enumerate(table.columns)
-    ]
+    rule = ["---" if i == 0 or c == "cache" else "---:" for i, c in enumerate(table.columns)]
     lines = (table.columns, rule, *table.rows)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 

@@ -29,20 +29,13 @@ class Exclusion:
     error: Callable[[Any], SnapKVError]
 
 
-def _needs_sparse(option: Option, does: str, why: str) -> SnapKVError:
+def _keeps_all(o: Any, why: str) -> SnapKVError:
     return SnapKVError(
-        "{} {}, but {}: give {} instead, or drop {}",
-        option,
-        does,
+        "{} says where sparse attention keeps all entries, but {}: give {} instead, or drop {}",
+        Option("store", o.store),
         why,
         Option("sparse"),
-        Option(option.name),
-    )
-
-
-def _keeps_all(o: Any, why: str) -> SnapKVError:
-    return _needs_sparse(
-        Option("store", o.store), "says where sparse attention keeps all entries", why
+        Option("store"),
     )
 
 

@@ -201,9 +201,7 @@ def plan_request(
     return plan
 
 
-def plan_compression(
-    options: CompressionConfig, layers: list[AttentionLayer], n_prompt: int
-) -> Plan:
+def plan_compression(options: CompressionConfig, n_prompt: int) -> Plan:
     """Return the plan to compress caches of `n_prompt` tokens that mlx-lm has filled."""
     policy = options.compress.decode_policy  # type: ignore[union-attr]  # the caller's is a policy
     quota = policy.quota(n_prompt)

@@ -55,9 +55,6 @@ class SparseKVCache(ChoosingCache, LayerCache):
         other.ranking = copy.deepcopy(self.ranking, memo)
         return other
 
-    def move(self, n: int) -> None:
-        self.offset += n
-
     def add(self, keys: mx.array, values: mx.array) -> None:
         self._gathered.append(keys, values)
 

@@ -26,14 +26,15 @@ class ChoosingCache(OnQueries, ABC):
 
     observes = chooses = True
     layer: Any
+    offset: Any
     _n_new = 0
     _zeros: Any = None  # placeholder keys and values that the attention module received
     _chosen: Any = None  # chosen keys and values that no attention function has received yet
     _last_read: Any = ()  # keys and values of the last call that fetched chosen entries
 
-    @abstractmethod
     def move(self, n: int) -> None:
         """Advance the offset by `n` tokens."""
+        self.offset += n
 
     @abstractmethod
     def add(self, keys: mx.array, values: mx.array) -> None:

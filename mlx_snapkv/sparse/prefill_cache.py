@@ -60,9 +60,6 @@ class SparsePrefillKVCache(ChoosingCache, LayerCache):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self.stored.keys_and_values() if self._reads_all else super().keys_and_values()
 
-    def move(self, n: int) -> None:
-        self.offset += n
-
     def add(self, keys: mx.array, values: mx.array) -> None:
         self._new = keys, values
         self.stored.add(keys, values)

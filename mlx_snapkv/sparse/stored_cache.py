@@ -69,11 +69,9 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         self.growing = self.store.cache if type(self.store.cache) is KVCache else KVCache()
         self.growing.step = capacity
 
-    def observe(
-        self, first: int, last: int, capacity: int, statistics_from: int | None = None
-    ) -> None:
+    def observe(self, first: int, last: int, capacity: int) -> None:
         """Record the queries of `[first, last)` of a prompt of `capacity` tokens, and forget earlier queries."""
-        self.start_recording(first, last, statistics_from=statistics_from)
+        self.start_recording(first, last)
         self.growing.step = max(KVCache.step, capacity - self.offset)
 
     @property
@@ -115,7 +113,6 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             values,
             self.voters(self.queries, self.query_positions, keys.shape) if self.n_queries else None,
             layer=self.layer,
-            statistics=self.statistics,
         )
 
     def stored_entries(self) -> Entries:

@@ -127,8 +127,6 @@ def _by_task(summary: Summary, heading: str) -> Table:
     return Table(heading, "", cells[0], cells[1:])
 
 
-def scores_page(
-    title: str, remark: str, summarise: Callable[[list[Record]], Summary] = summarise
-) -> Page:
+def scores_page(title: str, remark: str) -> Page:
     """The page of an evaluation with scores; the remark says how an answer is scored."""
     return Page(title, f"{remark} {SCORES}", summarise, tables)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
+from entry_helpers import in_blocks
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import steps
 from tiny_models import make_llama
@@ -14,7 +15,6 @@ from mlx_snapkv import ExpectedAttention, SnapKVError
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.compress.options import Compress
-from mlx_snapkv.compress.policies import expected_attention
 from mlx_snapkv.compress.policy import Policy
 from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.engine.request import make_request
@@ -151,7 +151,7 @@ def test_a_whole_request_is_served_by_such_a_policy(tokens, schedule):
 
 @pytest.mark.parametrize("n_sink, n_bytes", [(0, 8 << 20), (9, 8 << 20), (4, 1)])
 def test_expected_attention(n_sink, n_bytes, monkeypatch):
-    monkeypatch.setattr(expected_attention, "BLOCK_BYTES", n_bytes)  # 1: blocks of 64 keys
+    in_blocks(monkeypatch, n_bytes)  # 1: blocks of 64 keys
     model = make_llama()
     attention = model.layers[0].self_attn
     attention.q_proj.weight = 4 * attention.q_proj.weight  # else all weights are about the same
