@@ -94,7 +94,7 @@ class Batched(BatchCache, _BaseCache):
         return (mx.arange(max(counts)) < mx.array(counts)[:, None])[:, None, None, :]
 
     def extend(self, other: Any) -> None:
-        """Take in the requests of another one, which is given up."""
+        """Append the requests of another batch, which is not used afterwards."""
         self.members += other.members
 
     def filter(self, keep: Sequence[int]) -> None:
@@ -108,8 +108,11 @@ class Batched(BatchCache, _BaseCache):
 
 
 class BatchedChoices(Batched, ChoosingCache):
-    """Caches whose tokens choose anew what they read: each request chooses from its own entries, and one call of the
-    attention function sees what all have chosen."""
+    """Caches of several requests under sparse attention.
+
+    Every token chooses among the entries of its own request, and one call of the attention function reads the entries
+    that all requests chose.
+    """
 
     members: list[SparseKVCache]
     keys = keys_of(lambda batch: batch.members[0])
@@ -291,13 +294,13 @@ def _stacked(slots: list[Stored]) -> Stored:
 
 
 def batch_caches(prompt_cache: list) -> list[BatchCache]:
-    """The batched caches of all layers, each as groups ask it."""
+    """Return the batched caches of all layers."""
     caches = members(prompt_cache)
     return [cache if isinstance(cache, BatchCache) else MlxLmBatch(cache) for cache in caches]
 
 
 def kind_of(prompt_cache: list) -> tuple:
-    """What requests must have in common, cache by cache, to decode together."""
+    """Return the kinds of a request's caches: requests of equal kinds can decode together."""
     caches = batch_caches(prompt_cache)
     counts = {cache.size() for cache in caches if cache.chooses}
     # Layers that read unequally many entries would each need a mask.
@@ -305,7 +308,7 @@ def kind_of(prompt_cache: list) -> tuple:
 
 
 def batched(cache: Any) -> Any:
-    """A request's cache of one layer, as the batch of one; mlx-lm's own the way it makes them."""
+    """Return a request's cache of one layer as a batch of one request."""
     if isinstance(cache, CacheList):
         return CacheList(*map(batched, cache.caches))
     layer = layer_cache(cache)

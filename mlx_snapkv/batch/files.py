@@ -1,4 +1,4 @@
-"""OpenAI's batch files: requests, one a line, and their answers, which a later run goes on from."""
+"""OpenAI's batch files: one request per line, and one answer per line. A later run continues an unfinished file."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..json_lines import JsonLines
 
 DUPLICATE = "duplicate_custom_id"
 NO_OBJECT = "invalid_json_line"
-START = b'{"id": "batch_req_'  # of every answer's line
+START = b'{"id": "batch_req_'  # every line of an answer starts with this
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the requests, from 1, and its body, or what is wrong with it."""
+    """A line of the requests, counted from 1, with its body or the problem that it has."""
 
     number: int
     custom_id: str | None
@@ -32,22 +32,22 @@ class Line:
 
     @property
     def key(self) -> str | int:
-        """What tells it from all others, in a later run too: its own name, or where it stands."""
+        """Return what identifies the line, also in a later run: its `custom_id`, or its number."""
         if self.custom_id is None or self.code == DUPLICATE:
             return self.number
         return self.custom_id
 
 
 class RequestsFile:
-    """The requests of a file, parsed as they are asked for; `n_lines` is the number of those that aren't blank.
+    """The requests of a file, parsed one by one; `n_lines` counts the lines that are not blank.
 
-    Raises: SnapKVError: there are lines, and not one of them is a JSON object.
+    Raises: SnapKVError: no line is a JSON object, and the file is not empty.
     """
 
     def __init__(self, stream: BinaryIO):
         self._stream: IO[bytes] = stream
         if not stream.seekable():
-            self._stream = tempfile.TemporaryFile()  # noqa: SIM115  # as long as this
+            self._stream = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this object
             shutil.copyfileobj(stream, self._stream)
             self._stream.seek(0)
         self._start = self._stream.tell()

@@ -49,15 +49,15 @@ def batch_generate(
     on_report: Callable[[CompressionReport], None] | None = None,
     **kwargs: Any,
 ) -> MlxBatchResponse:
-    """`mlx_lm.batch_generate` with compressed prompts; without a policy it is mlx-lm's own.
+    """Call `mlx_lm.batch_generate` with compressed prompts; without a policy, call mlx-lm's own.
 
     Args:
-        snapkv, policy, sparse: as of `generate_step`.
-        on_report: receives one `CompressionReport` a prompt, in their order.
-        **kwargs: `kv_bits`, `kv_group_size`, and mlx-lm's, for `CompressedBatchGenerator`.
+        snapkv, policy, sparse: see `generate_step`.
+        on_report: receives one `CompressionReport` for each prompt, in the order of the prompts.
+        **kwargs: the options of `CompressedBatchGenerator`.
 
     Returns:
-        mlx-lm's response; with a policy a `BatchResponse`. Prompts that don't fail get the answers that they get alone.
+        mlx-lm's response; with a policy a `BatchResponse`. A prompt that does not fail gets the same answer as alone.
 
     Raises: SnapKVError: options, models or prompts can't be served; nothing has been read then.
     """
@@ -143,7 +143,7 @@ def _answer_all(
         **options,
     )
     with contextlib.closing(generator), generator.stats() as stats:
-        generator.insert(prompts, limits, caches=prompt_caches)  # which numbers them from 0
+        generator.insert(prompts, limits, caches=prompt_caches)  # requests are numbered from 0
         while responses := generator.next_generated():
             for response in responses:
                 answers[response.uid].add(response, with_logprobs)

@@ -41,26 +41,25 @@ def require_together(model) -> None:
 
 
 class CompressedBatchGenerator(BatchGenerator):
-    """mlx-lm's `BatchGenerator`, with a policy that compresses every prompt before it joins the others.
+    """mlx-lm's `BatchGenerator`, which compresses every prompt before it decodes with the others.
 
     Prompts are read one at a time, whatever `prefill_batch_size` is, in the chunks and with the choices of
-    `generate_step`; those below the gate stay full, in the same run. Requests whose caches hold about equally many
-    entries decode together. A request's greedy answer is the one it gets alone. One that fails gets a last response
-    with the finish reason "error" and the exception as `error`; the others go on.
+    `generate_step`. A prompt below `min_ctx` keeps its full cache. Requests whose caches hold about equally many
+    entries decode together. The greedy answer of a request is the same as alone. A request that fails gets a last
+    response with the finish reason "error" and the exception as `error`; the other requests continue.
 
     Args:
         model: an mlx-lm model.
-        snapkv, policy, sparse: as of `generate_step` but for "auto"; without one of them, and without `turns`, this is
+        snapkv, policy, sparse: see `generate_step`; "auto" is not allowed. Without them, and without `turns`, this is
             mlx-lm's generator.
         on_report: receives a request's number and its `CompressionReport`.
-        on_read: receives a request's number, caches with all entries of what it has read, for others to go on from,
-            and those tokens; not of a policy that evicts while it reads.
-        turns: caches that hold tokens already are compressed again, as those of a `Conversation` are.
-        reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
-            fewer and fuller steps.
-        on_pause: called about once a second while a chunk is read; what it raises fails the request.
-        **kwargs: `store` as of `generate_step`. `kv_bits`, `kv_group_size` of compressed entries; full ones
-            stay plain. mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `completion_batch_size` and so on.
+        on_read: receives a request's number, caches with all entries that it has read, from which other requests can
+            continue, and the tokens of these entries. It is not called for a policy that evicts during prefill.
+        turns: whether caches that hold tokens already are compressed again, as a `Conversation`'s caches are.
+        reads_first: whether all prompts are read before any request decodes: later first tokens, but fewer steps.
+        on_pause: called about once a second while a chunk is read; an exception that it raises fails the request.
+        **kwargs: the options of `RequestOptions`; `kv_bits` and `kv_group_size` for compressed entries, while full
+            caches are not quantised; and mlx-lm's own, which are passed on.
 
     Raises:
         SnapKVError: for options or models that can't be served; also of the `insert` methods, before anything is read.
