@@ -13,7 +13,7 @@ import fork_helpers
 import httpx
 
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.completions.request import Defaults
+from mlx_snapkv.completions.body import Defaults
 from mlx_snapkv.planning.settings import resolve_setting
 from mlx_snapkv.server.access import Settings
 from mlx_snapkv.server.admission import Limits

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..completions.answer import Completion, answer_body
-from ..completions.request import Bounds, CompletionRequest, Defaults, completion_request
+from ..completions.answer import Completion
+from ..completions.answer_body import answer_body
+from ..completions.body import Defaults
+from ..completions.request import Bounds, CompletionRequest, completion_request
 from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
 from ..errors import SnapKVError, brief
 from ..models.counts import vocabulary

@@ -67,7 +67,7 @@ def batch(
     """
     from ..batch.files import AnswersFile, RequestsFile
     from ..batch.run import Run
-    from ..completions.request import Defaults
+    from ..completions.body import Defaults
     from ..models.trained_length import beyond_trained_length
 
     reading = Reading(files.quiet)

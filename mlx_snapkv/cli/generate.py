@@ -99,7 +99,7 @@ def _constrained(
 ) -> dict[str, Any]:
     """Options of `stream_generate` for an answer that obeys a schema; SnapKVError if it can't be enforced."""
     from ..completions.constraint import Constraint
-    from ..completions.grammar import json_form
+    from ..completions.grammar import json_format
     from ..completions.rendering import Rendered, initial_state
 
     if prompt.prefill_response is not None:
@@ -107,8 +107,8 @@ def _constrained(
     raw = prompt.ignore_chat_template or not tokenizer.has_chat_template
     chat = Rendered(tokens, [{"role": "user", "content": text}], {"add_generation_prompt": True})
     state = None if raw else initial_state(tokenizer, chat)
-    form = json_form(schema, tokenizer, state, "--json-schema")
-    return {"logits_processors": [Constraint(tokenizer, form, max_tokens)]}
+    answer_format = json_format(schema, tokenizer, state, "--json-schema")
+    return {"logits_processors": [Constraint(tokenizer, answer_format, max_tokens)]}
 
 
 def _beside_saved(context: Context, *groups: Any) -> list[Any]:

@@ -153,7 +153,7 @@ def serve(
       curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     _require_packages()
-    from ..completions.request import Defaults
+    from ..completions.body import Defaults
     from ..models.distributed import rank
     from ..planning.config import CompressionConfig
     from ..server.admission import Limits

@@ -1,1 +1,1 @@
-"""Bodies of the OpenAI API: what a request asks of a model, and what an answer is given in."""
+"""Completions as OpenAI's API knows them: bodies of requests, prompts, constraints and answers."""

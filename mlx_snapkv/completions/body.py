@@ -1,5 +1,6 @@
-"""The bodies of OpenAI's two completion endpoints, checked."""
+"""The bodies of OpenAI's `/v1/chat/completions` and `/v1/completions`, validated."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -12,85 +13,90 @@ from pydantic import (
 )
 
 from ..errors import SnapKVError
-from .checks import require, short
 from .contents import as_list
 from .fields import (
-    AtMost,
     Bias,
+    BodyModel,
     ContextSize,
-    Factor,
     Integer,
-    NLogprobs,
-    NoneIfEmpty,
+    MaxTokens,
+    NoneIfEmptyList,
     Number,
     Penalty,
     Probability,
+    RepetitionPenalty,
     Stops,
     Temperature,
     TokenId,
     TopK,
+    TopLogprobs,
     Unsupported,
-    Whole,
+    WholeFloat,
 )
 from .messages import Message, is_answer, messages_of
-from .part import Part
-from .problems import as_body
 from .response_format import ResponseFormat
 from .tool_choice import AnyToolChoice
+from .validation import require, shortened, validate_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def _messages(items: Any) -> list[Message]:
-    """The messages of a list of them in any form, or of a response's items; one of them has to say something."""
+    """Parse a list of messages, or the items of a response's input.
+
+    Raises: ValueError: an item has no known form, or all of them are empty; the sentence begins with the item's number.
+    """
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
     messages: list[Message] = []
-    n_answered = max((i for i, item in enumerate(items) if is_answer(item)), default=0)
+    last_answer = max((i for i, item in enumerate(items) if is_answer(item)), default=0)
     for number, item in enumerate(items):
         follows_result = bool(messages) and messages[-1].role == "tool"
-        may_have_media = follows_result or number < n_answered
+        is_answered = number < last_answer
         try:
-            new = [item] if isinstance(item, Message) else messages_of(item, may_have_media)
+            messages += (
+                [item]
+                if isinstance(item, Message)
+                else messages_of(item, may_have_media=follows_result or is_answered)
+            )
         except ValueError as error:
             rule = str(error)
             raise ValueError(
                 f".{number}{rule}" if rule.startswith(".") else f".{number} {rule}"
             ) from None
-        messages += new
-    says = any(
+    has_content = any(
         m.text or m.reasoning or m.calls or m.role in ("assistant", "tool") for m in messages
     )
-    require(says, f".{len(items) - 1}.content must not be empty", "")
+    require(has_content, f".{len(items) - 1}.content must not be empty", "")
     return messages
 
 
-ANY_FORM = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+MESSAGES_SCHEMA = {"type": "array", "items": {"type": "object"}, "minItems": 1}
 Messages = Annotated[
-    list[InstanceOf[Message]], BeforeValidator(_messages), WithJsonSchema(ANY_FORM)
+    list[InstanceOf[Message]], BeforeValidator(_messages), WithJsonSchema(MESSAGES_SCHEMA)
 ]
 
 
-class StreamOptions(Part):
+class StreamOptions(BodyModel):
     include_usage: bool | None = None
 
 
-class CommonBody(Part):
-    """The fields that both endpoints have; what is None was not given.
+class CommonBody(BodyModel):
+    """The fields that both endpoints have; None means that the client did not set the field.
 
-    Unknown fields are ignored. Those that would change what the answer is, and can't be honoured, are mistakes.
+    Unknown fields are ignored. A field that would change the answer but is not supported is an error.
     """
 
     model_config = ConfigDict(extra="allow")
 
     @property
-    def by_functions(self) -> bool:
-        """Whether the client knows functions, which tools were before, and looks for calls of these."""
+    def uses_functions(self) -> bool:
+        """Whether the client sends `functions`, the older name of `tools`, and expects a `function_call`."""
         return False
 
     model: str | None = None
-    max_tokens: AtMost | None = None
-    max_completion_tokens: AtMost | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None
@@ -99,17 +105,17 @@ class CommonBody(Part):
     xtc_threshold: Annotated[Number, Field(ge=0, le=0.5)] | None = None
     seed: Integer | None = None
     stop: Stops | None = None
-    logit_bias: Annotated[dict[TokenId, Bias] | None, NoneIfEmpty] = None
+    logit_bias: Annotated[dict[TokenId, Bias] | None, NoneIfEmptyList] = None
     frequency_penalty: Penalty | None = None
     frequency_context_size: ContextSize | None = None
     presence_penalty: Penalty | None = None
     presence_context_size: ContextSize | None = None
-    repetition_penalty: Factor | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     repetition_context_size: ContextSize | None = None
-    n: Annotated[int, Field(ge=1, le=8), Whole] | None = None
+    n: Annotated[int, Field(ge=1, le=8), WholeFloat] | None = None
     stream: bool | None = None
-    stream_options: Annotated[StreamOptions | None, NoneIfEmpty] = None
-    full_cache: bool | None = None  # answer from all entries, whatever the policy
+    stream_options: Annotated[StreamOptions | None, NoneIfEmptyList] = None
+    full_cache: bool | None = None  # answer this request from the full cache, without the policy
 
 
 class ChatBody(CommonBody):
@@ -119,14 +125,15 @@ class ChatBody(CommonBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: AnyToolChoice = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, NoneIfEmpty] = None
-    functions: list[dict[str, Any]] | None = None  # tools, before they were called so
-    continue_final_message: bool | None = None  # vLLM's: False begins a new turn behind it
+    chat_template_kwargs: Annotated[dict[str, Any] | None, NoneIfEmptyList] = None
+    functions: list[dict[str, Any]] | None = None
+    # vLLM's field: False starts a new message after a final message of the assistant.
+    continue_final_message: bool | None = None
     audio: Unsupported = None
     modalities: list[Literal["text"]] | None = None
     logprobs: bool | None = None
-    top_logprobs: NLogprobs | None = None
-    # How much to think: see `thinking_options`.
+    top_logprobs: TopLogprobs | None = None
+    # `thinking_options` reads the next five fields.
     reasoning_effort: Any = None
     reasoning: Any = None
     thinking: Any = None
@@ -134,43 +141,62 @@ class ChatBody(CommonBody):
     think: Any = None
 
     @property
-    def by_functions(self) -> bool:
+    def uses_functions(self) -> bool:
         return bool(self.functions)
 
     @model_validator(mode="before")
     @classmethod
-    def _functions(cls, body: Any) -> Any:
-        """Functions are tools; a call of one that is forced, or forbidden, is a choice of tools."""
+    def _functions_as_tools(cls, body: Any) -> Any:
+        """Set `tools` and `tool_choice` from the older fields `functions` and `function_call`."""
         if not isinstance(body, dict):
             return body
-        choice, functions = body.get("function_call"), as_list(body.get("functions"))
-        found = {name: value for name, value in body.items() if name != "function_call"}
+        fields = {name: value for name, value in body.items() if name != "function_call"}
+        functions = as_list(body.get("functions"))
         if functions and not body.get("tools"):
-            found["tools"] = [{"type": "function", "function": each} for each in functions]
-            named = {"type": "function", "function": choice}
-            found["tool_choice"] = named if isinstance(choice, dict) else choice
-        return found
+            choice = body.get("function_call")
+            fields["tools"] = [{"type": "function", "function": each} for each in functions]
+            is_name = isinstance(choice, dict)
+            fields["tool_choice"] = {"type": "function", "function": choice} if is_name else choice
+        return fields
 
 
-def _as_number(value: Any) -> Any:
-    """Log-probabilities as chats ask for them: those of the answer's own tokens."""
-    return {True: 0, False: None}[value] if isinstance(value, bool) else value
+def _logprobs_as_number(value: Any) -> Any:
+    """Return `logprobs` as a number: some clients send a boolean, as for chats. True asks for the answer's tokens."""
+    if isinstance(value, bool):
+        return 0 if value else None
+    return value
 
 
 class CompletionBody(CommonBody):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]  # one text or several, or their token ids
-    best_of: Annotated[Literal[1], Whole] | None = None
+    prompt: (
+        str | list[int] | list[str] | list[list[int]]
+    )  # one prompt or several, texts or token ids
+    best_of: Annotated[Literal[1], WholeFloat] | None = None
     echo: Literal[False] | None = None
     suffix: Unsupported = None
-    logprobs: Annotated[NLogprobs | None, BeforeValidator(_as_number)] = None
+    logprobs: Annotated[TopLogprobs | None, BeforeValidator(_logprobs_as_number)] = None
 
     def each(self) -> list["CompletionBody"]:
-        """A body for each text."""
+        """Return a list of bodies, one for each prompt."""
         if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [self]
         return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The values of fields that a body leaves out, named as mlx-lm's flags; temperature 0 is greedy."""
+
+    max_tokens: int = 256
+    temp: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    min_tokens_to_keep: int = 1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
 
 
 Body = ChatBody | CompletionBody
@@ -178,17 +204,17 @@ BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 
 
 def parse(url: Any, body: Any) -> Body:
-    """What a line of a file has as JSON for a url of `BODIES`, checked; it can ask for one answer.
+    """Validate the `url` and `body` of a line in a file of requests.
 
-    Raises: SnapKVError: as `as_body`.
+    Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or a field works only with a server.
     """
     if not isinstance(url, str) or url not in BODIES:
-        raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {short(url)}")
-    checked = as_body(BODIES[url], body)
-    if isinstance(checked, CompletionBody) and checked.each() != [checked]:
+        raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {shortened(url)}")
+    parsed = validate_body(BODIES[url], body)
+    if isinstance(parsed, CompletionBody) and parsed.each() != [parsed]:
         raise SnapKVError("prompt must be one text in a file of requests: write a line for each")
-    servers = {"n", "logprobs", "top_logprobs", "full_cache"}
-    for name, value in checked.model_dump(include=servers).items():
+    server_only = {"n", "logprobs", "top_logprobs", "full_cache"}
+    for name, value in parsed.model_dump(include=server_only).items():
         if value and (name, value) != ("n", 1):
             raise SnapKVError(f"{name} is not supported in a file of requests: drop the field")
-    return checked
+    return parsed

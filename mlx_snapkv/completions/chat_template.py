@@ -1,4 +1,4 @@
-"""The chat template's only caller; this file imports nothing slow."""
+"""Applies chat templates; every caller goes through here. This file imports nothing slow."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from ..errors import SnapKVError, brief
 
 
 def apply_template(tokenizer, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """Return what the chat template makes of messages: token ids, or text with `tokenize=False`.
+    """Return the messages in the chat template: token ids, or text with `tokenize=False`.
 
     Raises: SnapKVError: the template fails.
     """
@@ -18,7 +18,7 @@ def apply_template(tokenizer, messages: list[dict[str, Any]], **options: Any) ->
 
 @contextlib.contextmanager
 def template_failures() -> Iterator[None]:
-    """Raises: SnapKVError: the block raised anything; templates and tokenizers are code of the model's authors."""
+    """Raise SnapKVError for any exception in the block: templates and tokenizers are code of the model's authors."""
     try:
         yield
     except SnapKVError:

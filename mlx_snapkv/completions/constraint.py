@@ -1,6 +1,6 @@
-"""Constrained decoding: the logits processor that keeps an answer to its grammar."""
+"""Constrained decoding: the logits processor that makes an answer obey its grammar."""
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import mlx.core as mx
@@ -8,62 +8,79 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from ..errors import SnapKVError
-from .grammar import Form
+from .grammar import AnswerFormat
 from .matcher import make_matcher, reason_of, vocabulary
 
-CLOSERS = '}]",:0'  # what ends JSON soonest, the best first
-QUOTE, IN_STRING = '"', "~"  # what ends a string; where this may come, a string has begun
-LONGEST_END = 512  # tokens
-GROWTH = 3  # by how many tokens the way to the end may grow with a token
+CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, the best first
+QUOTE = '"'
+IN_STRING = "~"  # a character that JSON allows only within strings
+MAX_END_LENGTH = 512  # tokens
+MAX_GROWTH = 3  # tokens by which one token of the answer may lengthen the shortest end
 
 
 class Constraint:
-    """A logits processor that leaves only the tokens that a form allows; after its end, the end of the answer.
+    """A logits processor that allows only tokens that the answer's format allows, and then the end of the answer.
 
-    mlx-lm's loops ask for it once a token, before they know the token: they hand it over as an array. Loops with
-    drafts go back to an earlier token, and so does this. JSON that is about to reach `max_tokens` is closed; a call is
-    not, lest somebody carries it out.
+    mlx-lm's loops call it once for each token, with all tokens so far. The last token is still an array, whose value
+    may not have been computed. A loop with a draft model goes back to earlier tokens, and the constraint follows.
+
+    Before JSON would reach `max_tokens`, it is closed as shortly as possible. A call is never closed, since the client
+    would run it with arguments that are cut.
+
+    Args:
+        max_tokens: of the answer; -1 for no limit.
 
     Attributes:
-        is_cut: the answer was closed before the model had said all.
+        format: the answer's format.
+        is_cut: whether the answer was closed before the model ended it.
 
-    Raises: SnapKVError: the form's grammar is none.
+    Raises: SnapKVError: the grammar can't be enforced.
     """
 
-    def __init__(self, tokenizer, form: Form, max_tokens: int = -1):
-        self.form, self.is_cut = form, False
+    def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
+        self.format, self.is_cut = answer_format, False
         self._vocabulary = vocabulary(tokenizer)
-        self._matcher = make_matcher(tokenizer, form.grammar)
-        self._matcher.consume_tokens(tokenizer.encode(form.begun, add_special_tokens=False))
+        self._matcher = make_matcher(tokenizer, answer_format.grammar)
+        prefill = tokenizer.encode(answer_format.prefill, add_special_tokens=False)
+        self._matcher.consume_tokens(prefill)
         self._n_prompt: int | None = None
         self._answer: list[int] = []
-        self._n_matched = 0  # of these; the matcher takes no token after its end
-        self._max_tokens = max_tokens if form.kind == "json" else -1
-        self._next_look = max_tokens  # how many tokens are left when the end is looked for
+        self._n_matched = (
+            0  # tokens of the answer that the matcher has taken; it takes none after its end
+        )
+        self._max_tokens = max_tokens if answer_format.kind == "json" else -1
+        self._next_look = max_tokens  # number of tokens left at which the end is looked for again
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Return logits with -inf for tokens that are not allowed.
+
+        Args:
+            tokens: the prompt and the answer so far.
+            logits: `(1, vocabulary)`.
+        """
         if self._n_prompt is None:
             self._n_prompt = tokens.size
         is_next = tokens.size - self._n_prompt == len(self._answer) + 1
         new = tokens[-1 if is_next else self._n_prompt :]
-        # The device goes on with the logits while the mask is made, which needs only the tokens before them.
+        # The mask needs only the tokens. The device computes the logits while the CPU makes the mask.
         mx.async_eval(new)
         mx.async_eval(logits)
         new_tokens: Any = new.tolist()
         if not is_next:
-            n_same = sum(1 for _ in _same(new_tokens, self._answer))
+            n_same = _common_prefix_length(new_tokens, self._answer)
             self._rewind(n_same)
             new_tokens = new_tokens[n_same:]
-        self._take(new_tokens)
+        self._consume(new_tokens)
         allowed = _allowed(self._matcher, logits.shape[-1])
         if self._matcher.is_error():
             raise _failure(self._matcher)
-        if (forced := self._closing()) is not None:
+        closing_token = self._closing_token()
+        if closing_token is not None:
             allowed[:] = False
-            allowed[forced] = True
+            allowed[closing_token] = True
         return mx.where(mx.array(allowed), logits, -mx.inf)
 
-    def _take(self, tokens: list[int]) -> None:
+    def _consume(self, tokens: list[int]) -> None:
         for token in tokens:
             self._answer.append(token)
             if not self._matcher.is_stopped():
@@ -71,36 +88,45 @@ class Constraint:
                 self._n_matched += 1
 
     def _rewind(self, n: int) -> None:
+        """Go back to the first `n` tokens of the answer."""
         del self._answer[n:]
         if self._n_matched > n:
             self._matcher.rollback(self._n_matched - n)
             self._n_matched = n
         self.is_cut, self._next_look = False, self._max_tokens
 
-    def _closing(self) -> int | None:
-        """The next token of a short way to the end, if hardly more tokens are left than it has."""
+    def _closing_token(self) -> int | None:
+        """Return the next token of a short end of the JSON if few more tokens are left than it has, else None.
+
+        Looking for an end takes time. The next look is due when the tokens left could first be too few, if every token
+        until then lengthens the end by `MAX_GROWTH`.
+        """
         n_left = self._max_tokens - len(self._answer)
         if self._max_tokens < 0 or n_left > self._next_look or self._matcher.is_stopped():
             return None
-        end = _short_end(self._matcher, self._vocabulary, min(n_left, LONGEST_END))
+        end = _short_end(self._matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
         n_end = 0 if end is None else len(end)
         if end:
-            self.is_cut = n_end + 2 * GROWTH >= n_left
+            self.is_cut = n_end + 2 * MAX_GROWTH >= n_left
         elif self.is_cut:
             end = [self._vocabulary.eos_token]
-        n_free = 0 if self.is_cut else (n_left - n_end) // (GROWTH + 1)
+        n_free = 0 if self.is_cut else (n_left - n_end) // (MAX_GROWTH + 1)
         self._next_look = n_left - 1 - n_free
         return end[0] if end and self.is_cut else None
 
 
 def _allowed(matcher: LLMatcher, size: int) -> np.ndarray:
-    """Whether each token may come next, `(size,)`."""
+    """Return whether the grammar allows each token next, as booleans `(size,)`."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.unpackbits(bits, count=size, bitorder="little").view(bool)
 
 
-def _short_end(matcher: LLMatcher, tokenizer: LLTokenizer, most: int) -> list[int] | None:
-    """Few tokens, `most` at most, after which the grammar lets an answer end; None if those found are more."""
+def _short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
+    """Return few tokens after which the grammar allows the answer to end.
+
+    Returns None if more than `max_length` tokens are found, or if the answer is still within thoughts. The tokens are
+    not the fewest possible: at each place the first of `CLOSERS` that the grammar allows is taken.
+    """
     matcher, tokens = matcher.deep_copy(), list[int]()
     quote, in_string, *closers = (
         tokenizer.greedy_tokenize(c)[0] for c in (QUOTE, IN_STRING, *CLOSERS)
@@ -110,29 +136,26 @@ def _short_end(matcher: LLMatcher, tokenizer: LLTokenizer, most: int) -> list[in
         new = matcher.compute_ff_tokens()
         if not new:
             bits = matcher.compute_bitmask()
-            may_come = [t for t in (in_string, quote, *closers) if bits[t // 8] >> t % 8 & 1]
-            is_in_string = may_come[:2] == [in_string, quote]
+            allowed = [t for t in (in_string, quote, *closers) if bits[t // 8] >> t % 8 & 1]
+            is_in_string = allowed[:2] == [in_string, quote]
             if is_in_string and was_in_string:
-                return None  # a quote ends every string of JSON, so these are thoughts
+                return None  # the last quote did not end a string, so this is free text: thoughts
             was_in_string = is_in_string
-            best = [quote] if is_in_string else [t for t in closers if t in may_come]
+            best = [quote] if is_in_string else [t for t in closers if t in allowed]
             new = best[:1] or [int(_allowed(matcher, tokenizer.vocab_size).argmax())]
         tokens += new
-        if len(tokens) > most or not matcher.consume_tokens(new):
+        if len(tokens) > max_length or not matcher.consume_tokens(new):
             return None
     return tokens
 
 
-def _same(*sequences: list[int]) -> Iterator[int]:
-    """Yield the elements with which all of them begin."""
-    for a, b in zip(*sequences):
-        if a != b:
-            return
-        yield a
+def _common_prefix_length(first: list[int], second: list[int]) -> int:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))
+    return sum(1 for _ in pairs)
 
 
 def _failure(matcher: LLMatcher) -> Exception:
-    """Why an answer can't go on: its form takes too much, or what was sampled is not what was allowed."""
+    """Return the error for a matcher that failed: the format is too complex, or a token was not an allowed one."""
     why = reason_of(matcher)
     if "satisfy the grammar" in why:
         return RuntimeError(f"the answer has left its grammar: {why}")

@@ -1,45 +1,54 @@
-"""What clients put where a text is wanted, as the text that a model reads."""
+"""The `content` of messages as the text that a model reads: of text parts, documents, tool results and media."""
 
 import base64
 import binascii
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from .checks import require
+from .validation import require
 
-BREAK = "\n\n"  # between texts that came apart
-TEXTS = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
+SEPARATOR = "\n\n"  # between texts that are joined
+TEXT_TYPES = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
 MEDIA = ("image", "audio", "video", "file", "document", "pdf", "screenshot")
+MAX_TYPE_LENGTH = 40  # characters of a part's type that a sentence quotes
+
+Source = Literal["user", "tool", "other"]
 
 
-class Shown(NamedTuple):
-    """A part of a content as text, and what of it the model does not get: nothing, or a sentence."""
+class TextPart(NamedTuple):
+    """A part of a content as text.
+
+    Attributes:
+        note: a sentence on what of the part the model does not get, or None.
+    """
 
     text: str
     note: str | None = None
 
 
-def shown(content: Any, whose: Literal["own", "tool", "other"] = "tool") -> Iterator[Shown]:
-    """The parts of a content of any form: a text, a part, a list of both, none.
+def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
+    """Yield the text of each part of a content, which may be a text, a part, a list of both, or None.
 
     Args:
-        whose: the user's or system's own words, which have to be read as they are; a tool's result; another's.
+        source: "user" for a message of the user or the system, which must consist of text. "tool" for a tool's result,
+            whose unknown parts become JSON. In a result and in "other" messages, media become a note in brackets.
 
-    Raises: ValueError: the user's own image, or another part that is no text.
+    Raises: ValueError: a part of a "user" message is not text.
     """
     for part in as_list(content):
         if isinstance(part, dict):
-            yield _part(part, whose)
+            yield _text_part(part, source)
         elif isinstance(part, str):
-            yield Shown(part)
+            yield TextPart(part)
         elif part is not None:
-            require(whose != "own", ".content should be texts or parts", part)
-            yield Shown(as_json(part))
+            require(source != "user", ".content should be texts or parts", part)
+            yield TextPart(as_json(part))
 
 
 def as_list(content: Any) -> list[Any]:
-    """A content as a list of its parts; none has none."""
+    """Return a list unchanged, a single value as a list of it, and None or "" as an empty list."""
     if content is None or content == "":
         return []
     return content if isinstance(content, list) else [content]
@@ -49,82 +58,111 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def named(part: dict[str, Any]) -> str:
-    """A part's type, by which it is called in sentences."""
+def part_type(part: dict[str, Any]) -> str:
+    """Return a part's `type`, cut to a length that fits in a sentence; "part" if it has no type."""
     kind = part.get("type")
-    return kind[:40] if isinstance(kind, str) else "part"
+    return kind[:MAX_TYPE_LENGTH] if isinstance(kind, str) else "part"
 
 
-def _part(part: dict[str, Any], whose: str) -> Shown:
-    kind = named(part)
+def replace_surrogates(text: str) -> str:
+    """Return a text with U+FFFD in place of lone surrogates. A client that cuts a text inside an emoji sends them."""
+    with contextlib.suppress(UnicodeEncodeError):
+        text.encode()
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def replace_surrogates_in(value: Any) -> Any:
+    """Return a JSON value with `replace_surrogates` applied to its strings, except to keys of objects.
+
+    A string of nothing but lone surrogates is left as it is. The tokenizer then refuses it.
+    """
+    if isinstance(value, str):
+        return text if (text := replace_surrogates(value)).strip("\ufffd") else value
+    if isinstance(value, list):
+        return [replace_surrogates_in(item) for item in value]
+    if isinstance(value, dict):
+        return {name: replace_surrogates_in(item) for name, item in value.items()}
+    return value
+
+
+def _text_part(part: dict[str, Any], source: Source) -> TextPart:
+    kind = part_type(part)
     is_untyped = not isinstance(part.get("type"), str)
-    if kind in TEXTS or (is_untyped and isinstance(part.get("text"), str)):
+    if kind in TEXT_TYPES or (is_untyped and isinstance(part.get("text"), str)):
         text = part.get("text") or ""
         require(isinstance(text, str), ".content should have texts", text)
-        return Shown(text)
+        return TextPart(text)
     if kind == "refusal":
-        return Shown(str(part.get("refusal") or ""))
-    if kind == "tool_reference":  # whose name is all there is
-        return Shown(f"[tool {part.get('tool_name') or part.get('name')}]")
-    if kind == "json" or not (whose == "own" or "type" in part):
-        return Shown(as_json(part.get("json", part)))
-    text = _text_within(part)
+        return TextPart(str(part.get("refusal") or ""))
+    if kind == "tool_reference":
+        return TextPart(f"[tool {part.get('tool_name') or part.get('name')}]")
+    if kind == "json" or not (source == "user" or "type" in part):
+        return TextPart(as_json(part.get("json", part)))
+    text = _document_text(part)
     if text is not None:
-        return Shown(_titled(part, text))
+        return TextPart(_with_title(part, text))
     media = _media(part, kind)
-    if whose == "own" and media is not None:
-        what = f".content has {'an' if media[0] in 'aeiou' else 'a'} {media}"
-        raise ValueError(f"{what}, and this model reads text only: leave it out")
-    if whose == "tool" and media is None:  # a tool of a service has answered it
-        return Shown(as_json({k: v for k, v in part.items() if not k.startswith("encrypted")}))
-    name = media or kind
-    about = ", ".join([f"[{name}", *_size(part), "not shown to this model]"])
-    return Shown(f"\n{about}\n", f"a part of the type {kind} is not shown to the model")
+    if source == "user" and media is not None:
+        subject = f".content has {'an' if media[0] in 'aeiou' else 'a'} {media}"
+        raise ValueError(f"{subject}, and this model reads text only: leave it out")
+    if source == "tool" and media is None:  # the result of a service's own tool
+        return TextPart(as_json({k: v for k, v in part.items() if not k.startswith("encrypted")}))
+    placeholder = ", ".join([f"[{media or kind}", *_size_or_url(part), "not shown to this model]"])
+    return TextPart(f"\n{placeholder}\n", f"a part of the type {kind} is not shown to the model")
 
 
 def _media(part: dict[str, Any], kind: str) -> str | None:
-    """What this part is that is no text, if it is: an MCP server's resource may be any file."""
+    """Return the kind of media that a part consists of, or None; an MCP resource in base64 is a file."""
     resource = part.get("resource")
     is_file = isinstance(resource, dict) and isinstance(resource.get("blob"), str)
     return next((name for name in MEDIA if name in kind), "file" if is_file else None)
 
 
-def _titled(part: dict[str, Any], text: str) -> str:
-    """A document's text, under its title."""
+def _with_title(part: dict[str, Any], text: str) -> str:
+    """Return a document's text after its title or file name."""
     file = part.get("file")
     title = part.get("title") or (file if isinstance(file, dict) else part).get("filename")
-    return f"{title}\n{text}{BREAK}" if isinstance(title, str) else text + BREAK
+    return f"{title}\n{text}{SEPARATOR}" if isinstance(title, str) else text + SEPARATOR
 
 
-def _text_within(part: dict[str, Any]) -> str | None:
-    """The text that a document, a file, a search result or a resource consists of, if it is one."""
+def _document_text(part: dict[str, Any]) -> str | None:
+    """Return the text of a document, a file, a search result or an MCP resource; None if the part has no text."""
     source = part.get("source")
     nested = (
         part.get("resource") or part.get("file") or (source if isinstance(source, dict) else None)
     )
     if isinstance(nested, dict):
-        kind = nested.get("type")
-        if kind == "text" and isinstance(nested.get("data"), str):
-            return nested["data"]
-        if kind == "content":
-            return BREAK.join(each.text for each in shown(nested.get("content")))
-        if isinstance(nested.get("text"), str):
-            return nested["text"]
-        named_type = nested.get("media_type") or nested.get("mimeType") or ""
-        data = nested.get("file_data") or nested.get("data") or nested.get("blob")
-        return _decoded(data, str(named_type), named(part))
+        return _nested_text(nested, part_type(part))
     if isinstance(part.get("file_data"), str):
-        return _decoded(part["file_data"], "", named(part))
-    if named(part) == "compaction" and isinstance(part.get("content"), str):  # what was said before
-        return part["content"]
-    if named(part) == "search_result" and isinstance(part.get("content"), list):
-        text = BREAK.join(each.text for each in shown(part["content"]))
+        return _decoded_text(part["file_data"], "", part_type(part))
+    if part_type(part) == "compaction" and isinstance(part.get("content"), str):
+        return part["content"]  # a summary of the earlier conversation
+    if part_type(part) == "search_result" and isinstance(part.get("content"), list):
+        text = SEPARATOR.join(each.text for each in text_parts(part["content"]))
         return f"{source}\n{text}" if isinstance(source, str) else text
     return None
 
 
-def _decoded(data: Any, media_type: str, kind: str) -> str | None:
-    """The text in base64, or in a data URL, of a file: of a text's type, or of one that tells nothing."""
+def _nested_text(nested: dict[str, Any], kind: str) -> str | None:
+    """Return the text in the `resource`, `file` or `source` of a part of the type `kind`; None if it has no text."""
+    nested_type = nested.get("type")
+    if nested_type == "text" and isinstance(nested.get("data"), str):
+        return nested["data"]
+    if nested_type == "content":
+        return SEPARATOR.join(each.text for each in text_parts(nested.get("content")))
+    if isinstance(nested.get("text"), str):
+        return nested["text"]
+    media_type = nested.get("media_type") or nested.get("mimeType") or ""
+    data = nested.get("file_data") or nested.get("data") or nested.get("blob")
+    return _decoded_text(data, str(media_type), kind)
+
+
+def _decoded_text(data: Any, media_type: str, kind: str) -> str | None:
+    """Decode a text in base64 or in a data URL; return None for data that is not text.
+
+    A part whose type has "file" in it may also have no media type, or `application/...`: its bytes decide.
+    """
     if not isinstance(data, str):
         return None
     if data.startswith("data:"):
@@ -136,12 +174,13 @@ def _decoded(data: Any, media_type: str, kind: str) -> str | None:
         text = base64.b64decode(data, validate=True).decode()
     except ValueError:
         return None
-    is_text = is_file and not text.startswith("%PDF") and "\0" not in text
-    return text if is_text or not is_file else None
+    if is_file and (text.startswith("%PDF") or "\0" in text):
+        return None
+    return text
 
 
-def _size(part: dict[str, Any]) -> list[str]:
-    """How much a part has, or where it is: some words, or none."""
+def _size_or_url(part: dict[str, Any]) -> list[str]:
+    """Return a list of one description of a part's data, its size in bytes or its URL, or an empty list."""
     for value in _strings(part):
         data = value.partition(";base64,")[2] if value.startswith("data:") else value
         if value.startswith(("http://", "https://", "file://")):
@@ -150,19 +189,19 @@ def _size(part: dict[str, Any]) -> list[str]:
             n_bytes = len(base64.b64decode(data, validate=True))
         except (binascii.Error, ValueError):
             continue
-        if len(data) >= 4 and value != named(part):
+        if len(data) >= 4 and value != part_type(part):
             return [f"{n_bytes} bytes"]
     return []
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """The longest texts within come first, since data are longer than what is said of them."""
+def _strings(value: Any) -> list[str]:
+    """Return all strings in a JSON value, the longest first: data is longer than its description."""
     texts: list[str] = []
     stack = [value]
     while stack:
-        each = stack.pop()
-        if isinstance(each, str):
-            texts.append(each)
-        elif isinstance(each, (dict, list)):
-            stack += each.values() if isinstance(each, dict) else each
-    yield from sorted(texts, key=len, reverse=True)
+        item = stack.pop()
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, (dict, list)):
+            stack += item.values() if isinstance(item, dict) else item
+    return sorted(texts, key=len, reverse=True)

@@ -1,44 +1,62 @@
-"""The kinds of numbers and texts that a body's fields take, as clients in all languages write them."""
+"""Types of the fields of request bodies. They accept the spellings of numbers and lists that clients send."""
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from .checks import must
 from .contents import as_list
+from .validation import must
+
+NO_LIMIT = -1  # the value of `max_tokens` and `top_k` for "no limit", as in other servers
+MAX_BIAS = 10_000  # added to a logit; a larger value would be infinite in half precision
 
 
-def _number(value: Any) -> Any:
-    """A number, which some apps write as they store it: as text."""
+class BodyModel(BaseModel):
+    """The base class of bodies and of objects in them.
+
+    Unknown fields, such as `cache_control` and `citations`, are ignored.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+def _parse_number(value: Any) -> Any:
+    """Return a number that the client sent as text, such as "0.7", as a number; return other values unchanged."""
     try:
         return float(value) if isinstance(value, str) and "_" not in value else value
     except ValueError:
         return value
 
 
-Number = Annotated[float, BeforeValidator(_number)]
+def _whole_float_as_int(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# Some languages write the integer 4 as 4.0.
+WholeFloat = BeforeValidator(_whole_float_as_int)
+# PHP writes {} as [].
+NoneIfEmptyList = BeforeValidator(lambda value: None if value == [] else value)
+
+Number = Annotated[float, BeforeValidator(_parse_number)]
 Probability = Annotated[Number, Field(ge=0, le=1)]
-# 4.0, as some languages write 4
-Whole = BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)
-NO_LIMIT = -1  # as other servers have it
-Integer = Annotated[int, Whole]
-Positive = Annotated[int, Field(ge=1), Whole]
-LARGEST = 10_000  # of what is added to logits: more is infinite in half precision, and no likelier
-ContextSize = Annotated[Positive, AfterValidator(lambda value: min(value, 2**31 - 1))]
-Bias = Annotated[Number, AfterValidator(lambda value: max(-LARGEST, min(value, LARGEST)))]
-Count = Annotated[int, Field(ge=0), Whole]
-AtMost = Annotated[
-    int, must(lambda v: v == NO_LIMIT or v >= 1, "should be greater than or equal to 1"), Whole
-]
-TopK = Annotated[int, Field(ge=0), BeforeValidator(lambda v: 0 if v == NO_LIMIT else v), Whole]
-Name = Annotated[str, Field(min_length=1)]  # of a tool
 Temperature = Annotated[Number, Field(ge=0, le=100)]
 Penalty = Annotated[Number, Field(ge=-100, le=100)]
-Factor = Annotated[
+RepetitionPenalty = Annotated[
     Number, must(lambda v: v == 0 or 0.01 <= v <= 100, "should be 0, or from 0.01 to 100")
 ]
-NLogprobs = Annotated[int, Field(ge=0, le=20), Whole]
-TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
-NoneIfEmpty = BeforeValidator(lambda v: None if v == [] else v)  # PHP writes {} so
+Bias = Annotated[Number, AfterValidator(lambda value: max(-MAX_BIAS, min(value, MAX_BIAS)))]
+
+Integer = Annotated[int, WholeFloat]
+ContextSize = Annotated[
+    int, Field(ge=1), WholeFloat, AfterValidator(lambda value: min(value, 2**31 - 1))
+]
+MaxTokens = Annotated[
+    int, must(lambda v: v == NO_LIMIT or v >= 1, "should be greater than or equal to 1"), WholeFloat
+]
+TopK = Annotated[int, Field(ge=0), BeforeValidator(lambda v: 0 if v == NO_LIMIT else v), WholeFloat]
+TopLogprobs = Annotated[int, Field(ge=0, le=20), WholeFloat]
+
+Name = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # a key of `logit_bias`
 Stops = Annotated[list[str], BeforeValidator(lambda v: [s for s in as_list(v) if s is not None])]
 Unsupported = Annotated[Any, must(lambda value: not value, "is not supported: drop the field")]

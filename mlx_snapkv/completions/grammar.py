@@ -1,4 +1,4 @@
-"""What a request demands of its answer, JSON of a schema or a call of a tool, as a grammar."""
+"""Grammars of answers that must be JSON of a schema, or a tool call, in llguidance's Lark."""
 
 import json
 import re
@@ -10,18 +10,19 @@ from typing import Any, Literal
 from mlx_lm.tool_parsers import json_tools, mistral
 
 from ..errors import SnapKVError
-from .matcher import MOST_OPTIONAL, make_matcher, vocabulary
-from .response_format import OBJECT, Schema
+from .matcher import MAX_OPTIONAL_PROPERTIES, make_matcher, vocabulary
+from .response_format import ANY_OBJECT, Schema
 
-# JSON on one line: a small model would fill its answer with white space wherever it may.
-LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-MOST_STARTS = 16  # brackets of a prefill that may begin its JSON
+# JSON on one line: a small model would fill its answer with white space wherever it is allowed.
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+MAX_PREFILL_STARTS = 16  # brackets of a prefill that are tried as the start of its JSON
 TOO_LARGE = "the tools' parameters are left out: together they are too large to be enforced"
-# The formats that llguidance enforces; others only annotate, as JSON Schema has it.
+# The formats that llguidance enforces. JSON Schema lets others be annotations.
 FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+# Keywords whose value is an object of schemas by name.
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# Keywords that llguidance doesn't know, by the values with which they demand nothing.
-NO_DEMANDS: dict[str, tuple] = {
+# Keywords that llguidance doesn't know, with the values that restrict nothing.
+UNRESTRICTIVE: dict[str, tuple] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedProperties": (True, {}),
@@ -30,74 +31,92 @@ NO_DEMANDS: dict[str, tuple] = {
 
 
 class TooLargeTogether(SnapKVError):
-    """Schemas of which each alone could be enforced."""
+    """Each schema alone could be enforced, but not all of them in one grammar."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """What an answer must be.
+class AnswerFormat:
+    """The format that an answer must have.
 
     Attributes:
-        grammar: llguidance's Lark.
-        kind: "json", a "marked call" as the model's tool parser reads it, or the JSON of a "call", name and arguments.
-        begun: what stands before the answer of the JSON that it goes on with.
-        note: a sentence on what of the demand is left out.
+        grammar: in llguidance's Lark.
+        kind: "json" for JSON of a schema. "marked call" for a call in the format of the model's tool parser, with its
+            markers. "call" for a call as a JSON object with name and arguments, for other parsers.
+        prefill: the JSON at the end of the prompt that the answer continues.
+        note: a sentence on what is not enforced.
     """
 
     grammar: str
     kind: Literal["json", "call", "marked call"] = "json"
-    begun: str = ""
+    prefill: str = ""
     note: str = ""
 
 
-def json_form(
+def json_format(
     schema: Schema, tokenizer, state: str | None, what: str, may_call: bool = False
-) -> Form:
-    """JSON that obeys a schema, or instead, if it `may_call`, calls of tools as the model likes.
+) -> AnswerFormat:
+    """Return the format of JSON that obeys a schema.
 
-    `state` is of mlx-lm's `TextStateMachine` at the beginning, None for text that has no thoughts.
+    Args:
+        state: the initial state of mlx-lm's `TextStateMachine`, or None for an answer without thoughts.
+        what: the schema's name in an error.
+        may_call: whether the answer may be tool calls instead, in any form.
 
-    Raises: SnapKVError: the schema can't be enforced; `what` is its name.
+    Raises: SnapKVError: the schema can't be enforced.
     """
     answer = f"%json {_enforceable(schema)}"
     if may_call and tokenizer.tool_call_start:
-        answer = f"({answer} | {_words(tokenizer.tool_call_start, tokenizer)} <[*]>*)"
-    return Form(_grammar(answer, tokenizer, state, {what: schema}))
+        answer = f"({answer} | {_terminals(tokenizer.tool_call_start, tokenizer)} <[*]>*)"
+    return AnswerFormat(_grammar(answer, tokenizer, state, {what: schema}))
 
 
-def continued(form: Form, prefill: str, tokenizer) -> Form:
-    """The form of an answer that goes on with a prefill, which may have begun with the JSON."""
+def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> AnswerFormat:
+    """Return the format of an answer that continues `prefill`, which may end with the start of the JSON.
+
+    The JSON may start at any bracket. The first one from which the grammar accepts the prefill is taken; white space at
+    the end and line breaks, which the grammar forbids, are removed if needed. If the grammar accepts none, the answer
+    has the whole JSON.
+    """
     brackets = [match.start() for match in re.finditer(r"[\[{]", prefill)]
-    starts = [prefill[start:] for start in brackets[:MOST_STARTS]] or [prefill.lstrip()]
+    starts = [prefill[start:] for start in brackets[:MAX_PREFILL_STARTS]] or [prefill.lstrip()]
     for json_text in starts:
-        on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # no string of JSON has a line break
-        ways = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
-        for text in dict.fromkeys(ways):
+        on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # a JSON string has no line break
+        variants = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
+        for text in dict.fromkeys(variants):
             tokens = tokenizer.encode(text, add_special_tokens=False)
-            if tokens and make_matcher(tokenizer, form.grammar).consume_tokens(tokens):
-                return replace(form, begun=text)
-    return form
+            if tokens and make_matcher(tokenizer, answer_format.grammar).consume_tokens(tokens):
+                return replace(answer_format, prefill=text)
+    return answer_format
 
 
-def call_form(tools: list[dict[str, Any]], tokenizer, state: str) -> Form:
-    """One call of one of these tools, in the format that the model's tool parser reads, or else as JSON.
+def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
+    """Return the format of one call of one of the tools.
+
+    If the schemas of all parameters are too large together, the arguments may be any object, and the format has a note.
 
     Raises: SnapKVError: a tool has no name, or the schema of its parameters can't be enforced.
     """
-    schemas = {name_of(tool): _arguments(tool["function"].get("parameters")) for tool in tools}
+    schemas = {
+        name_of(tool): _arguments_schema(tool["function"].get("parameters")) for tool in tools
+    }
     try:
-        return _call_form(schemas, tokenizer, state)
+        return _call_format(schemas, tokenizer, state)
     except TooLargeTogether:
-        loose = _call_form(dict.fromkeys(schemas, OBJECT), tokenizer, state)
-        return replace(loose, note=TOO_LARGE)
+        any_arguments = _call_format(dict.fromkeys(schemas, ANY_OBJECT), tokenizer, state)
+        return replace(any_arguments, note=TOO_LARGE)
 
 
-def _call_form(schemas: dict[str, Schema], tokenizer, state: str) -> Form:
-    parser, words = tokenizer.tool_parser, partial(_words, tokenizer=tokenizer)
-    start, end = words(tokenizer.tool_call_start or ""), words(tokenizer.tool_call_end or "")
-    kind: Any = "marked call"
+def _call_format(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
+    """Return the format of a call in the form that the model's tool parser reads; `schemas` are by tool name."""
+    parser, terminals = tokenizer.tool_parser, partial(_terminals, tokenizer=tokenizer)
+    start = terminals(tokenizer.tool_call_start or "")
+    end = terminals(tokenizer.tool_call_end or "")
+    kind: Literal["call", "marked call"] = "marked call"
     if parser is mistral.parse_tool_call and "[ARGS]" in str(tokenizer.chat_template):
-        calls = [f"{words(f'{name}[ARGS]')} %json {_enforceable(s)}" for name, s in schemas.items()]
+        calls = [
+            f"{terminals(f'{name}[ARGS]')} %json {_enforceable(schema)}"
+            for name, schema in schemas.items()
+        ]
         answer = f"{start} ({' | '.join(calls)})"
     elif parser is mistral.parse_tool_call:
         answer = f'{start} "[" ({_json_calls(schemas)}) "]"'
@@ -105,12 +124,15 @@ def _call_form(schemas: dict[str, Schema], tokenizer, state: str) -> Form:
         answer = f'{start} "\\n"? ({_json_calls(schemas)}) "\\n"? {end}'
     else:
         answer, kind = f"({_json_calls(schemas)})", "call"
-    named = {f"the parameters of the tool {name!r}": s for name, s in schemas.items()}
-    return Form(_grammar(answer, tokenizer, state, named), kind)
+    schemas = {f"the parameters of the tool {name!r}": schema for name, schema in schemas.items()}
+    return AnswerFormat(_grammar(answer, tokenizer, state, schemas), kind)
 
 
 def name_of(tool: dict[str, Any]) -> str:
-    """Raises: SnapKVError: it has none."""
+    """Return a tool's name.
+
+    Raises: SnapKVError: the tool has no function with a name.
+    """
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
@@ -119,25 +141,31 @@ def name_of(tool: dict[str, Any]) -> str:
 
 
 def _json_calls(schemas: dict[str, Schema]) -> str:
-    """Calls as JSON objects; their arguments are grammars of their own, which their references stay in."""
+    """Return the alternatives of a call as a JSON object, one for each tool.
+
+    The arguments of each are a grammar of their own, so that a `$ref` in them is resolved within their schema.
+    """
     calls = []
     for name, schema in schemas.items():
         start = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-        calls.append(f'{_text(start)} %json {_enforceable(schema)} "}}"')
+        calls.append(f'{_literal(start)} %json {_enforceable(schema)} "}}"')
     return " | ".join(calls)
 
 
-def _arguments(parameters: Any) -> Schema:
-    """The schema of a call's arguments: an object, of the properties that it names if it names some."""
+def _arguments_schema(parameters: Any) -> Schema:
+    """Return the schema of a call's arguments: an object.
+
+    If the parameters name their properties, and all required ones are among them, no others are allowed.
+    """
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
-        return OBJECT
-    named, required = parameters.get("properties"), parameters.get("required") or []
+        return ANY_OBJECT
+    properties, required = parameters.get("properties"), parameters.get("required") or []
     names_all = (
-        isinstance(named, dict)
+        isinstance(properties, dict)
         and isinstance(required, list)
-        and all(isinstance(name, str) and name in named for name in required)
+        and all(isinstance(name, str) and name in properties for name in required)
     )
     is_open = parameters.keys() & {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     closed = {"additionalProperties": False} if names_all and not is_open else {}
@@ -145,15 +173,15 @@ def _arguments(parameters: Any) -> Schema:
 
 
 def _enforceable(schema: Schema) -> str:
-    """A schema for llguidance, whose answers are one line."""
+    """Return a schema as JSON text for llguidance, which then allows only JSON on one line."""
     if schema is False:
         return "false"
     rules = {} if schema is True else _simplified(schema)
-    return json.dumps(rules | {"x-guidance": LINE})
+    return json.dumps(rules | {"x-guidance": ONE_LINE})
 
 
 def _simplified(schema: Any) -> Any:
-    """A schema without what demands nothing, and with whole numbers such as 2.0 as 2."""
+    """Return a schema without keywords that restrict nothing, and with numbers such as 2.0 as 2."""
     if isinstance(schema, list):
         return [_simplified(part) for part in schema]
     if isinstance(schema, float) and schema.is_integer():
@@ -161,49 +189,46 @@ def _simplified(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     simpler = {}
-    for name, part in schema.items():
-        if name in SCHEMAS_BY_NAME and isinstance(part, dict):
-            simpler[name] = {key: _simplified(value) for key, value in part.items()}
-        elif name == "const" or (name == "enum" and part is not None):
-            simpler[name] = part
-        elif not _is_idle(name, part):
-            simpler[name] = _simplified(part)
+    for keyword, value in schema.items():
+        if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
+            simpler[keyword] = {name: _simplified(part) for name, part in value.items()}
+        elif keyword == "const" or (keyword == "enum" and value is not None):
+            simpler[keyword] = value
+        elif not _is_unrestrictive(keyword, value):
+            simpler[keyword] = _simplified(value)
     return simpler
 
 
-def _is_idle(name: str, part: Any) -> bool:
-    """Whether a keyword with this value demands nothing, though llguidance refuses it."""
-    if part is None:  # as some languages write an empty list
-        return name != "default"
-    if name == "format":
-        return isinstance(part, str) and part not in FORMATS
-    return any(type(part) is type(idle) and part == idle for idle in NO_DEMANDS.get(name, ()))
+def _is_unrestrictive(keyword: str, value: Any) -> bool:
+    """Return whether a keyword restricts nothing with this value, although llguidance refuses it."""
+    if value is None:  # some languages write an empty list as null
+        return keyword != "default"
+    if keyword == "format":
+        return isinstance(value, str) and value not in FORMATS
+    return any(
+        type(value) is type(other) and value == other for other in UNRESTRICTIVE.get(keyword, ())
+    )
 
 
 def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schema]) -> str:
-    """The grammar of an answer after what a model may say before it: its thoughts.
+    """Return the grammar of an answer in Lark, with the thoughts that may come before it.
 
-    Raises: SnapKVError: one of the schemas in it can't be enforced; their names say which.
+    Args:
+        answer: the expression of the answer without its thoughts.
+        state: as in `json_format`. In "reasoning", the answer begins within thoughts.
+        schemas: the schemas in `answer`, by their names in errors.
+
+    Raises:
+        TooLargeTogether: each schema could be enforced alone.
+        SnapKVError: a schema can't be enforced.
     """
-    before, rules = "", "TEXT: /(.|\\n)*/\n"
-    if state is not None and tokenizer.has_thinking:
-        words = partial(_pieces, tokenizer=tokenizer)
-        first, *rest = words(tokenizer.think_end)
-        if first.startswith("<["):
-            last = f"TEXT {first}"
-        else:
-            last = "until"
-            rules += f"until[lazy]: TEXT {first}\n"
-        rules += f'thoughts: {" ".join([last, *rest])} "\\n\\n"?\n'
-        before = "thoughts"
-        if state != "reasoning":
-            before = f"({' '.join(words(tokenizer.think_start))} thoughts)?"
-    grammar = f"start: {before} {answer}\n{rules}"
+    thoughts, rules = _thoughts(tokenizer, state)
     for what, schema in schemas.items():
-        if (n := max(_optional(schema), default=0)) > MOST_OPTIONAL:
-            raise SnapKVError(
-                f"{what} can't be enforced: an object has {n} optional properties, and {MOST_OPTIONAL} are the most"
-            )
+        n_optional = max(_n_optional_properties(schema), default=0)
+        if n_optional > MAX_OPTIONAL_PROPERTIES:
+            why = f"an object has {n_optional} optional properties, and {MAX_OPTIONAL_PROPERTIES} are the most"
+            raise SnapKVError(f"{what} can't be enforced: {why}")
+    grammar = f"start: {thoughts} {answer}\n{rules}"
     try:
         make_matcher(tokenizer, grammar)
     except SnapKVError:
@@ -215,25 +240,44 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
     return grammar
 
 
-def _optional(schema: Any) -> Iterator[int]:
-    """How many optional properties each object in a schema has."""
+def _thoughts(tokenizer, state: str | None) -> tuple[str, str]:
+    """Return the expression of thoughts before an answer, and the rules that it refers to."""
+    rules = "TEXT: /(.|\\n)*/\n"
+    if state is None or not tokenizer.has_thinking:
+        return "", rules
+    first, *rest = _terminal_list(tokenizer.think_end, tokenizer)
+    if first.startswith("<["):  # a special token
+        end = f"TEXT {first}"
+    else:
+        end = "until"
+        rules += f"until[lazy]: TEXT {first}\n"
+    rules += f'thoughts: {" ".join([end, *rest])} "\\n\\n"?\n'
+    if state == "reasoning":
+        return "thoughts", rules
+    return f"({_terminals(tokenizer.think_start, tokenizer)} thoughts)?", rules
+
+
+def _n_optional_properties(schema: Any) -> Iterator[int]:
+    """Yield the number of optional properties of each object in a schema."""
     parts = schema
     if isinstance(schema, dict):
-        parts, named, required = schema.values(), schema.get("properties"), schema.get("required")
-        if isinstance(named, dict):
-            needed = required if isinstance(required, list) else []
-            yield len(named.keys() - {name for name in needed if isinstance(name, str)})
+        parts = schema.values()
+        properties, required = schema.get("properties"), schema.get("required")
+        if isinstance(properties, dict):
+            names = required if isinstance(required, list) else []
+            yield len(properties.keys() - {name for name in names if isinstance(name, str)})
     if not isinstance(parts, str | int | float | None):
         for part in parts:
-            yield from _optional(part)
+            yield from _n_optional_properties(part)
 
 
-def _words(text: str, tokenizer) -> str:
-    return " ".join(_pieces(text, tokenizer))
+def _terminals(text: str, tokenizer) -> str:
+    """Return a text as a sequence of terminals of a grammar."""
+    return " ".join(_terminal_list(text, tokenizer))
 
 
-def _pieces(text: str, tokenizer) -> list[str]:
-    """A text in a grammar, in which some tokens, such as a marker of calls, go by their number."""
+def _terminal_list(text: str, tokenizer) -> list[str]:
+    """Return a text as a list of terminals: its special tokens, such as call markers, by id, the rest as strings."""
     tokens = vocabulary(tokenizer)
     special = {
         str(token): number
@@ -242,8 +286,8 @@ def _pieces(text: str, tokenizer) -> list[str]:
     }
     longest_first = sorted(special, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if special else [text]
-    return [f"<[{special[part]}]>" if part in special else _text(part) for part in parts if part]
+    return [f"<[{special[part]}]>" if part in special else _literal(part) for part in parts if part]
 
 
-def _text(text: str) -> str:
+def _literal(text: str) -> str:
     return json.dumps(text)

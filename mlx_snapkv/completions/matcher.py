@@ -1,4 +1,4 @@
-"""llguidance: the bytes of a tokenizer's tokens, and what enforces a grammar over them."""
+"""llguidance's view of a tokenizer, and its matcher, which enforces a grammar token by token."""
 
 import re
 from typing import Any
@@ -9,18 +9,18 @@ from llguidance.hf import from_tokenizer
 
 from ..errors import SnapKVError, brief
 
-# An object's optional properties may come in any number at any place: each takes 4 items of the parser's row.
-MOST_OPTIONAL = 1000
-LIMITS = LLParserLimits(max_items_in_row=5 * MOST_OPTIONAL)
-MAX_REASON_LENGTH = 200  # characters of what the library says of a schema
+# Optional properties of an object. Any of them may come next, and each takes 4 items in a row of the parser.
+MAX_OPTIONAL_PROPERTIES = 1000
+LIMITS = LLParserLimits(max_items_in_row=5 * MAX_OPTIONAL_PROPERTIES)
+MAX_REASON_LENGTH = 200  # characters of the library's error that a sentence quotes
 
 _vocabularies: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
 
 
 def vocabulary(tokenizer) -> LLTokenizer:
-    """The bytes of all tokens: made once a tokenizer, which takes seconds for a large vocabulary.
+    """Return the bytes of all tokens, cached for each tokenizer: a large vocabulary takes seconds.
 
-    Raises: SnapKVError: the tokenizer is not one of Hugging Face's tokenizers library.
+    Raises: SnapKVError: the tokenizer is not from Hugging Face's tokenizers library.
     """
     if tokenizer not in _vocabularies:
         ends = sorted(token for token in tokenizer.eos_token_ids if token < len(tokenizer))
@@ -34,9 +34,9 @@ def vocabulary(tokenizer) -> LLTokenizer:
 
 
 def make_matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatcher:
-    """What says, token by token, which tokens a grammar allows next.
+    """Return a matcher of a grammar in llguidance's Lark, at the start of an answer.
 
-    Raises: SnapKVError: the grammar can't be enforced; `what` is its name.
+    Raises: SnapKVError: the grammar can't be enforced; `what` is its name in the sentence.
     """
     matcher = LLMatcher(vocabulary(tokenizer), grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
@@ -45,7 +45,7 @@ def make_matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatche
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """What the library says, without the lines of the grammar that it quotes, and its state."""
+    """Return a matcher's error as part of a sentence, without the library's prefixes and quotes of the grammar."""
     reason = re.sub(r"(\n +\d+ \||\n<state>).*", "", matcher.get_error(), flags=re.DOTALL)
     if reason.startswith("panic: "):  # one of the library's own limits
         return "it is too large"
@@ -56,6 +56,5 @@ def reason_of(matcher: LLMatcher) -> str:
     )
     if "coerce_one_of" in reason:
         return "parts of a oneOf may overlap, so use anyOf"
-    return " ".join(reason.split()).replace("Unimplemented keys", "unsupported keywords")[
-        :MAX_REASON_LENGTH
-    ]
+    reason = " ".join(reason.split()).replace("Unimplemented keys", "unsupported keywords")
+    return reason[:MAX_REASON_LENGTH]

@@ -1,17 +1,18 @@
-"""A prefill: an assistant's message at the end of a chat, with which the answer goes on."""
+"""A prefill: an assistant's message at the end of a chat, which the answer continues."""
 
 from typing import Any
 
 from ..errors import SnapKVError
 from .chat_template import apply_template
-from .messages import Message, whole
+from .contents import replace_surrogates_in
+from .messages import Message
 
 ANSWER_MARK = "THE-ANSWER-GOES-ON-HERE"
 THOUGHTS_LEFT_OUT = "the assistant's thoughts at the end are left out: only its text is continued"
 
 
-def without_empty(turns: list[Message]) -> tuple[list[Message], list[str]]:
-    """Turns without an assistant's that says nothing at the end, and what is left out with it."""
+def without_empty_answer(turns: list[Message]) -> tuple[list[Message], list[str]]:
+    """Return turns without a last message of the assistant that has no text and no calls, and notes on it."""
     *before, last = turns or [Message("user")]
     if not before or last.role != "assistant" or last.text.strip() or last.calls:
         return turns, []
@@ -19,38 +20,44 @@ def without_empty(turns: list[Message]) -> tuple[list[Message], list[str]]:
 
 
 def prefill_of(turns: list[Message]) -> str:
-    """The text that an answer goes on with; none behind calls, after which the assistant begins anew."""
+    """Return the text that the answer continues; "" if the last message is not the assistant's, or has calls."""
     last = turns[-1] if turns else Message("user")
     continues = last.role == "assistant" and last.text.strip() and not last.calls
-    return whole(last.text) if continues else ""
+    return replace_surrogates_in(last.text) if continues else ""
 
 
 def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> Any:
-    """The chat up to the last word of its last message, whatever the template strips off a message or puts behind it.
+    """Return the chat in the template up to the end of the last message's text.
 
-    Where a template leaves that message out or refuses it, it stands behind what begins an answer, its thoughts ended.
+    The message is rendered with a mark at its end, and the rendered chat is cut at the mark. This drops what the
+    template adds after a message, and keeps what it would strip.
+
+    Some templates leave this message out or refuse it. Its text then follows the generation prompt. If the generation
+    prompt begins thoughts, they are ended first.
+
+    Raises: SnapKVError: the template fails, or leaves out the chat's only message.
     """
 
-    def text(given: list[dict[str, Any]], opens: bool) -> Any:
-        how = options | {"add_generation_prompt": opens, "tokenize": False}
-        return apply_template(tokenizer, given, **how)
+    def render_text(chat: list[dict[str, Any]], add_generation_prompt: bool) -> Any:
+        all_options = options | {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+        return apply_template(tokenizer, chat, **all_options)
 
     *before, last = messages
     refusal = SnapKVError("the chat template leaves out the assistant's message at the end")
     try:
-        whole = text([*before, last | {"content": last["content"] + ANSWER_MARK}], False)
-        if ANSWER_MARK in whole:
-            return whole[: whole.rfind(ANSWER_MARK)]
+        text = render_text([*before, last | {"content": last["content"] + ANSWER_MARK}], False)
+        if ANSWER_MARK in text:
+            return text[: text.rfind(ANSWER_MARK)]
     except SnapKVError as error:
         refusal = error
     if not before:
         raise refusal
-    head = text(before, True)
-    if tokenizer.has_thinking and thinks_at_end(head, tokenizer):
-        head += f"{tokenizer.think_end}\n\n"
-    return head + last["content"]
+    start = render_text(before, True)
+    if tokenizer.has_thinking and ends_in_thoughts(start, tokenizer):
+        start += f"{tokenizer.think_end}\n\n"
+    return start + last["content"]
 
 
-def thinks_at_end(text: str, tokenizer) -> bool:
-    """Whether a text ends within thoughts, of a model that thinks."""
+def ends_in_thoughts(text: str, tokenizer) -> bool:
+    """Return whether a text begins thoughts and does not end them; the tokenizer's model must think."""
     return text.rfind(tokenizer.think_start) > text.rfind(tokenizer.think_end)

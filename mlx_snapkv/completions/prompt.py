@@ -1,4 +1,4 @@
-"""A body's prompt in the model's tokens: its messages and tools in the chat template, or its text."""
+"""Makes a body's prompt into the model's tokens: messages and tools in the chat template, or a text."""
 
 import sys
 from collections.abc import Iterable
@@ -9,8 +9,9 @@ from ..engine.generate import text_tokens
 from ..engine.token_ids import require_in_vocabulary
 from ..errors import SnapKVError, brief
 from .body import Body, ChatBody
+from .contents import MAX_TYPE_LENGTH, replace_surrogates_in
 from .grammar import name_of
-from .messages import Message, whole
+from .messages import Message
 from .rendering import Rendered, initial_state, render
 from .thinking import thinking_options
 from .tool_choice import ToolChoice
@@ -20,58 +21,83 @@ ONLY_FUNCTIONS = "only functions are known here"
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a body is in the model's tokens, which any thread can find: no arrays are made of it.
+    """A body's prompt. It has no MLX arrays, so any thread can make it.
 
     Attributes:
-        state, tools, warnings, prefill: as of `CompletionRequest`.
-        choice: the body's `tool_choice`, unless it is left out.
+        tokens: token ids.
+        initial_state, tools, warnings, prefill: as in `CompletionRequest`.
+        tool_choice: the body's, or None if it is left out.
     """
 
     tokens: list[int]
-    state: str = "normal"
+    initial_state: str = "normal"
     tools: list[dict[str, Any]] | None = None
     warnings: tuple[str, ...] = ()
     prefill: str = ""
-    choice: ToolChoice | None = None
+    tool_choice: ToolChoice | None = None
 
 
-def tokenised(body: Body, tokenizer, vocabulary: int = sys.maxsize) -> Prompt:
-    """A body's prompt, for a model that knows the first so many of the tokenizer's tokens.
+def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Prompt:
+    """Return a body's prompt.
 
-    Raises: SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+    Args:
+        vocabulary_size: number of tokens that the model knows, if it is less than the tokenizer's.
+
+    Raises: SnapKVError: the chat template refuses, the prompt is empty, or a token is outside the vocabulary.
     """
     if isinstance(body, ChatBody):
-        tools, choice, warnings = _tools(body)
-        rendered, notes = _rendered(body, tokenizer, body.messages, tools)
-        state, told = initial_state(tokenizer, rendered), (*warnings, *notes)
-        prompt = Prompt(rendered.tokens, state, tools, told, rendered.prefill, choice)
+        prompt = _chat_prompt(body, tokenizer)
     else:
         prompt = Prompt(_text_tokens(body.prompt, tokenizer))
     if not prompt.tokens:
         raise SnapKVError("the prompt is empty: give some text")
-    require_in_vocabulary("prompt", prompt.tokens, min(len(tokenizer), vocabulary))
+    require_in_vocabulary("prompt", prompt.tokens, min(len(tokenizer), vocabulary_size))
     return prompt
 
 
+def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
+    tools, tool_choice, tool_notes = _tools(body)
+    rendered, notes = _rendered(body, tokenizer, body.messages, tools)
+    return Prompt(
+        rendered.tokens,
+        initial_state(tokenizer, rendered),
+        tools,
+        (*tool_notes, *notes),
+        rendered.prefill,
+        tool_choice,
+    )
+
+
+def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> list[int]:
+    """Return the tokens of messages in the chat template, with the body's tools and without a generation prompt.
+
+    Raises: SnapKVError: the template refuses, or the model has no template.
+    """
+    tools, _, _ = _tools(body)
+    rendered, _ = _rendered(body, tokenizer, context, tools, for_answer=False)
+    return rendered.tokens
+
+
 def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, ToolChoice | None, list[str]]:
-    """The tools as chat templates take them, the choice among them, and what is left out."""
+    """Return the tools for the chat template, the choice among them, and notes on omitted ones."""
     choice = body.tool_choice
-    given = [] if choice is not None and choice.type == "none" else whole(body.tools or [])
-    services = [tool for tool in given if _is_service(tool)]
-    tools = [_function(tool) for tool in given if not _is_service(tool)]
-    kinds = dict.fromkeys(str(tool["type"])[:40] for tool in services)
+    is_none = choice is not None and choice.type == "none"
+    all_tools = [] if is_none else replace_surrogates_in(body.tools or [])
+    services = [tool for tool in all_tools if _is_service(tool)]
+    tools = [_function_tool(tool) for tool in all_tools if not _is_service(tool)]
+    kinds = dict.fromkeys(str(tool["type"])[:MAX_TYPE_LENGTH] for tool in services)
     notes = [f"tools of the type {kind} are left out: {ONLY_FUNCTIONS}" for kind in kinds]
     if choice is not None and choice.allowed is not None:
         tools = [tool for tool in tools if name_of(tool) in choice.allowed]
-    if choice is not None and _is_of_service(choice, tools, services):
-        no = f", no {choice.service}" if choice.service else ""
-        notes.append(f"tool_choice is left out: {ONLY_FUNCTIONS}{no}")
+    if choice is not None and _forces_service(choice, tools, services):
+        service = f", no {choice.service}" if choice.service else ""
+        notes.append(f"tool_choice is left out: {ONLY_FUNCTIONS}{service}")
         choice = None
     return tools or None, choice, notes
 
 
-def _is_of_service(choice: ToolChoice, tools: list[Any], services: list[dict[str, Any]]) -> bool:
-    """Whether a choice forces a call of a tool that is left out."""
+def _forces_service(choice: ToolChoice, tools: list[Any], services: list[dict[str, Any]]) -> bool:
+    """Return whether a choice forces a call of one of the `services`, which are left out."""
     if choice.service:
         return True
     if choice.type not in ("required", "function"):
@@ -82,18 +108,18 @@ def _is_of_service(choice: ToolChoice, tools: list[Any], services: list[dict[str
 
 
 def _is_service(tool: dict[str, Any]) -> bool:
-    """Whether this is a tool that only a service runs, in no form of a function's."""
+    """Return whether a tool is built into an API's service, such as a web search, and not a function."""
     has_schema = "name" in tool and ("parameters" in tool or "input_schema" in tool)
     return not ("function" in tool or tool.get("type", "function") == "function" or has_schema)
 
 
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function in any form, Anthropic's as well, as chat templates take it."""
+def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a function in any API's form as chat templates take it."""
     if "function" in tool:
         return {"type": "function", **tool}
-    names = {"input_schema": "parameters"}
-    fields = {names.get(name, name): value for name, value in tool.items() if name != "type"}
-    return {"type": "function", "function": fields}
+    names = {"input_schema": "parameters"}  # Anthropic's name: the templates' name
+    function = {names.get(name, name): value for name, value in tool.items() if name != "type"}
+    return {"type": "function", "function": function}
 
 
 def _rendered(
@@ -101,30 +127,25 @@ def _rendered(
     tokenizer,
     messages: Iterable[Message],
     tools: list[dict[str, Any]] | None,
-    answers: bool = True,
+    for_answer: bool = True,
 ) -> tuple[Rendered, list[str]]:
-    """The messages in the chat template, to be answered or not, and what is left out of them."""
-    messages = list(messages)
-    how, notes = thinking_options(body, tokenizer)
-    continues = answers and body.continue_final_message is not False
-    options = how | {"add_generation_prompt": answers}
-    rendered = render(tokenizer, messages, tools, options, continues)
-    return rendered, [*(note for each in messages for note in each.notes), *notes, *rendered.notes]
+    """Render messages with the body's options, and return them with all notes.
 
-
-def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> list[int]:
-    """Messages that are only a context in the chat template, with the body's tools.
-
-    Raises: SnapKVError: the template refuses, or there is none.
+    With `for_answer`, the prompt ends with the generation prompt, or with the text that the answer continues.
     """
-    tools, _, _ = _tools(body)
-    return _rendered(body, tokenizer, context, tools, answers=False)[0].tokens
+    messages = list(messages)
+    thinking, notes = thinking_options(body, tokenizer)
+    continues = for_answer and body.continue_final_message is not False
+    options = thinking | {"add_generation_prompt": for_answer}
+    rendered = render(tokenizer, messages, tools, options, continues)
+    message_notes = [note for message in messages for note in message.notes]
+    return rendered, [*message_notes, *notes, *rendered.notes]
 
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:
     if isinstance(prompt, list):
         return prompt
     try:
-        return text_tokens(tokenizer, whole(prompt))
+        return text_tokens(tokenizer, replace_surrogates_in(prompt))
     except Exception as error:
         raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error

@@ -1,4 +1,4 @@
-"""A client's chat as the model's template has it: tokens, where the answer begins, and what the template can't take."""
+"""Renders a client's chat with the model's chat template: to tokens, and the state in which the answer begins."""
 
 import functools
 import inspect
@@ -15,17 +15,26 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import SnapKVError
 from .chat_template import apply_template, template_failures
 from .messages import Message
-from .prefill import continued_text, prefill_of, thinks_at_end, without_empty
-from .rewrites import NOTES, REWRITES, alternating
+from .prefill import continued_text, ends_in_thoughts, prefill_of, without_empty_answer
+from .rewrites import REWRITES, alternating, rewritten
 from .turns import for_template, in_turns
 
+# Options of `apply_chat_template` that would change the type of its result.
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
-NO_ARRAY = "chat_template_kwargs must leave the prompt a list of tokens"
+NOT_TOKENS = "chat_template_kwargs must leave the prompt a list of tokens"
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat's tokens; `options` and `messages` are what the template was given, `prefill` is what it ends with."""
+    """A rendered chat.
+
+    Attributes:
+        tokens: token ids of the prompt.
+        messages: the messages that the template was given.
+        options: the options that the template was given.
+        notes: sentences on parts of the chat that were omitted or rewritten.
+        prefill: the text at the end of the prompt that the answer continues.
+    """
 
     tokens: list[int]
     messages: list[dict[str, Any]]
@@ -41,50 +50,51 @@ def render(
     options: dict[str, Any],
     continues: bool = False,
 ) -> Rendered:
-    """Return what the template makes of messages, with the first of `REWRITES` that it accepts.
+    """Render messages with the first of `REWRITES` that the template accepts.
 
-    The answer goes on with an assistant's text at the end if it `continues`.
+    Args:
+        options: variables of the template.
+        continues: whether the answer continues the text of a last message of the assistant's.
 
-    Raises: SnapKVError: it refuses all the same, or there is none.
+    Raises: SnapKVError: there is no template, or it refuses all rewrites; the sentence is about the original chat.
     """
     if not tokenizer.has_chat_template:
         raise SnapKVError("this model has no chat template: use /v1/completions")
     if tools and not tokenizer.has_tool_calling:
         raise SnapKVError("this model's chat template takes no tools: drop them")
     if any(name in options for name in RESERVED):
-        raise SnapKVError(NO_ARRAY)
-    given_tools = {"tools": tools} if tools else {}
+        raise SnapKVError(NOT_TOKENS)
     ours = ("tools", "continue_final_message")
-    options = {name: value for name, value in options.items() if name not in ours} | given_tools
-    turns, left_out = without_empty(in_turns(messages))
+    options = {name: value for name, value in options.items() if name not in ours}
+    if tools:
+        options["tools"] = tools
+    turns, notes = without_empty_answer(in_turns(messages))
     prefill = prefill_of(turns) if continues else ""
-    refusal: SnapKVError | None = None
+    drops_calls = _drops_calls(tokenizer, turns)
+    first_refusal: SnapKVError | None = None
     for changes in REWRITES:
-        if _drops_calls(tokenizer, turns) and alternating not in changes:
+        if drops_calls and alternating not in changes:
             continue
-        changed, how = turns, options
-        for change in changes:
-            changed, how = change(changed, how)
-        for_model = [for_template(message) for message in changed]
+        new_turns, new_options, new_notes = rewritten(changes, turns, options)
+        new_messages = [for_template(turn) for turn in new_turns]
         try:
-            tokens = _tokens(tokenizer, for_model, how, prefill)
+            tokens = _tokens(tokenizer, new_messages, new_options, prefill)
         except SnapKVError as error:
-            refusal = refusal or error
+            first_refusal = first_refusal or error
             if isinstance(error.__cause__, (UnicodeError, RecursionError)):
-                break
+                break  # no rewrite can help
             continue
         if not isinstance(tokens, list):
-            raise SnapKVError(NO_ARRAY)
-        notes = tuple(note for change, note in NOTES.items() if change in changes)
-        return Rendered(tokens, for_model, how, (*left_out, *notes), prefill)
-    assert refusal is not None
-    raise refusal
+            raise SnapKVError(NOT_TOKENS)
+        return Rendered(tokens, new_messages, new_options, (*notes, *new_notes), prefill)
+    assert first_refusal is not None
+    raise first_refusal
 
 
 def _tokens(
     tokenizer, messages: list[dict[str, Any]], options: dict[str, Any], prefill: str
 ) -> Any:
-    """Return the token ids of messages, the last of which goes on if there is a `prefill`."""
+    """Return the token ids of messages; with a `prefill`, up to the end of the last message's text."""
     if not prefill:
         return apply_template(tokenizer, messages, **options)
     text = continued_text(tokenizer, messages, options)
@@ -93,17 +103,21 @@ def _tokens(
 
 
 def _drops_calls(tokenizer, turns: list[Message]) -> bool:
-    """Whether there are calls, and the template has no word for them: it would leave them out in silence."""
+    """Return whether there are calls that the template would silently leave out, since it never reads `tool_calls`."""
     template = tokenizer.chat_template
     is_text = isinstance(template, str) and getattr(tokenizer, "_chat_template", None) is None
     return is_text and "tool_calls" not in template and any(turn.calls for turn in turns)
 
 
 def initial_state(tokenizer, rendered: Rendered) -> str:
-    """Of mlx-lm's `TextStateMachine`: the template may have begun the model's thoughts, whatever the chat says."""
+    """Return the state of mlx-lm's `TextStateMachine` at the start of the answer: "normal", or "reasoning".
+
+    It is "reasoning" if the prefill or the generation prompt begins thoughts. Thoughts in the chat's messages do not
+    count.
+    """
     if rendered.prefill:
-        thinks = tokenizer.has_thinking and thinks_at_end(rendered.prefill, tokenizer)
-        return "reasoning" if thinks else "normal"
+        in_thoughts = tokenizer.has_thinking and ends_in_thoughts(rendered.prefill, tokenizer)
+        return "reasoning" if in_thoughts else "normal"
     if tokenizer.response_initial_state:
         return tokenizer.response_initial_state
     tokens = rendered.tokens
@@ -111,33 +125,35 @@ def initial_state(tokenizer, rendered: Rendered) -> str:
         tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens)
     ):
         return "normal"
-    return "reasoning" if thinks_at_end(_end(tokenizer, rendered), tokenizer) else "normal"
+    in_thoughts = ends_in_thoughts(_generation_prompt(tokenizer, rendered), tokenizer)
+    return "reasoning" if in_thoughts else "normal"
 
 
-def _end(tokenizer, rendered: Rendered) -> str:
-    """What the template puts behind the last message, to have it answered."""
+def _generation_prompt(tokenizer, rendered: Rendered) -> str:
+    """Return the text that the template adds after the last message, where the answer begins."""
 
     def text(messages: list[dict[str, Any]], **options: Any) -> str:
         return apply_template(tokenizer, messages, tokenize=False, **rendered.options | options)
 
     *before, last = rendered.messages
     try:
-        whole = text(rendered.messages)
+        prompt = text(rendered.messages)
         without = text(rendered.messages, add_generation_prompt=False)
-        if without != whole and whole.startswith(without):
-            return whole[len(without) :]
-        # The template always ends so; what stays the same with another last message is its own.
+        if without != prompt and prompt.startswith(without):
+            return prompt[len(without) :]
+        # This template ignores `add_generation_prompt`. What remains at the end when the last message changes is not
+        # the message's.
         other = text([*before, last | {"content": "\u00a4"}])
-    except SnapKVError:  # it may refuse a message that it need not have
+    except SnapKVError:  # the template refuses one of these chats
         return tokenizer.decode(rendered.tokens[-8:])
-    pairs = zip(reversed(whole), reversed(other))
+    pairs = zip(reversed(prompt), reversed(other))
     n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return whole[len(whole) - n_same :]
+    return prompt[len(prompt) - n_same :]
 
 
-def variables(tokenizer) -> set[str]:
-    """The names that a tokenizer's template asks for."""
-    custom = getattr(tokenizer, "_chat_template", None)  # mlx-lm's own code
+def template_variables(tokenizer) -> set[str]:
+    """Return the names of the variables that a tokenizer's chat template reads."""
+    custom = getattr(tokenizer, "_chat_template", None)  # a template that mlx-lm has as Python code
     names = set(inspect.signature(custom).parameters) if callable(custom) else set()
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template]:
@@ -147,8 +163,9 @@ def variables(tokenizer) -> set[str]:
 
 @functools.cache
 def _variables_in(template: str) -> frozenset[str]:
+    """Return the variables of a template's text; all its words if it has syntax that only transformers knows."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return frozenset(find_undeclared_variables(environment.parse(template)))
-    except TemplateError:  # transformers knows more than jinja: any word may be one
+    except TemplateError:
         return frozenset(re.findall(r"\w+", template))

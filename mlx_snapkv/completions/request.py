@@ -1,24 +1,22 @@
-"""What a checked body asks of a model: tokens, sampler, processors, and where the answer ends."""
+"""A completion request: a validated body as tokens, sampler, logits processors and conditions that end the answer."""
 
-import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_logits_processors
 
 from ..engine.token_ids import require_in_vocabulary
-from ..errors import OptionError, SnapKVError
-from .body import Body, ChatBody
+from ..errors import SnapKVError
+from .body import Body, ChatBody, Defaults
 from .constraint import Constraint
 from .fields import NO_LIMIT
-from .grammar import Form, call_form, continued, json_form, name_of
-from .prompt import Prompt, tokenised
+from .grammar import AnswerFormat, call_format, continue_json, json_format, name_of
+from .prompt import Prompt, tokenize
+from .sampler import make_sampler
 
-SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
-# Fields that change nothing of an answer here, or are about other requests.
+# Fields without a warning if they are left out: they change nothing of an answer here, or are about other requests.
 HARMLESS = set(
     """
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
@@ -27,34 +25,25 @@ HARMLESS = set(
     max_tool_calls speed function_call add_generation_prompt
     """.split()
 )
-NEARLY_ZERO = 1e-6  # temperature, or top_p: below it only the likeliest token is left, and in float32 not even that
-EMPTY: tuple[Any, ...] = ({}, [], "", False)
-PENALTIES = {
+EMPTY_VALUES: tuple[Any, ...] = ({}, [], "", False)
+MAX_FIELD_LENGTH = 80  # characters of an unknown field's name that a warning quotes
+PENALTY_FIELDS = {
     f"{name}_{field}"
     for name in ("repetition", "presence", "frequency")
     for field in ("penalty", "context_size")
 }
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """The values of fields that a body leaves out, by the names of mlx-lm's flags; temperature 0 is greedy."""
-
-    max_tokens: int = 256
-    temp: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    top_k: int = 0
-    min_tokens_to_keep: int = 1
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-
-
 class Bounds(NamedTuple):
-    """What a model bounds: the tokens of an answer, and of which there are logits, if fewer than the tokenizer's."""
+    """Limits of a model.
 
-    longest: int = sys.maxsize
-    vocabulary: int = sys.maxsize
+    Attributes:
+        max_tokens: number of tokens of the longest answer.
+        vocabulary_size: number of tokens that have logits, if it is less than the tokenizer's.
+    """
+
+    max_tokens: int = sys.maxsize
+    vocabulary_size: int = sys.maxsize
 
 
 NO_BOUNDS = Bounds()
@@ -62,21 +51,22 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request ready for a batch.
+    """A request, ready for a batch.
 
     Attributes:
         prompt: token ids.
-        sampler: None is greedy.
-        processors: of the logits, in mlx-lm's order.
-        stop: texts that end the answer, and are no part of it.
-        state: of mlx-lm's `TextStateMachine` at the beginning: "normal" or "reasoning".
-        chat: whether a message is answered, or a text continued.
-        constraint: what forces the answer into a form, the last of the processors.
-        n_logprobs: how many are wanted besides a token's own; None for not even that.
-        ignored: the body's fields that are not known here.
-        warnings: sentences on what of the body is left out, without those fields.
-        by_functions: whether a call is to be said as before there were tools.
-        prefill: the assistant's text that the answer goes on with, and does not repeat.
+        sampler: None for greedy decoding.
+        processors: logits processors, in mlx-lm's order. A `constraint` is the last one.
+        stop: texts that end the answer and are not part of it.
+        initial_state: the state of mlx-lm's `TextStateMachine` at the start of the answer, "normal" or "reasoning".
+        chat: whether the answer is a message; otherwise it continues a text.
+        n_logprobs: number of likeliest tokens that are reported with the log-probability of each token of the answer.
+            None if no log-probabilities are reported.
+        ignored: names of the body's unknown fields.
+        warnings: sentences on what of the body is left out.
+        constraint: forces the answer to obey a schema or to be a call, if the body asks for it.
+        uses_functions: whether the client expects a `function_call`, the older form of `tool_calls`.
+        prefill: the text of the assistant's that the answer continues. The answer does not repeat it.
     """
 
     prompt: list[int]
@@ -84,14 +74,14 @@ class CompletionRequest:
     sampler: Callable | None
     processors: list[Callable]
     stop: list[str]
-    state: str
+    initial_state: str
     tools: list[dict[str, Any]] | None
     chat: bool
     n_logprobs: int | None
     ignored: list[str]
     warnings: list[str]
     constraint: Constraint | None = None
-    by_functions: bool = False
+    uses_functions: bool = False
     prefill: str = ""
 
 
@@ -103,80 +93,86 @@ def completion_request(
     bounds: Bounds = NO_BOUNDS,
     prompt: Prompt | None = None,
 ) -> CompletionRequest:
-    """What a body asks of this tokenizer's model, within its `bounds`; `seed`, of 64 bits, if it gives none.
+    """Return the request that a body asks for.
 
-    `prompt` is the body's, if it is known.
+    Args:
+        seed: used if the body has none; 64 bits.
+        prompt: the body's prompt, if it has been made before.
 
-    Raises: SnapKVError: as of `tokenised`, or a form can't be forced.
+    Raises: SnapKVError: as `tokenize`, or the answer cannot be constrained as asked.
     """
-    prompt = prompt or tokenised(body, tokenizer, bounds.vocabulary)
-    tools, state, warnings = prompt.tools, prompt.state, list(prompt.warnings)
-    form: Form | None = None
+    prompt = prompt or tokenize(body, tokenizer, bounds.vocabulary_size)
+    vocabulary_size = min(len(tokenizer), bounds.vocabulary_size)
+    answer_format = None
     if isinstance(body, ChatBody):
-        form = _form(body, prompt, tokenizer)
+        answer_format = _answer_format(body, prompt, tokenizer)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
         n_logprobs = body.logprobs
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    size = min(len(tokenizer), bounds.vocabulary)
-    require_in_vocabulary("logit_bias", bias, size)
-    penalties = body.model_dump(include=PENALTIES, exclude_none=True)
+    require_in_vocabulary("logit_bias", bias, vocabulary_size)
+    penalties = body.model_dump(include=PENALTY_FIELDS, exclude_none=True)
     processors = make_logits_processors(bias or None, **penalties)
-    max_tokens, constraint = _at_most(body, defaults, bounds.longest), None
-    if form is not None:
-        constraint = Constraint(tokenizer, form, max_tokens)
+    max_tokens = _max_tokens(body, defaults, bounds)
+    warnings = list(prompt.warnings)
+    constraint = None
+    if answer_format is not None:
+        constraint = Constraint(tokenizer, answer_format, max_tokens)
         processors.append(constraint)
-        warnings += [form.note] if form.note else []
+        warnings += [answer_format.note] if answer_format.note else []
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
-    may_call = tools is not None and (form is None or form.kind == "json")
-    warnings += _left_out(unknown, may_call)
+    forces_call = answer_format is not None and answer_format.kind != "json"
+    warnings += _warnings(unknown, may_call_several=prompt.tools is not None and not forces_call)
     return CompletionRequest(
-        prompt.tokens,
-        max_tokens,
-        _sampler(body, tokenizer, size, defaults, seed),
-        processors,
-        [text for text in body.stop or [] if text],
-        state,
-        tools,
-        isinstance(body, ChatBody),
-        n_logprobs,
-        sorted(unknown),
-        list(dict.fromkeys(warnings)),
-        constraint,
-        body.by_functions,
-        prompt.prefill,
+        prompt=prompt.tokens,
+        max_tokens=max_tokens,
+        sampler=make_sampler(body, tokenizer, vocabulary_size, defaults, seed),
+        processors=processors,
+        stop=[text for text in body.stop or [] if text],
+        initial_state=prompt.initial_state,
+        tools=prompt.tools,
+        chat=isinstance(body, ChatBody),
+        n_logprobs=n_logprobs,
+        ignored=sorted(unknown),
+        warnings=list(dict.fromkeys(warnings)),
+        constraint=constraint,
+        uses_functions=body.uses_functions,
+        prefill=prompt.prefill,
     )
 
 
-def _left_out(unknown: dict[str, Any], may_call: bool) -> list[str]:
-    """Sentences on fields that are not known here; an answer that `may_call` tools calls as many as it likes."""
-    left = [
+def _warnings(unknown: dict[str, Any], may_call_several: bool) -> list[str]:
+    """Return a sentence on each unknown field that a client may expect to have an effect."""
+    names = sorted(
         name
         for name, value in unknown.items()
-        if not (name in HARMLESS or value in EMPTY or _keeps_all(value))
-    ]
-    notes = [f"{name[:80]} is left out: it is not known here" for name in sorted(left)]
-    if unknown.get("parallel_tool_calls") is False and may_call:
-        notes.insert(0, "parallel_tool_calls is left out: an answer may call several tools")
-    return notes
+        if not (name in HARMLESS or value in EMPTY_VALUES or _keeps_all(value))
+    )
+    warnings = [f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here" for name in names]
+    if unknown.get("parallel_tool_calls") is False and may_call_several:
+        warnings.insert(0, "parallel_tool_calls is left out: an answer may call several tools")
+    return warnings
 
 
 def _keeps_all(value: Any) -> bool:
-    """Whether this is a `context_management` that asks for nothing, as Claude Code's with every request."""
+    """Return whether a value is a `context_management` without effect, which Claude Code sends with every request."""
     edits = value.get("edits") if isinstance(value, dict) else None
     return isinstance(edits, list) and all(
         isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
     )
 
 
-def _at_most(body: Body, defaults: Defaults, longest: int) -> int:
-    most = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
-    return longest if most == NO_LIMIT else min(most, longest)
+def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
+    max_tokens = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
+    return bounds.max_tokens if max_tokens == NO_LIMIT else min(max_tokens, bounds.max_tokens)
 
 
-def _form(body: ChatBody, prompt: Prompt, tokenizer) -> Form | None:
-    """What the answer must be: a call that `tool_choice` forces, or else what `response_format` says."""
-    choice, tools, state = prompt.choice, prompt.tools, prompt.state
+def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | None:
+    """Return the format of a call that `tool_choice` forces, or else of the JSON that `response_format` asks for.
+
+    Raises: SnapKVError: a call of an unknown tool is forced, or a schema can't be enforced.
+    """
+    choice, tools, state = prompt.tool_choice, prompt.tools, prompt.initial_state
     if choice is not None and choice.type in ("required", "function"):
         if choice.function is not None:
             name = choice.function.name
@@ -185,51 +181,12 @@ def _form(body: ChatBody, prompt: Prompt, tokenizer) -> Form | None:
                 raise SnapKVError(f"tool_choice asks for {name!r}, which is none of the tools")
         if not tools:
             raise SnapKVError("tool_choice asks for a call, but there are no tools")
-        return call_form(tools, tokenizer, state)
-    schema = None if body.response_format is None else body.response_format.schema_wanted
+        return call_format(tools, tokenizer, state)
+    schema = None if body.response_format is None else body.response_format.schema_to_enforce
     if schema is None:
         return None
     what = "response_format's schema"
-    form = json_form(schema, tokenizer, state, what, may_call=bool(tools))
-    return form if state == "reasoning" else continued(form, prompt.prefill, tokenizer)
-
-
-def _sampler(
-    body: Body, tokenizer, size: int, defaults: Defaults, seed: int | None
-) -> Callable | None:
-    how = vars(defaults) | body.model_dump(include=SAMPLING, exclude_none=True)
-    del how["max_tokens"]
-    if body.temperature is not None:
-        how["temp"] = body.temperature
-    if how["top_k"] >= size:
-        raise OptionError("top_k", f"less than the vocabulary's {size}", how["top_k"])
-    is_greedy = body.top_p is not None and body.top_p < NEARLY_ZERO
-    if how["temp"] < NEARLY_ZERO or is_greedy:
-        return None
-    found = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
-    special = [token for token in found if token < size]
-    fixed_seed = body.seed if body.seed is not None else seed
-    chosen = secrets.randbits(64) if fixed_seed is None else fixed_seed % 2**64
-    draws = 2 if how["xtc_probability"] > 0 else 1
-    return SeededSampler(make_sampler(**how, xtc_special_tokens=special), chosen, draws)
-
-
-class SeededSampler:
-    """A sampler that draws what mlx-lm's loop draws after `mx.random.seed(seed)`, whatever else a batch samples.
-
-    Before each draw mlx's one generator is set to the state of this request's own sequence, which is computed apart:
-    nothing waits for the model. `sampler` draws `draws` times for a token.
-    """
-
-    def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, draws: int):
-        self._sampler = sampler
-        self._key = mx.random.key(seed)
-        self._draws = draws
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        state: Any = self._key.tolist()
-        high, low = state
-        mx.random.seed((high << 32) | low)
-        for _ in range(self._draws):
-            self._key = mx.random.split(self._key, stream=mx.cpu)[0]
-        return self._sampler(logprobs)
+    answer_format = json_format(schema, tokenizer, state, what, may_call=bool(tools))
+    if state == "reasoning":
+        return answer_format
+    return continue_json(answer_format, prompt.prefill, tokenizer)

@@ -1,21 +1,21 @@
-"""The form that a request wants its answer to have."""
+"""The `response_format` of a chat completion: text, any JSON object, or JSON that obeys a schema."""
 
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from .part import Part
+from .fields import BodyModel
 
 Schema = dict[str, Any] | bool
-OBJECT = {"type": "object"}
+ANY_OBJECT: Schema = {"type": "object"}
 
 
-class JsonSchema(Part):
-    schema_: Schema = Field(OBJECT, alias="schema")
+class JsonSchema(BodyModel):
+    schema_: Schema = Field(ANY_OBJECT, alias="schema")
 
 
-class ResponseFormat(Part):
-    """What an answer must be: anything, an object, or JSON that obeys a schema, which other servers take here too."""
+class ResponseFormat(BodyModel):
+    """OpenAI's response format. The schema may also be in `schema`, where other servers read it."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: Schema | None = Field(None, alias="schema")
@@ -28,8 +28,10 @@ class ResponseFormat(Part):
         return self
 
     @property
-    def schema_wanted(self) -> Schema | None:
+    def schema_to_enforce(self) -> Schema | None:
+        """The schema that the answer must obey; None for text."""
         if self.type == "text":
             return None
-        nested = self.json_schema if self.type == "json_schema" else None
-        return nested.schema_ if nested else OBJECT if self.schema_ is None else self.schema_
+        if self.type == "json_schema" and self.json_schema is not None:
+            return self.json_schema.schema_
+        return ANY_OBJECT if self.schema_ is None else self.schema_

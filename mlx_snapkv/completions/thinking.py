@@ -1,62 +1,90 @@
-"""How much a model is to think, as clients say it, in the variables of its chat template."""
+"""Translates the fields in which clients ask for more or less thinking into variables of the chat template."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from .body import ChatBody
-from .rendering import variables
+from .rendering import template_variables
 
-# Of a budget in tokens: the effort that it stands for, up to so many.
+# (largest budget in tokens, its effort); a larger budget is "high"
 EFFORTS = ((2048, "low"), (8192, "medium"))
-BUDGETS = ("thinking_budget", "reasoning_budget")  # by which templates call it
+BUDGET_VARIABLES = ("thinking_budget", "reasoning_budget")  # names in chat templates
+
+
+class ThinkingRequest(NamedTuple):
+    """What one field of a body asks for.
+
+    Attributes:
+        field: the field's name, for notes.
+        budget: tokens.
+    """
+
+    field: str
+    thinks: bool
+    effort: str | None = None
+    budget: int | None = None
 
 
 def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[str]]:
-    """The template's options, which those that a client gives by name precede, and what is left out."""
-    names, notes = variables(tokenizer), []
+    """Return the variables for the chat template, and notes on fields that are left out.
+
+    A client's `chat_template_kwargs` take precedence over other fields.
+    """
+    names, notes = template_variables(tokenizer), []
     options: dict[str, Any] = {}
-    switch = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
-    for field, thinks, effort, budget in _wishes(body):
-        switches: dict[str, Any] = {}
-        if "reasoning_effort" in names and effort is not None:
-            switches["reasoning_effort"] = effort
-        if switch in names:
-            switches["enable_thinking"] = thinks
-        if budget is not None:
-            switches |= {name: budget for name in BUDGETS if name in names}
-        if not switches and (thinks or tokenizer.has_thinking):
-            notes.append(f"{field} is left out: this model's chat template has no variable for it")
-        options |= switches
-    kinds = {"enable_thinking": bool, "reasoning_effort": str}
-    for name, kind in kinds.items():
+    for request in _thinking_requests(body):
+        values = _template_values(request, names, tokenizer)
+        options |= values
+        if not values and (request.thinks or tokenizer.has_thinking):
+            why = "this model's chat template has no variable for it"
+            notes.append(f"{request.field} is left out: {why}")
+    for name, kind in (("enable_thinking", bool), ("reasoning_effort", str)):
         value = getattr(body, name)
-        if not (value is None or isinstance(value, kind)):
+        if value is not None and not isinstance(value, kind):
             notes.append(f"{name} is left out: it should be a {kind.__name__}")
     return options | (body.chat_template_kwargs or {}), notes
 
 
-def _wishes(body: ChatBody) -> Iterator[tuple[str, bool, str | None, int | None]]:
-    """What clients ask for: a field, whether to think, with what effort, and how many tokens of it."""
+def _template_values(request: ThinkingRequest, names: set[str], tokenizer) -> dict[str, Any]:
+    """Return values for those variables of the template, given by `names`, that can express the request."""
+    values: dict[str, Any] = {}
+    if "reasoning_effort" in names and request.effort is not None:
+        values["reasoning_effort"] = request.effort
+    # mlx-lm's tokenizer passes `enable_thinking` on under the name that the template has for it.
+    if getattr(tokenizer, "_thinking_kwarg", "enable_thinking") in names:
+        values["enable_thinking"] = request.thinks
+    if request.budget is not None:
+        values |= {name: request.budget for name in BUDGET_VARIABLES if name in names}
+    return values
+
+
+def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
+    """Yield what each field of a body asks for; the later ones take precedence."""
     for field, thinks in (("enable_thinking", body.enable_thinking), ("think", body.think)):
         if isinstance(thinks, bool):
-            yield field, thinks, None, None
-    thinking = body.thinking if isinstance(body.thinking, dict) else {}
+            yield ThinkingRequest(field, thinks)
     if body.thinking is not None:
-        kind, budget = thinking.get("type", body.thinking), thinking.get("budget_tokens")
-        thinks = kind not in ("disabled", False)
-        budget = budget if isinstance(budget, int) and thinks else None
-        effort = None if budget is None else _effort(budget)
-        yield "thinking" if budget is None else "thinking.budget_tokens", thinks, effort, budget
+        yield _anthropic_request(body.thinking)
     reasoning = body.reasoning if isinstance(body.reasoning, dict) else {}
-    budget = reasoning.get("max_tokens")
+    max_tokens = reasoning.get("max_tokens")
     for field, effort in (
         ("reasoning_effort", body.reasoning_effort),
         ("think", body.think),
         ("reasoning.effort", reasoning.get("effort")),
-        ("reasoning.max_tokens", _effort(budget) if isinstance(budget, int) else None),
+        ("reasoning.max_tokens", _effort(max_tokens) if isinstance(max_tokens, int) else None),
     ):
         if isinstance(effort, str):
-            yield field, effort != "none", effort, None
+            yield ThinkingRequest(field, effort != "none", effort)
+
+
+def _anthropic_request(thinking: Any) -> ThinkingRequest:
+    """Return what Anthropic's field `thinking` asks for: an object with a type and a budget, or only the type."""
+    fields = thinking if isinstance(thinking, dict) else {}
+    thinks = fields.get("type", thinking) not in ("disabled", False)
+    budget = fields.get("budget_tokens")
+    if not (isinstance(budget, int) and thinks):
+        return ThinkingRequest("thinking", thinks)
+    return ThinkingRequest("thinking.budget_tokens", thinks, _effort(budget), budget)
 
 
 def _effort(budget: int) -> str:

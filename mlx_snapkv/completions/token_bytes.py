@@ -1,4 +1,4 @@
-"""The bytes of single tokens, of which several may be needed for a letter."""
+"""The bytes of single tokens: one character may need several tokens."""
 
 import re
 from typing import Any
@@ -9,22 +9,22 @@ from mlx_lm.tokenizer_utils import (
     _byte_decoder,
 )
 
-BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """A token's own bytes; without U+FFFD, by which `decode` shows a part of a letter."""
+    """Return the bytes of a token, also if they are only a part of a character, which `decode` shows as U+FFFD."""
     text = tokenizer.decode([token])
     piece = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(piece, str) or token in tokenizer.all_special_ids:
         return text.encode()
-    if byte := BYTE.fullmatch(piece):
+    if byte := BYTE_TOKEN.fullmatch(piece):
         return bytes([int(byte[1], 16)])
     detokenizer = tokenizer.detokenizer
     if isinstance(detokenizer, SPMStreamingDetokenizer):
         return piece.replace("\u2581", " ").encode()
-    bytes_of = _byte_decoder()
-    is_bytes = isinstance(detokenizer, BPEStreamingDetokenizer) or "\ufffd" in text
-    if is_bytes and all(letter in bytes_of for letter in piece):
-        return bytes(bytes_of[letter] for letter in piece)
+    byte_of_letter = _byte_decoder()
+    is_byte_level = isinstance(detokenizer, BPEStreamingDetokenizer) or "\ufffd" in text
+    if is_byte_level and all(letter in byte_of_letter for letter in piece):
+        return bytes(byte_of_letter[letter] for letter in piece)
     return text.encode()

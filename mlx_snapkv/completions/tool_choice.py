@@ -1,55 +1,65 @@
-"""Which tools an answer may or must call, in the forms of OpenAI's three endpoints and of Anthropic's."""
+"""The `tool_choice` of a body, in the forms of OpenAI's three endpoints and of Anthropic's."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .checks import needed_by, require
 from .contents import as_list
-from .fields import Name
-from .part import Part
+from .fields import BodyModel, Name
+from .validation import require, required_for
 
-SERVICES = {  # what OpenAI's tool_choice may force besides functions
+# The built-in tools of OpenAI that a tool_choice may name by their type.
+SERVICES = {
     *("file_search", "web_search", "web_search_preview", "image_generation", "code_interpreter"),
     *("computer", "computer_use", "computer_use_preview", "mcp", "shell", "apply_patch"),
 }
 
 
-class FunctionName(Part):
+class FunctionName(BodyModel):
     name: Name
 
 
-class ToolChoice(Part):
-    """Whether tools may or must be called, or the one to call."""
+class ToolChoice(BodyModel):
+    """Whether an answer may or must call tools, and which ones.
+
+    Attributes:
+        type: "function" if the answer must call `function`.
+        allowed: names of the tools that may be called; None for all of them.
+        service: the type of the built-in tool that the client wants called, which does not exist here.
+    """
 
     type: Literal["auto", "none", "required", "function"]
-    allowed: list[str] | None = None  # the tools that may be called
-    service: str | None = None  # the kind of a tool that was to be called, and is not known here
-    function: Annotated[FunctionName | None, needed_by("function")] = Field(
+    allowed: list[str] | None = None
+    service: str | None = None
+    function: Annotated[FunctionName | None, required_for("function")] = Field(
         None, validate_default=True
     )
 
 
 def _as_tool_choice(value: Any) -> Any:
-    """The tool to call is named one level higher in responses, whose custom tools are functions here."""
+    """Return a choice in any form as the fields of `ToolChoice`; an unknown form is returned unchanged.
+
+    Raises: ValueError: a choice of several tools has something other than tools.
+    """
     if isinstance(value, str):
         return {"type": value}
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "allowed_tools":
         inner = value.get(kind, value)
         require(isinstance(inner, dict), ".allowed_tools should be a valid object", inner)
-        names = [_named(tool)["name"] for tool in as_list(inner.get("tools"))]
-        allowed = [name for name in names if name is not None]  # a service's may have none
+        names = [_name_fields(tool)["name"] for tool in as_list(inner.get("tools"))]
+        allowed = [name for name in names if name is not None]  # built-in tools have no name
         return {"type": inner.get("mode", "auto"), "allowed": allowed}
-    if kind == "any":  # Anthropic's, as `tool`
+    if kind == "any":  # Anthropic's "required"
         return {"type": "required"}
+    # "tool" is Anthropic's "function"; "custom" is a tool of responses, which becomes a function.
     if kind in ("function", "custom", "tool") and ("name" in value or kind in value):
-        return {"type": "function", "function": _named(value)}
+        return {"type": "function", "function": _name_fields(value)}
     return {"type": "auto", "service": kind} if kind in SERVICES else value
 
 
-def _named(tool: Any) -> Any:
-    """What has the name of a tool in a choice."""
+def _name_fields(tool: Any) -> dict[str, Any]:
+    """Return the object with a tool's `name`, which may be in the tool itself or in its `function` or `custom`."""
     require(isinstance(tool, dict), " should name tools", tool)
     return {"name": tool.get("name")} | (tool.get("function") or tool.get("custom") or {})
 

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..batch.memory import NeverFits
-from ..completions.problems import problem
+from ..completions.validation import describe_error
 from ..errors import EntryFileError, OptionError, SnapKVError
 
 ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
@@ -39,7 +39,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestValidationError):
         first, *_ = error.errors()
-        return ApiError(400, problem(first | {"loc": first["loc"][1:]}, error.body))
+        return ApiError(400, describe_error(first | {"loc": first["loc"][1:]}, error.body))
     if isinstance(error, HTTPException):
         if (cause := error.__cause__) is not None:  # FastAPI could not read the body
             if type(cause) is ValueError:  # Python's own limit

@@ -5,12 +5,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, model_validator
 
 from ..completions.body import ChatBody
+from ..completions.fields import BodyModel
 from ..completions.messages import Message
-from ..completions.part import Part
-from ..completions.problems import as_body
+from ..completions.validation import validate_body
 
 
-class OutputFormat(Part):
+class OutputFormat(BodyModel):
     """As `ResponseFormat`, with the schema in its place."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -30,12 +30,12 @@ class OutputFormat(Part):
         return {"type": self.type, **more}
 
 
-class OutputConfig(Part):
+class OutputConfig(BodyModel):
     format: OutputFormat | None = None
     effort: str | None = None
 
 
-class ForeignTool(Part):
+class ForeignTool(BodyModel):
     """A tool that only a service runs."""
 
     type: str
@@ -74,4 +74,4 @@ def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: An
     """
     more = {name: value for name, value in (body.model_extra or {}).items() if name != "n"}
     given = {name: value for name, value in fields.items() if value is not None}
-    return as_body(ChatBody, {**more, "messages": messages, "tools": tools or None, **given})
+    return validate_body(ChatBody, {**more, "messages": messages, "tools": tools or None, **given})

@@ -11,9 +11,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from ..completions.body import ChatBody
-from ..completions.prompt import tokenised
-from ..completions.request import Defaults, completion_request
+from ..completions.body import ChatBody, Defaults
+from ..completions.prompt import tokenize
+from ..completions.request import completion_request
 from ..errors import sentence
 from ..models.distributed import from_first, n_ranks, rank
 from .admission import Admission, Limits
@@ -115,8 +115,8 @@ class Engine:
             ApiError: the prompt is too long.
         """
         with self._tokenizing:
-            size = self._admission.bounds.vocabulary
-            request.prompt = prompt = tokenised(request.body, self.loaded.tokenizer, size)
+            size = self._admission.bounds.vocabulary_size
+            request.prompt = prompt = tokenize(request.body, self.loaded.tokenizer, size)
         self._admission.require_short(len(prompt.tokens))  # before a grammar is made, for one
         request.checkpoints = self._checkpoints.places(request.body, prompt.tokens)
         self._new.put(request)
@@ -125,7 +125,7 @@ class Engine:
     def count(self, body: ChatBody) -> int:
         """The tokens of a prompt."""
         self.require_alive()
-        return len(tokenised(body, self.loaded.tokenizer).tokens)
+        return len(tokenize(body, self.loaded.tokenizer).tokens)
 
     def stop(self, seconds: float | None = None) -> None:
         """End all requests after the step under way, and wait for that so long."""

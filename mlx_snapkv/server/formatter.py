@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..completions.answer import Reply
+from ..completions.answer_parser import Reply
 from .api_error import ApiError
 from .requests import Event, Finished, Read, Started
 

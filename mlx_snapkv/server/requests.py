@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..completions.answer import Completion, Reply
+from ..completions.answer import Completion
+from ..completions.answer_parser import Reply
 from ..completions.body import Body
 from ..completions.prompt import Prompt
 from ..completions.request import CompletionRequest

@@ -8,9 +8,10 @@ from mlx_lm.tool_parsers import json_tools
 from transformers import AutoTokenizer
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.completions.answer import Completion, answer_body
-from mlx_snapkv.completions.body import CHAT, COMPLETIONS, parse
-from mlx_snapkv.completions.request import Defaults, completion_request
+from mlx_snapkv.completions.answer import Completion
+from mlx_snapkv.completions.answer_body import answer_body
+from mlx_snapkv.completions.body import CHAT, COMPLETIONS, Defaults, parse
+from mlx_snapkv.completions.request import completion_request
 from mlx_snapkv.demo import MODELS
 
 TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}

@@ -5,8 +5,8 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_snapkv import SnapKVError, batch_generate, generate_step, prefill, stream_generate
-from mlx_snapkv.completions.body import CHAT, COMPLETIONS, parse
-from mlx_snapkv.completions.request import Bounds, Defaults, completion_request
+from mlx_snapkv.completions.body import CHAT, COMPLETIONS, Defaults, parse
+from mlx_snapkv.completions.request import Bounds, completion_request
 from mlx_snapkv.models.counts import vocabulary
 
 TEXT = {"prompt": "the key"}
@@ -23,23 +23,23 @@ def test_a_body_is_within_what_the_model_knows(demo_llama, url, body, field):
     model, tokenizer = demo_llama
     assert vocabulary(model) == len(tokenizer) == 1536
     parsed = parse(url, body)
-    completion_request(parsed, tokenizer, Defaults(), bounds=Bounds(vocabulary=1536))
+    completion_request(parsed, tokenizer, Defaults(), bounds=Bounds(vocabulary_size=1536))
     with pytest.raises(
         SnapKVError, match=f"^{field} must have token ids from 0 to 1499, got 1500$"
     ):
-        completion_request(parsed, tokenizer, Defaults(), bounds=Bounds(vocabulary=1500))
+        completion_request(parsed, tokenizer, Defaults(), bounds=Bounds(vocabulary_size=1500))
 
 
 def test_no_token_beyond_is_exempt_from_a_sampler_or_among_its_best(demo_llama):
     """mlx-lm would write to the logits of tokens that have none."""
     tokenizer = TokenizerWrapper(demo_llama[1]._tokenizer, eos_token_ids=[1, 1700])
-    few = Bounds(vocabulary=1536)
+    few = Bounds(vocabulary_size=1536)
     body = parse(COMPLETIONS, TEXT | {"temperature": 1, "xtc_probability": 1, "xtc_threshold": 0})
     sampler = completion_request(body, tokenizer, Defaults(), seed=1, bounds=few).sampler
     assert 0 <= sampler(mx.zeros((1, 1536))).item() < 1536
     body = parse(COMPLETIONS, TEXT | {"temperature": 1, "top_k": 1000})
     with pytest.raises(SnapKVError, match="top_k must be less than the vocabulary's 900, got 1000"):
-        completion_request(body, tokenizer, Defaults(), bounds=Bounds(vocabulary=900))
+        completion_request(body, tokenizer, Defaults(), bounds=Bounds(vocabulary_size=900))
 
 
 @pytest.mark.parametrize("token", [1536, -1])

@@ -11,10 +11,11 @@ from transformers import AutoTokenizer
 
 from mlx_snapkv import SnapKVError, stream_generate
 from mlx_snapkv.completions.answer import Completion
-from mlx_snapkv.completions.body import CHAT, parse
+from mlx_snapkv.completions.answer_parser import AnswerParser
+from mlx_snapkv.completions.body import CHAT, Defaults, parse
 from mlx_snapkv.completions.constraint import Constraint
-from mlx_snapkv.completions.grammar import json_form
-from mlx_snapkv.completions.request import Defaults, completion_request
+from mlx_snapkv.completions.grammar import json_format
+from mlx_snapkv.completions.request import completion_request
 from mlx_snapkv.demo import MODELS as EMBEDDED
 
 DOOR = {"type": "object", "properties": {"door": {"enum": ["green", "red"]}}, "required": ["door"]}
@@ -76,7 +77,9 @@ SCHEMAS = {
 def answer(loaded, schema, max_tokens, prompt="The key of", **options):
     """The text of an answer, its number of tokens, and its constraint."""
     model, tokenizer = loaded
-    constraint = Constraint(tokenizer, json_form(schema, tokenizer, None, "the schema"), max_tokens)
+    constraint = Constraint(
+        tokenizer, json_format(schema, tokenizer, None, "the schema"), max_tokens
+    )
     options |= {"max_tokens": max_tokens, "logits_processors": [constraint]}
     *_, last = texts = list(stream_generate(model, tokenizer, tokenizer.encode(prompt), **options))
     return "".join(r.text for r in texts), last.generation_tokens, constraint
@@ -202,7 +205,7 @@ def test_thoughts_are_free(begun, is_special):
     asked = completion_request(
         parse(CHAT, body | {"response_format": {"type": "json_object"}}), tokenizer, Defaults()
     )
-    assert asked.state == ("reasoning" if begun else "normal")
+    assert asked.initial_state == ("reasoning" if begun else "normal")
     thoughts, text = 'It is {"a": "b"} or "no".', '{"door": "red"}'
     said = f"{'' if begun else '<think>'}{thoughts}</think>\n\n{text}"
     found, tokens, logits = Completion(asked, tokenizer), [5, 6], mx.zeros((1, len(tokenizer)))
@@ -224,8 +227,8 @@ def test_json_keeps_what_marks_thoughts_and_calls_elsewhere(demo_llama):
         "response_format": {"type": "json_object"},
     }
     # However much of it comes at once.
-    found = Completion(completion_request(parse(CHAT, body), tokenizer, Defaults()), tokenizer)
-    assert "".join(piece.text for piece in found._parsed(said, True)) == said
+    parser = AnswerParser(completion_request(parse(CHAT, body), tokenizer, Defaults()), tokenizer)
+    assert "".join(part.text for part in parser.parse(said, is_last=True)) == said
     for asked, text in ((body, said), ({**body, "response_format": None}, '{"a": ""}')):
         found = Completion(completion_request(parse(CHAT, asked), tokenizer, Defaults()), tokenizer)
         for token in tokenizer.encode(said, add_special_tokens=False):
@@ -252,8 +255,10 @@ def test_both_kinds_of_tokenizers(name):
     """A text that obeys is allowed token by token, as the tokenizer has it; then nothing but the end."""
     tokenizer = load(real_folder(name))
     schema = {"type": "object", "properties": {"a b": {"type": "string"}}, "required": ["a b"]}
-    form = json_form(schema | {"additionalProperties": False}, tokenizer, None, "the schema")
-    constraint, size = Constraint(tokenizer, form), len(tokenizer) + 7
+    answer_format = json_format(
+        schema | {"additionalProperties": False}, tokenizer, None, "the schema"
+    )
+    constraint, size = Constraint(tokenizer, answer_format), len(tokenizer) + 7
     tokens, logits = [5, 6], mx.zeros((1, size))
     for token in tokenizer.encode('{"a b": "é😀 \\n tea"}', add_special_tokens=False):
         masked = constraint(mx.array(tokens), logits)[0]
@@ -278,7 +283,7 @@ def test_both_kinds_of_tokenizers(name):
 )
 def test_a_schema_that_cant_be_enforced_is_one_sentence(demo_llama, schema, words):
     with pytest.raises(SnapKVError, match=r"^the schema can't be enforced: ") as error:
-        json_form(schema, demo_llama[1], None, "the schema")
+        json_format(schema, demo_llama[1], None, "the schema")
     assert words in str(error.value) and "\n" not in str(error.value)
     tokenizer = calling(json_tools)
     tools = [tool("shut"), tool("open", {"properties": {"x": schema}, "required": ["x"]})]
@@ -310,10 +315,10 @@ def test_how_many_optional_properties_are_enforced(demo_llama):
     names = list(obj(3000)["properties"])
     text, _, _ = answer(demo_llama, obj(1000), 40)
     assert json.loads(text).keys() <= set(names[:1000])
-    json_form(obj(3000, required=names[1:]), demo_llama[1], None, "the schema")
+    json_format(obj(3000, required=names[1:]), demo_llama[1], None, "the schema")
     deep = {"type": "array", "items": {"anyOf": [{"type": "null"}, obj(1001)]}}
     with pytest.raises(SnapKVError, match=r"^the schema can't be enforced: an object has 1001 opt"):
-        json_form(deep, demo_llama[1], None, "the schema")
+        json_format(deep, demo_llama[1], None, "the schema")
     # Objects that may each come take as much together: known only as the answer comes to them.
     together = {"anyOf": [obj(900), obj(900, "q")]}
     with pytest.raises(SnapKVError, match=r"^the answer's schema is too complex .* max is 5000$"):

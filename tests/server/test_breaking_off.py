@@ -3,8 +3,8 @@
 import mlx.core as mx
 import pytest
 
-from mlx_snapkv.completions.body import CHAT, parse
-from mlx_snapkv.completions.request import Defaults, completion_request
+from mlx_snapkv.completions.body import CHAT, Defaults, parse
+from mlx_snapkv.completions.request import completion_request
 from mlx_snapkv.planning.settings import setting_named
 from mlx_snapkv.server.metrics import Metrics
 from mlx_snapkv.server.prefix_cache import Checkpoints, PrefixCache

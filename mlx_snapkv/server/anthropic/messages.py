@@ -10,11 +10,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, Tag
 
 from ...completions.body import ChatBody, Messages
-from ...completions.checks import needed_by
-from ...completions.contents import shown
-from ...completions.fields import AtMost, Name, Probability, Stops, Temperature, TopK
+from ...completions.contents import text_parts
+from ...completions.fields import BodyModel, MaxTokens, Name, Probability, Stops, Temperature, TopK
 from ...completions.messages import Message
-from ...completions.part import Part
+from ...completions.validation import required_for
 from ..api_error import ApiError
 from ..chat_messages import (
     ForeignTool,
@@ -57,7 +56,7 @@ def _tool(value: Any) -> Any:
     return tool
 
 
-class Tool(Part):
+class Tool(BodyModel):
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
@@ -81,9 +80,9 @@ def _choice(value: Any) -> Any:
     return value
 
 
-class ToolChoice(Part):
+class ToolChoice(BodyModel):
     type: Literal["auto", "none", "any", "tool"]
-    name: Annotated[Name | None, needed_by("tool")] = Field(None, validate_default=True)
+    name: Annotated[Name | None, required_for("tool")] = Field(None, validate_default=True)
     disable_parallel_tool_use: Any = None
 
     @property
@@ -98,11 +97,11 @@ def _system(value: Any) -> list[Message]:
     """The system's message; some clients have one of each part."""
     return [
         Message("system", part.text, notes=(part.note,) if part.note else ())
-        for part in shown(value, "own")
+        for part in text_parts(value, "user")
     ]
 
 
-class CountedMessages(Part):
+class CountedMessages(BodyModel):
     """The body of `/v1/messages/count_tokens`; unknown fields go on to the chat completion."""
 
     model_config = ConfigDict(extra="allow")
@@ -142,7 +141,7 @@ class CountedMessages(Part):
 class MessagesBody(CountedMessages):
     """The body of `/v1/messages`."""
 
-    max_tokens: AtMost
+    max_tokens: MaxTokens
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None

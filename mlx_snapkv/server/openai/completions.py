@@ -9,7 +9,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ...completions.answer import Reply, choice, head, message_fields, usage
+from ...completions.answer_body import choice, head, message_fields, usage
+from ...completions.answer_parser import Reply
 from ...completions.body import Body, ChatBody, CompletionBody
 from ...engine.report import STAYING
 from ..api_error import ApiError
@@ -35,7 +36,7 @@ async def _respond(request: Request, body: Body) -> Response:
         "with_usage": with_usage,
         "store": store,
         "n": n,
-        "by_functions": body.by_functions,
+        "uses_functions": body.uses_functions,
     }
     return await respond(request, body, bodies, partial(CompletionFormatter, **how))
 
@@ -78,10 +79,10 @@ class CompletionFormatter(ResponseFormatter):
         with_usage: bool,
         store: str | None,
         n: int,
-        by_functions: bool = False,
+        uses_functions: bool = False,
     ):
         super().__init__()
-        self._by_functions = by_functions
+        self._uses_functions = uses_functions
         self._n = n  # answers to each prompt
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
@@ -137,7 +138,7 @@ class CompletionFormatter(ResponseFormatter):
             return {"text": piece.text, **logprobs}
         calls = [{**call, "index": n} for n, call in enumerate(piece.calls, self._n_calls[index])]
         self._n_calls[index] += len(calls)
-        fields = message_fields(replace(piece, calls=calls), self._by_functions)
+        fields = message_fields(replace(piece, calls=calls), self._uses_functions)
         return {"delta": fields, **logprobs}
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:

@@ -5,15 +5,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, JsonValue, Tag
 
-from ...completions.fields import Name
+from ...completions.fields import BodyModel, Name
 from ...completions.messages import full_name
-from ...completions.part import Part
 from ..chat_messages import ForeignTool, MayBeNone, by_type, function_tool, unwrapped
 
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-class Function(Part):
+class Function(BodyModel):
     """A function, or Codex' custom tool, which is one of a text."""
 
     type: Literal["function", "custom"]
@@ -28,7 +27,7 @@ InNamespace = Annotated[
 ]
 
 
-class Namespace(Part):
+class Namespace(BodyModel):
     """The tools of an MCP server, as Codex sends them; their names are the namespace's own."""
 
     type: Literal["namespace"]

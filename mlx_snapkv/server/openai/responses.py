@@ -12,11 +12,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 
 from ...completions.body import ChatBody, Messages
-from ...completions.checks import must, require
-from ...completions.contents import as_list
-from ...completions.fields import AtMost, Probability, Temperature
-from ...completions.messages import Message, messages_of, whole
-from ...completions.part import Part
+from ...completions.contents import as_list, replace_surrogates_in
+from ...completions.fields import BodyModel, MaxTokens, Probability, Temperature
+from ...completions.messages import Message, messages_of
+from ...completions.validation import must, require
 from ..api_error import ApiError
 from ..chat_messages import ForeignTool, MayBeNone, OutputConfig, chat_body
 from ..exchange import respond
@@ -60,7 +59,7 @@ STATELESS = "can't be honoured: nothing is stored here, so send the whole conver
 Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 
 
-class ResponsesBody(Part):
+class ResponsesBody(BodyModel):
     """The body of `/v1/responses`; unknown fields go on to the chat completion."""
 
     model_config = ConfigDict(extra="allow")
@@ -70,7 +69,7 @@ class ResponsesBody(Part):
     instructions: Annotated[JsonValue, AfterValidator(_readable)] = None  # which responses repeat
     tools: Annotated[list[AnyTool], MayBeNone] = Field([])
     tool_choice: Any = None
-    max_output_tokens: AtMost | None = None
+    max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     stream: bool | None = None
@@ -214,8 +213,10 @@ class ResponsesFormatter(BlockFormatter):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            **whole(body.model_dump(include=REPEATED)),
-            "tools": whole([t.model_dump() for t in body.tools if not isinstance(t, ForeignTool)]),
+            **replace_surrogates_in(body.model_dump(include=REPEATED)),
+            "tools": replace_surrogates_in(
+                [t.model_dump() for t in body.tools if not isinstance(t, ForeignTool)]
+            ),
             "reasoning": body.reasoning,
             "metadata": body.metadata or {},
             "model": self._model,

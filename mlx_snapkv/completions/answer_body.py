@@ -1,0 +1,67 @@
+"""The bodies in which OpenAI's endpoints return an answer."""
+
+import time
+import uuid
+from typing import Any
+
+from .answer import Completion
+from .answer_parser import Reply
+
+
+def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the response body of a finished answer, with `extra` as its field `mlx_snapkv`."""
+    request = answer.request
+    body = head(request.chat, model) | {
+        "choices": [choice(answer)],
+        "usage": usage(len(request.prompt), answer.n_tokens),
+        "mlx_snapkv": extra,
+    }
+    return body | ({"warnings": request.warnings} if request.warnings else {})
+
+
+def head(chat: bool, model: str) -> dict[str, Any]:
+    """Return the first fields of a body, of a chat completion or of a text completion."""
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
+    """Return a finished answer as an element of `choices`."""
+    content: dict[str, Any] = {"text": answer.reply.text}
+    if answer.request.chat:
+        message = message_fields(answer.reply, answer.request.uses_functions)
+        fields = {"content": None if answer.reply.calls else ""} | message
+        content = {"message": {"role": "assistant", **fields}}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+
+def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]:
+    """Return the fields of a message, or of a streamed part of it, that are not empty.
+
+    Clients that send `functions` also get the answer's first call as `function_call`.
+    """
+    fields: dict[str, Any] = {
+        "content": reply.text,
+        # Clients read one of these two fields.
+        "reasoning": reply.reasoning,
+        "reasoning_content": reply.reasoning,
+        "tool_calls": reply.calls,
+    }
+    if uses_functions and reply.calls and not reply.calls[0].get("index"):
+        fields["function_call"] = reply.calls[0]["function"]
+    return {name: value for name, value in fields.items() if value}
+
+
+def usage(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
+    """Return the body's `usage` in tokens; `n_cached` tokens of the prompt came from the prefix cache."""
+    counts = {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_answer,
+        "total_tokens": n_prompt + n_answer,
+    }
+    details = {} if n_cached is None else {"prompt_tokens_details": {"cached_tokens": n_cached}}
+    return counts | details

@@ -1,0 +1,161 @@
+"""Parses an answer's text, as it comes, into text, thoughts and tool calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.tool_parsers import json_tools
+
+from .request import CompletionRequest
+from .tool_calls import ends_within_argument, parse_tool_calls
+
+Segment = tuple[str, str]  # state of mlx-lm's `TextStateMachine`, text in this state
+
+
+@dataclass
+class Reply:
+    """An answer, or a part of it.
+
+    Attributes:
+        calls: tool calls in OpenAI's form.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class AnswerParser:
+    """Splits an answer at the model's markers of thoughts and calls, and parses the calls.
+
+    mlx-lm's `TextStateMachine` finds the markers. This class adds four rules:
+
+    - A marker within an argument of a call is part of the argument.
+    - A marker within JSON that the request asked for is text.
+    - A call within thoughts does not end the thoughts.
+    - A call that cannot be parsed is text.
+
+    Attributes:
+        state: the state of the last segment: "normal", "reasoning", "tool", or another one of the tokenizer's.
+    """
+
+    def __init__(self, request: CompletionRequest, tokenizer):
+        answer_format = request.constraint.format if request.constraint else None
+        continues_json = answer_format is not None and bool(answer_format.prefill)
+        self.state = request.initial_state
+        self._tools = request.tools
+        # In this format, everything outside of thoughts is the call, without markers.
+        self._is_call = answer_format is not None and answer_format.kind == "call"
+        self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
+        self._call_start, self._call_end = tokenizer.tool_call_start, tokenizer.tool_call_end
+        # Whether the JSON or the call that the format demands has not begun yet.
+        self._is_pending = answer_format is not None and not continues_json
+        # An answer that continues a text or JSON has no markers.
+        has_markers = request.chat and not continues_json
+        self._machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
+        self._machine_state = self._machine.make_state(request.initial_state)
+        self._call = ""  # text of the call that has begun
+        self._is_call_in_thoughts = False
+
+    def parse(self, text: str, is_last: bool) -> list[Reply]:
+        """Return the parts of the answer that are complete after `text`.
+
+        Text is held back if it may be the beginning of a marker, and the text of a call until the call ends. Nothing is
+        held back if the text `is_last`.
+        """
+        parts: list[Reply] = []
+        by_letter = self._must_split_by_letter(text)
+        for chunk in text if by_letter else [text]:
+            segments = self._split_letter(chunk) if by_letter else self._split(chunk)
+            for state, segment in segments:
+                parts += self._add_segment(state, segment)
+        if is_last:
+            _, held_back, state = TextStateMachine.flush(self._machine_state)
+            parts += self._add_segment(state, held_back)
+            if self._call:
+                parts += self._end_within_call()
+        return parts
+
+    def _add_segment(self, state: str, text: str) -> list[Reply]:
+        """Add the text of a call, or else end the call and return both it and the text as parts."""
+        self.state = state
+        if state == "tool" or (self._is_call and state == "normal"):
+            self._call += text
+            return []
+        parts = self._end_call()
+        if text:
+            parts.append(Reply(reasoning=text) if state == "reasoning" else Reply(text))
+        return parts
+
+    def _must_split_by_letter(self, text: str) -> bool:
+        """Return whether `text` continues a call, or begins JSON: the machine may then have to be corrected."""
+        _, segments = TextStateMachine.split(self._machine_state, text)
+        in_call = bool(self._call_end) and any(state == "tool" for state, _ in segments)
+        return in_call or self._begins_json(segments)
+
+    def _split(self, text: str) -> list[Segment]:
+        """Return the segments of a text, and update the machine's state."""
+        self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
+        self._is_pending = self._is_pending and self._machine_state[0] != "tool"
+        return segments
+
+    def _split_letter(self, letter: str) -> list[Segment]:
+        """Return the segments that end with `letter`, and correct the machine's state if a marker was only text."""
+        before = self._machine_state[0]
+        self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
+        after = self._machine_state[0]
+        if before != "tool" and after == "tool":
+            self._is_call_in_thoughts = before == "reasoning"
+        if before == "tool" and after != "tool":
+            _, end_of_call = segments[0]
+            if ends_within_argument(self._call + end_of_call):
+                segments = [("tool", end_of_call + self._call_end)]
+                self._machine_state = self._machine.make_state("tool")
+            elif self._is_call_in_thoughts:
+                self._machine_state = self._machine.make_state("reasoning")
+        if self._begins_json(segments):
+            held_back = self._machine_state[3]
+            without_markers = TextStateMachine().make_state()
+            self._machine_state, more = TextStateMachine.split(without_markers, held_back)
+            segments = [*segments, *more]
+            self._is_pending = False
+        self._is_pending = self._is_pending and self._machine_state[0] != "tool"
+        return segments
+
+    def _begins_json(self, segments: Sequence[Segment]) -> bool:
+        """Return whether the segments have the first letter of the JSON that the format demands."""
+        return self._is_pending and any(
+            state == "normal" and text.strip() for state, text in segments
+        )
+
+    def _end_call(self, is_complete: bool = True) -> list[Reply]:
+        """End the call, if one has begun, and return its parts: the parsed calls, or the text if it can't be parsed.
+
+        `is_complete` is false if the answer ended before the call did.
+        """
+        text, self._call = self._call, ""
+        if not text:
+            return []
+        if calls := self._parsed_calls(text, is_complete):
+            return [Reply(calls=calls)]
+        is_thought = is_complete and self._is_call_in_thoughts
+        return [Reply(reasoning=text) if is_thought else Reply(text)]
+
+    def _parsed_calls(self, text: str, is_complete: bool) -> list[dict[str, Any]]:
+        """Return the calls in a text after a start marker; small models write the marker twice."""
+        if self._call_start and text.lstrip().startswith(self._call_start):
+            text = text.lstrip().removeprefix(self._call_start)
+        return parse_tool_calls(text, self._parser, self._tools, is_complete)
+
+    def _end_within_call(self) -> list[Reply]:
+        """Return the last parts of an answer that ends before its call does.
+
+        An end marker in the call's text was taken for a part of an argument. If the text is not a call, the marker did
+        end the call, and the text after it is parsed again.
+        """
+        text, marker, rest = self._call.partition(self._call_end or "\0")
+        if self._is_call or not marker or self._parsed_calls(self._call, is_complete=False):
+            return self._end_call(is_complete=False)
+        self._call, self._machine_state = "", self._machine.make_state()
+        return [Reply(text or marker), *self.parse(rest, is_last=True)]

@@ -1,0 +1,68 @@
+"""The sampler that a body's fields ask for, with a random sequence of its own."""
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import sample_utils
+
+from ..errors import OptionError
+from .body import Body, Defaults
+
+SAMPLING_FIELDS = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
+# A smaller temperature or top_p leaves only the likeliest token, and in float32 not even that one.
+NEARLY_ZERO = 1e-6
+
+
+def make_sampler(
+    body: Body, tokenizer, vocabulary_size: int, defaults: Defaults, seed: int | None
+) -> Callable | None:
+    """Return the sampler for a body, or None for greedy decoding.
+
+    `seed` is used if the body has none. If both are None, the seed is random.
+
+    Raises: OptionError: `top_k` is not smaller than the vocabulary.
+    """
+    options = vars(defaults) | body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    del options["max_tokens"]
+    if body.temperature is not None:
+        options["temp"] = body.temperature
+    if options["top_k"] >= vocabulary_size:
+        rule = f"less than the vocabulary's {vocabulary_size}"
+        raise OptionError("top_k", rule, options["top_k"])
+    is_greedy = body.top_p is not None and body.top_p < NEARLY_ZERO
+    if options["temp"] < NEARLY_ZERO or is_greedy:
+        return None
+    exempt_from_xtc = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
+    sampler = sample_utils.make_sampler(
+        **options,
+        xtc_special_tokens=[token for token in exempt_from_xtc if token < vocabulary_size],
+    )
+    seed = body.seed if body.seed is not None else seed
+    seed = secrets.randbits(64) if seed is None else seed % 2**64
+    return SeededSampler(sampler, seed, n_draws=2 if options["xtc_probability"] > 0 else 1)
+
+
+class SeededSampler:
+    """A sampler with its own random sequence, whatever other requests of the batch sample.
+
+    It draws what mlx-lm's loop draws after `mx.random.seed(seed)`. MLX has one generator. Before each token it is set
+    to the state of this request's sequence. That state is computed on the CPU, without waiting for the model.
+
+    Args:
+        n_draws: random draws of `sampler` for one token.
+    """
+
+    def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, n_draws: int):
+        self._sampler = sampler
+        self._key = mx.random.key(seed)
+        self._n_draws = n_draws
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        state: Any = self._key.tolist()
+        high, low = state
+        mx.random.seed((high << 32) | low)
+        for _ in range(self._n_draws):
+            self._key = mx.random.split(self._key, stream=mx.cpu)[0]
+        return self._sampler(logprobs)

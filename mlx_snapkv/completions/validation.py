@@ -1,0 +1,105 @@
+"""Validation of request bodies: checks of single values, and pydantic's errors as one sentence for the client."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ValidationError, ValidationInfo
+
+from ..errors import SnapKVError
+
+MAX_VALUE_LENGTH = 60  # characters of a refused value that an error quotes
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def require(ok: bool, rule: str, value: Any) -> None:
+    """Raise ValueError unless `ok`.
+
+    Args:
+        rule: the rest of an error sentence that starts with the field's name, such as "must not be empty". A rule
+            that starts with a dot, such as ".content must not be empty", adds to that name.
+        value: the value that the error quotes.
+    """
+    if not ok:
+        raise ValueError(f"{rule}, got {shortened(value)}")
+
+
+def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
+    """Return a field's validator that refuses values that are not valid; `rule` is as in `require`."""
+
+    def validate(value: Any) -> Any:
+        require(is_valid(value), rule, value)
+        return value
+
+    return AfterValidator(validate)
+
+
+def required_for(kind: str) -> AfterValidator:
+    """Return a field's validator that refuses None if the `type` of the same object is `kind`.
+
+    The model must declare `type` before the field.
+    """
+
+    def validate(value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("type") == kind:
+            raise ValueError("is missing")
+        return value
+
+    return AfterValidator(validate)
+
+
+def shortened(value: Any) -> str:
+    """Return the value's `repr`, cut to `MAX_VALUE_LENGTH` characters."""
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"
+
+
+def validate_body(model: type[Model], body: Any) -> Model:
+    """Return a JSON value as an instance of `model`.
+
+    Raises: SnapKVError: the body is invalid; the sentence names the field.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise SnapKVError(describe_error(first, body)) from None
+
+
+def describe_error(error: Mapping[str, Any], body: Any) -> str:
+    """Return one of pydantic's errors about a body as a sentence that names the field."""
+    place, kind, got = _path(error["loc"], body), error["type"], shortened(error["input"])
+    if kind == "json_invalid":
+        return f"the body is not JSON: {error['ctx']['error']}"
+    if not isinstance(body, dict):
+        return f"body must be an object, got {shortened(body)}"
+    if kind == "value_error":
+        rule = str(error["ctx"]["error"])
+        return f"{place}{rule}" if rule.startswith(".") else f"{place} {rule}"
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == "too_short":
+        return f"{place} must not be empty"
+    message = re.sub(" or (instance of|object to).*", "", error["msg"])
+    message = message.replace("dictionary", "object")
+    if message.startswith("Input "):
+        return f"{place}{message.removeprefix('Input')}, got {got}"
+    return f"{place}: {message}, got {got}"
+
+
+def _path(location: Sequence[str | int], body: Any) -> str:
+    """Return an error's location as a path such as `messages.0.role`.
+
+    Pydantic's location also names the members of unions. They are no keys of the body, and are skipped.
+    """
+    path, value = [], body
+    for i, step in enumerate(location):
+        try:
+            value = value[step]
+        except (LookupError, TypeError):
+            is_missing_field = i + 1 == len(location) and isinstance(value, dict)
+            if not is_missing_field:
+                continue
+        path.append(str(step))
+    return ".".join(path)
