@@ -4,7 +4,7 @@ from pathlib import Path
 
 _MODELS_FOLDER = Path(__file__).parent / "models"
 
-# What `--model NAME` means besides folders and repositories.
+# The folder of each embedded model, by the name that --model takes.
 MODELS: dict[str, Path] = {
     "demo": _MODELS_FOLDER / "llama",
     "demo-qwen3-next": _MODELS_FOLDER / "qwen3-next",

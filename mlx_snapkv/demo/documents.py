@@ -1,7 +1,7 @@
-"""Synthetic documents: facts hidden among ordinary sentences, and questions about them.
+"""Synthetic documents: facts that are hidden among ordinary sentences, and questions about the facts.
 
-The embedded models are trained on such documents, `mlx-snapkv demo` asks about them, and tests and measurements
-score answers on them. Everything is drawn from a `random.Random`, so a seed fixes the text.
+The embedded models are trained on such documents. `mlx-snapkv demo`, tests and measurements ask about them. All random
+choices are drawn from a `random.Random`, so a seed determines the text.
 """
 
 import json
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Lists in an order of their own, so that a seed gives the same text anywhere.
+# Lists, not sets: their order is fixed, so a seed gives the same text on every machine.
 _WORD_LISTS = json.loads((Path(__file__).parent / "vocabulary.json").read_text(encoding="utf-8"))
 _SENTENCES, _TIMES = _WORD_LISTS.pop("sentences"), _WORD_LISTS.pop("times")
 _WORDS: dict[str, list[str]] = {kind: " ".join(x).split() for kind, x in _WORD_LISTS.items()}
 ADJECTIVES, NOUNS, THINGS = (_WORDS[kind] for kind in ("adjectives", "nouns", "things"))
-# What a sentence may name two of.
+# Words for the placeholders of a sentence. A sentence may have two of each kind, such as {person} and {person2}.
 _TWICE = {
     "person": _WORDS["people"],
     "place": _WORDS["places"],
@@ -30,7 +30,7 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing to remember: `attribute` ("access code") of `subject` ("amber falcon") is `value`."""
+    """A fact to remember: the `attribute` ("access code") of the `subject` ("amber falcon") is `value` ("482913")."""
 
     attribute: str
     subject: str
@@ -38,14 +38,17 @@ class Fact:
 
     @property
     def clause(self) -> str:
+        """The fact as a clause that ends a sentence."""
         return f"the {self.attribute} of the {self.subject} is {self.value}."
 
     @property
     def question(self) -> str:
+        """The question whose answer is the value."""
         return f"What is the {self.attribute} of the {self.subject}?"
 
 
 def _digits(pattern: str) -> Callable[[random.Random], str]:
+    """Return a function that draws a value: the pattern with a random digit for each "d"."""
     return lambda rng: "".join(str(rng.randrange(10)) if c == "d" else c for c in pattern)
 
 
@@ -61,11 +64,11 @@ ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
 
 
 def make_subject(rng: random.Random, made_up: float = 0.0) -> str:
-    """Two words; each is an invented one with probability `made_up`."""
+    """Return an adjective and a noun. Each is replaced by invented syllables with probability `made_up`."""
 
-    def word(known: Sequence[str]) -> str:
+    def word(choices: Sequence[str]) -> str:
         if rng.random() >= made_up:
-            return rng.choice(known)
+            return rng.choice(choices)
         return "".join(rng.choice(_WORDS["syllables"]) for _ in range(rng.randint(2, 3)))
 
     return " ".join([word(ADJECTIVES), word(NOUNS)])
@@ -77,7 +80,7 @@ def make_facts(
     made_up: float = 0.0,
     attributes: Sequence[str] = tuple(ATTRIBUTES),
 ) -> list[Fact]:
-    """`count` facts about different subjects, their attributes drawn from `attributes`."""
+    """Return `count` facts about different subjects. Their attributes are drawn from `attributes`."""
     facts: dict[str, Fact] = {}
     while len(facts) < count:
         subject = make_subject(rng, made_up)
@@ -87,15 +90,16 @@ def make_facts(
 
 
 def fact_sentence(fact: Fact, rng: random.Random) -> str:
+    """Return a sentence that states a fact, half of the time after an introduction."""
     intro = rng.choice(("", "", "", *_INTRODUCTIONS))
     return intro + fact.clause if intro else fact.clause[0].upper() + fact.clause[1:]
 
 
 def filler_sentence(rng: random.Random) -> str:
-    """A sentence that holds no fact."""
+    """Return a sentence that states no fact."""
     pick = rng.choice
     template = pick(_SENTENCES)
-    twice = {f"{name}{n}": pick(known) for name, known in _TWICE.items() for n in ("", "2")}
+    twice = {f"{kind}{n}": pick(words) for kind, words in _TWICE.items() for n in ("", "2")}
     once = {"time": pick(_TIMES), "adjective": pick(ADJECTIVES), "noun": pick(NOUNS)}
     return template.format(**twice, **once, number=rng.randint(2, 99), number2=rng.randint(2, 999))
 
@@ -107,13 +111,18 @@ def hide(
     count_tokens: CountTokens,
     in_order: bool = False,
 ) -> str:
-    """A document of about `n_tokens` tokens: filler, with the hidden sentences at random places.
+    """Return a document of about `n_tokens` tokens: filler with the `hidden` sentences at random places.
 
-    Sentences are counted one by one, which is exact for tokenizers that join no tokens across their leading space.
+    The tokens of each sentence are counted alone. The sum is exact if no token crosses the space between sentences.
+
+    Args:
+        hidden: the sentences to hide.
+        count_tokens: returns the number of tokens of a text.
+        in_order: whether the hidden sentences keep their order.
     """
     left = max(0, n_tokens - sum(count_tokens(" " + sentence) for sentence in hidden))
     document: list[str] = []
-    while left >= 0:  # a sentence is drawn in any case, so that a seed gives the same text as ever
+    while left >= 0:  # the last sentence is dropped, but drawing it keeps the texts of a seed
         document.append(filler_sentence(rng))
         left -= count_tokens(" " + document[-1])
     document.pop()
