@@ -5,9 +5,9 @@ from .prerequisites import require
 
 def main() -> None:
     require()
-    from .cli.process import stop_at_once
+    from .cli.process import exit_on_interrupt
 
-    stop_at_once()
+    exit_on_interrupt()
     from .cli.app import main
 
     main()

@@ -18,7 +18,7 @@ from mlx_snapkv.cli.command import Command, with_options
 class ScriptCommand(Command):
     """A command that only its own command line sets: a measurement is the same on every machine."""
 
-    def settings(self, ctx: Any) -> dict[str, Any]:
+    def config_values(self, ctx: Any) -> dict[str, Any]:
         return {}
 
 

@@ -1,4 +1,4 @@
-"""The command's entry point: its sub-commands, and one line for every mistake."""
+"""The entry point of `mlx-snapkv`: the table of commands, and one line on stderr for every error."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ from .listings import models, policies
 from .plan import plan
 from .serve import serve
 
-INTERRUPTED = 130  # exit code
+INTERRUPTED = 130  # exit status after Ctrl-C
 
 app = typer.Typer(
     help="Long prompts with mlx-lm, faster or in less memory. --snapkv evicts entries: it saves memory, and time per "
@@ -42,6 +42,7 @@ app = typer.Typer(
 
 
 def _help(context: typer.Context) -> None:
+    """Print the help of a group that is called without a command."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -71,56 +72,60 @@ def root(
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run the command; a user's mistake is one line on stderr and exit code 2, a full disk 1."""
-    process.hold_standard_descriptors()
+    """Run a command of the group `commands`, and exit.
+
+    The exit status is 2 after a user's mistake, 1 after a failure of the system such as a full disk, and 130 after
+    Ctrl-C. Each prints one line on stderr. An error of the program itself prints its traceback.
+    """
+    process.open_standard_descriptors()
     process.allow_many_files()
-    warnings.simplefilter("ignore", TrainedLengthWarning)  # commands say it themselves, in one line
+    warnings.simplefilter("ignore", TrainedLengthWarning)  # commands print a line of their own
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]
     if sys.stdout is None:
         fail("standard output is closed, so the answer can't be written", status=1)
     folder = os.environ.get("TMPDIR")
-    if folder and not os.path.isdir(folder):  # which MLX would fail on
+    if folder and not os.path.isdir(folder):  # MLX would fail without a sentence
         fail(f"TMPDIR must be a folder, got {folder}")
     try:
         status = commands(standalone_mode=False)
-        if status == INTERRUPTED:  # what typer makes of Ctrl-C
+        if status == INTERRUPTED:  # typer returns it after Ctrl-C
             raise KeyboardInterrupt
         sys.stdout.flush()
     except SnapKVError as error:
-        fail(in_flags(error), status=1 if _is_of_full_disk(error) else 2)
+        fail(in_flags(error), status=1 if _is_full_disk(error) else 2)
     except (KeyboardInterrupt, typer.Abort):
         print("\nmlx-snapkv: stopped", file=sys.stderr)
-        process.leave(INTERRUPTED)
+        process.exit_process(INTERRUPTED)
     except BrokenPipeError:
-        os._exit(1)  # the usual exit would try to write the rest
-    except OSError as error:  # a full disk; no mistake of the command's
-        named = f"{error.filename}: " if error.filename else ""
-        fail(named + (error.strerror or str(error)), status=1)
+        os._exit(1)  # sys.exit would try to write the rest
+    except OSError as error:
+        file = f"{error.filename}: " if error.filename else ""
+        fail(file + (error.strerror or str(error)), status=1)
     except ImportError as error:
-        if (failure := _of_mlx(error)) is None:
+        if (advice := _mlx_advice(error)) is None:
             raise
-        fail(failure, status=1)
+        fail(advice, status=1)
     except Exception as error:
-        # Newer typers bring a click of their own, so its usage errors are known by what they can do.
+        # Newer typers vendor click, so usage errors are recognised by their method and not by their class.
         if hasattr(error, "format_message"):
             fail(error.format_message())
-        process.speak()
+        process.restore_stderr()
         raise
     else:
-        process.leave(status if isinstance(status, int) else 0)
+        process.exit_process(status if isinstance(status, int) else 0)
 
 
-def _of_mlx(error: ImportError) -> str | None:
-    """What to do about MLX, if that is what can't be imported."""
-    named = f"{error.name} {error.path}".split()
-    if not any(re.search(r"(^|[/.])mlx([/.]|$)", each) for each in named):
+def _mlx_advice(error: ImportError) -> str | None:
+    """Return what the user can do if MLX can't be imported; None if another module can't be."""
+    failed = f"{error.name} {error.path}".split()
+    if not any(re.search(r"(^|[/.])mlx([/.]|$)", each) for each in failed):
         return None
     return complaint_here(mlx_error=brief(error))
 
 
-def _is_of_full_disk(error: BaseException | None) -> bool:
-    """Whether a full disk is behind an error: no mistake of the command's."""
+def _is_full_disk(error: BaseException | None) -> bool:
+    """Return whether an error or one of its causes says that a disk or a quota is full."""
     full = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
     while error is not None and getattr(error, "errno", None) not in full:
         error = error.__cause__
@@ -128,7 +133,7 @@ def _is_of_full_disk(error: BaseException | None) -> bool:
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """Print one line on stderr and exit."""
-    process.speak()
+    """Print the message as one line on stderr, and exit with `status`."""
+    process.restore_stderr()
     print(f"mlx-snapkv: {' '.join(message.split())}", file=sys.stderr)
-    process.leave(status)
+    process.exit_process(status)

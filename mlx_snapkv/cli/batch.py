@@ -1,4 +1,4 @@
-"""`mlx-snapkv batch`: a file of requests, answered together."""
+"""`mlx-snapkv batch`: a file of requests, several answered at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import SnapKVError
 from ..paths import path_of, refusing
 from ..planning.options import noted
 from . import cache_options, options
-from .reading import Reading
+from .prompt_console import PromptConsole
 
 if TYPE_CHECKING:
     from ..batch.files import AnswersFile, RequestsFile
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileOptions(options.TogetherOptions):
+class FileOptions(options.ConcurrencyOptions):
+    """The files of requests and answers, and how requests are answered."""
+
     requests: Annotated[
         str, Argument(help="File with one request per line, or - for stdin.", metavar="REQUESTS")
     ]
@@ -38,8 +40,8 @@ class FileOptions(options.TogetherOptions):
     )
     quiet: options.Quiet = False
 
-    def opened(self) -> BinaryIO:
-        """The file of requests. Raises: SnapKVError: it can't be read."""
+    def open_requests(self) -> BinaryIO:
+        """Return the open file of requests. Raises: SnapKVError: it can't be read."""
         if self.requests == "-" and sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")
         with refusing(self.requests):
@@ -49,7 +51,7 @@ class FileOptions(options.TogetherOptions):
 def batch(
     *,
     files: FileOptions,
-    model: options.TalkingModelOptions,
+    model: options.ChatModelOptions,
     sampling: options.SamplingOptions,
     cache: cache_options.CacheOptions,
     compression: cache_options.CompressionOptions,
@@ -70,20 +72,16 @@ def batch(
     from ..completions.body import Defaults
     from ..models.trained_length import beyond_trained_length
 
-    reading = Reading(files.quiet)
-    keywords = compression.served()
-    compression.require_use()
-    keywords |= cache_options.keywords_of(
-        compression.recommend(model.model, None, "batch", reading.say, vars(cache))
-    )
+    console = PromptConsole(files.quiet)
+    keywords = compression.keywords_for_task(model.model, "batch", console.say, vars(cache))
     _require_policy(keywords, cache.kv_bits)
     about = _about(keywords, cache.kv_bits)
-    with files.opened() as stream:
+    with files.open_requests() as stream:
         lines = RequestsFile(stream)
         path = path_of(files.output, "--output")
         answers = AnswersFile(path, {"model": model.model, **about})
         loaded, tokenizer = model.load()
-        sampling.generation(tokenizer)  # which finds mistakes
+        sampling.generate_keywords(tokenizer)  # raises for values beyond the vocabulary
         run = Run(
             loaded,
             tokenizer,
@@ -100,8 +98,8 @@ def batch(
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
     if (beyond := beyond_trained_length(loaded, run.progress.longest)) is not None:
-        reading.say(f"warning: {beyond}")
-    reading.say_all(
+        console.say(f"warning: {beyond}")
+    console.say_all(
         f"warning: {warning} ({n} of {answers.n_answered} answers)"
         for warning, n in run.progress.warnings.items()
     )
@@ -110,19 +108,20 @@ def batch(
 
 
 def _require_policy(keywords: dict[str, Any], kv_bits: int | None) -> None:
-    """Raises: SnapKVError: full caches would be quantised."""
+    """Raise SnapKVError if the entries of full caches would be quantised."""
     if keywords["policy"] is None and kv_bits is not None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
 
 
 def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
-    """Return what every answer says of its entries, and a run that continues the file must agree in."""
+    """Return the setting and the options that every answer lists. A run that continues the file must have the same."""
     policy = keywords["policy"]
     about = {"policy": None if policy is None else str(policy), "kv_bits": kv_bits}
     return about | noted(keywords)
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
+    """Answer the requests of a file, with a progress bar."""
     from .progress import StepBars
 
     with run.answers, StepBars(run.answers.path, quiet) as bar:
@@ -137,6 +136,7 @@ def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
 
 
 def _closing_line(answers: AnswersFile, done: Progress) -> str:
+    """Return the line with the numbers of answers and errors, the tokens, the time and the memory."""
     from mlx.core import get_peak_memory
 
     n, peak = answers.n_errors, get_peak_memory() / 1e9

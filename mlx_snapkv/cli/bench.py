@@ -1,4 +1,4 @@
-"""`mlx-snapkv bench`: the ways to hold a prompt's entries, side by side in one process."""
+"""`mlx-snapkv bench`: the speed of prefill and decoding with each cache, measured in one process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from .cache_options import each_method
+from .cache_options import parse_settings
 from .loading import load_model
 from .options import lengths
-from .process import listen
-from .results import ResultFiles, about, print_table, write_json, write_result
+from .process import raise_on_interrupt
+from .results import ResultFiles, provenance, write_json, write_result
+from .terminal_table import print_table
 
 if TYPE_CHECKING:
     from ..planning.settings import Setting
 
-MIN_CONTEXT = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
+MIN_CONTEXT = 1024  # tokens; the default policy needs at least 64 entries, 1/16 of them
 BENCH_POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 BENCH_SPARSE = ("budget=6.25%",)
 BENCH_REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
@@ -60,11 +61,14 @@ class BenchOptions:
     steps: Annotated[int, Option(min=1, max=200, help="Tokens to decode per cache.")] = 50
     output: Annotated[str | None, Option(help="Write OUTPUT.json and OUTPUT.md.")] = None
 
-    def methods(self) -> list[Setting]:
-        """Those that were given, or else the default ones; SnapKVError if one can't be read."""
+    def settings(self) -> list[Setting]:
+        """Return the settings to measure, by default `BENCH_POLICIES` and `BENCH_SPARSE`.
+
+        Raises: SnapKVError: a value can't be parsed.
+        """
         if self.policy or self.sparse:
-            return each_method(self.policy, sparse=self.sparse)
-        return each_method(BENCH_POLICIES, sparse=BENCH_SPARSE)
+            return parse_settings(self.policy, sparse=self.sparse)
+        return parse_settings(BENCH_POLICIES, sparse=BENCH_SPARSE)
 
 
 def bench(*, options: BenchOptions) -> None:
@@ -75,14 +79,14 @@ def bench(*, options: BenchOptions) -> None:
     from ..measure.tables import as_page
     from .progress import StepBars
 
-    model, policies = options.model, options.methods()
-    for policy, n in product(policies, [*options.context, *options.prompt_tokens]):
-        decode_quota(policy, n)  # which finds mistakes
+    model, settings = options.model, options.settings()
+    for setting, n in product(settings, [*options.context, *options.prompt_tokens]):
+        decode_quota(setting, n)  # raises for a setting that has no room for its entries
     files = None if options.output is None else ResultFiles(options.output, (".json", ".md"))
-    listen()
+    raise_on_interrupt()
     loaded = make_random_model() if model is None else load_model(model)[0]
-    hold_memory(loaded)  # of the random one as well
-    result: dict[str, Any] = {**about(), "model": model or RANDOM, "speed": []}
+    hold_memory(loaded)  # `load_model` has done so; the random model needs it
+    result: dict[str, Any] = {**provenance(), "model": model or RANDOM, "speed": []}
     with StepBars() as bars:
 
         def done(rows: list[dict[str, Any]]) -> None:
@@ -94,7 +98,7 @@ def bench(*, options: BenchOptions) -> None:
         plan = Plan(
             contexts=options.context,
             prompts=options.prompt_tokens,
-            policies=policies,
+            policies=settings,
             trials=options.num_trials,
             steps=options.steps,
         )

@@ -1,4 +1,4 @@
-"""The options of KV caches that commands share: how entries are quantised, and which are kept or read."""
+"""Options of KV caches that commands share: quantisation, the policy or sparse attention, and --policy auto."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer import Option
 from ..errors import SnapKVError, UnsupportedModelError
 from ..planning.options import RequestOptions
 from .command import flag_of
-from .options import n_bytes, one_of
+from .options import one_of, parse_bytes
 
 if TYPE_CHECKING:
     from ..entries.quantization import Quantization
@@ -25,7 +25,7 @@ Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How a prompt is read, and how its entries are stored."""
+    """The chunk size of prefill, and the quantisation of KV entries."""
 
     prefill_step_size: PrefillStepSize = 2048
     kv_group_size: Annotated[
@@ -39,12 +39,13 @@ class CacheOptions:
 
     @property
     def quantization(self) -> Quantization | None:
+        """The quantisation of the entries; None without --kv-bits."""
         from ..entries.quantization import Quantization
 
         return None if self.kv_bits is None else Quantization(self.kv_bits, self.kv_group_size)
 
     def require(self, model: Any) -> None:
-        """Raises: SnapKVError: the model's entries can't be quantised so."""
+        """Raise SnapKVError if the model's entries can't be quantised with these options."""
         from mlx_lm.models.cache import make_prompt_cache
 
         from ..caches.layers import attention_layers, require_quantizable
@@ -53,14 +54,14 @@ class CacheOptions:
             return
         try:
             layers = attention_layers(model, make_prompt_cache(model))
-        except UnsupportedModelError:  # whose entries are mlx-lm's alone
+        except UnsupportedModelError:  # only mlx-lm handles this model's entries
             return
         require_quantizable(model, layers, self.quantization)
 
 
 @dataclass(frozen=True)
 class MLXCacheOptions(CacheOptions):
-    """The options of entries, and mlx-lm's own of a full cache."""
+    """The options of KV entries, and mlx-lm's own options of a full cache."""
 
     max_kv_size: Annotated[
         int | None,
@@ -77,32 +78,32 @@ class MLXCacheOptions(CacheOptions):
         ),
     ] = None
 
-    def generation(self, policy: Setting | None) -> dict[str, Any]:
-        """Return these as options of `stream_generate`.
+    def generate_keywords(self, setting: Setting | None) -> dict[str, Any]:
+        """Return the options as keywords of `stream_generate`.
 
-        Raises: SnapKVError: one has no effect on a policy's entries.
+        Raises: SnapKVError: --quantized-kv-start is given with a policy or sparse attention.
         """
-        if self.quantized_kv_start is not None and policy is not None:
+        if self.quantized_kv_start is not None and setting is not None:
             raise SnapKVError(
                 "--quantized-kv-start is for the full cache only, since a policy's entries are quantised at the "
                 "compression: drop it or the policy"
             )
         return {k: v for k, v in vars(self).items() if k != "quantized_kv_start" or v is not None}
 
-    def notes(self, policy: Setting | None, n: int) -> Iterator[str]:
-        """Yield a note on each option that has no effect on a prompt and an answer of `n` tokens."""
+    def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
+        """Yield a note if --kv-bits has no effect on a prompt and its answer, which have `n_tokens` together."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         start = self.quantized_kv_start
         start = DEFAULT_QUANTIZED_KV_START if start is None else start
-        if self.kv_bits is not None and policy is None and n <= start:
+        if self.kv_bits is not None and setting is None and n_tokens <= start:
             yield (
                 f"note: --kv-bits does nothing here, since a full cache is quantised from {start:,} tokens on; "
                 "--quantized-kv-start changes that"
             )
 
     def require(self, model: Any, draft_model: str | None = None) -> None:
-        """Raises: SnapKVError: the model has no such cache, or mlx-lm would ignore an option beside it."""
+        """Raise SnapKVError if the model does not support the options, or --max-kv-size excludes another option."""
         from ..models import type_of
 
         super().require(model)
@@ -116,28 +117,35 @@ class MLXCacheOptions(CacheOptions):
                 raise SnapKVError(f"--max-kv-size can't be combined with {flag}: drop one of them")
 
 
-def each_method(
+def parse_settings(
     policy: Iterable[str] | None, snapkv: str | None = None, sparse: Iterable[str] | None = None
 ) -> list[Setting]:
-    """Return what --snapkv and every --policy and --sparse name. Raises: SnapKVError: one can't be read."""
+    """Return the settings that --snapkv, every --policy and every --sparse name.
+
+    Raises: SnapKVError: a text can't be parsed.
+    """
     texts = {"snapkv": [] if snapkv is None else [snapkv], "policy": policy, "sparse": sparse}
-    methods = [typed(name, text) for name, some in texts.items() for text in some or []]
-    return [method for method in methods if method is not None]
+    return [parse_setting(name, text) for name, some in texts.items() for text in some or []]
 
 
-def typed(name: str, text: str) -> Setting | None:
-    """Return what an option names. Raises: SnapKVError: it can't be read; the message names the flag and the text."""
+def parse_setting(option: str, text: str) -> Setting:
+    """Return the setting that `text` names as the value of the option "snapkv", "policy" or "sparse".
+
+    Raises: SnapKVError: the text can't be parsed. The message names the flag and the text.
+    """
     from ..planning.settings import resolve_setting
 
     try:
-        return resolve_setting(**{name: text})
+        setting = resolve_setting(**{option: text})
     except SnapKVError as error:
-        raise SnapKVError("{} {}: {}", flag_of(name), shlex.quote(text), error) from error
+        raise SnapKVError("{} {}: {}", flag_of(option), shlex.quote(text), error) from error
+    assert setting is not None  # `resolve_setting` returns None only if every option is None
+    return setting
 
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The policy that compresses prompts, or the sparse attention that reads them, if any does."""
+    """The policy that compresses prompts, or the sparse attention that reads them."""
 
     snapkv: Snapkv = None
     policy: Annotated[
@@ -154,17 +162,17 @@ class PolicyOptions:
 
     @property
     def flag(self) -> str:
-        """The flag that names the policy or sparse attention, if one does."""
-        named = (n for n in ("snapkv", "policy", "sparse") if getattr(self, n) is not None)
-        return next(map(flag_of, named), "")
+        """The flag that names the policy or sparse attention; empty without one."""
+        options = ("snapkv", "policy", "sparse")
+        return next((flag_of(x) for x in options if getattr(self, x) is not None), "")
 
     def resolve(self) -> Setting | None:
-        """Return the policy or sparse attention. Raises: SnapKVError: it can't be read, or two are given."""
+        """Return the policy or sparse attention, or None. Raises: SnapKVError: it can't be parsed, or two are given."""
         from ..planning.settings import resolve_setting
 
         texts = {"snapkv": self.snapkv, "policy": self.policy, "sparse": self.sparse}
-        each = [typed(name, text) for name, text in texts.items() if text is not None]
-        return each[0] if len(each) == 1 else resolve_setting(**texts)
+        settings = [parse_setting(name, text) for name, text in texts.items() if text is not None]
+        return settings[0] if len(settings) == 1 else resolve_setting(**texts)
 
 
 @dataclass(frozen=True)
@@ -181,18 +189,24 @@ class AutoPolicyOptions(PolicyOptions):
     kv_memory: Annotated[
         int | None,
         Option(
-            parser=n_bytes, metavar="SIZE", help="KV memory limit for --policy auto, such as 2GB."
+            parser=parse_bytes,
+            metavar="SIZE",
+            help="KV memory limit for --policy auto, such as 2GB.",
         ),
     ] = None
 
     @property
     def is_auto(self) -> bool:
+        """Whether --policy is auto. Raises: SnapKVError: --snapkv is given, too."""
         from ..planning.settings import asks_for_auto
 
         return asks_for_auto(self.snapkv, self.policy)
 
     def resolve(self) -> Setting | None:
-        """Return the policy or sparse attention; None for the full cache, and until auto chooses."""
+        """Return the policy or sparse attention; None for the full cache or auto, which has not chosen yet.
+
+        Raises: SnapKVError: the text can't be parsed, or two options name a setting.
+        """
         if self.is_auto and self.sparse is not None:
             raise SnapKVError(
                 "--policy auto and --sparse both say how entries are used: give only one"
@@ -202,28 +216,40 @@ class AutoPolicyOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class CompressionOptions(RequestOptions, AutoPolicyOptions):
-    """The policy or sparse attention, or what suits the prompt and the machine, and a request's other options."""
+    """All options of a request: the policy, the sparse attention or auto, and those of `RequestOptions`."""
 
     def __post_init__(self) -> None:
         from ..planning.config import CompressionConfig
 
         super().__post_init__()
-        CompressionConfig(**self.keywords)  # raises for mistakes
+        CompressionConfig(**self.keywords)  # raises for invalid options
 
-    def served(self) -> dict[str, Any]:
-        """Return these options as keywords of `generate_step`."""
+    def generate_keywords(self) -> dict[str, Any]:
+        """Return the options as keywords of `generate_step`, except "auto", for which `policy` is None."""
         from ..planning.config import CompressionConfig
 
-        method = self.resolve()
-        return {"policy": method, **CompressionConfig(method, **self.keywords).keywords}
+        setting = self.resolve()
+        return {"policy": setting, **CompressionConfig(setting, **self.keywords).keywords}
 
-    def require_use(self) -> None:
-        """Raises: SnapKVError: an option would do nothing, or what it needs is not there."""
+    def require_consistent(self) -> None:
+        """Raise SnapKVError if options exclude each other, or one needs another. With auto this is checked later."""
         from ..planning.config import CompressionConfig
         from ..planning.exclusions import When, require_compatible
 
         if not self.is_auto:
             require_compatible(CompressionConfig(self.resolve(), **self.keywords), When.CHOSEN)
+
+    def keywords_for_task(
+        self, model: str, task: str, say: Callable[[str], None], generation: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the keywords of `generate_step` for prompts that are not known yet; see `recommend`.
+
+        Raises: SnapKVError: options exclude each other.
+        """
+        keywords = self.generate_keywords()
+        self.require_consistent()
+        recommendation = self.recommend(model, None, task, say, generation)
+        return keywords | recommended_keywords(recommendation)
 
     def recommend(
         self,
@@ -234,22 +260,25 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
         generation: dict[str, Any],
         max_tokens: int | None = None,
     ) -> Recommendation | None:
-        """Return what --policy auto chooses, and say so in one line; None if auto was not given.
+        """Return the choice of --policy auto, and print it with `say` as one line; None without auto.
 
         Args:
-            model: a loaded one, or the name of one.
-            n_prompt, task, max_tokens: see `resolve`.
-            generation: mlx-lm's options.
+            model: a loaded model, or the name of a model.
+            n_prompt: tokens of the prompt; None if the prompts are not known yet.
+            task: "question", "conversation" or "batch".
+            say: prints a line.
+            generation: mlx-lm's options of `generate_step`.
+            max_tokens: tokens of the answer; None is mlx-lm's default.
         """
         from ..planning.auto import resolve
         from ..planning.prompt_plan import MAX_TOKENS
-        from .loading import load_without_weights, require_alone
+        from .loading import load_without_weights, require_one_process
 
         if not self.is_auto:
             return None
-        require_alone(policy=self.policy)
+        require_one_process(policy=self.policy)
         model = load_without_weights(model) if isinstance(model, str) else model
-        *_, found = resolve(
+        *_, recommendation = resolve(
             model,
             n_prompt,
             task,
@@ -258,10 +287,10 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
             max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
             kv_memory=self.kv_memory,
         )
-        say(str(found))
-        return found
+        say(str(recommendation))
+        return recommendation
 
 
-def keywords_of(found: Recommendation | None) -> dict[str, Any]:
-    """Return the keywords that --policy auto changes, if it was given; see `CompressionOptions.recommend`."""
-    return {} if found is None else found.keywords
+def recommended_keywords(recommendation: Recommendation | None) -> dict[str, Any]:
+    """Return the keywords of `generate_step` that a recommendation sets; empty without one."""
+    return {} if recommendation is None else recommendation.keywords

@@ -1,8 +1,10 @@
-"""`mlx-snapkv cache-prompt`: a long text, read once and saved."""
+"""`mlx-snapkv cache-prompt`: reads a long text once, and saves its KV cache."""
+
+from __future__ import annotations
 
 from datetime import datetime
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -10,8 +12,11 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..planning.options import RequestOptions, noted
 from ..planning.units import format_bytes
 from . import cache_options, options
+from .prompt_console import PromptConsole
 from .prompts import TextOptions, opening_tokens
-from .reading import Reading
+
+if TYPE_CHECKING:
+    from ..planning.settings import Setting
 
 
 def cache_prompt(
@@ -44,44 +49,52 @@ def cache_prompt(
     from ..sparse.prompt_caches import saved_forms
     from .progress import writing_bar
 
-    chosen = policy.resolve()
-    config = CompressionConfig(chosen, **request.keywords, is_text=True).beside(vars(cache))
+    setting = policy.resolve()
+    config = CompressionConfig(setting, **request.keywords, is_text=True).beside(vars(cache))
     require_compatible(config, When.CHOSEN)
-    store = config.store
     path, text = saved.require_writable(output), prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
     config.require(loaded)
-    now, reading = datetime.now(), Reading(quiet)
-    opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
-    tokens = reading.wait_for(opening)
-    keywords = {"policy": chosen, **config.keywords, **vars(cache)}
-    reading.warn(loaded, len(tokens), was_chosen=chosen is None, is_text=True, **keywords)
+    now, console = datetime.now(), PromptConsole(quiet)
+    tokens = console.wait_for(partial(opening_tokens, tokenizer, text, prompt.system_prompt, now))
+    keywords = {"policy": setting, **config.keywords, **vars(cache)}
+    console.announce(loaded, len(tokens), foretell=setting is not None, is_text=True, **keywords)
     cost = partial(
-        file_cost, loaded, store, folder=config.store_dir, saved_in=path.resolve().parent
+        file_cost, loaded, config.store, folder=config.store_dir, saved_in=path.resolve().parent
     )
-    with reading.bar(cost) as bar:
-        read, report = _read(
-            loaded, tokens, chosen, config.keywords, **vars(cache), prompt_progress_callback=bar
+    with console.bar(cost) as update:
+        caches, report = _read(
+            loaded,
+            tokens,
+            setting,
+            config.keywords,
+            **vars(cache),
+            prompt_progress_callback=update,
         )
-    notes: dict[str, Any] = {"text": text, "system_prompt": prompt.system_prompt}
-    notes |= {"time": now.isoformat(), "options": noted(config.keywords)}
-    used = report.policy if report.compressed else NO_POLICY
-    if store is not None:
-        used = str(chosen)
+    caches = saved_forms(loaded, caches)
+    notes = {
+        "text": text,
+        "system_prompt": prompt.system_prompt,
+        "time": now.isoformat(),
+        "options": noted(config.keywords),
+    }
+    saved_policy = report.policy if report.compressed else NO_POLICY
+    if config.store is not None:
+        saved_policy = str(setting)
     where = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
-    writing, forms = writing_bar(reading.console), saved_forms(loaded, read)
+    writing = writing_bar(console.rich_console)
     with writing as update:
-        saved.save(path, loaded, forms, tokens, used, notes, update)
+        saved.save(path, loaded, caches, tokens, saved_policy, notes, update)
     if writing.done:
         where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
-    held = format_bytes(report.kv_bytes_after or kv_bytes(forms))
-    kept = _kept_text(report, store)
-    reading.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {held} | {where}")
+    memory = format_bytes(report.kv_bytes_after or kv_bytes(caches))
+    kept = _kept_text(report, config.store)
+    console.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {memory} | {where}")
 
 
 def _kept_text(report: CompressionReport, store: str | None) -> str:
-    """What of the text's entries is saved."""
+    """Return the words of the closing line about the saved entries."""
     if not report.compressed:
         return f"full cache: {report.reason}"
     if store is None:
@@ -92,16 +105,26 @@ def _kept_text(report: CompressionReport, store: str | None) -> str:
 
 
 def _read(
-    model: Any, tokens: list[int], policy: Any, options: dict[str, Any], **loop_options: Any
+    model: Any,
+    tokens: list[int],
+    setting: Setting | None,
+    options: dict[str, Any],
+    **loop_options: Any,
 ) -> tuple[list, CompressionReport]:
-    """The text's caches, as the policy and the store want them, and what was done."""
+    """Read a text, and return its caches and a report.
+
+    Args:
+        setting: what compresses the caches, or reads them sparsely from a store; None for the full cache.
+        options: the options of `RequestOptions`.
+        loop_options: mlx-lm's options of the prefill.
+    """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
     from ..engine.prefill import prefill, read
 
-    if policy is None:
-        cache = make_prompt_cache(model)
-        read(model, mx.array(tokens), cache, loop_options)
-        return cache, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
-    return prefill(model, tokens, policy, **options, **loop_options)
+    if setting is None:
+        caches = make_prompt_cache(model)
+        read(model, mx.array(tokens), caches, loop_options)
+        return caches, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
+    return prefill(model, tokens, setting, **options, **loop_options)

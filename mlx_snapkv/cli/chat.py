@@ -1,4 +1,4 @@
-"""`mlx-snapkv chat`: a conversation in the terminal, its cache kept small."""
+"""`mlx-snapkv chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def chat(
     from ..chat.conversation import Conversation
     from .chat_commands import CommandCompleter
     from .chat_session import Lines, Session
-    from .reading import Reading
+    from .prompt_console import PromptConsole
 
-    own = {"policy": compression.resolve(), **compression.keywords}
-    keywords = cache.generation(own["policy"])
+    request = {"policy": compression.resolve(), **compression.keywords}
+    generation = cache.generate_keywords(request["policy"])
     lines = Lines(sys.stdin, CommandCompleter())
     loaded, tokenizer = model.load()
     cache.require(loaded)
     options.seed_sampling(seed)
-    reading = Reading(quiet)
-    own |= cache_options.keywords_of(
+    console = PromptConsole(quiet)
+    request |= cache_options.recommended_keywords(
         compression.recommend(
-            loaded, None, "conversation", reading.say, vars(cache), sampling.max_tokens
+            loaded, None, "conversation", console.say, vars(cache), sampling.max_tokens
         )
     )
-    keywords |= sampling.generation(tokenizer)
-    conversation = Conversation(loaded, tokenizer, system=system_prompt, **own, **keywords)
-    session = Session(model.model, conversation, sampling, lines, reading, context, own)
+    generation |= sampling.generate_keywords(tokenizer)
+    conversation = Conversation(loaded, tokenizer, system=system_prompt, **request, **generation)
+    session = Session(model.model, conversation, sampling, lines, console, context, request)
     if lines.interactive:
         how = "You can paste several lines, or end a line with a backslash. /help lists commands."
-        reading.say(f"{session.model}, {session.settings}\n{how}")
+        console.say(f"{session.model}, {session.settings}\n{how}")
     for line in map(str.strip, lines):
         try:
             _handle_line(session, line)
@@ -64,9 +64,11 @@ def chat(
 
 
 def _handle_line(session: Session, line: str) -> None:
-    """Answer a message, or run a command; a mistake or Ctrl-C ends only a chat whose lines come from a file.
+    """Answer a message, or run a command. At a terminal, the chat continues after a mistake or Ctrl-C.
 
-    Raises: StopIteration: the command ends the chat.
+    Raises:
+        StopIteration: the command ends the chat.
+        SnapKVError: a line of a script is a mistake.
     """
     from .chat_commands import run_command
 

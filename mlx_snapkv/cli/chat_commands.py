@@ -1,7 +1,7 @@
 """The commands of a chat: lines that start with a slash."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,39 +22,57 @@ from ..planning.settings import AUTO, setting_named
 from ..planning.units import format_bytes
 from ..saved import require_writable
 from ..sparse.options import Sparse
-from .cache_options import CompressionOptions, keywords_of
+from .cache_options import CompressionOptions, recommended_keywords
 from .chat_session import Session
-from .loading import ALONE_ONLY
+from .loading import WITHOUT_LAUNCH
 from .options import SamplingOptions
 from .prompts import read_file
 
 FILE = "FILE"
+Handler = Callable[[Session, str], None]
 
 
 class Command(NamedTuple):
-    """A command: what may follow its name, what Tab completes, what it does, and what for by its docstring."""
+    """A command of the chat. The docstring of `do` is its help.
+
+    Attributes:
+        arguments: the arguments, as the help shows them.
+        completer: completes the arguments.
+        do: runs the command with the session and the text of the arguments.
+    """
 
     arguments: str
     completer: Completer
-    do: Callable[[Session, str], None]
+    do: Handler
 
 
 CHAT_COMMANDS: dict[str, Command] = {}
 
 
-def _command(arguments: str = "", *words: str) -> Callable:
-    """Makes a function a command of its name: `words` are what may follow, if it is no file."""
+def _command(arguments: str = "", *words: str) -> Callable[[Handler], Handler]:
+    """Return a decorator that registers a function as a command: `_files` is /files.
+
+    Args:
+        arguments: the arguments, as the help shows them; `FILE` is a file name.
+        *words: completions of arguments that are not a file name.
+    """
     paths = PathCompleter(expanduser=True)
     completer = paths if arguments == FILE else WordCompleter([*words])
 
-    def register(do: Callable[[Session, str], None]) -> None:
+    def register(do: Handler) -> Handler:
         CHAT_COMMANDS[do.__name__.replace("_", "/")] = Command(arguments, completer, do)
+        return do
 
     return register
 
 
 def run_command(session: Session, line: str) -> None:
-    """Do what a line says; SnapKVError if there is no such command, or it can't be done."""
+    """Run the command that a line names.
+
+    Raises:
+        SnapKVError: there is no such command, or it fails.
+        StopIteration: the command ends the chat.
+    """
     name, _, rest = line.partition(" ")
     if name not in CHAT_COMMANDS:
         raise UnknownOptionError(
@@ -71,7 +89,7 @@ def run_command(session: Session, line: str) -> None:
 
 
 class CommandCompleter(Completer):
-    """Completes names of commands, and what follows them."""
+    """Completes the names of commands and their arguments."""
 
     def get_completions(self, document, complete_event) -> Iterator:
         name, space, rest = document.text_before_cursor.partition(" ")
@@ -97,13 +115,13 @@ def _files(session: Session, rest: str) -> None:
     attached = session.conversation.attached
     waiting = {str(n): session.name_of(text) for n, text in enumerate(attached, start=1)}
     if rest:
-        word, _, which = rest.partition(" ")
-        which = next((n for n, name in waiting.items() if which.strip() in (n, name)), "")
-        if word != "detach" or not which:
-            what = "detach and the number or name of a file that has not been read"
-            raise SnapKVError(f"/files takes no arguments, or {what}, got {rest!r}")
-        del attached[int(which) - 1]
-        session.say(f"detached {waiting[which]}")
+        word, _, wanted = rest.partition(" ")
+        number = next((n for n, name in waiting.items() if wanted.strip() in (n, name)), None)
+        if word != "detach" or number is None:
+            allowed = "detach and the number or name of a file that has not been read"
+            raise SnapKVError(f"/files takes no arguments, or {allowed}, got {rest!r}")
+        del attached[int(number) - 1]
+        session.say(f"detached {waiting[number]}")
         return
     read = [session.name_of(text) for *texts, _ in session.conversation.said for text in texts]
     lines = [f"   {name}, part of the conversation" for name in read]
@@ -114,10 +132,10 @@ def _files(session: Session, rest: str) -> None:
 @_command()
 def _undo(session: Session, _: str) -> None:
     """undo the last turn"""
-    typed = session.conversation.undo()
-    again = bool(session.conversation.said) and not session.conversation.read
-    how = "; your next message will read the conversation again" if again else ""
-    session.say(f"undid the turn: {' '.join(typed.split())[:60]}{how}{session.waiting}")
+    message = session.conversation.undo()
+    is_unread = bool(session.conversation.said) and not session.conversation.read
+    note = "; your next message will read the conversation again" if is_unread else ""
+    session.say(f"undid the turn: {' '.join(message.split())[:60]}{note}{session.waiting}")
 
 
 @_command()
@@ -125,37 +143,38 @@ def _retry(session: Session, _: str) -> None:
     """answer the last question again"""
     if not session.conversation.said:
         raise SnapKVError("the conversation is empty, so there is no question to answer again")
-    if _answers_the_same_again(session) and session.sampling.temp == 0:
+    if _answer_again(session) and session.sampling.temp == 0:
         session.say("the answer is the same, since temp is 0: with /set temp 0.7 it can differ")
 
 
-def _answers_the_same_again(session: Session) -> bool:
-    now = session.conversation
-    n_turns, earlier = len(now.said), now.messages[-1:]
-    typed = now.undo()
+def _answer_again(session: Session) -> bool:
+    """Undo the last turn and answer its message again. Return whether the answer is the same."""
+    conversation = session.conversation
+    n_turns, last_answer = len(conversation.said), conversation.messages[-1:]
+    message = conversation.undo()
     try:
-        session.answer(typed)
+        session.answer(message)
     finally:
-        if len(now.said) < n_turns:
+        if len(conversation.said) < n_turns:
             session.say("the question was not answered again, and its turn is undone")
-    return now.messages[-1:] == earlier
+    return conversation.messages[-1:] == last_answer
 
 
 @_command()
 def _compare(session: Session, _: str) -> None:
     """answer the last question again, from all entries"""
-    now = session.conversation
-    if now.report is None or not now.report.compressed:
+    conversation = session.conversation
+    if conversation.report is None or not conversation.report.compressed:
         raise SnapKVError("the full cache gave the last answer: there is nothing to compare")
-    if not isinstance(now.policy, Sparse):
+    if not isinstance(conversation.policy, Sparse):
         raise SnapKVError("the evicted entries are gone: chat with --sparse")
-    before = now.policy
+    policy = conversation.policy
     try:
-        # A chat that reads little has read its earlier turns so: this one is read and answered from all it has read.
-        now.policy = Sparse(budget="100%", read="dense")
-        is_same = _answers_the_same_again(session)
+        # The last turn is read again from all entries. The entries of earlier turns stay as sparse attention made them.
+        conversation.policy = Sparse(budget="100%", read="dense")
+        is_same = _answer_again(session)
     finally:
-        now.policy = before
+        conversation.policy = policy
     result = "the same answer" if is_same else "a different answer, which replaces the first"
     session.say(f"from all entries: {result}")
 
@@ -166,8 +185,9 @@ def _set(session: Session, rest: str) -> None:
     name, _, value = rest.partition(" ")
     if name:
         session.sampling = session.sampling.changed(name, value.strip(), session.context)
-        now = session.conversation
-        now.generation.update(session.sampling.generation(now.tokenizer))
+        conversation = session.conversation
+        keywords = session.sampling.generate_keywords(conversation.tokenizer)
+        conversation.generation.update(keywords)
     session.say(", ".join(f"{name} {value:g}" for name, value in vars(session.sampling).items()))
 
 
@@ -180,18 +200,25 @@ def _stats(session: Session, _: str) -> None:
         session.say("there is no turn yet, or none since the conversation was loaded")
         return
     session.say(str(report))
-    layers = []  # those that have entries, neighbours with as many together
-    for n, group in groupby(enumerate(report.entries_kept), key=lambda layer: layer[1]):
+    if entries := _entries_by_layer(report.entries_kept):
+        session.say(f"entries: {entries}")
+    caches = conversation.prompt_cache
+    sizes = [f"{format_bytes(kv_bytes(caches))} in memory"]
+    if n_bytes := file_bytes(caches):
+        sizes.append(f"{format_bytes(n_bytes)} in files")
+    if n_bytes := conversation.undo_nbytes:
+        sizes.append(f"{format_bytes(n_bytes)} in memory for /undo")
+    session.say(f"held between turns: {', '.join(sizes)}\nspeed: {session.speed}")
+
+
+def _entries_by_layer(entries: Sequence[int | None]) -> str:
+    """Return the entries of each layer as text, with one item for neighbouring layers of equal numbers."""
+    items = []
+    for n, group in groupby(enumerate(entries), key=lambda layer: layer[1]):
         first, *more = [layer for layer, _ in group]
         if n is not None:
-            layers.append(f"{n} in layer{f's {first} to {more[-1]}' if more else f' {first}'}")
-    if layers:
-        session.say(f"entries: {', '.join(layers)}")
-    caches = conversation.prompt_cache
-    others = {"in files": file_bytes(caches), "in memory for /undo": conversation.undo_nbytes}
-    held = {"in memory": kv_bytes(caches), **{where: n for where, n in others.items() if n}}
-    sizes = ", ".join(f"{format_bytes(n)} {where}" for where, n in held.items())
-    session.say(f"held between turns: {sizes}\nspeed: {session.speed}")
+            items.append(f"{n} in layer{f's {first} to {more[-1]}' if more else f' {first}'}")
+    return ", ".join(items)
 
 
 @_command(FILE)
@@ -209,21 +236,21 @@ def _load(session: Session, path: str) -> None:
     """continue from a saved conversation or text"""
     if not session.may_replace():
         return
-    now = session.conversation
-    given: Any = session.options
-    loaded = Conversation.load(path, now.model, now.tokenizer, **given, **now.generation)
+    current = session.conversation
+    options: Any = {**session.options, **current.generation}
+    loaded = Conversation.load(path, current.model, current.tokenizer, **options)
     session.replace(loaded)
     config, _ = CompressionConfig.taken_from(session.options)
     is_same = (config.setting, config.keywords) == (loaded.policy, loaded.options)
-    whose = "" if is_same else ", as it was saved"
-    session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{whose}")
+    note = "" if is_same else ", as it was saved"
+    session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{note}")
 
 
 @_command(FILE)
 def _export(session: Session, name: str) -> None:
     """write the conversation as Markdown"""
     if n_ranks() > 1:
-        raise SnapKVError(f"/export does not run on several Macs: {ALONE_ONLY}")
+        raise SnapKVError(f"/export does not run on several Macs: {WITHOUT_LAUNCH}")
     path = path_of(name, "/export")
     with refusing(f"/export {path}"):
         if require_place(path) and path.absolute() not in session.exported:
@@ -246,18 +273,17 @@ def _reset(session: Session, _: str) -> None:
 @_command("[POLICY]", "none", AUTO, Sparse.name, *POLICIES)
 def _policy(session: Session, text: str) -> None:
     """start a new conversation with this policy, or sparse:OPTIONS; none is the full cache"""
-    now = session.conversation
+    conversation = session.conversation
     if not text:
-        session.say(f"policy: {now.policy or 'none'}")
+        session.say(f"policy: {conversation.policy or 'none'}")
         return
     if text == AUTO:
         given = session.options | {"policy": AUTO}
         options = CompressionOptions(**given, kv_memory=session.context.params["kv_memory"])
-        max_tokens = now.generation.get("max_tokens")
-        changes = keywords_of(
-            options.recommend(
-                now.model, None, CONVERSATION, session.say, now.generation, max_tokens
-            )
+        model, generation = conversation.model, conversation.generation
+        max_tokens = generation.get("max_tokens")
+        changes = recommended_keywords(
+            options.recommend(model, None, CONVERSATION, session.say, generation, max_tokens)
         )
     else:
         changes = {"policy": None if text == "none" else setting_named(text)}
@@ -268,8 +294,8 @@ def _policy(session: Session, text: str) -> None:
 @_command("[TEXT]")
 def _system(session: Session, text: str) -> None:
     """start a new conversation with this system prompt, or without one"""
-    how = "with that" if text else "without a"
-    session.start_again(f"started a new conversation {how} system prompt", system=text or None)
+    which = "with that" if text else "without a"
+    session.start_again(f"started a new conversation {which} system prompt", system=text or None)
 
 
 @_command()

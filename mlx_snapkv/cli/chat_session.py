@@ -1,4 +1,4 @@
-"""A chat under way: what a user types, and what the loop and the commands share."""
+"""The state of a chat: its input, its conversation, and the output that messages and commands share."""
 
 import io
 import sys
@@ -21,16 +21,23 @@ from ..planning.file_cost import FileCost, file_cost
 from ..sparse.options import Sparse
 from .options import SamplingOptions
 from .progress import stderr_console
+from .prompt_console import PromptConsole
 from .prompts import require_text
-from .reading import Reading
 
-SHORT_TURN = 2048  # tokens; what shorter turns write to files is not worth a line
+SHORT_TURN = 2048  # tokens; up to here no line says how much a turn writes to files
 
 
 class Lines:
-    """Messages, until the end of the input: pasted text is one, and a backslash joins lines.
+    """Iterates over the messages that the user types, until the end of the input.
 
-    `mlx.launch` passes the same input to several Macs, so each reads its own.
+    Pasted text is one message, and a backslash at the end of a line joins it with the next. Every rank reads its own
+    standard input, since `mlx.launch` passes the same input to all.
+
+    Args:
+        completer: what Tab completes at a terminal.
+
+    Attributes:
+        interactive: whether the input is a terminal.
     """
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
@@ -39,7 +46,7 @@ class Lines:
         self._stream, self.interactive = stream, stream.isatty()
         self._session: PromptSession | None = None
         if self.interactive and not is_dumb_terminal():
-            # Prompts are no part of the answers, so they don't go to stdout.
+            # Prompts go to the terminal and not to stdout, which has only answers.
             output, style = create_output(always_prefer_tty=True), CompleteStyle.READLINE_LIKE
             self._session = PromptSession(output=output, completer=completer, complete_style=style)
         elif isinstance(stream, io.TextIOWrapper):
@@ -50,6 +57,7 @@ class Lines:
             yield message
 
     def _message(self) -> str | None:
+        """Return the next message; None at the end of the input."""
         while True:
             parts = []
             try:
@@ -57,7 +65,7 @@ class Lines:
                 while parts[-1].endswith("\\"):
                     parts[-1] = parts[-1][:-1]
                     parts.append(self._line("  "))
-            except KeyboardInterrupt:  # what was typed is dropped
+            except KeyboardInterrupt:  # drops the typed text
                 if not parts and not (self._session and self._session.default_buffer.text):
                     print("Ctrl-D or /quit leaves the chat", file=sys.stderr)
                 continue
@@ -67,18 +75,19 @@ class Lines:
             return "\n".join(parts)
 
     def agree(self, question: str) -> bool:
-        """Ask a question; return whether the user has typed yes."""
+        """Ask the user a question, and return whether the answer is yes."""
         question = f"{question} [y/N] "
         try:
             if self._session is None:
                 answer = self._line(question)
-            else:  # in a session of its own: answers are no messages to go back to
+            else:  # a new session, since the history of messages must not have the answer
                 answer = PromptSession(output=self._session.output).prompt(question)
         except (KeyboardInterrupt, EOFError):
             return False
         return answer.strip().lower() in ("y", "yes")
 
     def _line(self, prompt: str) -> str:
+        """Return the next line. Raises: EOFError: the input has ended."""
         if self._session is not None:
             return self._session.prompt(prompt)
         if self.interactive:
@@ -90,107 +99,127 @@ class Lines:
 
 @dataclass
 class Session:
-    """A conversation and the terminal or script that it is with. Answers go to stdout, all else to stderr."""
+    """A conversation with a user or a script. Answers go to stdout, and everything else goes to stderr.
 
-    model: str  # its name, as the user gave it
+    Attributes:
+        model: the model's name, as the user typed it.
+        sampling: the sampling options, which /set changes.
+        console: prints progress and warnings, unless the chat is quiet.
+        context: the command's context.
+        options: the policy and the `RequestOptions` of new conversations, as keywords of `Conversation`.
+        names: the file name of each attached document, by the document's text.
+        exported: the files that /export has written.
+        speed: the speed of the last turn, as text.
+    """
+
+    model: str
     conversation: Conversation
     sampling: SamplingOptions
     lines: Lines
-    reading: Reading  # quiet if the chat is
-    context: Context  # the command's
-    options: dict[
-        str, Any
-    ]  # of a new conversation: its policy and `RequestOptions`, as they were given
-    names: dict[str, str] = field(default_factory=dict)  # of attached documents, by their text
-    exported: set[Path] = field(default_factory=set)  # files that hold this chat already
-    speed: str = ""  # of the last turn, in words
+    console: PromptConsole
+    context: Context
+    options: dict[str, Any]
+    names: dict[str, str] = field(default_factory=dict)
+    exported: set[Path] = field(default_factory=set)
+    speed: str = ""
 
     def __post_init__(self) -> None:
-        self._console = stderr_console()
-        self._in_file: list[dict[str, str]] = []  # the messages that are in a file
-        self._warned: Any = None  # of which policy a warning has been said
+        self._stderr = stderr_console()
+        self._saved: list[dict[str, str]] = []  # messages of the conversation's file
+        self._warned: Any = None  # the policy whose warnings were printed last
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._stderr.print(text, markup=False, soft_wrap=True)
 
     def attach(self, text: str) -> int:
-        """Attach a document; the number of its tokens."""
-        now = self.conversation
-        # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
-        n_tokens = self.reading.wait_for(partial(now.count, text))
-        now.attached.append(text)
-        has_policy = now.policy is not None  # otherwise the rest does nothing
-        settings = {"policy": now.policy, **now.options} if has_policy else {}
-        self.reading.warn(now.model, n_tokens, len(now.read), **settings, **now.generation)
+        """Attach a document to the next message, and return its number of tokens."""
+        conversation = self.conversation
+        # The thread only counts: after Ctrl-C it runs on, and must not attach the document then.
+        n_tokens = self.console.wait_for(partial(conversation.count, text))
+        conversation.attached.append(text)
+        keywords = conversation.generation
+        if conversation.policy is not None:
+            keywords = {"policy": conversation.policy, **conversation.options, **keywords}
+        self.console.announce(conversation.model, n_tokens, len(conversation.read), **keywords)
         return n_tokens
 
     def answer(self, text: str) -> None:
         """Send a message, and print the answer as it comes."""
-        last, now = None, self.conversation
-        with self.reading.bar(self._cost) as update:
-            responses: Any = self.reading.wait_for(partial(now.send, text, update))
+        conversation, last = self.conversation, None
+        with self.console.bar(self._cost) as update:
+            responses: Any = self.console.wait_for(partial(conversation.send, text, update))
             try:
                 for last in responses:
                     print(last.text, end="", flush=True)
             finally:
-                responses.close()  # now, and not when it is collected: it may have been interrupted
+                responses.close()  # ends an interrupted turn now, not when Python collects the generator
                 if last is not None:
                     print(flush=True)
                     self.speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
-        if now.report is not None and now.report.warnings and self._warned != now.policy:
-            self.reading.say_warnings(now.report)
-            self._warned = now.policy
+        report = conversation.report
+        if report is not None and report.warnings and self._warned != conversation.policy:
+            self.console.say_warnings(report)
+            self._warned = conversation.policy
 
     @property
     def settings(self) -> str:
-        now = self.conversation
-        values = {"policy": now.policy or "none", **now.options}
+        """The policy and the options of the conversation, as text."""
+        conversation = self.conversation
+        values = {"policy": conversation.policy or "none", **conversation.options}
         return ", ".join(f"{name} {value}" for name, value in values.items() if value)
 
     @property
     def waiting(self) -> str:
-        """What was attached and is still to be read."""
+        """The words about attached documents that the model has not read; empty without one."""
         n = len(self.conversation.attached)
         them = "the document" if n == 1 else f"the {n} documents"
         return f", and {them} will be read with your next message" if n else ""
 
     def name_of(self, document: str) -> str:
-        """The name of a document's file; how it begins if a saved conversation brought it."""
+        """Return the file name of a document, or the beginning of its text if it is from a saved conversation."""
         start = " ".join(document[:200].split())
         return self.names.get(document) or f"“{start if len(start) <= 40 else start[:39] + '…'}”"
 
     def may_replace(self) -> bool:
-        """Whether the conversation may be lost: it is in a file, or the user at the terminal agrees."""
-        kept = not self.conversation.said or self.conversation.messages == self._in_file
-        if kept or not self.lines.interactive:
+        """Return whether the conversation may be lost: it is saved, or the user agrees. A script always agrees."""
+        is_saved = not self.conversation.said or self.conversation.messages == self._saved
+        if is_saved or not self.lines.interactive:
             return True
         if not (agreed := self.lines.agree("This conversation is not saved: replace it?")):
             self.say("the conversation continues")
         return agreed
 
     def replace(self, conversation: Conversation) -> None:
-        """Go on with this one, which is in a file or new."""
-        self.conversation, self._in_file = conversation, conversation.messages
+        """Continue with another conversation, which is saved or new."""
+        self.conversation, self._saved = conversation, conversation.messages
 
     def start_again(self, line: str, **changes: Any) -> None:
-        """Forget the conversation, and what the file it came from may have brought with it, if it may be lost.
+        """Start a new conversation, if the current one may be lost, and print `line`.
 
-        With other settings, what is attached still waits.
+        Options that a loaded file has set are dropped.
+
+        Args:
+            changes: new values of the keywords `system`, `policy` and those of `RequestOptions`. With changes,
+                attached documents stay attached.
         """
         if not self.may_replace():
             return
-        now = self.conversation
+        conversation = self.conversation
         self.options |= {name: changes[name] for name in self.options if name in changes}
-        options = {"system": now.system, **self.options, **changes}
+        options = {"system": conversation.system, **self.options, **changes}
         if not isinstance(options["policy"], Sparse):
             options["store"] = None
-        self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
+        self.replace(
+            Conversation(
+                conversation.model, conversation.tokenizer, **options, **conversation.generation
+            )
+        )
         if changes:
-            self.conversation.attached = now.attached
+            self.conversation.attached = conversation.attached
         self.say(line + self.waiting)
 
     def as_markdown(self) -> str:
-        """The conversation, with the names of its documents in place of their text."""
+        """Return the conversation as Markdown, with the names of its documents instead of their text."""
         titles = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
         turns = iter(self.conversation.said)
         parts = [f"# Chat with {self.model}", self.settings]
@@ -204,8 +233,10 @@ class Session:
         return "\n\n".join(parts) + "\n"
 
     def _cost(self, n_new: int) -> FileCost | None:
-        """What a turn with a document will write to files."""
-        now = self.conversation
+        """Return the bytes that a turn will write to files; None for a short turn, or a store that is not in files."""
+        conversation = self.conversation
         if n_new <= SHORT_TURN:
             return None
-        return file_cost(now.model, now.store, n_new, folder=now.options["store_dir"])
+        return file_cost(
+            conversation.model, conversation.store, n_new, folder=conversation.options["store_dir"]
+        )

@@ -1,10 +1,10 @@
-"""How a function becomes a command: the fields of its dataclasses are its options, and mistakes get one sentence."""
+"""Commands made of functions: dataclass fields become options, and a user's mistake becomes one sentence."""
 
 import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import Option, SnapKVError
-from .config import ONE_OF, Setting, settings_of
+from .config import SETTING_OPTIONS, ConfigValue, config_values
 
 Group = TypeVar("Group")
 
@@ -20,28 +20,18 @@ Group = TypeVar("Group")
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes each field of the function's dataclass parameters as an option of its own.
 
-    A field is annotated as typer wants a parameter: `Annotated[int, Option(min=1, help="...")]`; one of the library's
-    `RequestOptions` has its help with it. The command makes each dataclass from its fields' values and calls the
-    function with it; other parameters stay as they are.
+    A field is annotated like a parameter of a typer command: `Annotated[int, Option(min=1, help="...")]`. A field of
+    the library's `RequestOptions` has its help in the field's metadata instead. The command makes each dataclass from
+    the values of its fields and calls the function with it. Other parameters stay unchanged.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        if not is_dataclass(group := parameter.annotation):
+        if is_dataclass(group := parameter.annotation):
+            groups[name] = group
+            parameters += _parameters_of(group)
+        else:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
-            continue
-        groups[name], types = group, get_type_hints(group, include_extras=True)
-        for each in fields(group):
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            default = inspect.Parameter.empty if default is MISSING else default
-            annotation = types[each.name]
-            if "help" in each.metadata:
-                annotation = Annotated[annotation, typer.Option(help=each.metadata["help"])]
-            parameters.append(
-                inspect.Parameter(
-                    each.name, parameter.KEYWORD_ONLY, default=default, annotation=annotation
-                )
-            )
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -54,8 +44,23 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-# An option does nothing unless the other one's value contains this text.
-NEEDS = {
+def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
+    """Yield a keyword-only parameter for each field of a dataclass, with the field's default and typer annotation."""
+    annotations = get_type_hints(group, include_extras=True)
+    for each in fields(group):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if default is MISSING:
+            default = inspect.Parameter.empty
+        annotation = annotations[each.name]
+        if "help" in each.metadata:
+            annotation = Annotated[annotation, typer.Option(help=each.metadata["help"])]
+        yield inspect.Parameter(
+            each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+
+
+# Maps an option to the option that it has no effect without, and to a text that the other option's value must contain.
+REQUIRED_OPTIONS = {
     "kv_group_size": ("kv_bits", ""),
     "quantized_kv_start": ("kv_bits", ""),
     "num_draft_tokens": ("draft_model", ""),
@@ -66,75 +71,92 @@ NEEDS = {
 
 
 class Command(TyperCommand):
-    """A command whose options may be set by variables and config.toml, and which refuses an option without effect."""
+    """A command whose options can be set by variables and config.toml, and that rejects options without effect."""
 
-    def settings(self, ctx: Any) -> dict[str, Setting]:
-        """Return what variables and config.toml say of the command's options."""
-        return settings_of(ctx)
+    def config_values(self, ctx: Any) -> dict[str, ConfigValue]:
+        """Return the values that variables and config.toml give to the command's options."""
+        return config_values(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line, with the settings as click's `default_map`."""
-        settings = ctx.meta["settings"] = self.settings(ctx)
-        ctx.default_map = {name: setting.value for name, setting in settings.items()}
-        given = list(args)  # click's parser empties `args`
+        """Parse the command line, with the values from variables and config.toml as defaults.
+
+        Raises: SnapKVError: an option does not allow its value. Other usage errors are typer's own.
+        """
+        configured = ctx.meta["config"] = self.config_values(ctx)
+        ctx.default_map = {name: found.value for name, found in configured.items()}
+        typed_args = list(args)  # click's parser empties `args`
         try:
             rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            option: Any = error.param
-            typed, *_ = self.make_parser(ctx).parse_args(given)
-            if (value := typed.get(option.name)) is not None:
-                raise SnapKVError(refusal(option.opts[0], option, value, error)) from error
-            if option.name in settings:
-                value, where = settings[option.name]
-                raise SnapKVError(refusal(where, option, value, error)) from error
-            raise
-        self._pass_over_settings(ctx)
+            source = self._source_of(error.param, ctx, typed_args)
+            if source is None:
+                raise
+            name, value = source
+            raise SnapKVError(invalid_value(name, error.param, value, error)) from error
+        self._drop_overridden(ctx)
         return rest
 
-    def _pass_over_settings(self, ctx: Any) -> None:
-        """Leave out settings that the command line replaces, and a store where there is no sparse attention."""
+    def _source_of(self, option: Any, ctx: Any, args: list[str]) -> tuple[str, Any] | None:
+        """Return the name of the flag, variable or key that sets an option, and the value; None if nothing sets it."""
+        typed, *_ = self.make_parser(ctx).parse_args(list(args))
+        if (value := typed.get(option.name)) is not None:
+            return option.opts[0], value
+        configured = ctx.meta["config"].get(option.name)
+        return None if configured is None else (configured.origin, configured.value)
+
+    def _drop_overridden(self, ctx: Any) -> None:
+        """Reset configured values that the command line overrides, and a configured store without sparse attention."""
         params = ctx.params
-        if any(is_typed(ctx, name) for name in ONE_OF):
-            self._drop_settings(ctx, ONE_OF)
-        if params.get("policy") in ("none", ["none"]):  # the full cache, whatever a setting says
+        if any(is_typed(ctx, name) for name in SETTING_OPTIONS):
+            self._reset_configured(ctx, SETTING_OPTIONS)
+        if params.get("policy") in ("none", ["none"]):
             params["policy"] = None
         may_be_sparse = self.name == "compare" or params.get("policy") == "auto"
         if not may_be_sparse and params.get("sparse") is None:
-            self._drop_settings(ctx, {"store"})
+            self._reset_configured(ctx, {"store"})
 
-    def _drop_settings(self, ctx: Any, names: set[str]) -> None:
-        """Set these options to their defaults, unless they were typed."""
-        settings = ctx.meta["settings"]
+    def _reset_configured(self, ctx: Any, names: set[str]) -> None:
+        """Set those of the named options to their defaults that a variable or config.toml has set."""
+        configured = ctx.meta["config"]
         for option in self.params:
-            if option.name in names & settings.keys() and not is_typed(ctx, option.name):
+            if (
+                option.name in configured
+                and option.name in names
+                and not is_typed(ctx, option.name)
+            ):
                 ctx.params[option.name] = option.default
-                del settings[option.name]
+                del configured[option.name]
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; a mistake's sentence also says which settings that it names come from elsewhere."""
+        """Run the command. An error that names an option from a variable or config.toml also gives its origin."""
         try:
-            self._require_use(ctx)
+            self._reject_options_without_effect(ctx)
             return super().invoke(ctx)
         except SnapKVError as error:
-            text = in_flags(error)
-            for name, (value, origin) in ctx.meta["settings"].items():
-                start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
-                is_named = flag_of(name) in text or (start and start in text)
-                if is_named and not is_typed(ctx, name):
-                    text += f" ({flag_of(name)} is from {origin})"
-            raise SnapKVError(text) from error
+            message = in_flags(error)
+            for name, configured in ctx.meta["config"].items():
+                if not is_typed(ctx, name) and _names(message, name, configured.value):
+                    message += f" ({flag_of(name)} is from {configured.origin})"
+            raise SnapKVError(message) from error
 
-    def _require_use(self, ctx: Any) -> None:
-        """Raises: SnapKVError: an option that was typed does nothing without another."""
-        may_need_later = self.name == "chat" or ctx.params.get("policy") == "auto"
-        may_need_later |= ctx.params.get("prompt_cache_file") is not None
-        for name, (needed, part) in NEEDS.items():
-            if not is_typed(ctx, name) or (name == "store_dir" and may_need_later):
+    def _reject_options_without_effect(self, ctx: Any) -> None:
+        """Raise SnapKVError if an option was typed without the option that it needs; see `REQUIRED_OPTIONS`."""
+        # A store may still come from /policy in a chat, from the choice of auto, or from a saved prompt.
+        may_get_store = self.name == "chat" or ctx.params.get("policy") == "auto"
+        may_get_store |= ctx.params.get("prompt_cache_file") is not None
+        for name, (required, text) in REQUIRED_OPTIONS.items():
+            if not is_typed(ctx, name) or (name == "store_dir" and may_get_store):
                 continue
-            value, flag = ctx.params[needed], flag_of(name)
-            if value is None or part not in str(value):
-                other = f"{flag_of(needed)} {part}".rstrip()
+            value, flag = ctx.params[required], flag_of(name)
+            if value is None or text not in str(value):
+                other = f"{flag_of(required)} {text}".rstrip()
                 raise SnapKVError(f"{flag} does nothing without {other}: add that, or drop {flag}")
+
+
+def _names(message: str, option: str, value: Any) -> bool:
+    """Return whether an error's message names an option, or the start of its value, such as the policy's name."""
+    start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
+    return flag_of(option) in message or (start != "" and start in message)
 
 
 def is_typed(ctx: Any, name: str) -> bool:
@@ -143,18 +165,23 @@ def is_typed(ctx: Any, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def without_settings(ctx: Any, group: Group, *names: str) -> Group:
-    """Return the same options with the defaults of these, unless they were typed."""
+def typed_only(ctx: Any, group: Group, *names: str) -> Group:
+    """Return a copy of a dataclass of options in which the named ones have their defaults, unless they were typed."""
     defaults = {each.name: each.default for each in fields(group)}  # type: ignore[arg-type]
-    unset = {name: defaults[name] for name in names if not is_typed(ctx, name)}
-    for name in unset:
-        ctx.meta["settings"].pop(name, None)
-    return replace(group, **unset)  # type: ignore[type-var]
+    reset = {name: defaults[name] for name in names if not is_typed(ctx, name)}
+    for name in reset:
+        ctx.meta["config"].pop(name, None)
+    return replace(group, **reset)  # type: ignore[type-var]
 
 
-def refusal(name: str, option: Any, value: Any, error: Any) -> str:
-    """Return what an option must be and what it got, for an error of typer's or of the option's `parser`."""
-    kind = getattr(option, "type", option)  # older typers have the range there
+def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
+    """Return the sentence for a value that an option does not allow: the allowed values, and the value.
+
+    Args:
+        name: the flag, variable or key that gave the value.
+        error: the `BadParameter` that typer or the option's `parser` raised.
+    """
+    kind = getattr(option, "type", option)  # older typers have the range on the option's type
     least, most = getattr(kind, "min", None), getattr(kind, "max", None)
     values = value if isinstance(value, (list, tuple)) else [value]
     rule = error.message.rstrip(".")
@@ -170,7 +197,7 @@ def flag_of(name: str) -> str:
 
 
 def in_flags(error: SnapKVError) -> str:
-    """Return an error's sentence with its options as flags: the library's `max_kv_size=512` is `--max-kv-size 512`."""
+    """Return an error's message with its options as flags: the library's `max_kv_size=512` is `--max-kv-size 512`."""
 
     def flag(option: Option) -> str:
         value = "" if option.value is None else f" {option.value}"

@@ -1,4 +1,4 @@
-"""`mlx-snapkv compare`: one prompt answered by the full cache and from what policies keep of it."""
+"""`mlx-snapkv compare`: one prompt, answered with the full cache and with policies."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..paths import put_result
 from ..planning.options import RequestOptions
 from ..planning.units import format_bytes
 from . import cache_options, options
+from .prompt_console import PromptConsole
 from .prompts import PromptOptions
-from .reading import Reading
-from .results import methods_of, print_table, require_page
+from .results import methods_of, require_page
+from .terminal_table import print_table
 
 if TYPE_CHECKING:
     from ..measure.compare import Compared
@@ -28,7 +29,7 @@ COMPARE_REMARK = (
 
 
 @dataclass(frozen=True)
-class CompareOptions(options.ShownOptions):
+class CompareOptions(options.OutputOptions):
     policy: Annotated[
         list[str] | None,
         Option(
@@ -49,7 +50,7 @@ class CompareOptions(options.ShownOptions):
 
 def compare(
     *,
-    model: options.TalkingModelOptions,
+    model: options.ChatModelOptions,
     prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
@@ -72,19 +73,19 @@ def compare(
     path = require_page(shown.output, ".html")
     # Mistakes are found before the model is loaded.
     methods = methods_of(shown.policy, shown.sparse, request=request)
-    reading = Reading(shown.quiet)
-    loaded, tokenizer, tokens = prompt.load(model, reading)
+    console = PromptConsole(shown.quiet)
+    loaded, tokenizer, tokens = prompt.load(model, console)
     if not (shown.policy or shown.sparse):
         methods = _default_methods(len(tokens), request)
     answers: list[Compared] = []
-    with reading.bar() as update:
+    with console.bar() as update:
         for answer in compared(
             loaded,
             tokenizer,
             tokens,
             methods,
             max_tokens,
-            (lambda name, text: None) if shown.as_json else _Shown().add,
+            (lambda name, text: None) if shown.as_json else _AnswerPrinter().add,
             prefill_step_size=prefill_step_size,
             prompt_progress_callback=update,
         ):
@@ -99,36 +100,38 @@ def compare(
         print("".join(map(_difference, answers)), end="")
     if path is not None:
         put_result(path, page(model.model, tokenizer, tokens, answers, table))
-        reading.say(f"wrote {path}")
+        console.say(f"wrote {path}")
 
 
 def _default_methods(n_prompt: int, request: RequestOptions) -> list[Method]:
-    """The full cache, sparse attention and two policies that suit the prompt's length."""
+    """Return the full cache, sparse attention and two policies that suit a prompt of `n_prompt` tokens."""
     from ..planning.auto import worth_comparing
     from ..sparse.options import Sparse
 
-    # Of a short prompt the default reads more than the policies keep, or all.
+    # The default number of entries is a large part of a short prompt, so a share is used there.
     is_short = 4 * Sparse().entries(n_prompt) > n_prompt
     policies, sparse = worth_comparing(n_prompt), ["budget=6.25%" if is_short else ""]
     if request.store is not None:
-        policies = []  # it is for sparse attention
+        policies = []  # only sparse attention has a store
     return methods_of(policies, sparse, request=request)
 
 
-class _Shown:
-    """Answers on stdout as they come, each below its method's name."""
+class _AnswerPrinter:
+    """Prints the parts of answers on stdout, each answer below the name of its method."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
     def add(self, name: str, text: str) -> None:
-        # Not printed before: the bar of a reading is in between.
+        """Print the next part of the answer of the method `name`."""
+        # The name comes with the answer's first part, when the progress bar of the prompt has gone.
         heading = "" if name in self._names else f"── {name}\n"
         self._names.add(name)
         print(heading, text, sep="", end="", flush=True)
 
 
 def _table(answers: list[Compared], n_prompt: int) -> Table:
+    """Return the table of a comparison, with a row for each method."""
     columns = ["cache", "entries", "KV memory", "first token", "tokens/s", "KL", "same tokens"]
     early = (f"{a.name}: {a.uncompressed}." for a in answers if a.uncompressed)
     table = Table(f"{n_prompt:,} prompt tokens", " ".join([COMPARE_REMARK, *early]), columns)
@@ -140,29 +143,27 @@ def _table(answers: list[Compared], n_prompt: int) -> Table:
             format_bytes(answer.kv_bytes),
             f"{answer.first_token_seconds:.2f} s",
             "" if speed is None else f"{speed:.1f}",
-            # rounding may leave it below zero
+            # Rounding errors can make the divergence negative.
             "not compressed yet" if answer.kl is None else f"{max(0.0, answer.kl):.3f}",
-            _same(answer),
+            _same_tokens(answer),
         )
     return table
 
 
-def _same(answer: Compared) -> str:
-    """How many tokens are the full cache's until one differs, from the first after the compression on."""
+def _same_tokens(answer: Compared) -> str:
+    """Return how many tokens equal the full cache's before the first difference, counted from the compression on."""
     if answer.kl is None:
         return ""
     return f"first {max(0, answer.differs[0] - answer.n_before)}" if answer.differs else "all"
 
 
 def _difference(answer: Compared) -> str:
-    """A line with the first token that is not the full cache's, in context, or why there was nothing to compare."""
+    """Return a line about the first token that differs from the full cache's, or why nothing was compressed."""
     if answer.reason is not None:
         return f"{answer.name}: answered by the full cache, since {answer.reason}\n"
     if answer.differs is None:
         return ""
-    n, before, theirs, ours = answer.differs
+    n, before, full_text, text = answer.differs
     where = f" (“…{' '.join(before.split())}”)" if n else ""
-    text, full_text = (repr(text) if text else "nothing more" for text in (ours, theirs))
-    return (
-        f"{answer.name}: after {n} tokens{where} it says {text}, the full cache says {full_text}\n"
-    )
+    ours, theirs = (repr(part) if part else "nothing more" for part in (text, full_text))
+    return f"{answer.name}: after {n} tokens{where} it says {ours}, the full cache says {theirs}\n"

@@ -1,4 +1,4 @@
-"""What options are where the command line does not say: MLX_SNAPKV_ variables and config.toml; `mlx-snapkv config`."""
+"""Values of options from MLX_SNAPKV_ variables and config.toml, and `mlx-snapkv config`, which shows them."""
 
 import os
 import sys
@@ -17,18 +17,36 @@ else:
     import tomli as tomllib
 
 PREFIX = "MLX_SNAPKV_"
-# One of these replaces another from a less specific place.
-ONE_OF = {"snapkv", "policy", "sparse"}
+# The options that name a request's setting. A more specific source of one of them overrides all three.
+SETTING_OPTIONS = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
 
-Table = dict[str, Any]  # of config.toml, all its names with underscores
+Table = dict[str, Any]  # a table of config.toml; names have underscores
 
 
-class Setting(NamedTuple):
-    """An option's value that the command line does not give, and where it is from: a variable or a file."""
+class ConfigValue(NamedTuple):
+    """An option's value that is not from the command line, and its origin: a variable, or a key of config.toml."""
 
     value: Any
     origin: str
+
+
+class _Source(NamedTuple):
+    """All variables, or a table of config.toml.
+
+    Attributes:
+        values: the values by option name.
+        place: the start of the origin of each value.
+        is_shared: whether the values are for all commands, not for one.
+    """
+
+    values: Table
+    place: str
+    is_shared: bool
+
+    def origin(self, name: str) -> str:
+        key = name.upper() if self.place == PREFIX else name.replace("_", "-")
+        return self.place + key
 
 
 def config_file() -> Path:
@@ -36,41 +54,55 @@ def config_file() -> Path:
     return Path(folder) / "mlx-snapkv" / "config.toml"
 
 
-def settings_of(context: Any) -> dict[str, Setting]:
-    """Return the settings of a command's options, by parameter; the command line goes before them."""
+def config_values(context: Any) -> dict[str, ConfigValue]:
+    """Return the values that variables and config.toml give to a command's options, by parameter name.
+
+    Raises: SnapKVError: config.toml can't be read, or has an unknown key.
+    """
     path: tuple[str, ...] = ()
     parent = context
     while parent.parent is not None:
         path, parent = (parent.info_name, *path), parent.parent
-    return _settings(context.command, path, _read(parent.command))
+    return _values_for(context.command, path, _read(parent.command))
 
 
-def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Setting]:
-    """Return a command's settings. Variables go before the file, its own table before the keys above that."""
-    options, settings = _options(command), dict[str, Setting]()
+def _values_for(command: Any, path: tuple[str, ...], table: Table) -> dict[str, ConfigValue]:
+    """Return the values for the options of the command at `path`; `table` is the whole config.toml."""
+    options = _options_of(command)
+    can_choose = "kv_memory" in options  # whether the command takes --policy auto
+    found: dict[str, ConfigValue] = {}
+    for source in _sources(path, table):
+        overridden = SETTING_OPTIONS if SETTING_OPTIONS & found.keys() else set()
+        for name in (options.keys() & source.values.keys()) - found.keys() - overridden:
+            value = source.values[name]
+            if source.is_shared and (name, value) == ("policy", "auto") and not can_choose:
+                continue
+            if options[name].multiple and not isinstance(value, list):
+                value = [value]
+            found[name] = ConfigValue(value, source.origin(name))
+    return {option.name: found[name] for name, option in options.items() if name in found}
+
+
+def _sources(path: tuple[str, ...], table: Table) -> list[_Source]:
+    """Return the sources for the command at `path`, in order of precedence.
+
+    Variables come first, then the command's own table, then the tables around it.
+    """
     variables = {
         name[len(PREFIX) :].lower(): value
         for name, value in os.environ.items()
         if value and name.startswith(PREFIX)
     }
-    places = [(table, f"{config_file()}, ", True)]  # with a name for each, and whether all share it
+    tables = [_Source(table, f"{config_file()}, ", is_shared=True)]
     for n, part in enumerate(path, start=1):
         table = table.get(part.replace("-", "_"), {})
-        places.append((table, f"{config_file()}, [{'.'.join(path[:n])}], ", False))
-    for values, place, is_shared in [(variables, PREFIX, True), *reversed(places)]:
-        passed_over = ONE_OF if ONE_OF & settings.keys() else set()
-        for name in options.keys() & values.keys() - settings.keys() - passed_over:
-            value = values[name]
-            chooses = "kv_memory" in options or (name, value) != ("policy", "auto")
-            if is_shared and not chooses:
-                continue
-            key = name.upper() if values is variables else name.replace("_", "-")
-            as_list = options[name].multiple and not isinstance(value, list)
-            settings[name] = Setting([value] if as_list else value, place + key)
-    return {option.name: settings[name] for name, option in options.items() if name in settings}
+        place = f"{config_file()}, [{'.'.join(path[:n])}], "
+        tables.append(_Source(table, place, is_shared=False))
+    return [_Source(variables, PREFIX, is_shared=True), *reversed(tables)]
 
 
 def _read(root: Any) -> Table:
+    """Return the checked content of config.toml; empty if the file does not exist."""
     path = config_file()
     try:
         with path.open("rb") as stream:
@@ -83,22 +115,26 @@ def _read(root: Any) -> Table:
 
 
 def _checked(table: Table, group: Any, place: str) -> Table:
-    """Return the table with underscores in its names.
+    """Return a table with underscores in its names.
 
-    Raises: SnapKVError: a name is neither an option nor a command there.
+    Args:
+        group: the command or group of commands that the table is for.
+        place: the start of error messages.
+
+    Raises: SnapKVError: a name is neither an option nor a command of the group, or a value is a table or list.
     """
-    below = {name.replace("-", "_"): c for name, c in getattr(group, "commands", {}).items()}
+    subcommands = {name.replace("-", "_"): c for name, c in getattr(group, "commands", {}).items()}
     options: dict[str, Any] = {}
     for _, command in commands_of(group):
-        options |= _options(command)
+        options |= _options_of(command)
     checked = {}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name in below and isinstance(value, dict):
-            value = _checked(value, below[name], f"{place}, [{key}]")
+        if name in subcommands and isinstance(value, dict):
+            value = _checked(value, subcommands[name], f"{place}, [{key}]")
         elif name not in options:
             raise SnapKVError(
-                f"{place}: unknown option {key}{suggestion(name, {*options, *below})}"
+                f"{place}: unknown option {key}{suggestion(name, {*options, *subcommands})}"
             )
         elif isinstance(value, dict) or (isinstance(value, list) and not options[name].multiple):
             flag = options[name].opts[0]
@@ -108,14 +144,15 @@ def _checked(table: Table, group: Any, place: str) -> Table:
 
 
 def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every command in a group that does something, with the names that it is called by."""
+    """Yield every command of a group and of its subgroups, with the names that call it."""
     if not hasattr(command, "commands"):
         yield path, command
-    for name, below in getattr(command, "commands", {}).items():
-        yield from commands_of(below, *path, name)
+    for name, subcommand in getattr(command, "commands", {}).items():
+        yield from commands_of(subcommand, *path, name)
 
 
-def _options(command: Any) -> dict[str, Any]:
+def _options_of(command: Any) -> dict[str, Any]:
+    """Return the options of a command, except --help, by the name of their flag with underscores."""
     flags = {option.opts[0]: option for option in command.params if option.name != "help"}
     return {f[2:].replace("-", "_"): option for f, option in flags.items() if f[:2] == "--"}
 
@@ -137,9 +174,9 @@ def config(context: typer.Context) -> None:
     commands: dict[tuple[str, str, str], list[str]] = {}
     for path, command in commands_of(root):
         flags = {option.name: option.opts[0] for option in command.params}
-        for name, setting in _settings(command, path, table).items():
-            value = "(hidden)" if name == SECRET else repr(setting.value)
-            commands.setdefault((flags[name], value, setting.origin), []).append(" ".join(path))
+        for name, found in _values_for(command, path, table).items():
+            value = "(hidden)" if name == SECRET else repr(found.value)
+            commands.setdefault((flags[name], value, found.origin), []).append(" ".join(path))
     for (flag, value, origin), names in commands.items():
         print(f"{flag} {value}, from {origin}: {', '.join(names)}")
     if not commands:

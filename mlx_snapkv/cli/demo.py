@@ -1,4 +1,4 @@
-"""`mlx-snapkv demo`: one document's questions with all entries, with few kept, with few read, and the speed."""
+"""`mlx-snapkv demo`: questions about a document with all entries, with few kept and with few read, and the speed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from ..demo.documents import Fact
 
-KEPT_SHARE = 16  # one entry in so many is kept, or read by a token
-DEMO_CHUNK_SHARE = 8  # of which a chunk of the prompt chooses one in so many
+KEPT_SHARE = 16  # 1/16 of the entries is kept, or read by a token
+CHUNK_SHARE = 8  # a chunk of the prompt reads 1/8 of the entries
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",
     f"1/{KEPT_SHARE} kept",
     f"1/{KEPT_SHARE} read (sparse)",
 )
-DECODED_ENTRIES = 32_768  # entries to decode from
-DECODED_STEPS = 5
+DECODED_ENTRIES = 32_768  # entries of the full cache when decoding is timed
+DECODED_STEPS = 5  # tokens to decode
 
 
 def demo(
@@ -65,7 +65,7 @@ def demo(
     if save_document is not None:
         _save(document, save_document)
     n = len(question_prompt(tokenizer, document, facts[0].question))
-    console.print(_announced(n, len(facts)))
+    console.print(_introduction(n, len(facts)))
     chats = _chats(n)
     columns = [
         _column(loaded, tokenizer, document, facts, options)
@@ -78,20 +78,21 @@ def demo(
 
 
 def _chats(n_prompt: int) -> dict[str, dict[str, Any]]:
-    """By the name of its column, the options of each `Conversation`."""
+    """Return the keywords of each `Conversation`, by the name of its column in the table."""
     from ..compress.policies import SnapKV
     from ..sparse.options import Sparse
 
     few = n_prompt // KEPT_SHARE
     return {
         FULL_NAME: {},
-        # The answers are short: with a lookahead the full cache would give them.
+        # No lookahead: it would answer the short questions from the full cache.
         SNAPKV_NAME: {"policy": SnapKV(budget=few, obs_window=32, lookahead=0)},
-        SPARSE_NAME: {"sparse": Sparse(budget=few, read_top_k=n_prompt // DEMO_CHUNK_SHARE)},
+        SPARSE_NAME: {"sparse": Sparse(budget=few, read_top_k=n_prompt // CHUNK_SHARE)},
     }
 
 
-def _announced(n_prompt: int, n_facts: int) -> str:
+def _introduction(n_prompt: int, n_facts: int) -> str:
+    """Return the text that explains the three chats."""
     from ..sparse.options import LAST_TOKENS
 
     return (
@@ -103,7 +104,7 @@ def _announced(n_prompt: int, n_facts: int) -> str:
 
 
 def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
-    """The chats beside each other: a line for each fact, then their figures."""
+    """Return the table of the chats: a column for each, with its answer to each fact and then its figures."""
     from rich.table import Table
 
     table = Table("question", "hidden", *columns)
@@ -116,7 +117,7 @@ def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
 
 
 def _next_steps(model: str, save_document: str | None, question: str, n_prompt: int) -> str:
-    """The commands for one's own model and text, and for the document if it was saved."""
+    """Return commands for the user's own model and text, and for the document if it was saved."""
     here = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
     program = "mlx-snapkv" if shutil.which("mlx-snapkv") else here
     lines = [
@@ -133,6 +134,7 @@ def _next_steps(model: str, save_document: str | None, question: str, n_prompt: 
 
 
 def _save(document: str, name: str) -> None:
+    """Write the document to a file. Raises: SnapKVError: the file exists with other content, or can't be written."""
     path = path_of(name, "--save-document")
     with refusing(f"--save-document {name}"):
         if path.exists() and path.read_bytes() != document.encode():
@@ -145,7 +147,10 @@ def _save(document: str, name: str) -> None:
 def _column(
     model: Any, tokenizer: Any, document: str, facts: list[Fact], options: dict[str, Any]
 ) -> list[str]:
-    """The answers of a chat about the document, in rich's markup, then its figures."""
+    """Ask for all facts in a chat about the document.
+
+    Return the cells of the chat's column: its answers in rich's markup, and then its figures.
+    """
     from rich.markup import escape
 
     from ..caches.layers import kv_bytes
@@ -164,13 +169,16 @@ def _column(
         line = textwrap.shorten(answer.strip().partition("\n")[0], 24, placeholder="…")
         cells.append(f"{'[green]right' if right else '[red]wrong'}[/] {escape(line)}")
     read = (chat.report and chat.report.entries) or len(chat.read)
-    held = format_bytes(kv_bytes(chat.prompt_cache))
+    memory = format_bytes(kv_bytes(chat.prompt_cache))
     chunk = f"{per_chunk:,} at most" if per_chunk else "all before it"
-    return [*cells, f"{n_right}/{len(facts)}", chunk, f"{read:,}", held]
+    return [*cells, f"{n_right}/{len(facts)}", chunk, f"{read:,}", memory]
 
 
 def _speed(model: Any) -> str:
-    """Compare a token's time with all `DECODED_ENTRIES` random entries, with SnapKV, and with sparse attention."""
+    """Time decoding with `DECODED_ENTRIES` random entries, with SnapKV and with sparse attention.
+
+    Return the times of a token, and the bytes that it reads, as text.
+    """
     from ..compress.options import Compress
     from ..compress.policies import SnapKV
     from ..measure.contenders import Contender, compressed, decoding_cache
@@ -178,18 +186,19 @@ def _speed(model: Any) -> str:
     from ..sparse.options import Sparse
 
     few = DECODED_ENTRIES // KEPT_SHARE
-    each = [
+    contenders = [
         Contender(FULL_NAME, DECODED_ENTRIES),
         *compressed(DECODED_ENTRIES, [Compress(SnapKV(budget=few)), Sparse(budget=few)]),
     ]
-    caches = [decoding_cache(model, one, DECODED_ENTRIES) for one in each]
+    caches = [decoding_cache(model, each, DECODED_ENTRIES) for each in contenders]
     full, *others = (median(times[1:]) for times in step_in_turn(model, caches, DECODED_STEPS))
     size, *sizes = (
-        format_bytes(entries_bytes(cache, one.is_sparse)) for cache, one in zip(caches, each)
+        format_bytes(entries_bytes(cache, each.is_sparse))
+        for cache, each in zip(caches, contenders)
     )
     kept, read = (
-        f"{1000 * time:.1f} ms and {held} ({full / time:.1f} times as fast)"
-        for time, held in zip(others, sizes)
+        f"{1000 * time:.1f} ms and {memory} ({full / time:.1f} times as fast)"
+        for time, memory in zip(others, sizes)
     )
     return (
         f"Decoding after {DECODED_ENTRIES:,} tokens ({DECODED_STEPS} steps, random entries) takes {1000 * full:.1f} ms "

@@ -1,4 +1,4 @@
-"""`mlx-snapkv doctor`: what a bug report needs to say of this machine."""
+"""`mlx-snapkv doctor`: the facts about this machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def doctor(
     """
     from ..measure.environment import as_table, diagnosis
     from .loading import load_without_weights
-    from .results import print_table
+    from .terminal_table import print_table
 
     loaded = None if model is None else load_without_weights(model, for_mac=True)
     report = diagnosis(loaded, model)

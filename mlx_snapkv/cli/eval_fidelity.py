@@ -1,4 +1,4 @@
-"""`mlx-snapkv eval fidelity`: how far predictions move when what came before them is compressed."""
+"""`mlx-snapkv eval fidelity`: how far a model's predictions move when the text before them is compressed."""
 
 import sys
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         print(f"Skipped files that are not UTF-8 text: {texts.n_unread}.", file=sys.stderr)
     files = result.files()
     model, tokenizer = load_model(options.model)
-    # The full cache is asked for the first token after a piece; it is fed, and those after it are judged.
+    # The first token after a piece is fed to the model, and the tokens after it are scored.
     n_following = options.continuation + 1
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     questions = options.question or list(QUESTIONS)
@@ -93,7 +93,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "texts": texts.digest,
         "questions": questions,
-        "judged": measuring.AFTER,  # records that count the tokens before it are another run's
+        "judged": measuring.AFTER,  # records that also score earlier tokens have another setting
     }
     run = partial(
         measuring.run,

@@ -14,32 +14,36 @@ from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from ..errors import SnapKVError, brief
 from ..planning.options import OPTIONS
 from . import cache_options, options
-from .command import flag_of, without_settings
-from .loading import require_alone
+from .command import flag_of, typed_only
+from .loading import require_one_process
 from .options import one_of
+from .prompt_console import PromptConsole
 from .prompts import PromptOptions, read_file
-from .reading import Reading
 
 if TYPE_CHECKING:
     from ..planning.auto import Recommendation
-    from .saved_start import SavedStart
+    from .saved_prompt import SavedPrompt
 
-# What a saved prompt has settled, and what it has its own of, unless the command line says otherwise.
-SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
-OVERRIDING = ("snapkv", "policy", "sparse", "kv_bits", *OPTIONS)
+# Options that can't be combined with a saved prompt.
+EXCLUDED_OPTIONS = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
+# Options of which a saved prompt has its own values. Only the command line changes them.
+SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", *OPTIONS)
+# Attributes of mlx-lm's response that --json prints.
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
 
 
 @dataclass(frozen=True)
 class QuestionOptions(PromptOptions):
+    """The options of a prompt, or of a question about a saved prompt."""
+
     prompt_cache_file: Annotated[
         str | None, Option(help="Prompt saved by cache-prompt, to continue from.")
     ] = None
 
 
 @dataclass(frozen=True)
-class OutputOptions(options.ShownOptions):
-    """The same, with mlx-lm's own option."""
+class AnswerOutputOptions(options.OutputOptions):
+    """The options of the output, and mlx-lm's own --verbose."""
 
     verbose: Annotated[
         str,
@@ -49,7 +53,7 @@ class OutputOptions(options.ShownOptions):
     ] = "True"
 
     @property
-    def silent(self) -> bool:
+    def is_quiet(self) -> bool:
         return self.quiet or self.verbose.startswith("F")
 
 
@@ -63,11 +67,11 @@ class ConstraintOptions:
     ] = None
 
     def read(self) -> dict[str, Any] | bool | None:
-        """The schema; SnapKVError if it can't be read."""
+        """Return the JSON schema; None without the option. Raises: SnapKVError: it can't be read."""
         if self.json_schema is None:
             return None
         text = self.json_schema.strip()
-        if not _looks_like_json(text):
+        if not _is_json_text(text):
             text = read_file("--json-schema", text)
         try:
             value = json.loads(text)
@@ -78,15 +82,18 @@ class ConstraintOptions:
         return value
 
 
-def _looks_like_json(text: str) -> bool:
-    """Whether a text that was typed is no file's name; one that starts as an object does may be cut short."""
-    if text.startswith("{"):
+def _is_json_text(value: str) -> bool:
+    """Return whether the value of --json-schema is JSON text, not the name of a file.
+
+    A value that starts like an object is text even if it is not valid JSON.
+    """
+    if value.startswith("{"):
         return True
     try:
-        json.loads(text)
+        json.loads(value)
     except (ValueError, RecursionError):
         return False
-    return not os.path.exists(text)
+    return not os.path.exists(value)
 
 
 def _constrained(
@@ -97,7 +104,10 @@ def _constrained(
     prompt: PromptOptions,
     max_tokens: int,
 ) -> dict[str, Any]:
-    """Options of `stream_generate` for an answer that obeys a schema; SnapKVError if it can't be enforced."""
+    """Return keywords of `stream_generate` that make the answer obey a JSON schema.
+
+    Raises: SnapKVError: the schema can't be enforced.
+    """
     from ..completions.constraint import Constraint
     from ..completions.grammar import json_format
     from ..completions.rendering import Rendered, initial_state
@@ -111,21 +121,21 @@ def _constrained(
     return {"logits_processors": [Constraint(tokenizer, answer_format, max_tokens)]}
 
 
-def _beside_saved(context: Context, *groups: Any) -> list[Any]:
-    """Return the same options beside a saved prompt, which settings from elsewhere don't change.
+def _with_saved_prompt(context: Context, *groups: Any) -> list[Any]:
+    """Return dataclasses of options for a saved prompt, without the values that variables and config.toml give.
 
-    Raises: SnapKVError: one was typed that the saved prompt has settled.
+    Raises: SnapKVError: an option was typed that can't be combined with a saved prompt.
     """
-    found = []
+    changed = []
     for group in groups:
-        names = vars(group).keys() & {*SETTLED, *OVERRIDING}
-        group = without_settings(context, group, *names)
-        for name in sorted(names & {*SETTLED}):
+        names = vars(group).keys() & {*EXCLUDED_OPTIONS, *SAVED_OPTIONS}
+        group = typed_only(context, group, *names)
+        for name in sorted(names & {*EXCLUDED_OPTIONS}):
             if getattr(group, name) is not None:
                 flag = flag_of(name)
                 raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
-        found.append(group)
-    return found
+        changed.append(group)
+    return changed
 
 
 def generate(
@@ -139,7 +149,7 @@ def generate(
     cache: cache_options.MLXCacheOptions,
     draft: options.DraftOptions,
     compression: cache_options.CompressionOptions,
-    output: OutputOptions,
+    output: AnswerOutputOptions,
 ) -> None:
     """Answer a prompt. --snapkv and --policy compress its KV cache; --sparse keeps every entry and reads few.
 
@@ -158,64 +168,80 @@ def generate(
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
     from ..models.distributed import from_first
-    from .saved_start import SavedStart
+    from .saved_prompt import SavedPrompt
 
-    file = prompt.prompt_cache_file
+    file, max_tokens = prompt.prompt_cache_file, sampling.max_tokens
     if file is not None:
-        prompt, draft, cache, compression = _beside_saved(
+        prompt, draft, cache, compression = _with_saved_prompt(
             context, prompt, draft, cache, compression
         )
-    keywords = compression.served()
+    keywords = compression.generate_keywords()
     if file is None:
-        compression.require_use()
-    keywords |= cache.generation(keywords["policy"])
+        compression.require_consistent()
+    keywords |= cache.generate_keywords(keywords["policy"])
     text, schema = from_first(prompt.read), from_first(constraint.read)
-    require_alone(draft_model=draft.draft_model)
+    require_one_process(draft_model=draft.draft_model)
     loaded, tokenizer = model.load()
     keywords |= draft.load(tokenizer, model.trust_remote_code)
-    reading, start, taken = Reading(output.silent), None, None
+    console, saved, recommendation = PromptConsole(output.is_quiet), None, None
     cache.require(loaded, draft.draft_model)
     if file is None:
-        tokens = reading.wait_for(partial(prompt.encode, tokenizer, text))
-        most = sampling.max_tokens
-        taken = compression.recommend(loaded, len(tokens), "question", reading.say, keywords, most)
-        keywords |= cache_options.keywords_of(taken)
-        full_is_best = compression.is_auto and keywords["policy"] is None
-        reading.warn(loaded, len(tokens), was_chosen=full_is_best, max_tokens=most, **keywords)
+        tokens = console.wait_for(partial(prompt.encode, tokenizer, text))
+        recommendation = compression.recommend(
+            loaded, len(tokens), "question", console.say, keywords, max_tokens
+        )
+        keywords |= cache_options.recommended_keywords(recommendation)
+        auto_keeps_all = compression.is_auto and keywords["policy"] is None
+        console.announce(
+            loaded, len(tokens), foretell=not auto_keeps_all, max_tokens=max_tokens, **keywords
+        )
     else:
-        start = SavedStart(file, model.model, loaded, compression, cache.quantization)
-        keywords |= start.options
-        reading.say_all(start.notes(text))
+        saved = SavedPrompt(file, model.model, loaded, compression, cache.quantization)
+        keywords |= saved.options
+        console.say_all(saved.notes(text))
         raw = prompt.ignore_chat_template
-        tokens = reading.wait_for(partial(start.encode, tokenizer, text, raw))
-    n_read = len(tokens) + (0 if start is None else start.n_tokens)
-    reading.say_all(cache.notes(keywords["policy"], n_read + sampling.max_tokens))
+        tokens = console.wait_for(partial(saved.encode, tokenizer, text, raw))
+    n_prompt = len(tokens) + (0 if saved is None else saved.n_tokens)
+    console.say_all(cache.notes(keywords["policy"], n_prompt + max_tokens))
     options.seed_sampling(seed)
-    keywords |= sampling.generation(tokenizer)
+    keywords |= sampling.generate_keywords(tokenizer)
     if schema is not None:
-        keywords |= _constrained(schema, tokenizer, text, tokens, prompt, sampling.max_tokens)
-    hint = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
-    answer = _Answer(model.model, keywords, start, output, hint, taken)
-    answer.print(loaded, tokenizer, tokens, reading)
+        keywords |= _constrained(schema, tokenizer, text, tokens, prompt, max_tokens)
+    advice = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
+    answer = _Answer(model.model, keywords, saved, output, advice, recommendation)
+    answer.print(loaded, tokenizer, tokens, console)
 
 
 @dataclass
 class _Answer:
-    """An answer, printed as it comes, and the figures at its end."""
+    """An answer, printed while it is generated, and its figures.
 
-    name: str  # the model's, as the user gave it
-    keywords: dict[str, Any]  # of `stream_generate`
-    start: SavedStart | None  # what the answer continues
-    output: OutputOptions
-    hint: str  # what would help a full cache
-    taken: Recommendation | None  # what auto chose
+    Attributes:
+        model_name: the model's name, as the user typed it.
+        keywords: keywords of `stream_generate`.
+        saved: the saved prompt that the answer continues.
+        output: the options of the output.
+        advice: words after "full cache" in the closing line.
+        recommendation: the choice of --policy auto.
+        reports: the reports of the request; one at most.
+        texts: the texts of the responses.
+        n_drafted: number of answer tokens that the draft model proposed.
+        last: mlx-lm's last response. Earlier ones are dropped, since each holds log-probabilities of the vocabulary.
+    """
+
+    model_name: str
+    keywords: dict[str, Any]
+    saved: SavedPrompt | None
+    output: AnswerOutputOptions
+    advice: str
+    recommendation: Recommendation | None
     reports: list[CompressionReport] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     n_drafted: int = 0
-    last: Any = None  # response: earlier ones are not held, with all their log-probabilities
+    last: Any = None
 
-    def print(self, model: Any, tokenizer: Any, tokens: list[int], reading: Reading) -> None:
-        """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
+    def print(self, model: Any, tokenizer: Any, tokens: list[int], console: PromptConsole) -> None:
+        """Generate the answer to a prompt. Print it on stdout, as text or a JSON object, and its figures on stderr."""
         from ..engine.generate import stream_generate
         from ..planning.auto import explaining
         from ..planning.file_cost import file_cost
@@ -223,9 +249,12 @@ class _Answer:
         show = not self.output.as_json
         store, folder = (self.keywords[name] for name in ("store", "store_dir"))
         cost = partial(file_cost, model, store, folder=folder) if show else None
-        options = {"on_report": explaining(self.taken, self.reports.append), **self.keywords}
+        options = {
+            "on_report": explaining(self.recommendation, self.reports.append),
+            **self.keywords,
+        }
         try:
-            with reading.bar(cost) as update:
+            with console.bar(cost) as update:
                 options["prompt_progress_callback"] = update
                 for self.last in stream_generate(model, tokenizer, tokens, **options):
                     self.texts.append(self.last.text)
@@ -233,65 +262,68 @@ class _Answer:
                     if show:
                         print(self.last.text, end="", flush=True)
         except KeyboardInterrupt:
-            self._close(reading, "stopped: ")
+            self._print_figures(console, "stopped: ")
             raise
         if not show:
             print(json.dumps(self._to_dict(), ensure_ascii=False))
-        self._close(reading)
+        self._print_figures(console)
 
-    def _close(self, reading: Reading, how: str = "") -> None:
+    def _print_figures(self, console: PromptConsole, prefix: str = "") -> None:
+        """Print the closing line and the warnings of the report; nothing if no token was generated."""
         if (last := self.last) is None:
             return
         if not self.output.as_json:
             print(flush=True)
-        share = self._accepted
+        share = self._drafted_share
         drafted = "" if share is None else f" ({share:.0%} of the tokens were drafted)"
-        # The first token comes with the prompt.
-        timed = last.generation_tokens > 1 and last.generation_tps > 0
-        speed = f"{last.generation_tps:.1f} tokens/s" if timed else "too short to time"
-        reading.say(
-            f"{how}{last.prompt_tokens} prompt tokens, {self._kept} | prompt {last.prompt_tps:.1f} tokens/s, "
+        # The time of the first token is part of the prompt's time.
+        is_timed = last.generation_tokens > 1 and last.generation_tps > 0
+        speed = f"{last.generation_tps:.1f} tokens/s" if is_timed else "too short to time"
+        console.say(
+            f"{prefix}{last.prompt_tokens} prompt tokens, {self._kept_text} | prompt {last.prompt_tps:.1f} tokens/s, "
             f"generation {speed}{drafted}, peak memory {last.peak_memory:.3g} GB"
         )
         for report in self.reports:
-            reading.say_warnings(report)
+            console.say_warnings(report)
 
     @property
-    def _continued(self) -> SavedStart | None:
-        """The saved prompt, if the answer goes on from its entries as they are."""
-        return self.start if self.keywords["policy"] is None else None
+    def _continued(self) -> SavedPrompt | None:
+        """The saved prompt, if the answer continues its entries without sparse attention or another compression."""
+        return self.saved if self.keywords["policy"] is None else None
 
     @property
-    def _accepted(self) -> float | None:
-        """The share of tokens that a draft model proposed, if there is one."""
+    def _drafted_share(self) -> float | None:
+        """The share of answer tokens that the draft model proposed; None without a draft model."""
         has_draft = "draft_model" in self.keywords
         return self.n_drafted / self.last.generation_tokens if has_draft else None
 
     @property
-    def _kept(self) -> str:
+    def _kept_text(self) -> str:
+        """The words of the closing line about the entries that the answer was decoded from."""
         if self._continued is not None:
-            return self._continued.kept
+            return self._continued.kept_text
         if not self.reports:
             return "all entries kept so far"
         report = self.reports[0]
-        most = self.keywords["max_kv_size"]
+        max_kv_size = self.keywords["max_kv_size"]
         if report.policy == NO_POLICY:
-            cache = "full cache" if most is None else f"mlx-lm's rotating cache of {most} entries"
-            return cache + self.hint
+            rotating = f"mlx-lm's rotating cache of {max_kv_size} entries"
+            return ("full cache" if max_kv_size is None else rotating) + self.advice
         if not report.compressed:
             return f"{'' if report.reason == ENDED_IN_BLOCKS else 'full cache: '}{report.reason}"
         return f"{report.entries_text}, {report.memory_text}"
 
     def _to_dict(self) -> dict[str, Any]:
+        """Return the object that --json prints."""
         report = self.reports[0] if self._continued is None else self._continued.report
         answer = {
-            "model": self.name,
+            "model": self.model_name,
             "text": "".join(self.texts),
             **{name: getattr(self.last, name) for name in FIGURES},
-            "acceptance_rate": self._accepted,
+            "acceptance_rate": self._drafted_share,
             "peak_memory_gb": self.last.peak_memory,
             "compression": report.to_dict(),
-            "prompt_cache": self.start and self.start.to_dict(),
+            "prompt_cache": self.saved and self.saved.to_dict(),
         }
         if any(constraint.is_cut for constraint in self.keywords.get("logits_processors", ())):
             answer["finish_reason"] = "length"

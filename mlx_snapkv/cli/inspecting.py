@@ -1,9 +1,11 @@
-"""`mlx-snapkv inspect`: what a policy kept of a prompt, and where the answer looked."""
+"""`mlx-snapkv inspect`: the entries that a policy keeps of a prompt, and the attention of the answer."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -11,21 +13,22 @@ from typer import Option
 from ..errors import SnapKVError
 from ..paths import put_result
 from . import cache_options, options
+from .prompt_console import PromptConsole
 from .prompts import PromptOptions
-from .reading import Reading
 from .results import require_page
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..measure.inspection import Inspection
+    from ..measure.sentences import Sentence
 
 SHADES = " ░▒▓█"
-WIDEST = 160  # columns of a map
+MAX_MAP_WIDTH = 160  # characters
 
 
 @dataclass(frozen=True)
-class InspectOptions(options.ShownOptions):
+class InspectOptions(options.OutputOptions):
     snapkv: cache_options.Snapkv = None
     policy: Annotated[
         list[str] | None,
@@ -39,7 +42,7 @@ class InspectOptions(options.ShownOptions):
 
 def inspect(
     *,
-    model: options.TalkingModelOptions,
+    model: options.ChatModelOptions,
     prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
@@ -61,15 +64,15 @@ def inspect(
     from ..measure.inspection_page import page, write_picture
     from ..measure.sentences import special_tokens
 
-    chosen = cache_options.each_method(shown.policy, shown.snapkv)
+    chosen = cache_options.parse_settings(shown.policy, shown.snapkv)
     if len(chosen) not in (1, 2):
         raise SnapKVError(f"--policy must be given once, or twice to compare, got {len(chosen)}")
     path = require_page(shown.output, ".html", ".png")
-    reading = Reading(shown.quiet)
-    loaded, tokenizer, tokens = prompt.load(model, reading)
+    console = PromptConsole(shown.quiet)
+    loaded, tokenizer, tokens = prompt.load(model, console)
     inspections = []
     for policy in chosen:
-        with reading.bar() as update:
+        with console.bar() as update:
             inspection = inspect_prompt(
                 loaded,
                 tokenizer,
@@ -91,10 +94,11 @@ def inspect(
             write_picture(inspections, model.model, path)
         else:
             put_result(path, page(inspections, model.model, special_tokens(tokenizer)))
-        reading.say(f"wrote {path}")
+        console.say(f"wrote {path}")
 
 
 def _to_dict(model: str, inspections: list[Inspection]) -> dict[str, Any]:
+    """Return the object that --json prints."""
     prompt = inspections[0]
     return {
         "model": model,
@@ -106,39 +110,45 @@ def _to_dict(model: str, inspections: list[Inspection]) -> dict[str, Any]:
 
 
 def _print(inspection: Inspection) -> None:
-    """What was kept, drawn as wide as the terminal: a line a layer, the sentences, the answer."""
+    """Print an inspection: the report, the map of kept entries, the sentences kept most, and the answer."""
     from rich.console import Console
-
-    from ..measure.inspection_page import SHOWN_SENTENCES
 
     console = Console(highlight=False, markup=False)
     console.print(inspection.policy, style="bold")
     console.print(str(inspection.report), "", sep="\n")
     _print_map(inspection, console)
     if inspection.sentences:
-        best, measure = inspection.sentences[0], "no entry was chosen: these are always kept"
-        if best.votes is not None:
-            measure = "by their share of the votes for the chosen entries"
-        elif best.chosen:
-            measure = "by the share of their entries that was chosen"
-        console.print(f"Sentences kept most ({measure})", style="bold")
-        for rank, sentence in enumerate(inspection.sentences[:SHOWN_SENTENCES], start=1):
-            share = sentence.votes or sentence.chosen
-            line = f"{rank:3}  {f'{share:.1%}' if share else 'fixed':>5}  {' '.join(sentence.text.split())}"
-            console.print(line, no_wrap=True, overflow="ellipsis")
-        console.print()
+        _print_sentences(inspection.sentences, console)
     console.print("Answer", style="bold")
     console.print(inspection.answer, soft_wrap=True)
 
 
+def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
+    """Print the sentences of which most was kept, the first one first, with the share that orders them."""
+    from ..measure.inspection_page import SHOWN_SENTENCES
+
+    first, measure = sentences[0], "no entry was chosen: these are always kept"
+    if first.votes is not None:
+        measure = "by their share of the votes for the chosen entries"
+    elif first.chosen:
+        measure = "by the share of their entries that was chosen"
+    console.print(f"Sentences kept most ({measure})", style="bold")
+    for rank, sentence in enumerate(sentences[:SHOWN_SENTENCES], start=1):
+        share = sentence.votes or sentence.chosen
+        share_text = f"{share:.1%}" if share else "fixed"
+        line = f"{rank:3}  {share_text:>5}  {' '.join(sentence.text.split())}"
+        console.print(line, no_wrap=True, overflow="ellipsis")
+    console.print()
+
+
 def _print_map(inspection: Inspection, console: Console) -> None:
-    """A line a layer, from the prompt's start to its end, shaded by how many heads keep the entries there."""
+    """Print a line for each layer, from the prompt's start to its end. A denser shade means that more heads keep it."""
     names = [f"layer {layer}" for layer in inspection.layers]
     margin = max(map(len, names)) + 1
-    density = inspection.density(max(8, min(WIDEST, console.width - margin - 7)))
+    density = inspection.density(max(8, min(MAX_MAP_WIDTH, console.width - margin - 7)))
     for name, row, share in zip(names, density, inspection.shares, strict=True):
-        # A little is to be seen, too: half of the shades are for the first quarter.
-        shades = "".join(SHADES[-int(-(cell**0.5) * (len(SHADES) - 1) // 1)] for cell in row)
+        # The square root gives half of the shades to the first quarter of the densities, so that small ones are seen.
+        shades = "".join(SHADES[ceil(cell**0.5 * (len(SHADES) - 1))] for cell in row)
         end = "" if share is None else f"{share:5.0%}"
         console.print(f"{name:<{margin}}{shades} {end}", no_wrap=True, crop=True)
     last = f"token {inspection.n_tokens - 1}".rjust(density.shape[1] - 7)

@@ -1,4 +1,4 @@
-"""`mlx-snapkv models` and `mlx-snapkv policies`: what can be compressed, and how."""
+"""`mlx-snapkv models` and `mlx-snapkv policies`: the supported model types, and the policies."""
 
 import json
 from typing import Annotated, Any, NamedTuple
@@ -11,7 +11,14 @@ ASK = "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION"
 
 
 class Choice(NamedTuple):
-    """A recommendation for one use: why, a command with MODEL, TEXT and QUESTION to fill in, and the pages of docs/."""
+    """A recommended setting for one use.
+
+    Attributes:
+        when: the use.
+        why: what the setting does.
+        command: a command with the placeholders MODEL, TEXT and QUESTION.
+        pages: pages of docs/ with figures, separated by spaces.
+    """
 
     when: str
     why: str
@@ -69,10 +76,10 @@ CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES_TEXT.strip().split("
 
 
 def models(as_json: AsJson = False) -> None:
-    """List the model types that can be compressed, and those that are refused, with the reason."""
+    """List the model types that can be compressed, and the refused ones with the reason."""
     from ..measure.tables import Table
     from ..models.table import refused, supported
-    from .results import print_table
+    from .terminal_table import print_table
 
     tables = {}
     for title, last, rows in ("Supported", "note", supported()), ("Refused", "why", refused()):
@@ -114,5 +121,5 @@ def policies(
 
 
 def defaults(cls: Any) -> dict[str, str]:
-    """A policy's options and their defaults as they are typed, its own first."""
+    """Return the defaults of a policy's options, as the user would type them. The policy's own options come first."""
     return {name: str(getattr(cls(), name)).lower() for name in cls.options()}

@@ -1,4 +1,4 @@
-"""The options that several commands share, each declared once: alone, or in groups for `with_options`."""
+"""Options that several commands share, single or in dataclasses for `with_options`, and parsers of their values."""
 
 import contextlib
 import functools
@@ -12,29 +12,33 @@ from typer import BadParameter, Context, Option
 
 from ..demo import MODELS
 from ..errors import OptionError, SnapKVError, UnknownOptionError, suggestion
-from .command import refusal
+from .command import invalid_value
 
-MAX_PROMPT_TOKENS = 10_000_000  # tokens of a prompt
-BYTES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-TOKENS = {"k": 1 << 10, "m": 1 << 20}
-# Parameters of `apply_chat_template` that --chat-template-config may set.
+MAX_PROMPT_TOKENS = 10_000_000
+BYTE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+TOKEN_UNITS = {"k": 1 << 10, "m": 1 << 20}
+# The parameters in the signature of `apply_chat_template` that --chat-template-config may set.
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 
 
-def n_bytes(text: Any, least: int = 1) -> int:
-    """Return bytes, `least` or more, from a number with or without a decimal unit: "500MB", "4 GB", "1.5e9"."""
+def parse_bytes(text: Any, least: int = 1) -> int:
+    """Return a number of bytes, at least `least`, from text such as "500MB", "4 GB" or "1.5e9". Units are decimal."""
     bounds = f" from {least:,}" if least > 1 else ""
     what = f"a number of bytes{bounds}, such as 500MB or 4GB"
-    return _number(str(text).strip().lower().removesuffix("b"), BYTES, least, 2**62, what)
+    return _number(str(text).strip().lower().removesuffix("b"), BYTE_UNITS, least, 2**62, what)
 
 
-def n_tokens(text: Any) -> int:
-    """Tokens from a number and, if there is one, a unit of 1,024s: "4096", "128k", "1M"."""
+def parse_tokens(text: Any) -> int:
+    """Return a number of tokens from text such as "4096", "128k" or "1M". Units are multiples of 1,024."""
     what = f"a number of tokens from 1 to {MAX_PROMPT_TOKENS}, such as 4096, 128k or 1M"
-    return _number(str(text).strip().lower(), TOKENS, 1, MAX_PROMPT_TOKENS, what)
+    return _number(str(text).strip().lower(), TOKEN_UNITS, 1, MAX_PROMPT_TOKENS, what)
 
 
 def _number(number: str, units: dict[str, Any], least: int, most: int, what: str) -> int:
+    """Return the value of a number with an optional unit; `what` is the text for the error.
+
+    Raises: BadParameter: it is not a number, or not from `least` to `most`.
+    """
     unit = units.get(number[-1:])
     with contextlib.suppress(ValueError, OverflowError):
         value = int(float(number[:-1] if unit else number) * (unit or 1))
@@ -43,16 +47,16 @@ def _number(number: str, units: dict[str, Any], least: int, most: int, what: str
     raise BadParameter(f"must be {what}")
 
 
-def tokens_text(n: int) -> str:
-    """A number of tokens as it may be typed: 131,072 is "128k"."""
-    for unit, size in reversed(TOKENS.items()):
+def format_tokens(n: int) -> str:
+    """Return a number of tokens as a user would type it: "128k" for 131,072."""
+    for unit, size in reversed(TOKEN_UNITS.items()):
         if n >= size and n % size == 0:
             return f"{n // size}{unit.replace('m', 'M')}"
     return str(n)
 
 
 def lengths(least: int) -> Callable[[Any], list[int]]:
-    """A parser of whole numbers with commas, each once."""
+    """Return a parser of whole numbers that are separated by commas. The parser drops repeated numbers."""
 
     def parse(text: Any) -> list[int]:
         with contextlib.suppress(ValueError):
@@ -67,7 +71,7 @@ def lengths(least: int) -> Callable[[Any], list[int]]:
 
 
 def one_of(*values: Any) -> Callable[[Any], Any]:
-    """A parser of one of these values, in capitals or small letters."""
+    """Return a parser that accepts the text of one of these values, in upper or lower case, and returns the value."""
     *most, last = map(str, values)
     by_text = {str(value).lower(): value for value in values}
 
@@ -117,7 +121,7 @@ class ModelOptions:
     trust_remote_code: Annotated[bool, Option(help="Let the tokenizer run its own code.")] = False
 
     def load(self) -> tuple[Any, Any]:
-        """The model and its tokenizer. Raises: SnapKVError: see `load_model`."""
+        """Return the model and its tokenizer. Raises: SnapKVError: see `load_model`."""
         from .loading import load_model
 
         return load_model(
@@ -130,13 +134,13 @@ class ModelOptions:
 
     @property
     def splits_layers(self) -> bool | None:
-        """Whether several Macs have some of the layers each; None is a command for one process."""
+        """The argument `pipeline` of `load_model`; None for a command that runs in one process only."""
         return None
 
 
 @dataclass(frozen=True)
-class TalkingModelOptions(ModelOptions):
-    """The same, with options for its tokenizer."""
+class ChatModelOptions(ModelOptions):
+    """The options of a model, its tokenizer and its chat template."""
 
     chat_template_config: ChatTemplateConfig = None
     extra_eos_token: Annotated[
@@ -150,8 +154,8 @@ class TalkingModelOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
-class ShardedModelOptions(TalkingModelOptions):
-    """The same for a command that several Macs can run."""
+class ShardedModelOptions(ChatModelOptions):
+    """The options of a model that several Macs can share."""
 
     pipeline: Annotated[
         bool,
@@ -175,30 +179,33 @@ class DraftOptions:
     ] = 3
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
-        """The draft model as keywords of `stream_generate`; SnapKVError if its tokenizer is another."""
+        """Return the keywords of `stream_generate` for the draft model, if one is given.
+
+        Raises: SnapKVError: it can't be loaded, or its tokenizer is not `tokenizer`, the main model's.
+        """
         from .loading import load_model
 
         name = self.draft_model
         if name is None:
             return {}
-        model, its_own = load_model(name, None, trust_remote_code, option="--draft-model")
-        if its_own.vocab_size != tokenizer.vocab_size:
+        model, draft_tokenizer = load_model(name, None, trust_remote_code, option="--draft-model")
+        if draft_tokenizer.vocab_size != tokenizer.vocab_size:
             raise SnapKVError(
-                f"--draft-model {name}: its tokenizer has {its_own.vocab_size} tokens, but the model's has "
+                f"--draft-model {name}: its tokenizer has {draft_tokenizer.vocab_size} tokens, but the model's has "
                 f"{tokenizer.vocab_size}; a draft model needs the model's own tokenizer"
             )
         return {"draft_model": model, "num_draft_tokens": self.num_draft_tokens}
 
 
 @dataclass(frozen=True)
-class ShownOptions:
+class OutputOptions:
     quiet: Quiet = False
     as_json: AsJson = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class TogetherOptions:
-    """For requests that are answered together."""
+class ConcurrencyOptions:
+    """The limits of requests that are answered together."""
 
     concurrency: Annotated[
         int, Option(min=1, max=1024, help="Maximum number of requests at once.")
@@ -206,7 +213,7 @@ class TogetherOptions:
     max_kv_bytes: Annotated[
         int | None,
         Option(
-            parser=n_bytes,
+            parser=parse_bytes,
             metavar="SIZE",
             help="KV memory limit, such as 4GB; a request waits until it fits.",
         ),
@@ -227,21 +234,27 @@ class SamplingOptions:
     max_tokens: MaxTokens = 256
 
     def changed(self, name: str, text: str, context: Context) -> "SamplingOptions":
-        """Return these options with another value of one. Raises: SnapKVError: its flag would not take the value."""
-        name, settings = name.lstrip("-").replace("-", "_"), vars(self)
-        if name not in settings:
-            meant = (
-                f"{suggestion(name, settings)}: one of {', '.join(f'/set {x}' for x in settings)}"
+        """Return a copy with the option `name` set to the value that `text` gives; `context` is the command's.
+
+        Raises: SnapKVError: there is no such option, or its flag does not allow the value.
+        """
+        name, values = name.lstrip("-").replace("-", "_"), vars(self)
+        if name not in values:
+            known = ", ".join(f"/set {each}" for each in values)
+            raise UnknownOptionError(
+                f"unknown setting {name}{suggestion(name, values)}: one of {known}"
             )
-            raise UnknownOptionError(f"unknown setting {name}{meant}")
         (flag,) = [option for option in context.command.params if option.name == name]
         try:
             return replace(self, **{name: flag.process_value(context, text)})
         except BadParameter as error:
-            raise SnapKVError(refusal(f"/set {name}", flag, text, error)) from error
+            raise SnapKVError(invalid_value(f"/set {name}", flag, text, error)) from error
 
-    def generation(self, tokenizer: Any) -> dict[str, Any]:
-        """Return options of mlx-lm's `stream_generate`. Raises: SnapKVError: one is beyond the vocabulary."""
+    def generate_keywords(self, tokenizer: Any) -> dict[str, Any]:
+        """Return the keywords `max_tokens` and `sampler` of mlx-lm's `stream_generate`.
+
+        Raises: SnapKVError: a number of tokens to sample from is not below the vocabulary's size.
+        """
         from mlx_lm.sample_utils import make_sampler
 
         options, size = dict(vars(self)), len(tokenizer)
@@ -257,7 +270,10 @@ class SamplingOptions:
 def adapt_tokenizer(
     tokenizer, extra_eos_token: Sequence[str] | None, template_options: dict[str, Any] | None
 ) -> None:
-    """Add tokens that end an answer, and options for the chat template."""
+    """Add end-of-answer tokens, given as text or ids, and options of the chat template to a tokenizer, in place.
+
+    Raises: SnapKVError: the tokenizer has no such token, or a template option is one that the command sets.
+    """
     for token in extra_eos_token or []:
         tokens = range(len(tokenizer)) if token.isdecimal() else tokenizer.get_vocab()
         if (int(token) if token.isdecimal() else token) not in tokens:

@@ -1,4 +1,4 @@
-"""The process: its standard streams, closed, full or not read, its end, and Ctrl-C while it starts."""
+"""The command's process: standard streams that are closed or full, the exit, and Ctrl-C during the imports."""
 
 import contextlib
 import os
@@ -7,29 +7,29 @@ import signal
 import sys
 from typing import Any, NoReturn, TextIO
 
-MANY_FILES = 4096
+MAX_OPEN_FILES = 4096  # a Mac's shells allow 256, and --store file opens four for each layer
 
 
-def hold_standard_descriptors() -> None:
-    """Open those of 0, 1 and 2 that are closed on nothing: the next file opened would get their number otherwise."""
+def open_standard_descriptors() -> None:
+    """Open the null device for each closed descriptor of 0, 1 and 2. Otherwise the next opened file would get it."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
 
 
 def allow_many_files() -> None:
-    """Let the process open 4,096 files if the system does: a Mac's shells allow 256, and a book takes four a layer."""
+    """Raise the limit of open files to `MAX_OPEN_FILES`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < MANY_FILES:
-        most = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
-        with contextlib.suppress(OSError, ValueError):  # opening a file then fails with a sentence
+    if soft != resource.RLIM_INFINITY and soft < MAX_OPEN_FILES:
+        most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+        with contextlib.suppress(OSError, ValueError):  # opening a file reports the error later
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Stderr:
-    """Standard error for progress and figures: what can't be written there is dropped."""
+    """A wrapper of standard error that ignores write errors: printing progress must not end the command."""
 
     def __init__(self, stream: TextIO | None):
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -47,44 +47,44 @@ class Stderr:
         return getattr(self._stream, name)
 
 
-class Silence(Stderr):
-    """A stream that goes nowhere, in the place of one that errors still go to."""
+class SilentStream(Stderr):
+    """A stream that drops all text. It remembers the stream that it replaces, for errors."""
 
-    def __init__(self, instead_of: TextIO):
+    def __init__(self, replaced: TextIO):
         super().__init__(None)
-        self.instead_of = instead_of
+        self.replaced = replaced
 
 
-def be_silent() -> None:
-    """Print nothing but errors (see `speak`): rank 0 prints the rest."""
-    nowhere: Any = Silence(sys.stderr)
-    sys.stdout = sys.stderr = nowhere
+def silence_output() -> None:
+    """Drop everything that is printed until `restore_stderr`. Ranks other than 0 do so, since rank 0 prints for all."""
+    silent: Any = SilentStream(sys.stderr)
+    sys.stdout = sys.stderr = silent
 
 
-def speak() -> None:
-    """Print errors again."""
-    if isinstance(sys.stderr, Silence):
-        sys.stderr = sys.stderr.instead_of
+def restore_stderr() -> None:
+    """Make stderr print again after `silence_output`, for an error."""
+    if isinstance(sys.stderr, SilentStream):
+        sys.stderr = sys.stderr.replaced
 
 
-def leave(status: int) -> NoReturn:
-    """Exit with this status, or 1 if what was printed can't be written."""
+def exit_process(status: int) -> NoReturn:
+    """Flush stdout and exit with this status. Exit with at least 1 if stdout can't be written."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        os._exit(status or 1)  # the usual exit would try again
+        os._exit(status or 1)  # sys.exit would flush again, and fail
     sys.exit(status)
 
 
-def stop_at_once() -> None:
-    """Let Ctrl-C end the process, until `listen`: libraries may not be left half imported."""
+def exit_on_interrupt() -> None:
+    """Let Ctrl-C end the process until `raise_on_interrupt`. An exception would leave libraries half imported."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
 
-def listen() -> None:
-    """Let Ctrl-C be a KeyboardInterrupt again."""
+def raise_on_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

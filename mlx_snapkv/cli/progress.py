@@ -1,4 +1,4 @@
-"""The progress bars on stderr: of what a callback reports, and of work done in steps."""
+"""Progress bars on stderr: for callbacks with a count and a total, and for work in steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +9,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from rich.theme import Theme
 
-LINE_EVERY = 30.0  # seconds between two lines off a terminal
+LINE_INTERVAL = 30.0  # seconds between two lines if stderr is not a terminal
 
-# The terminal's own colours, of which only green and red stand out on dark and on light ones alike.
+# Colours of the terminal's palette. Only its green and red are readable on dark and on light backgrounds.
 PALETTE = Theme(
     {
         **dict.fromkeys(("bar.complete", "bar.finished", "bar.pulse"), "green"),
@@ -32,13 +32,19 @@ class _TokenSpeed(progress.ProgressColumn):
 
 
 class CallbackBar:
-    """A bar that a callback with what is done, of how much, moves. On a terminal it is gone at the end."""
+    """A context manager that shows a progress bar. Its value is the callback `update(done, total)`.
+
+    On a terminal the bar disappears at the end. Elsewhere its last state stays.
+
+    Attributes:
+        done: the count of the last call.
+    """
 
     def __init__(
-        self, console: Console, what: str, *columns: progress.ProgressColumn, quiet: bool = False
+        self, console: Console, title: str, *columns: progress.ProgressColumn, quiet: bool = False
     ):
         self.done = 0
-        columns = TextColumn(what), BarColumn(), *columns, TimeRemainingColumn()
+        columns = TextColumn(title), BarColumn(), *columns, TimeRemainingColumn()
         self._bar = Progress(
             *columns,
             console=console,
@@ -55,7 +61,7 @@ class CallbackBar:
             self._bar.stop()
 
     def update(self, done: int, total: int) -> None:
-        """The bar is shown from the first call on that leaves something to do, to the one that leaves nothing."""
+        """Show the progress. The bar starts with the first call with `done < total`, and ends when `done == total`."""
         self.done = done
         if done < total and not self._bar.live.is_started:
             self._bar.start()
@@ -66,19 +72,23 @@ class CallbackBar:
 
 
 def prefill_bar(console: Console) -> CallbackBar:
-    """Tokens read: for mlx-lm's `prompt_progress_callback`. Off a terminal its last state stays."""
+    """Return a bar of tokens read, for mlx-lm's `prompt_progress_callback`."""
     count = TextColumn("{task.completed:,}/{task.total:,}")
     return CallbackBar(console, "reading the prompt", count, _TokenSpeed())
 
 
 def writing_bar(console: Console) -> CallbackBar:
-    """Bytes written: for the `progress` of `saved.save`. Nothing is shown off a terminal."""
+    """Return a bar of bytes written, for the `progress` of `saved.save`. It is shown on a terminal only."""
     columns = progress.DownloadColumn(), progress.TransferSpeedColumn()
     return CallbackBar(console, "writing the entries", *columns, quiet=not console.is_terminal)
 
 
 class StepBars:
-    """Bars of work done in steps; off a terminal, lines. Ctrl-C names the file of `answers` to go on from."""
+    """A context manager that shows bars of work done in steps. If stderr is not a terminal, it prints lines instead.
+
+    Args:
+        answers: the file of results, which a line names after Ctrl-C, since the same command continues it.
+    """
 
     def __init__(self, answers: Path | None = None, quiet: bool = False):
         self._console, self._answers = stderr_console(quiet), answers
@@ -106,26 +116,29 @@ class StepBars:
             )
             self._console.print(line, soft_wrap=True)
 
-    def start(self, what: str, total: int) -> None:
-        self._task = self._progress.add_task(what, total=total, more="")
-        self._printed, self._over = self._progress.get_time(), False
+    def start(self, title: str, total: int) -> None:
+        """Start a bar of `total` steps."""
+        self._task = self._progress.add_task(title, total=total, more="")
+        self._last_line, self._end_printed = self._progress.get_time(), False
 
-    def done(self, counts: bool = True) -> None:
-        """Count one more step; if `counts` is false, print no line about it."""
+    def done(self, prints: bool = True) -> None:
+        """Count one more step; if `prints` is false, print no line about it."""
         self._progress.advance(self._task)
-        if counts:
-            self._tell()
+        if prints:
+            self._print_line()
 
     def reach(self, done: int, more: str) -> None:
+        """Set the number of finished steps, and the text after the bar."""
         self._progress.update(self._task, completed=done, more=more)
-        self._tell()
+        self._print_line()
 
-    def _tell(self) -> None:
+    def _print_line(self) -> None:
+        """Print the progress as a line if stderr is not a terminal, and a line is due or the work has ended."""
         task, now = self._progress.tasks[-1], self._progress.get_time()
-        is_due = now - self._printed >= LINE_EVERY or (task.finished and not self._over)
+        is_due = now - self._last_line >= LINE_INTERVAL or (task.finished and not self._end_printed)
         if self._console.is_terminal or not is_due:
             return
-        self._printed, self._over = now, task.finished
+        self._last_line, self._end_printed = now, task.finished
         done = f"{task.description} {task.completed:.0f}/{task.total:.0f}"
         left = f"about {task.time_remaining:.0f} s left" if task.time_remaining else ""
         words = filter(None, (done, f"{task.elapsed or 0:.0f} s", left, task.fields["more"]))

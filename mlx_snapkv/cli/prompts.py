@@ -1,4 +1,4 @@
-"""Prompts from what a user typed: their text, and its tokens."""
+"""The options that give a prompt, its text from the command line or files, and its tokens."""
 
 import contextlib
 import json
@@ -16,11 +16,11 @@ from ..completions.chat_template import apply_template, template_failures
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
 from .command import flag_of
-from .options import IgnoreChatTemplate, SystemPrompt, TalkingModelOptions
-from .reading import Reading
+from .options import ChatModelOptions, IgnoreChatTemplate, SystemPrompt
+from .prompt_console import PromptConsole
 
-# Beginnings of questions: what their prompts share can be read before the question is known.
-PROBES = ("Why", "1", "(", "\u4e2d", "\nand", " so")
+# Beginnings of questions. The tokens that the prompts of all of them share do not depend on the question.
+SAMPLE_QUESTIONS = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class TextOptions:
     system_prompt: SystemPrompt = None
 
     def read(self) -> str:
-        """The file's text, then the prompt's; SnapKVError if there is none, or it can't be read."""
+        """Return the text of --prompt-file, followed by the text of --prompt.
+
+        Raises: SnapKVError: no text is given, or it can't be read.
+        """
         if self.prompt is None and self.prompt_file is None:
             sources = "--prompt TEXT, --prompt - or --prompt-file FILE"
             raise SnapKVError(f"there is no prompt: give {sources}")
@@ -47,7 +50,7 @@ class TextOptions:
         if self.prompt == "-":
             parts.append(_stdin())
         elif self.prompt is not None:
-            # As mlx-lm does: \n and \t may be typed on the command line.
+            # \n and \t may be typed on the command line, as in mlx-lm.
             typed = self.prompt.replace("\\n", "\n").replace("\\t", "\t")
             parts.append(require_text(typed, "--prompt"))
         text = "\n\n".join(parts)
@@ -61,57 +64,72 @@ class PromptOptions(TextOptions):
     prefill_response: Annotated[str | None, Option(help="Text that the answer begins with.")] = None
     ignore_chat_template: IgnoreChatTemplate = False
 
-    def load(self, model: TalkingModelOptions, reading: Reading) -> tuple[Any, Any, list[int]]:
+    def load(self, model: ChatModelOptions, console: PromptConsole) -> tuple[Any, Any, list[int]]:
+        """Return the model, its tokenizer, and the token ids of the prompt."""
         text = self.read()
         loaded, tokenizer = model.load()
-        return loaded, tokenizer, reading.wait_for(partial(self.encode, tokenizer, text))
+        return loaded, tokenizer, console.wait_for(partial(self.encode, tokenizer, text))
 
     def encode(self, tokenizer: Any, text: str, today: datetime | None = None) -> list[int]:
-        """Token ids of a text, through the chat template unless there is none or it is to be ignored.
+        """Return the token ids of a prompt with this text.
+
+        The text is a user's message in the chat template. It is encoded as raw text if --ignore-chat-template is given
+        or the tokenizer has no template.
 
         Args:
-            today: the date for templates that tell it to the model; by default that of the call.
+            today: the date for templates that contain it; None is the current date.
+
+        Raises: SnapKVError: an option needs a chat template, or the template fails.
         """
         raw = self.ignore_chat_template or not tokenizer.has_chat_template
         for name in ("system_prompt", "prefill_response"):
             if raw and getattr(self, name) is not None:
                 needs = f"{flag_of(name)} needs a chat template"
                 raise SnapKVError(f"{needs}: drop it or --ignore-chat-template")
-        begun = self.prefill_response
-        texts = {"system": self.system_prompt, "user": text, "assistant": begun}
+        prefill = self.prefill_response
+        contents = {"system": self.system_prompt, "user": text, "assistant": prefill}
         messages = [
-            {"role": r, "content": words} for r, words in texts.items() if words is not None
+            {"role": role, "content": content}
+            for role, content in contents.items()
+            if content is not None
         ]
         ending = {
-            "add_generation_prompt": begun is None,
-            "continue_final_message": begun is not None,
+            "add_generation_prompt": prefill is None,
+            "continue_final_message": prefill is not None,
         }
         with template_failures():
             if raw:
                 tokens = tokenizer.encode(text)
             else:
-                dated = _dated(tokenizer, today)
-                tokens = apply_template(tokenizer, messages, **ending, **dated)
+                template = _with_date(tokenizer, today)
+                tokens = apply_template(tokenizer, messages, **ending, **template)
         if not tokens:
             raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
         return tokens
 
 
 def read_file(option: str, path: str) -> str:
-    """The text of the file that an option names; SnapKVError if it can't be read, is not text or has none."""
+    """Return the text of the file that an option names.
+
+    Raises: SnapKVError: the file can't be read, is empty or is not UTF-8 text.
+    """
     file = path_of(path, option)
     with refusing(f"{option} {path}"), file.open("rb") as stream:
         return _decoded(stream, f"{option} {path}")
 
 
 def _stdin() -> str:
+    """Return the text of standard input. Raises: SnapKVError: it is closed, empty or not UTF-8 text."""
     if sys.stdin is None:
         raise SnapKVError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
     return _decoded(sys.stdin.buffer, "standard input")
 
 
 def _decoded(stream: BinaryIO, source: str) -> str:
-    """All the text, some at least; no more is read after a zero byte, which no text has: /dev/zero has no end."""
+    """Return all text of a stream. Raises: SnapKVError: there is no text, or the stream is not UTF-8.
+
+    Reading stops after a zero byte, which text does not contain. Otherwise /dev/zero would never end.
+    """
     pieces: list[bytes] = []
     while (not pieces or b"\0" not in pieces[-1]) and (piece := stream.read(1 << 20)):
         pieces.append(piece)
@@ -122,15 +140,18 @@ def _decoded(stream: BinaryIO, source: str) -> str:
 
 
 def require_text(text: str, source: str) -> str:
-    """The text; SnapKVError if it is none, but bytes that were read as such."""
+    """Return the text. Raises: SnapKVError: it has a zero byte, or was decoded from invalid UTF-8."""
     with contextlib.suppress(UnicodeEncodeError):
         if b"\0" not in text.encode():
             return text
     raise SnapKVError(f"{source} is not UTF-8 text: convert it to text first")
 
 
-def _dated(tokenizer, today: datetime | None) -> dict[str, str]:
-    """The template as an option, its calls for today's date replaced by `today`'s."""
+def _with_date(tokenizer, today: datetime | None) -> dict[str, str]:
+    """Return the option `chat_template` with the date `today` instead of calls that format the current date.
+
+    Return no option if the template does not contain the date, or `today` is None.
+    """
     template = tokenizer.chat_template
     if today is None or not isinstance(template, str) or "strftime_now" not in template:
         return {}
@@ -141,7 +162,7 @@ def _dated(tokenizer, today: datetime | None) -> dict[str, str]:
 def encode_question(
     tokenizer, text: str, question: str, system_prompt: str | None, today: datetime | None
 ) -> list[int]:
-    """Token ids of a whole prompt: a text and a question about it, as `generate` puts them together."""
+    """Return the token ids of a whole prompt with a text and a question, like those of `generate`."""
     options = PromptOptions(system_prompt=system_prompt)
     return options.encode(tokenizer, f"{text}\n\n{question}", today)
 
@@ -149,8 +170,11 @@ def encode_question(
 def opening_tokens(
     tokenizer, text: str, system_prompt: str | None, today: datetime | None = None
 ) -> list[int]:
-    """Token ids that start the prompt of every question about `text`; SnapKVError if the template has none."""
-    prompts = [encode_question(tokenizer, text, q, system_prompt, today) for q in PROBES]
+    """Return the token ids that the prompt of every question about `text` starts with.
+
+    Raises: SnapKVError: the chat template puts nothing before a question.
+    """
+    prompts = [encode_question(tokenizer, text, q, system_prompt, today) for q in SAMPLE_QUESTIONS]
     shared = prompts[0][: common_prefix(prompts)]
     if not shared:
         raise SnapKVError(

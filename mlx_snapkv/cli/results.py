@@ -1,4 +1,4 @@
-"""Measurements: what evaluations share, their tables on the terminal, and the files of their results."""
+"""Results of evaluations: the options of evaluations, the methods that they measure, and the files that they write."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typer import Option
 
 from .._version import __version__
 from ..errors import SnapKVError
-from ..measure.tables import Table, is_ours, require_matplotlib
+from ..measure.tables import is_ours, require_matplotlib
 from ..paths import path_of, put_result, refusing, require_place
 from ..planning.options import RequestOptions
-from .cache_options import each_method
+from .cache_options import parse_settings
 from .options import AsJson
+from .terminal_table import print_table
 
 if TYPE_CHECKING:
     from ..measure.methods import Method
@@ -28,27 +29,13 @@ if TYPE_CHECKING:
 
     Run = Callable[[Results, Callable[..., None]], list[Record]]
 
-# Columns of words; all others hold figures.
-NAME_COLUMNS = (
-    "cache",
-    "method",
-    "task",
-    "model type",
-    "also loads",
-    "note",
-    "why",
-    "name",
-    "here",
-)
 VERSION = {"mlx-snapkv": __version__}
-MAX_HEADING = 24  # characters of a heading, which are then folded
-LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
 
 
 class ResultFiles:
-    """The files of a result: a name and an ending each, in a folder that is there.
+    """The files of a result: one name with several endings, in an existing folder.
 
-    Raises: SnapKVError: one can't be written, or is there and not by this package.
+    Raises: SnapKVError: a file can't be written, or exists and was not written by this package.
     """
 
     def __init__(self, name: str, endings: Sequence[str]):
@@ -62,7 +49,7 @@ class ResultFiles:
         return self.base.with_name(self.base.name + ending)
 
     def summary(self, written: Iterable[Path]) -> str:
-        """What was written and what that replaced, in a line each."""
+        """Return a line that lists the new files, and a line that lists the replaced ones."""
         lines: dict[str, str] = {"wrote": "", "replaced": ""}
         for path in written:
             lines["replaced" if path in self._replaced else "wrote"] += f" {path}"
@@ -70,7 +57,10 @@ class ResultFiles:
 
 
 def require_page(name: str | None, *endings: str) -> Path | None:
-    """Where to write, if anywhere; SnapKVError if nothing can be, or it is not ours to replace."""
+    """Return the path of --output, which is a single file; None without the option.
+
+    Raises: SnapKVError: the path has another ending, can't be written, or is a file that this package did not write.
+    """
     if name is None:
         return None
     if Path(name).suffix not in endings:
@@ -79,51 +69,36 @@ def require_page(name: str | None, *endings: str) -> Path | None:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether a file is there, and ours to replace; SnapKVError if it is not ours, or can't be written."""
+    """Return whether writing a result would replace a file.
+
+    Raises: SnapKVError: the file can't be written, or this package did not write it.
+    """
     if path.suffix == ".png":
         require_matplotlib()
-    is_there = require_place(path)
-    if is_there and not is_ours(path):
+    exists = require_place(path)
+    if exists and not is_ours(path):
         raise SnapKVError(f"--output: mlx-snapkv did not write {path}: give another name")
-    return is_there
+    return exists
 
 
-def about(program: str = "mlx-snapkv") -> dict[str, Any]:
-    """How and where a result was measured: the command, versions, commit and machine."""
+def provenance(program: str = "mlx-snapkv") -> dict[str, Any]:
+    """Return how and where a result was measured: the command line of `program`, versions, commit and machine."""
     from ..measure.environment import setting
 
     return {"command": shlex.join([*program.split(), *sys.argv[1:]]), **setting()}
 
 
 def write_json(base: Path, result: Any) -> Path:
-    """Write a result to `base`.json; that path."""
+    """Write a result to `base`.json, and return that path."""
     path = base.with_name(f"{base.name}.json")
     put_result(path, json.dumps(result, indent=1) + "\n")
     return path
 
 
 def write_result(base: Path, result: Any, page: str) -> list[Path]:
-    """Write a result to `base`.json and its page to `base`.md; their paths."""
+    """Write a result to `base`.json and its page to `base`.md, and return both paths."""
     put_result(path := base.with_name(f"{base.name}.md"), page)
     return [write_json(base, result), path]
-
-
-def print_table(made: Table) -> None:
-    """Print a table with its title and its remark, names to the left and figures to the right."""
-    from rich import box, table
-    from rich.console import Console
-
-    console = Console()
-    console.width = max(console.width, LEAST_WIDTH)
-    looks: Any = {"title_justify": "left", "box": box.SIMPLE, "padding": (0, 1, 0, 0)}
-    drawn = table.Table(title=made.title, **looks)
-    for column in made.columns:
-        fold = len(column) > MAX_HEADING
-        figures: Any = {"justify": "right", "no_wrap": not fold, "min_width": 8 * fold}
-        drawn.add_column(column, overflow="fold", **({} if column in NAME_COLUMNS else figures))
-    for row in made.rows:
-        drawn.add_row(*row)
-    console.print(drawn, made.remark, sep="\n", markup=False)
 
 
 Policies = Annotated[
@@ -133,8 +108,6 @@ Policies = Annotated[
         help="Policy to measure, such as keydiff:budget=12.5% (a share of the prompt); repeatable.",
     ),
 ]
-
-
 Sparses = Annotated[
     list[str] | None,
     Option(
@@ -146,9 +119,9 @@ Sparses = Annotated[
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """What becomes of a result: it is printed, and written to files."""
+    """Where a result is printed and written."""
 
-    program: ClassVar[str] = "mlx-snapkv"  # whose command line a result shows
+    program: ClassVar[str] = "mlx-snapkv"  # starts the command line in the result
 
     output: Annotated[
         str | None,
@@ -160,6 +133,7 @@ class ResultOptions:
     as_json: AsJson = False
 
     def files(self) -> ResultFiles | None:
+        """Return the files of --output; None without the option. Raises: SnapKVError: see `ResultFiles`."""
         if self.output is None:
             return None
         return ResultFiles(self.output, (".jsonl", ".json", ".md"))
@@ -172,20 +146,26 @@ class ResultOptions:
         run: Run,
         page: Page,
     ) -> None:
-        """Measure what the files do not hold yet, with a bar; print the result, and write it.
+        """Measure the records that the files do not hold yet, with a progress bar. Print and write the result.
 
         Args:
-            fixed: what results that go on from each other have in common.
-            run: the records, from those there are and a callback for every document.
+            fixed: the setting of the measurement. Files of another setting are refused.
+            n_documents: the number of documents that `run` measures.
+            run: returns all records. It takes the records so far, and a callback for each finished document.
+            page: makes the tables of the records.
+
+        Raises: SnapKVError: the files hold records of another setting or version.
         """
+        from ..measure.records import Results
         from .progress import StepBars
 
-        answers = None if files is None else files.path(".jsonl")
-        with results_in(files, fixed) as results, StepBars(answers) as bars:
+        records_file = None if files is None else files.path(".jsonl")
+        results = Results({**fixed, **VERSION}, records_file)
+        with results, StepBars(records_file) as bars:
             bars.start("documents", n_documents)
             records = run(results, bars.done)
         measured = {**VERSION, "summary": page.summarise(records), "records": records}
-        result = {**about(self.program), **fixed, **measured}
+        result = {**provenance(self.program), **fixed, **measured}
         if self.as_json:
             print(json.dumps(result))
         else:
@@ -196,13 +176,6 @@ class ResultOptions:
             print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 
-def results_in(files: ResultFiles | None, fixed: dict[str, Any]) -> Results:
-    """What the files hold; SnapKVError if they are of another run, or by another version."""
-    from ..measure.records import Results
-
-    return Results({**fixed, **VERSION}, None if files is None else files.path(".jsonl"))
-
-
 def methods_of(
     policies: Sequence[str] | None,
     sparse: Sequence[str] | None = None,
@@ -210,25 +183,31 @@ def methods_of(
     lengths: Sequence[int] = (),
     request: RequestOptions | None = None,
 ) -> list[Method]:
-    """The full cache, and each policy and sparse attention, with the same options of a `request` for all.
+    """Return the methods to measure: the full cache, each policy and each sparse attention.
 
-    Raises: SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
+    Args:
+        policies: values of --policy; repeated ones are dropped.
+        sparse: values of --sparse; repeated ones are dropped.
+        lengths: prompt lengths that will be measured, in tokens.
+        request: the request's other options, for all methods. If `sparse` is given, the store is not for policies.
+
+    Raises: SnapKVError: a value can't be parsed, or a method would compress none of the prompts.
     """
     from ..measure.methods import Method, require_compression
     from ..planning.config import CompressionConfig
     from ..planning.exclusions import When, require_compatible
     from ..sparse.options import Sparse
 
-    chosen = each_method(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
-    is_any_sparse = any(isinstance(each, Sparse) for each in chosen)
+    settings = parse_settings(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
+    is_any_sparse = any(isinstance(setting, Sparse) for setting in settings)
     options: dict[Any, dict[str, Any]] = {}
-    for each in chosen:
-        given = (request or RequestOptions()).keywords
-        if is_any_sparse and not isinstance(each, Sparse):
-            given["store"] = None  # it is for sparse attention
-        config = CompressionConfig(each, **given)
+    for setting in settings:
+        keywords = (request or RequestOptions()).keywords
+        if is_any_sparse and not isinstance(setting, Sparse):
+            keywords["store"] = None
+        config = CompressionConfig(setting, **keywords)
         require_compatible(config, When.CHOSEN)
-        options[each] = {k: x for k, x in config.keywords.items() if x is not None}
-    methods = [Method(), *(Method(each, how) for each, how in options.items())]
+        options[setting] = {k: x for k, x in config.keywords.items() if x is not None}
+    methods = [Method(), *(Method(setting, given) for setting, given in options.items())]
     require_compression(methods, lengths)
     return methods

@@ -17,10 +17,10 @@ from ..errors import SnapKVError
 from ..paths import path_of
 from ..server import BILLING
 from . import cache_options, options
-from .loading import require_alone
-from .options import n_bytes
-from .process import listen
-from .reading import Reading
+from .loading import require_one_process
+from .options import parse_bytes
+from .process import raise_on_interrupt
+from .prompt_console import PromptConsole
 
 if TYPE_CHECKING:
     from ..planning.prefixes import PrefixRoom
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..server.prefix_files import PrefixFiles
     from ..server.requests import Loaded
 
-PREFIX_FILES = "20GB"
+DEFAULT_PREFIX_DIR_SIZE = "20GB"
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class HTTPOptions:
     ] = field(default_factory=lambda: [BILLING])
 
     def settings(self) -> Settings:
+        """Return the settings of the HTTP server. Raises: SnapKVError: they are not safe or not valid."""
         from ..server.access import Settings
 
         return Settings(
@@ -80,7 +81,7 @@ class HTTPOptions:
 
 
 @dataclass(frozen=True)
-class LimitOptions(options.TogetherOptions):
+class LimitOptions(options.ConcurrencyOptions):
     queue: Annotated[
         int, Option(min=0, help="Maximum number of waiting requests; further ones get a 429.")
     ] = 64
@@ -91,15 +92,14 @@ class LimitOptions(options.TogetherOptions):
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """What stays of the prompts that have been read."""
+    """The prefix cache, in memory and in files."""
 
     prefix_bytes: Annotated[
         int | None,
         Option(
-            parser=n_bytes,
-            help=f"Size of the prefix cache; default: 4GB in memory, {PREFIX_FILES} in files, or what a prompt "
-            f"of the model's "
-            "context takes, up to half of what is free.",
+            parser=parse_bytes,
+            help=f"Size of the prefix cache; default: 4GB in memory, {DEFAULT_PREFIX_DIR_SIZE} in files, or what a "
+            "prompt of the model's context takes, up to half of what is free.",
         ),
     ] = None
     prefix_dir: Annotated[
@@ -107,23 +107,29 @@ class PrefixOptions:
     ] = None
     prefix_dir_bytes: Annotated[
         Any,
-        Option(parser=n_bytes, help="Size limit of --prefix-dir; the oldest prefixes are deleted."),
-    ] = PREFIX_FILES
+        Option(
+            parser=parse_bytes, help="Size limit of --prefix-dir; the oldest prefixes are deleted."
+        ),
+    ] = DEFAULT_PREFIX_DIR_SIZE
 
-    def files(self, setting: dict[str, str], loaded: Loaded) -> PrefixFiles | None:
-        """The folder of prefixes, if there is one, for this model and what is set about its entries."""
+    def files(self, identity: dict[str, str], loaded: Loaded) -> PrefixFiles | None:
+        """Return the prefixes in files of this model and these settings; None without --prefix-dir.
+
+        Args:
+            identity: the settings that entries depend on; see `CompressionConfig.identity`.
+        """
         from ..server.prefix_files import PrefixFiles, tokenizer_digest
 
         if self.prefix_dir is None:
             return None
         folder = path_of(self.prefix_dir, "--prefix-dir")
-        about = setting | {"tokenizer": tokenizer_digest(loaded.tokenizer)}
+        about = identity | {"tokenizer": tokenizer_digest(loaded.tokenizer)}
         return PrefixFiles(folder, self.prefix_dir_bytes, loaded.model, about)
 
 
 @dataclass(frozen=True)
 class AnswerOptions(options.SamplingOptions):
-    """Sampling and length where a request does not say."""
+    """Defaults for requests that set no sampling options or length."""
 
     max_tokens: Annotated[
         int,
@@ -161,19 +167,17 @@ def serve(
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
 
-    require_alone(prefix_dir=prefixes.prefix_dir, pipeline=model.pipeline)
+    require_one_process(prefix_dir=prefixes.prefix_dir, pipeline=model.pipeline)
     settings = None if rank() else http.settings()
-    keywords = compression.served()
-    compression.require_use()
-    keywords |= cache_options.keywords_of(
-        compression.recommend(model.model, None, "conversation", Reading().say, vars(cache))
+    keywords = compression.keywords_for_task(
+        model.model, "conversation", PromptConsole().say, vars(cache)
     )
     generation = keywords | vars(cache)
     identity = CompressionConfig.taken_from(generation)[0].identity
     prefix_cache = PrefixCache(sys.maxsize)
     names = model.model, *(http.alias or ())
     loader = _Loader(model, names, sampling, limits, prefixes, generation, prefix_cache)
-    listen()  # here, since the model is loaded in another thread, which may not
+    raise_on_interrupt()  # only the main thread may, and the model is loaded in another thread
     start = partial(
         Engine,
         loader.load,
@@ -189,27 +193,33 @@ def serve(
 
 @dataclass
 class _Loader:
-    """Loads the model in the engine's thread, and gives the prefix cache its room, the same on all ranks."""
+    """Loads the model in the engine's thread, and sets the size limit of the prefix cache.
+
+    Attributes:
+        names: the names by which clients ask for the model.
+        options: the keywords of `generate_step` for every request.
+        room: the size limit of the prefix cache, equal on all ranks; None until the model is loaded.
+    """
 
     model: options.ShardedModelOptions
-    names: tuple[str, ...]  # by which clients may ask for it
+    names: tuple[str, ...]
     sampling: AnswerOptions
     limits: LimitOptions
     prefixes: PrefixOptions
-    options: dict[str, Any]  # of a request's entries
+    options: dict[str, Any]
     prefix_cache: PrefixCache
-    room: PrefixRoom | None = None  # what the prefix cache may take, once the model is loaded
+    room: PrefixRoom | None = None
 
     def load(self) -> Loaded:
-        """Load the model. Raises: SnapKVError: it can't be served with these options."""
+        """Load and return the model. Raises: SnapKVError: it can't be served with these options."""
         from ..models.distributed import from_first
         from ..planning.machine import this_machine
         from ..planning.prefixes import prefix_room
         from ..server.requests import Loaded
 
         model, tokenizer = self.model.load()
-        self.sampling.generation(tokenizer)  # which finds mistakes
-        room = partial(
+        self.sampling.generate_keywords(tokenizer)  # raises for values beyond the vocabulary
+        compute_room = partial(
             prefix_room,
             model,
             self.options,
@@ -218,25 +228,31 @@ class _Loader:
             max_kv_bytes=self.limits.max_kv_bytes,
             max_context=self.limits.max_context,
         )
-        self.room = from_first(room)
+        self.room = from_first(compute_room)
         self.prefix_cache.allow(self.room.limit)
         return Loaded(model, tokenizer, self.names)
 
 
 def _require_packages() -> None:
+    """Raise SnapKVError if a package of the server is not installed."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
 
 
 def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]) -> None:
-    """Serve until it is stopped, on rank 0; on the others, which have no settings, follow it."""
+    """Serve requests until the user stops the server.
+
+    Args:
+        settings: the settings of the HTTP server on rank 0; None on other ranks, which follow rank 0.
+        start: starts the engine.
+    """
     from ..server.app import listening, serve
 
     if settings is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all ranks
         start().join()
-        os._exit(0)  # with rank 0 gone, MLX's threads would abort the usual exit
+        os._exit(0)  # sys.exit would abort in MLX's threads, since rank 0 has gone
     with listening(settings) as place:
         engine = start()
         host, port, *_ = place.getsockname()

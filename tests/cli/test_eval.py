@@ -10,7 +10,7 @@ def test_it_says_how_long_it_will_take(capsys, monkeypatch):
     monkeypatch.setattr("rich.console.monotonic", lambda: now)
     with StepBars() as bars:
         bars.start("documents", 12)
-        bars.done(counts=False)
+        bars.done(prints=False)
         for seconds in (60, 20, 20):
             now += seconds
             bars.done()

@@ -6,7 +6,7 @@ from mlx.utils import tree_flatten
 from model_folders import demo_with, wide_demo
 from tiny_models import make_llama
 
-from mlx_snapkv.cli.loading import _make_fast, load_model
+from mlx_snapkv.cli.loading import _compute_in_float32, load_model
 
 ASK = ["--prompt", "Hello", "-m", "1"]
 
@@ -37,10 +37,10 @@ def test_where_it_would_take_more_than_half_of_the_memory_it_stays_and_a_line_sa
     model = make_llama()
     model.set_dtype(mx.bfloat16)
     needed = 2 * sum(x.nbytes for _, x in tree_flatten(model.parameters()))
-    said = _make_fast("theirs", model, 2 * needed - 2)
+    said = _compute_in_float32("theirs", model, 2 * needed - 2)
     assert dtypes(model) == {mx.bfloat16}
     assert said.startswith("bfloat16 is slow without a GPU, and in float32 the weights would take")
-    assert "computing in float32" in _make_fast("theirs", model, 2 * needed)
+    assert "computing in float32" in _compute_in_float32("theirs", model, 2 * needed)
     assert dtypes(model) == {mx.float32}
 
 
@@ -50,6 +50,6 @@ def test_quantised_weights_stay_and_what_scales_them_gets_wider():
     from mlx.nn import quantize
 
     quantize(model, bits=4, group_size=32)
-    assert _make_fast("theirs", model, 1 << 40)
+    assert _compute_in_float32("theirs", model, 1 << 40)
     assert dtypes(model) == {mx.uint32, mx.float32}
     assert model(mx.array([[1, 2, 3]])).dtype == mx.float32

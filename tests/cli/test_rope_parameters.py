@@ -48,7 +48,7 @@ def test_what_cannot_be_read_is_refused_by_name(refused, folder):
 
 
 def test_several_macs_need_a_plain_configuration(folder, monkeypatch):
-    monkeypatch.setattr(loading, "_joined", lambda pipeline: 2)
+    monkeypatch.setattr(loading, "_start_ranks", lambda pipeline: 2)
     with pytest.raises(
         SnapKVError,
         match=r"on several Macs mlx-lm does not read rope_parameters: add rope_theta to config\.json",

@@ -1,4 +1,4 @@
-"""An answer that starts from a saved prompt."""
+"""A saved prompt that an answer continues."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -23,15 +23,21 @@ from .cache_options import CompressionOptions
 from .prompts import encode_question
 
 
-class SavedStart:
-    """A saved prompt, loaded for a model, compressed if that is asked for, and continued by an answer.
+class SavedPrompt:
+    """A prompt that cache-prompt or mlx-lm saved. Loading it checks the model, and compresses a full cache.
 
     Args:
-        file, name: the names that the user gave to it and the model.
-        compression: of the answer, what was given. A policy compresses a saved full cache at once.
-        quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
+        file: the file's name, as the user typed it.
+        name: the model's name, as the user typed it.
+        compression: the options of the answer. A policy compresses a saved full cache at once.
+        quantization: how the entries of a saved full cache are quantised. Without a policy mlx-lm quantises them.
 
-    Raises: SnapKVError: the file is not for this model, or its entries can't be compressed so.
+    Attributes:
+        n_tokens: number of tokens of the saved prompt.
+        report: what was compressed here, or that nothing was.
+        options: keywords of `stream_generate` for the answer.
+
+    Raises: SnapKVError: the file is not for this model, or its entries can't be compressed with these options.
     """
 
     def __init__(
@@ -46,37 +52,50 @@ class SavedStart:
         self._file, self._saved, self._flag = file, saved.load(file, model), flag
         self._is_auto = compression.is_auto
         self._caches = caches = self._saved.prompt_cache
-        if self._saved.tokens is None:  # by mlx-lm, which notes a name alone
-            theirs, here = str(self._saved.notes.get("model", name)), MODELS.get(name, Path(name))
-            if theirs != name and Path(theirs).resolve() != here.resolve():
-                raise SnapKVError(f"{file} was made with --model {theirs}, not {name}")
+        if self._saved.tokens is None:  # mlx-lm saved the file
+            self._require_model(name)
         self.n_tokens = n_tokens(caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
-        compressed = is_compressed(caches)
-        if quantization and (compressed or any(c.quantization for c in layer_caches(caches))):
-            how = "compressed" if compressed else "quantised"
-            raise SnapKVError(f"{file} is already {how}, and its entries stay so: drop --kv-bits")
-        changes = {flag: policy, "--store": store}
+        if quantization is not None:
+            self._require_plain_entries()
+        given = {flag: policy, "--store": store}
         if self._stored_in is not None:
-            self._require_nothing_else(policy, quantization)
+            self._require_own_setting(policy, quantization)
             policy, store = setting_named(self._saved.policy), store or self._stored_in
-        elif compressed and (what := " and ".join(name for name, x in changes.items() if x)):
+        elif is_compressed(caches) and (
+            flags := " and ".join(name for name, x in given.items() if x)
+        ):
             raise SnapKVError(
-                f"{file} is already compressed, and the evicted entries are gone: drop {what}"
+                f"{file} is already compressed, and the evicted entries are gone: drop {flags}"
             )
         elif isinstance(policy, Compress):
             self.report = self._compress(model, policy, quantization)
             policy = None
         store = CompressionConfig(policy, store=store).store
-        # Of the answer. What the text was read under goes before what is given, but for where entries stay.
+        # The options of the saved prompt override the command's, except the store.
         noted = {} if self._saved.tokens is None else self._saved.notes.get("options", {})
-        own = {name: value for name, value in noted.items() if value is not None}
-        self.options = {"policy": policy, **compression.keywords, **own}
+        saved_options = {name: value for name, value in noted.items() if value is not None}
+        self.options = {"policy": policy, **compression.keywords, **saved_options}
         self.options |= {"store": store, "prompt_cache": caches}
+
+    def _require_model(self, name: str) -> None:
+        """Raise SnapKVError if mlx-lm saved the file with another model. mlx-lm notes only the model's name."""
+        noted, path = str(self._saved.notes.get("model", name)), MODELS.get(name, Path(name))
+        if noted != name and Path(noted).resolve() != path.resolve():
+            raise SnapKVError(f"{self._file} was made with --model {noted}, not {name}")
+
+    def _require_plain_entries(self) -> None:
+        """Raise SnapKVError if the saved entries are compressed or quantised, so that --kv-bits can't change them."""
+        compressed = is_compressed(self._caches)
+        if compressed or any(cache.quantization for cache in layer_caches(self._caches)):
+            how = "compressed" if compressed else "quantised"
+            raise SnapKVError(
+                f"{self._file} is already {how}, and its entries stay so: drop --kv-bits"
+            )
 
     @property
     def _stored_in(self) -> str | None:
-        """The store of a text whose entries all stay, for its own sparse attention to choose from; else None."""
+        """The store of a text that was saved for sparse attention; None for other files."""
         notes = self._saved.notes
         if self._saved.policy == NO_POLICY or "messages" in notes:
             return None
@@ -85,8 +104,8 @@ class SavedStart:
             stored if self._saved.tokens is None else notes.get("options", {}).get("store", stored)
         )
 
-    def _require_nothing_else(self, policy: Any, quantization: Quantization | None) -> None:
-        """Raises: SnapKVError: something is given that a file with a setting of its own has no use for."""
+    def _require_own_setting(self, policy: Any, quantization: Quantization | None) -> None:
+        """Raise SnapKVError if the command gives another setting than the file's own."""
         own = f"{self._file} has its own setting, {self._saved.policy}"
         if policy is not None:
             raise SnapKVError(f"{own}: drop {self._flag}")
@@ -96,7 +115,7 @@ class SavedStart:
             )
 
     def notes(self, text: str) -> Iterator[str]:
-        """What does nothing of what was given, the text to be read among it."""
+        """Yield notes on options without effect, and on a question that repeats the saved text."""
         if self._is_auto:
             yield f"note: --policy auto has no effect on {self._file}, which continues as saved"
         saved_text = (self._saved.notes.get("text") or "").strip()
@@ -104,7 +123,10 @@ class SavedStart:
             yield f"note: {self._file} already holds this text: give only the question"
 
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
-        """Token ids of what follows the saved prompt; SnapKVError if the whole would not begin as that did."""
+        """Return the token ids of the question, which continue the saved prompt.
+
+        Raises: SnapKVError: the whole prompt would not begin with the saved tokens, or the file can't be asked.
+        """
         file, notes = self._file, self._saved.notes
         if self._saved.tokens is None:
             return mlx_lm_suffix(tokenizer, question, ignore_chat_template)
@@ -127,11 +149,12 @@ class SavedStart:
 
     @property
     def policy(self) -> str:
+        """The setting that the saved prompt was compressed with, here or when it was saved."""
         return self.report.policy if self.report.compressed else self._saved.policy
 
     @property
-    def kept(self) -> str:
-        """What the answer starts from, for the closing line."""
+    def kept_text(self) -> str:
+        """The words of the closing line about the entries that the answer starts from."""
         entries = max(cache.n_entries for cache in layer_caches(self._caches))
         how = "full cache" if self.policy == NO_POLICY else self.policy
         is_reason = self.report.policy != NO_POLICY and not self.report.compressed
@@ -140,11 +163,16 @@ class SavedStart:
         return f"after {self.n_tokens} saved ones ({how}{why}), {held}"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the entry `prompt_cache` of the object that --json prints."""
         return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}
 
     def _compress(
         self, model, compress: Compress, quantization: Quantization | None
     ) -> CompressionReport:
+        """Compress the saved full cache, unless the prompt is below `min_ctx`, and return a report.
+
+        Raises: SnapKVError: a policy needs queries, which are not saved.
+        """
         for policy in compress.policies:
             if policy.observes:
                 raise SnapKVError(

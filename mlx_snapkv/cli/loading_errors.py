@@ -1,0 +1,68 @@
+"""The sentences for models that can't be loaded: the reason, found from the exception and the model's files."""
+
+import traceback
+from pathlib import Path
+
+from ..errors import brief
+
+# Exceptions of the Hugging Face hub, by the names of their classes.
+HUB_ERRORS = {
+    "LocalEntryNotFoundError": "the Hugging Face hub can't be reached, and the local cache does not hold it",
+    "GatedRepoError": "the repository is gated: request access on its Hugging Face page, then run `hf auth login`",
+    "RepositoryNotFoundError": "the Hugging Face hub has no such repository; for a private one run `hf auth login`",
+    "HfHubHTTPError": "the Hugging Face hub failed",
+}
+# A tokenizer has at least one of these files.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"
+)  # fmt: skip
+# Functions of mlx-lm's loader, and the problem if one of them fails. The first that is in the traceback counts.
+LOADING_STEPS = {
+    "load_tokenizer": "its tokenizer can't be read",
+    "load_adapters": "the adapters don't fit",
+    "load_weights": "its weights don't fit its config.json",
+    "load_config": "its config.json does not describe such a model",
+    "load_model": "its config.json does not describe such a model",
+}
+
+
+def loading_problem(name: str, folder: Path, error: Exception, action: str) -> str:
+    """Return why a model can't be loaded.
+
+    Args:
+        name: the folder or repository, as the user typed it.
+        folder: the folder of that name, which need not exist.
+        error: the exception of the loader.
+        action: "loaded", or "planned" if only the configuration and the headers of the weights were needed.
+    """
+    if not folder.exists():
+        from mlx_lm.utils import hf_repo_to_path
+
+        for kind in type(error).__mro__:
+            if kind.__name__ in HUB_ERRORS:
+                return f"no such folder, and {HUB_ERRORS[kind.__name__]} ({brief(error)})"
+        if action == "planned":
+            return f"can't be planned: {brief(error)}"
+        folder = hf_repo_to_path(name)
+    return f"can't be {action}: {_folder_problem(folder, error)}"
+
+
+def _folder_problem(folder: Path, error: Exception) -> str:
+    """Return the problem with the files of a model folder: missing or damaged files, or the step that failed."""
+    from safetensors import SafetensorError, safe_open
+
+    weights = sorted(folder.glob("model*.safetensors"))
+    if not weights:
+        return "the folder has no weights (model.safetensors, or several model-*.safetensors)"
+    for file in weights:
+        try:
+            safe_open(file, "np").keys()  # opening compares the file's length with its header
+        except (OSError, SafetensorError):
+            return f"{file.name} is damaged or incomplete"
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    has_tokenizer = any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+    if "load_tokenizer" in frames and not has_tokenizer:
+        return "the folder has no tokenizer, such as tokenizer.json"
+    problems = (problem for function, problem in LOADING_STEPS.items() if function in frames)
+    problem = next(problems, "mlx-lm can't load it")
+    return f"{problem}: {brief(error)}"

@@ -1,0 +1,106 @@
+"""The lines and the progress bar that commands print on stderr while they prepare and read a prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from ..engine.report import CompressionReport
+    from ..planning.file_cost import FileCost
+    from ..planning.prompt_plan import ProgressCallback
+
+Result = TypeVar("Result")
+
+TOKENISING = "tokenising the text"
+STATUS_DELAY = 0.5  # seconds before a status is shown
+POLL_INTERVAL = 0.1  # seconds; the longest time until Ctrl-C is noticed
+
+
+class PromptConsole:
+    """The console on stderr of a command that reads prompts; it prints nothing if it is quiet."""
+
+    def __init__(self, quiet: bool = False):
+        # Imported here, since rich would slow down the start of every command.
+        from .progress import stderr_console
+
+        self.rich_console = stderr_console(quiet)
+
+    def say(self, text: str) -> None:
+        self.rich_console.print(text, markup=False, emoji=False, soft_wrap=True)
+
+    def say_all(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.say(line)
+
+    def say_warnings(self, report: CompressionReport) -> None:
+        self.say_all(f"warning: {warning}" for warning in report.warnings)
+
+    def wait_for(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, which tokenises a text, in a thread, and return or raise what it returns or raises.
+
+        A status is shown if it takes long. The thread lets the caller notice Ctrl-C during the work.
+        """
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()  # Ctrl-C leaves it behind
+        wait([future], STATUS_DELAY)
+        if not future.done():
+            if not self.rich_console.is_terminal:
+                self.rich_console.print(TOKENISING)
+            with self.rich_console.status(TOKENISING):
+                while not future.done():
+                    wait([future], POLL_INTERVAL)
+        return future.result()
+
+    def announce(
+        self, model: Any, n_prompt: int, n_before: int = 0, foretell: bool = True, **options: Any
+    ) -> None:
+        """Print which entries of a prompt will be kept, and warnings if the prompt is too long.
+
+        A prompt is too long for the machine's memory or for the model's trained length.
+
+        Args:
+            n_prompt: number of tokens to read.
+            n_before: number of tokens that were read before.
+            foretell: whether to print which entries will be kept.
+            options: the options of `LongPrompts`.
+        """
+        from ..planning.long_prompts import LongPrompts
+
+        prompts = LongPrompts(model, **options)
+        foretold = prompts.foretold(n_prompt, n_before) if foretell else None
+        self.say_all(filter(None, (foretold, *prompts.warnings(n_prompt, n_before))))
+
+    @contextmanager
+    def bar(
+        self, cost: Callable[[int], FileCost | None] | None = None
+    ) -> Iterator[ProgressCallback]:
+        """Show a progress bar within the context, and yield the `prompt_progress_callback` for mlx-lm that moves it.
+
+        Args:
+            cost: takes the number of tokens to read, and returns the bytes that reading writes to files, to be printed
+                first; None if nothing is written.
+        """
+        from .progress import prefill_bar
+
+        bar = prefill_bar(self.rich_console)
+
+        def update(done: int, total: int) -> None:
+            if done == 0:
+                file_cost = cost(total) if cost else None
+                if file_cost is not None:
+                    self.say_all([str(file_cost), *(f"warning: {x}" for x in file_cost.warnings)])
+            bar.update(done, total)
+
+        with bar:
+            yield update

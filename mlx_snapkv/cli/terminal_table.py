@@ -1,0 +1,31 @@
+"""Tables on the terminal."""
+
+from typing import Any
+
+from ..measure.tables import Table
+
+# Columns of text, aligned left. Other columns hold figures, aligned right.
+TEXT_COLUMNS = {
+    "cache", "method", "task", "model type", "also loads", "note", "why", "name", "here"
+}  # fmt: skip
+MAX_HEADING = 24  # characters; longer headings are folded
+MIN_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
+
+
+def print_table(table: Table) -> None:
+    """Print a table with its title and its remark on stdout."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console()
+    console.width = max(console.width, MIN_WIDTH)
+    style: Any = {"title_justify": "left", "box": box.SIMPLE, "padding": (0, 1, 0, 0)}
+    drawn = RichTable(title=table.title, **style)
+    for column in table.columns:
+        is_folded = len(column) > MAX_HEADING
+        figures: Any = {"justify": "right", "no_wrap": not is_folded, "min_width": 8 * is_folded}
+        drawn.add_column(column, overflow="fold", **({} if column in TEXT_COLUMNS else figures))
+    for row in table.rows:
+        drawn.add_row(*row)
+    console.print(drawn, table.remark, sep="\n", markup=False)
