@@ -62,11 +62,11 @@ class Completion:
     def _before_stop(self, parts: list[Reply], is_last: bool) -> list[Reply]:
         """Return the parts before a stop text, without text at the end that may be the beginning of one."""
         certain: list[Reply] = []
+        follows_thoughts = bool(self.reply.reasoning) and not self.reply.text.strip()
         for part in parts:
-            is_after_thoughts = bool(self.reply.reasoning) and not self.reply.text.strip()
             if not part.text:
                 certain += [*self._held_back(), part]
-            elif is_after_thoughts and not part.text.strip():
+            elif follows_thoughts and not part.text.strip():
                 certain.append(part)  # white space between thoughts and text
             else:
                 if text := self._stop.add(part.text):
@@ -100,16 +100,18 @@ class StopMatcher:
 
     def __init__(self, stop: list[str]):
         self._machine = TextStateMachine({"normal": [(text, None) for text in stop]})
+        # mlx-lm's tuple: (state, node of a trie, all states, text that is held back)
         self._state = self._machine.make_state()
         self.matched: str | None = None
 
     def add(self, text: str) -> str:
         """Return the text up to a stop text, or up to what may be the beginning of one."""
-        pending = self._state[3] + text
+        *_, held_back = self._state
+        pending = held_back + text
         self._state, ((_, certain), *_) = TextStateMachine.split(self._state, text)
-        if self._state[0] is None:
-            n_rest = len(self._state[3])
-            self.matched = pending[len(certain) : len(pending) - n_rest]
+        state, *_, rest = self._state
+        if state is None:
+            self.matched = pending[len(certain) : len(pending) - len(rest)]
         return certain
 
     def flush(self) -> str:

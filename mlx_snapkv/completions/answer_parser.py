@@ -45,7 +45,7 @@ class AnswerParser:
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state
         self._tools = request.tools
-        # In this format, everything outside of thoughts is the call, without markers.
+        # The format is a call without markers: everything outside of thoughts belongs to it.
         self._is_call = answer_format is not None and answer_format.kind == "call"
         self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
         self._call_start, self._call_end = tokenizer.tool_call_start, tokenizer.tool_call_end
@@ -54,6 +54,7 @@ class AnswerParser:
         # An answer that continues a text or JSON has no markers.
         has_markers = request.chat and not continues_json
         self._machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
+        # mlx-lm's tuple: (state, node of a trie, all states, text that is held back)
         self._machine_state = self._machine.make_state(request.initial_state)
         self._call = ""  # text of the call that has begun
         self._is_call_in_thoughts = False
@@ -65,27 +66,29 @@ class AnswerParser:
         held back if the text `is_last`.
         """
         parts: list[Reply] = []
-        by_letter = self._must_split_by_letter(text)
-        for chunk in text if by_letter else [text]:
-            segments = self._split_letter(chunk) if by_letter else self._split(chunk)
-            for state, segment in segments:
-                parts += self._add_segment(state, segment)
+        if self._must_split_by_letter(text):
+            for letter in text:
+                parts += self._add(self._split_letter(letter))
+        else:
+            parts += self._add(self._split(text))
         if is_last:
             _, held_back, state = TextStateMachine.flush(self._machine_state)
-            parts += self._add_segment(state, held_back)
+            parts += self._add([(state, held_back)])
             if self._call:
                 parts += self._end_within_call()
         return parts
 
-    def _add_segment(self, state: str, text: str) -> list[Reply]:
-        """Add the text of a call, or else end the call and return both it and the text as parts."""
-        self.state = state
-        if state == "tool" or (self._is_call and state == "normal"):
-            self._call += text
-            return []
-        parts = self._end_call()
-        if text:
-            parts.append(Reply(reasoning=text) if state == "reasoning" else Reply(text))
+    def _add(self, segments: Sequence[Segment]) -> list[Reply]:
+        """Collect the text of a call, and return all other text as parts, together with the calls that have ended."""
+        parts: list[Reply] = []
+        for state, text in segments:
+            self.state = state
+            if state == "tool" or (self._is_call and state == "normal"):
+                self._call += text
+                continue
+            parts += self._end_call()
+            if text:
+                parts.append(Reply(reasoning=text) if state == "reasoning" else Reply(text))
         return parts
 
     def _must_split_by_letter(self, text: str) -> bool:
@@ -102,9 +105,9 @@ class AnswerParser:
 
     def _split_letter(self, letter: str) -> list[Segment]:
         """Return the segments that end with `letter`, and correct the machine's state if a marker was only text."""
-        before = self._machine_state[0]
+        before, *_ = self._machine_state
         self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
-        after = self._machine_state[0]
+        after, *_ = self._machine_state
         if before != "tool" and after == "tool":
             self._is_call_in_thoughts = before == "reasoning"
         if before == "tool" and after != "tool":
@@ -115,7 +118,7 @@ class AnswerParser:
             elif self._is_call_in_thoughts:
                 self._machine_state = self._machine.make_state("reasoning")
         if self._begins_json(segments):
-            held_back = self._machine_state[3]
+            *_, held_back = self._machine_state
             without_markers = TextStateMachine().make_state()
             self._machine_state, more = TextStateMachine.split(without_markers, held_back)
             segments = [*segments, *more]

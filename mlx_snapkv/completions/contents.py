@@ -13,6 +13,7 @@ SEPARATOR = "\n\n"  # between texts that are joined
 TEXT_TYPES = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
 MEDIA = ("image", "audio", "video", "file", "document", "pdf", "screenshot")
 MAX_TYPE_LENGTH = 40  # characters of a part's type that a sentence quotes
+MAX_URL_LENGTH = 200  # characters of a part's URL that the model sees
 
 Source = Literal["user", "tool", "other"]
 
@@ -32,8 +33,9 @@ def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
     """Yield the text of each part of a content, which may be a text, a part, a list of both, or None.
 
     Args:
-        source: "user" for a message of the user or the system, which must consist of text. "tool" for a tool's result,
-            whose unknown parts become JSON. In a result and in "other" messages, media become a note in brackets.
+        source: "user" for a message of the user or the system, which may have no media. "tool" for a tool's result,
+            where parts of unknown types become JSON. "other" for all others. In the last two cases, the model sees a
+            description of media in brackets.
 
     Raises: ValueError: a part of a "user" message is not text.
     """
@@ -108,8 +110,9 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
         raise ValueError(f"{subject}, and this model reads text only: leave it out")
     if source == "tool" and media is None:  # the result of a service's own tool
         return TextPart(as_json({k: v for k, v in part.items() if not k.startswith("encrypted")}))
-    placeholder = ", ".join([f"[{media or kind}", *_size_or_url(part), "not shown to this model]"])
-    return TextPart(f"\n{placeholder}\n", f"a part of the type {kind} is not shown to the model")
+    facts = [media or kind, _size_or_url(part), "not shown to this model"]
+    placeholder = ", ".join(fact for fact in facts if fact is not None)
+    return TextPart(f"\n[{placeholder}]\n", f"a part of the type {kind} is not shown to the model")
 
 
 def _media(part: dict[str, Any], kind: str) -> str | None:
@@ -179,19 +182,19 @@ def _decoded_text(data: Any, media_type: str, kind: str) -> str | None:
     return text
 
 
-def _size_or_url(part: dict[str, Any]) -> list[str]:
-    """Return a list of one description of a part's data, its size in bytes or its URL, or an empty list."""
+def _size_or_url(part: dict[str, Any]) -> str | None:
+    """Return the size of a part's data in bytes, or its URL; None if the part has neither."""
     for value in _strings(part):
         data = value.partition(";base64,")[2] if value.startswith("data:") else value
         if value.startswith(("http://", "https://", "file://")):
-            return [value[:200]]
+            return value[:MAX_URL_LENGTH]
         try:
             n_bytes = len(base64.b64decode(data, validate=True))
         except (binascii.Error, ValueError):
             continue
         if len(data) >= 4 and value != part_type(part):
-            return [f"{n_bytes} bytes"]
-    return []
+            return f"{n_bytes} bytes"
+    return None
 
 
 def _strings(value: Any) -> list[str]:

@@ -42,7 +42,7 @@ class AnswerFormat:
         grammar: in llguidance's Lark.
         kind: "json" for JSON of a schema. "marked call" for a call in the format of the model's tool parser, with its
             markers. "call" for a call as a JSON object with name and arguments, for other parsers.
-        prefill: the JSON at the end of the prompt that the answer continues.
+        prefill: the start of the JSON, if the prompt ends with it and the answer continues it.
         note: a sentence on what is not enforced.
     """
 
@@ -249,7 +249,7 @@ def _thoughts(tokenizer, state: str | None) -> tuple[str, str]:
     if first.startswith("<["):  # a special token
         end = f"TEXT {first}"
     else:
-        end = "until"
+        end = "until"  # lazy: it ends at the first end of thoughts
         rules += f"until[lazy]: TEXT {first}\n"
     rules += f'thoughts: {" ".join([end, *rest])} "\\n\\n"?\n'
     if state == "reasoning":

@@ -75,9 +75,9 @@ def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
     """Parse one message of a chat, or one item of a response's input. Calls and results become messages of their own.
 
     Args:
-        may_have_media: replace an image of the user's by a note, instead of refusing it. Clients put the image that a
-            tool returned into a user message after the result, and an earlier image may have been answered by another
-            model.
+        may_have_media: whether an image in a user message is described to the model, and not refused. This is for
+            messages after a tool's result, where clients put an image that the tool returned, and for messages that
+            another model may have answered.
 
     Raises: ValueError: the item has no known form.
     """
@@ -167,7 +167,7 @@ def _joined(role: str, parts: Iterable[TextPart], separator: str) -> Message:
 
 
 def _result(item: dict[str, Any], call_id: Any, content: Any) -> Message:
-    """Return a tool's result as a message; its text says so if `item` has a field for an error."""
+    """Return a tool's result as a message. Its text begins with the error that `item` reports, if there is one."""
     parts = (
         part._replace(text=part.text.strip("\n")) if part.note else part
         for part in text_parts(content)

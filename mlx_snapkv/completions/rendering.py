@@ -112,8 +112,8 @@ def _drops_calls(tokenizer, turns: list[Message]) -> bool:
 def initial_state(tokenizer, rendered: Rendered) -> str:
     """Return the state of mlx-lm's `TextStateMachine` at the start of the answer: "normal", or "reasoning".
 
-    It is "reasoning" if the prefill or the generation prompt begins thoughts. Thoughts in the chat's messages do not
-    count.
+    It is "reasoning" if the prefill or the generation prompt begins thoughts. A tokenizer with a
+    `response_initial_state` decides itself, unless there is a prefill.
     """
     if rendered.prefill:
         in_thoughts = tokenizer.has_thinking and ends_in_thoughts(rendered.prefill, tokenizer)
@@ -141,8 +141,8 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
         without = text(rendered.messages, add_generation_prompt=False)
         if without != prompt and prompt.startswith(without):
             return prompt[len(without) :]
-        # This template ignores `add_generation_prompt`. What remains at the end when the last message changes is not
-        # the message's.
+        # This template ignores `add_generation_prompt`. The end of the text that does not depend on the last message
+        # is its generation prompt.
         other = text([*before, last | {"content": "\u00a4"}])
     except SnapKVError:  # the template refuses one of these chats
         return tokenizer.decode(rendered.tokens[-8:])
@@ -153,7 +153,7 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
 
 def template_variables(tokenizer) -> set[str]:
     """Return the names of the variables that a tokenizer's chat template reads."""
-    custom = getattr(tokenizer, "_chat_template", None)  # a template that mlx-lm has as Python code
+    custom = getattr(tokenizer, "_chat_template", None)  # a function of mlx-lm's
     names = set(inspect.signature(custom).parameters) if callable(custom) else set()
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template]:

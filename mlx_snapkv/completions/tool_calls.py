@@ -12,7 +12,7 @@ from .contents import replace_surrogates
 from .messages import parse_arguments
 
 DECODER = json.JSONDecoder(strict=False)  # accepts line breaks in strings, which models write
-# Levels of a call's arguments. The client sends them back, and deeper JSON could then not be parsed.
+# Levels of nesting in a call's arguments. Clients send a call back with later requests, whose JSON must stay parsable.
 MAX_DEPTH = 100
 ARGUMENT_FIELDS = ("arguments", "parameters", "args", "input")
 NAME_FIELDS = ("name", "function")
@@ -88,7 +88,10 @@ def _json_values(text: str) -> list[Any] | None:
 
 
 def _repaired_json_values(text: str) -> list[Any] | None:
-    """Return the JSON values in a text in a code fence, without its last brackets, or with Python's literals."""
+    """Return the JSON values in a text after repairs, or None if they do not suffice.
+
+    A code fence is removed, missing brackets at the end are added, and a Python literal is converted.
+    """
     text = re.sub(r"\A\s*```\w*\s*|\s*```\s*\Z", "", text).strip()
     in_string, closers = _open_at_end(text)
     if text.endswith(("}", "]")) and not in_string:
@@ -113,7 +116,7 @@ def _tool_call(value: Any) -> dict[str, Any] | None:
     name = function.get("name", function.get("function"))
     others = {key: item for key, item in function.items() if key not in NAME_FIELDS}
     named = [function[key] for key in ARGUMENT_FIELDS if key in function]
-    if not named and others.keys() & METADATA_FIELDS:  # these may be the call's or the arguments'
+    if not named and others.keys() & METADATA_FIELDS:  # it is unclear whether these are arguments
         return None
     arguments = parse_arguments(named[0] if named else others)
     if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):

@@ -91,7 +91,7 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
 def _path(location: Sequence[str | int], body: Any) -> str:
     """Return an error's location as a path such as `messages.0.role`.
 
-    Pydantic's location also names the members of unions. They are no keys of the body, and are skipped.
+    Pydantic's location also has the names of union members. They are not keys of the body, and are skipped.
     """
     path, value = [], body
     for i, step in enumerate(location):
