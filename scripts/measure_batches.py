@@ -17,7 +17,12 @@ from mlx_snapkv import CompressedBatchGenerator
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.compress.policies import SnapKV
-from mlx_snapkv.measure.contenders import Contender, compressed, decoding_cache, random_prompt
+from mlx_snapkv.measure.contenders import (
+    Contender,
+    decoding_cache,
+    policy_contenders,
+    random_prompt,
+)
 
 ANSWER = 128  # tokens decoded after each prompt: mlx-lm's own default
 WARM_UP = 3
@@ -77,7 +82,10 @@ def main() -> None:
     result = Result(args.out, model=args.models[0], length=args.length, answer=ANSWER)
     policy = Compress(SnapKV(budget="6.25%"))
     for batch in args.batches:
-        for contender in (Contender("full cache", args.length), *compressed(args.length, [policy])):
+        for contender in (
+            Contender("full cache", args.length),
+            *policy_contenders(args.length, [policy]),
+        ):
             row = {"batch": batch, "cache": contender.name, "entries": contender.entries}
             row |= decoding_together(model, args.length, batch, contender, args.steps)
             row |= whole_run(model, args.length, batch, contender)

@@ -17,7 +17,7 @@ from results_page import Result, shared_options, watched
 
 from mlx_snapkv.caches.layers import file_bytes, held_tokens, kv_bytes
 from mlx_snapkv.measure.contenders import RANDOM, make_random_model, random_prompt
-from mlx_snapkv.measure.speed import ANSWER, Row, ask
+from mlx_snapkv.measure.speed import N_ANSWER, Row, answer_prompt
 from mlx_snapkv.sparse.options import Sparse
 
 READS = Sparse(budget=1664, n_sink=128, n_window=512, read_top_k=1024)
@@ -48,10 +48,12 @@ def measure(model, case: Case) -> Row:
     mx.clear_cache()
     mx.reset_peak_memory()
     with watched(os.getpid()) as held:
-        seconds, report = ask(model, random_prompt(length), cache, ANSWER, **options)
+        seconds, report = answer_prompt(model, random_prompt(length), cache, N_ANSWER, **options)
         disk = file_bytes(cache) / held_tokens(model, cache)
         questions = [random_prompt(QUESTION) for _ in range(ASKED)]
-        asked = [ask(model, question, cache, ANSWER, **options) for question in questions]
+        asked = [
+            answer_prompt(model, question, cache, N_ANSWER, **options) for question in questions
+        ]
     return {
         "context": length,
         "contender": name,

@@ -92,10 +92,17 @@ def answers(tokenizer, reading: Reading, n_forced: int) -> Iterator[tuple[str, s
         if len(full) <= max(1, n) + 1:
             yield str(n), tokenizer.decode(full[n_forced:])
             continue
-        kept = reading.compressed(policy, answering=True)
-        same = max(n_forced, reference.n_agreed(copy.deepcopy(kept[0])))
-        most = n_forced + MAX_TOKENS
-        answer = decode(reading.model, tokenizer, reading.tokens, full[:same], kept, most)
+        cache, report = reading.compressed(policy, answering=True)
+        n_same = max(n_forced, reference.n_agreed(copy.deepcopy(cache)))
+        answer = decode(
+            reading.model,
+            tokenizer,
+            reading.tokens,
+            n_forced + MAX_TOKENS,
+            cache,
+            report,
+            begun=full[:n_same],
+        )
         yield str(n), tokenizer.decode(answer.tokens[n_forced:])
 
 

@@ -18,13 +18,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy_attention
+from measure_answers import prompt_of
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import ROOT, Result, shared_options
 
 from mlx_snapkv import Sparse, prefill
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
-from mlx_snapkv.measure.divergence import divergence, judged, log_softmax
+from mlx_snapkv.measure.divergence import divergence, log_softmax, logits_after
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.measure.texts import Texts
 from mlx_snapkv.sparse.options import CHUNK_SIZE
@@ -43,9 +44,7 @@ def texts(tokenizer, folder: Path, length: int, documents: int) -> Iterator[Case
 def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Case]:
     lines = (ruler / str(length) / "niah_single_2.jsonl").read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, lines[:documents]):
-        message = {"role": "user", "content": row["context"] + row["question"]}
-        prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
-        prompt += tokenizer.encode(row["answer_prefix"], add_special_tokens=False)
+        prompt = prompt_of(tokenizer, row["context"] + row["question"], row["answer_prefix"])
         answer = row["answer"]
         (value,) = ast.literal_eval(answer) if isinstance(answer, str) else answer
         yield "needle", prompt, tokenizer.encode(f" {value}", add_special_tokens=False)
@@ -59,7 +58,7 @@ def predictions(model, case: Case, sparse: Sparse | None) -> mx.array:
         read(model, mx.array(prompt[:-1]), cache, {"prefill_step_size": CHUNK_SIZE})
     else:
         cache, _ = prefill(model, prompt[:-1], sparse=sparse)
-    return log_softmax(judged(model, cache, [prompt[-1], *following[:-1]]))
+    return log_softmax(logits_after(model, cache, [prompt[-1], *following[:-1]]))
 
 
 def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:

@@ -75,7 +75,7 @@ def bench(*, options: BenchOptions) -> None:
     """Measure prefill and decoding by context length: the full cache, mlx-lm's options, policies, sparse attention."""
     from ..engine.wired_memory import hold_memory
     from ..measure.contenders import RANDOM, decode_quota, make_random_model
-    from ..measure.speed import Plan, measure_speed, speed_table
+    from ..measure.speed import BenchPlan, measure_speed, speed_table
     from ..measure.tables import as_page
     from .progress import StepBars
 
@@ -95,7 +95,7 @@ def bench(*, options: BenchOptions) -> None:
             if files is not None:
                 write_json(files.base, result)
 
-        plan = Plan(
+        plan = BenchPlan(
             contexts=options.context,
             prompts=options.prompt_tokens,
             policies=settings,

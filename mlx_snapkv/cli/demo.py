@@ -181,14 +181,14 @@ def _speed(model: Any) -> str:
     """
     from ..compress.options import Compress
     from ..compress.policies import SnapKV
-    from ..measure.contenders import Contender, compressed, decoding_cache
+    from ..measure.contenders import Contender, decoding_cache, policy_contenders
     from ..measure.speed import entries_bytes, step_in_turn
     from ..sparse.options import Sparse
 
     few = DECODED_ENTRIES // KEPT_SHARE
     contenders = [
         Contender(FULL_NAME, DECODED_ENTRIES),
-        *compressed(DECODED_ENTRIES, [Compress(SnapKV(budget=few)), Sparse(budget=few)]),
+        *policy_contenders(DECODED_ENTRIES, [Compress(SnapKV(budget=few)), Sparse(budget=few)]),
     ]
     caches = [decoding_cache(model, each, DECODED_ENTRIES) for each in contenders]
     full, *others = (median(times[1:]) for times in step_in_turn(model, caches, DECODED_STEPS))

@@ -93,7 +93,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "texts": texts.digest,
         "questions": questions,
-        "judged": measuring.AFTER,  # records that also score earlier tokens have another setting
+        "judged": measuring.JUDGED_TOKENS,  # records that also score earlier tokens have another setting
     }
     run = partial(
         measuring.run,

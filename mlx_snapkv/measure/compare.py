@@ -1,4 +1,4 @@
-"""One prompt answered by several methods, each answer beside the full cache's."""
+"""Answer one prompt with several methods, and compare each answer with the full cache's."""
 
 import copy
 import itertools
@@ -18,65 +18,72 @@ from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
+from ..planning.settings import Setting
 from .divergence import Reference
 from .methods import Method
-from .reading import AnyPolicy, Reading, n_ahead, read_once
-from .reading import n_before as decoded_before
+from .reading import lookahead_of, n_decoded_before, read_once
 
-BEFORE = 8  # tokens shown before the first that differs
-
-
-Kept = tuple[list, CompressionReport | None]  # None if what it has not been fed is compressed, too
+N_CONTEXT_TOKENS = 8  # answer tokens shown before the first difference
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer."""
+    """A greedy answer.
+
+    Attributes:
+        tokens: the answer's tokens, with the end-of-sequence token if the model gave it.
+        cache: the prompt cache after the answer; with sparse attention, the cache with all entries.
+        times: the times (seconds) when decoding began, and when each decoded token came.
+        n_times_before: how many of `times` were noted before the compression.
+    """
 
     text: str
-    tokens: list[int]  # with the one that ends it, if that came
-    cache: list  # the prompt cache that it was given; with sparse attention, of all entries
+    tokens: list[int]
+    cache: list
     report: CompressionReport
-    times: list[float]  # when decoding began, and when each token came that was decoded
-    n_before: int  # so many of these are before the compression
+    times: list[float]
+    n_times_before: int
 
 
 def decode(
     model: Any,
     tokenizer: Any,
     prompt: Sequence[int],
-    begun: Sequence[int],
-    kept: Kept,
     max_tokens: int,
+    cache: list,
+    report: CompressionReport | None = None,
+    begun: Sequence[int] = (),
     on_text: Callable[[str], None] = lambda text: None,
     on_report: Callable[[CompressionReport], None] = lambda report: None,
     **options: Any,
 ) -> Answer:
-    """The greedy answer that goes on from a cache which has been fed the first tokens of prompt and answer.
+    """Answer a prompt greedily, from a cache that has read the first tokens of the prompt, or of prompt and answer.
 
     Args:
-        begun: the answer's first tokens.
-        on_text: called with the text as it comes, without the token that ends it.
-        on_report: called when a prompt has been compressed.
-        **options: of `stream_generate`, where what is kept has no report yet.
+        cache: the prompt cache to decode from.
+        report: the report of the cache's compression. None if the cache is not compressed yet: the other tokens are
+            read and compressed by `stream_generate`.
+        begun: the first tokens of the answer, if they are known.
+        on_text: receives each new part of the answer's text; the end-of-sequence token has no text.
+        on_report: receives the report if the prompt is compressed here.
+        **options: keywords of `stream_generate`, used only without a `report`.
     """
-    cache, report = kept
     detokenizer, stops = tokenizer.detokenizer, tokenizer.eos_token_ids
     tokens: list[int] = []
     times = [time.perf_counter()]
-    n_before = 0
+    n_times_before = 0
 
-    def compressed(found: CompressionReport) -> None:
-        nonlocal n_before, report
-        report, n_before = found, len(times)
-        on_report(found)
+    def compressed(new_report: CompressionReport) -> None:
+        nonlocal n_times_before, report
+        report, n_times_before = new_report, len(times)
+        on_report(new_report)
 
     def decoded() -> Iterator[int]:
-        rest = [*prompt, *begun][held_tokens(model, cache) :]
+        unread = [*prompt, *begun][held_tokens(model, cache) :]
         keywords = {"on_report": compressed, **options} if report is None else {}
         n_left = max_tokens - len(begun)
         for response in stream_generate(
-            model, tokenizer, rest, n_left, prompt_cache=cache, **keywords
+            model, tokenizer, unread, n_left, prompt_cache=cache, **keywords
         ):
             times.append(time.perf_counter())
             yield response.token
@@ -90,34 +97,47 @@ def decode(
     detokenizer.finalize()
     on_text(detokenizer.last_segment)
     assert report is not None
-    return Answer(detokenizer.text, tokens, cache, report, times, n_before)
+    return Answer(detokenizer.text, tokens, cache, report, times, n_times_before)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of a method."""
+    """A method's answer, compared with the full cache's.
+
+    Attributes:
+        tokens: the answer's tokens, with the end-of-sequence token if the model gave it.
+        entries: entries per KV head in the layer with the most.
+        kv_bytes: bytes of keys and values in all layers.
+        first_token_seconds: seconds from the first token read to the first token of the answer. Methods that share one
+            reading have the same figure.
+        tokens_per_second: speed of the tokens decoded after the compression; None if there are too few.
+        kl: mean divergence from the full cache over the full cache's answer, in nats per token, from the first token
+            after the compression on (the figure of `eval fidelity --setting known`). None if the answer ends before.
+        n_before: answer tokens that are decoded before the compression.
+        uncompressed: a sentence if the answer ends before the compression, else None.
+        differs: where the answer first differs from the full cache's: the token's index, the text before it, the full
+            cache's token and this answer's token, as texts. None if the answers are equal.
+        reason: why no entry was evicted; None if entries were evicted.
+        kept: `(n_prompt,)`, for each prompt token the share of layers and KV heads that keep its entry; None for
+            methods with options, such as the `store` of sparse attention.
+    """
 
     name: str
     text: str
-    tokens: list[int]  # of the answer, with the one that ends it if that came
-    entries: int  # per KV head, the most of any layer
-    kv_bytes: int  # of all layers
-    # From the first token read; methods that choose from one reading share it.
+    tokens: list[int]
+    entries: int
+    kv_bytes: int
     first_token_seconds: float
-    tokens_per_second: float | None  # decoded from what was kept; None if too few were
-    # To the full cache over its answer, from the first token after the compression on: the mean in nats a token, as
-    # `eval fidelity --setting known` has it; None if the answer ends before.
+    tokens_per_second: float | None
     kl: float | None = 0.0
-    n_before: int = 0  # tokens of an answer that are decoded before the compression
-    uncompressed: str | None = None  # why no token is decoded after the compression, if so
-    # The first token that is not the full cache's: its place, the text before it, the full cache's token, and this one.
+    n_before: int = 0
+    uncompressed: str | None = None
     differs: tuple[int, str, str, str] | None = None
-    reason: str | None = None  # why nothing was evicted, if so
-    # By token of the prompt, the share of layers and heads that keep it, `(n,)`; None with a memory.
+    reason: str | None = None
     kept: np.ndarray | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The same, without `kept`."""
+        """Return all fields except `kept`, for JSON."""
         return {name: value for name, value in vars(self).items() if name != "kept"}
 
 
@@ -130,174 +150,184 @@ def compare(
     on_text: Callable[[str, str], None] = lambda name, text: None,
     **options: Any,
 ) -> Iterator[Compared]:
-    """A prompt's greedy answers, those of `generate`; it is read once for all methods that choose from full caches.
+    """Yield the greedy answer of each method to a prompt, as `generate` gives it.
+
+    The prompt is read once for all methods that choose from full caches.
 
     Args:
-        methods: the full cache first, by whose answer the others' are judged.
-        max_tokens: of an answer, at most.
-        on_text: called with a method's name and its answer's text as it comes.
-        **options: `prefill_step_size` and `prompt_progress_callback`, of every reading.
+        tokens: the prompt's token ids.
+        methods: the full cache, and then the methods that are compared with it.
+        max_tokens: limit of each answer.
+        on_text: receives a method's name and each new part of its answer's text.
+        **options: `prefill_step_size` and `prompt_progress_callback` of each reading.
     """
-    prompt = _Prompt(model, tokenizer, tokens, max_tokens, on_text, options)
-    started = time.perf_counter()
-    policies = [method.policy for method in methods if method.shares_reading]
-    reading = read_once(model, tokens, policies, **options)
-    read_seconds = time.perf_counter() - started
-    name = methods[0].name
-    answer = prompt.decode(name, reading.answer(1), reading.compressed(None))
-    full = _compared(name, answer, len(tokens), read_seconds)
-    yield full
-    reference = Reference(reading, full.tokens)
+    comparison = _Comparison(model, tokenizer, tokens, methods, max_tokens, on_text, options)
+    yield comparison.full
     for method in methods[1:]:
-        plan = plan_request(
-            model,
-            CompressionConfig(method.policy),
-            len(tokens),
-            max_tokens=max_tokens,
-        )
-        if plan.reason is not None:
-            on_text(method.name, full.text)
-            yield replace(full, name=method.name, reason=plan.reason)
-        elif method.shares_reading:
-            attempt = _from_reading(prompt, method, reading, read_seconds, full, reference)
-            yield _judged(prompt, method, attempt, full, reference)
-        else:
-            attempt = _from_own_reading(prompt, method, reference)
-            yield _judged(prompt, method, attempt, full, reference)
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """What all methods answer, and where the texts of their answers go; `options` are those of every reading."""
-
-    model: Any
-    tokenizer: Any
-    tokens: Sequence[int]
-    max_tokens: int
-    on_text: Callable[[str, str], None]
-    options: dict[str, Any]
-
-    def decode(self, name: str, begun: Sequence[int], kept: Kept, **options: Any) -> Answer:
-        return decode(
-            self.model,
-            self.tokenizer,
-            self.tokens,
-            begun,
-            kept,
-            self.max_tokens,
-            partial(self.on_text, name),
-            **options,
-        )
+        yield comparison.compared(method)
 
 
 class _Attempt(NamedTuple):
-    """A method's answer, what it kept of the prompt, and what it predicts where the full cache's answer goes on."""
+    """A method's answer, and what its cache kept and predicted before the answer was decoded.
 
-    compared: Compared
+    Attributes:
+        kept: see `Compared.kept`.
+        logprobs: `(m, vocab_size)`, the log-probabilities for the last `m` tokens of the full cache's answer.
+    """
+
+    answer: Answer
     kept: np.ndarray | None
-    logprobs: mx.array  # `(m, vocab_size)` for the last `m` tokens of the full cache's answer
+    logprobs: mx.array
 
 
-def _from_reading(
-    prompt: _Prompt,
-    method: Method,
-    reading: Reading,
-    read_seconds: float,
-    full: Compared,
-    reference: Reference,
-) -> _Attempt:
-    """The answer of a policy that chooses from the reading that it shares."""
-    n = len(prompt.tokens)
-    cache, report = reading.compressed(method.policy, answering=True)
-    held = copy.deepcopy(cache)  # before anything is decoded from it
-    begun = full.tokens[: held_tokens(prompt.model, cache) - n + 1]
-    answer = prompt.decode(method.name, begun, (cache, report))
-    compared = _compared(method.name, answer, n, read_seconds)
-    return _Attempt(compared, _share_kept(prompt.model, held, n), reference.predictions(held))
+class _Comparison:
+    """One prompt and the full cache's answer to it; the arguments are those of `compare`.
 
+    Attributes:
+        full: the full cache's answer.
+    """
 
-def _from_own_reading(prompt: _Prompt, method: Method, reference: Reference) -> _Attempt:
-    """The answer of a method that reads the prompt for itself."""
-    n, policy = len(prompt.tokens), method.policy
-    cache = make_prompt_cache(prompt.model)
-    held: list[list] = []  # what was kept, before anything is decoded from it
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        tokens: Sequence[int],
+        methods: Sequence[Method],
+        max_tokens: int,
+        on_text: Callable[[str, str], None],
+        options: dict[str, Any],
+    ):
+        self._model, self._tokenizer, self._tokens = model, tokenizer, tokens
+        self._max_tokens, self._on_text, self._options = max_tokens, on_text, options
+        started = time.perf_counter()
+        policies = [method.policy for method in methods if method.shares_reading]
+        self._reading = read_once(model, tokens, policies, **options)
+        self._read_seconds = time.perf_counter() - started
+        name = methods[0].name
+        answer = self._decode(name, *self._reading.compressed(None), begun=self._reading.answer(1))
+        self.full = self._figures(name, answer, self._read_seconds)
+        self._reference = Reference(self._reading, self.full.tokens)
 
-    def hold(report: CompressionReport) -> None:
-        if not method.options:
-            held.append(copy.deepcopy(cache))
+    def compared(self, method: Method) -> Compared:
+        """Answer the prompt with a method, and compare the answer with the full cache's."""
+        plan = plan_request(
+            self._model,
+            CompressionConfig(method.policy),
+            len(self._tokens),
+            max_tokens=self._max_tokens,
+        )
+        if plan.reason is not None:
+            self._on_text(method.name, self.full.text)
+            return replace(self.full, name=method.name, reason=plan.reason)
+        if method.shares_reading:
+            return self._judged(method, self._answer_from_reading(method), self._read_seconds)
+        attempt = self._answer_by_itself(method)
+        seconds = attempt.answer.times[1] - attempt.answer.times[0]
+        return self._judged(method, attempt, seconds)
 
-    options = {"policy": policy, **method.options, **prompt.options}
-    answer = prompt.decode(method.name, [], (cache, None), on_report=hold, **options)
-    kept = _share_kept(prompt.model, held[0], n) if held else None
-    if held and not n_ahead(policy):
-        logprobs = reference.predictions(held[0])
-    else:
+    def _decode(
+        self, name: str, cache: list, report: CompressionReport | None = None, **options: Any
+    ) -> Answer:
+        return decode(
+            self._model,
+            self._tokenizer,
+            self._tokens,
+            self._max_tokens,
+            cache,
+            report,
+            on_text=partial(self._on_text, name),
+            **options,
+        )
+
+    def _answer_from_reading(self, method: Method) -> _Attempt:
+        """Answer with a policy that compresses the shared reading."""
+        cache, report = self._reading.compressed(method.policy, answering=True)
+        compressed = copy.deepcopy(cache)
+        n_begun = held_tokens(self._model, cache) - len(self._tokens) + 1
+        answer = self._decode(method.name, cache, report, begun=self.full.tokens[:n_begun])
+        kept = self._share_kept(compressed)
+        return _Attempt(answer, kept, self._reference.predictions(compressed))
+
+    def _answer_by_itself(self, method: Method) -> _Attempt:
+        """Answer with a method that reads the prompt itself."""
+        cache = make_prompt_cache(self._model)
+        compressed: list | None = None
+
+        def copy_cache(report: CompressionReport) -> None:
+            nonlocal compressed
+            if not method.options:
+                compressed = copy.deepcopy(cache)
+
+        options = {"policy": method.policy, **method.options, **self._options}
+        answer = self._decode(method.name, cache, on_report=copy_cache, **options)
+        kept = None if compressed is None else self._share_kept(compressed)
+        if compressed is not None and not lookahead_of(method.policy):
+            return _Attempt(answer, kept, self._reference.predictions(compressed))
         options.pop("prompt_progress_callback", None)
-        logprobs = reference.generated(**options)  # type: ignore[arg-type]
-    return _Attempt(_compared(method.name, answer, n, None), kept, logprobs)
+        return _Attempt(answer, kept, self._reference.generated(**options))  # type: ignore[arg-type]
+
+    def _judged(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
+        """Return a method's figures, compared with the full cache's answer."""
+        policy: Any = method.policy
+        full = self.full.tokens
+        n_before = len(full) - len(attempt.logprobs)
+        if not len(attempt.logprobs) and not method.options:
+            n_before = n_decoded_before(self._model, policy, len(self._tokens))
+        kl = self._reference.figures(attempt.logprobs)["kl"]
+        return replace(
+            self._figures(method.name, attempt.answer, read_seconds),
+            kl=None if kl is None else float(kl),
+            n_before=n_before,
+            uncompressed=_not_yet(policy, len(full), n_before) if kl is None else None,
+            kept=attempt.kept,
+            differs=_difference(self._tokenizer, full, attempt.answer.tokens),
+        )
+
+    def _figures(self, name: str, answer: Answer, read_seconds: float) -> Compared:
+        """Return an answer's own figures, not yet compared."""
+        times = answer.times[answer.n_times_before :]
+        return Compared(
+            name,
+            answer.text,
+            answer.tokens,
+            entries=answer.report.entries or len(self._tokens),
+            kv_bytes=answer.report.kv_bytes_after or kv_bytes(answer.cache),
+            first_token_seconds=read_seconds,
+            tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 2 else None,
+        )
+
+    def _share_kept(self, cache: list) -> np.ndarray:
+        """Return `Compared.kept` of a compressed cache."""
+        n = len(self._tokens)
+        layers = attention_layers(self._model, cache)
+        positions = [np.array(layer.entries_in(cache).held().positions[0]) for layer in layers]
+        counts = np.bincount(np.concatenate([p.ravel() for p in positions]), minlength=n)[:n]
+        return counts / sum(map(len, positions))
 
 
-def _judged(
-    prompt: _Prompt, method: Method, attempt: _Attempt, full: Compared, reference: Reference
-) -> Compared:
-    """A method's answer beside the full cache's."""
-    policy: Any = method.policy
-    n_before = len(full.tokens) - len(attempt.logprobs)
-    if not len(attempt.logprobs) and not method.options:
-        n_before = decoded_before(prompt.model, policy, len(prompt.tokens))
-    kl = reference.figures(attempt.logprobs)["kl"]
-    return replace(
-        attempt.compared,
-        kl=None if kl is None else float(kl),
-        n_before=n_before,
-        uncompressed=_not_yet(policy, len(full.tokens), n_before) if kl is None else None,
-        kept=attempt.kept,
-        differs=_difference(prompt.tokenizer, full.tokens, attempt.compared.tokens),
-    )
-
-
-def _not_yet(policy: AnyPolicy, n: int, n_before: int) -> str:
+def _not_yet(policy: Setting, n_answer: int, n_before: int) -> str:
+    """Return the sentence of `Compared.uncompressed`."""
     where = (
         "the entries that block prefill kept"
         if isinstance(policy, Compress) and policy.evicts_in_blocks
         else "all entries"
     )
-    looks = n_ahead(policy)
     who = (
-        f"lookahead decodes the first {n_before}" if looks else f"the first {n_before} are decoded"
+        f"lookahead decodes the first {n_before}"
+        if lookahead_of(policy)
+        else f"the first {n_before} are decoded"
     )
-    return f"not compressed yet: the answer has {n} tokens, {who} on {where}"
-
-
-def _compared(name: str, answer: Answer, n_prompt: int, read_seconds: float | None) -> Compared:
-    times = answer.times[answer.n_before :]
-    if read_seconds is None:  # the answer's own: it was asked with a new cache
-        read_seconds = answer.times[1] - answer.times[0]
-    return Compared(
-        name,
-        answer.text,
-        answer.tokens,
-        entries=answer.report.entries or n_prompt,
-        kv_bytes=answer.report.kv_bytes_after or kv_bytes(answer.cache),
-        first_token_seconds=read_seconds,
-        tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 2 else None,
-    )
-
-
-def _share_kept(model: Any, cache: list, n: int) -> np.ndarray:
-    layers = attention_layers(model, cache)
-    held = [np.array(layer.entries_in(cache).held().positions[0]) for layer in layers]
-    counts = np.bincount(np.concatenate([rows.ravel() for rows in held]), minlength=n)[:n]
-    return counts / sum(map(len, held))
+    return f"not compressed yet: the answer has {n_answer} tokens, {who} on {where}"
 
 
 def _difference(
     tokenizer: Any, full: list[int], tokens: list[int]
 ) -> tuple[int, str, str, str] | None:
+    """Return `Compared.differs` of two answers' tokens."""
     pairs = enumerate(itertools.zip_longest(full, tokens))
     i = next((i for i, (theirs, ours) in pairs if theirs != ours), None)
     if i is None:
         return None
-    parts = full[max(0, i - BEFORE) : i], full[i : i + 1], tokens[i : i + 1]
+    parts = full[max(0, i - N_CONTEXT_TOKENS) : i], full[i : i + 1], tokens[i : i + 1]
     before, theirs, ours = map(tokenizer.decode, parts)
     return i, before, theirs, ours

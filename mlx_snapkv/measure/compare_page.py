@@ -1,4 +1,4 @@
-"""The page of a comparison: the answers side by side, and what each method kept of the prompt."""
+"""Show a comparison as an HTML page: the answers side by side, and the prompt entries that each method kept."""
 
 import difflib
 import itertools
@@ -17,21 +17,28 @@ from .sentences import token_spans
 from .tables import Table
 
 COMPARE_HTML = Path(__file__).with_name("compare.html")
-LEVELS = 4  # tints, from kept nowhere (0) to kept by all heads
+N_TINTS = 4  # from kept by few heads (1) to kept by all heads; 0 is kept by none
 
 
 def page(
     model: str, tokenizer: Any, tokens: Sequence[int], answers: Sequence[Compared], table: Table
 ) -> str:
-    """One HTML file: the answers beside the first, what differs marked, and what each method kept."""
+    """Return one HTML page: each answer beside the first one, with differing words marked.
+
+    Args:
+        model: the model's name.
+        tokens: the prompt's token ids.
+        answers: the full cache's answer, and the answers compared with it.
+        table: the figures of all answers.
+    """
     text, spans = token_spans(tokenizer, list(tokens))
     full, *others = answers
     beside = [_beside(full, each, _tinted(text, spans, each.kept)) for each in others]
-    given = {
+    values = {
         "title": f"{escape(model)}: answers compared",
         "parts": "".join([_table(table), *beside]),
     }
-    html = Template(COMPARE_HTML.read_text(encoding="utf-8")).safe_substitute(given)
+    html = Template(COMPARE_HTML.read_text(encoding="utf-8")).safe_substitute(values)
     return html.replace("$policy", content_policy(html), 1)
 
 
@@ -43,6 +50,7 @@ def _table(table: Table) -> str:
 
 
 def _beside(full: Compared, answer: Compared, kept: str) -> str:
+    """Return the HTML of two answers side by side; `kept` is the HTML of the prompt below them."""
     theirs, ours = (
         f'<div><h3>{escape(each.name)}</h3><div class="answer">{marked}</div></div>'
         for each, marked in zip((full, answer), _marked(full.text, answer.text))
@@ -52,8 +60,8 @@ def _beside(full: Compared, answer: Compared, kept: str) -> str:
 
 
 def _marked(full: str, text: str) -> tuple[str, str]:
-    """Both texts, with the words that only one of them has marked."""
-    a, b = (re.findall(r"\s+|\S+", said) for said in (full, text))
+    """Return both texts as HTML, with marks around the words that only one of them has."""
+    a, b = (re.findall(r"\s+|\S+", answer) for answer in (full, text))
     theirs, ours = "", ""
     for tag, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         left, right = escape("".join(a[i:j])), escape("".join(b[k:m]))
@@ -63,10 +71,10 @@ def _marked(full: str, text: str) -> tuple[str, str]:
 
 
 def _tinted(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None) -> str:
-    """The prompt, each token tinted by the share of heads that keep it."""
+    """Return the prompt as HTML, each token tinted by the share of heads that keep it; "" without `kept`."""
     if kept is None:
         return ""
-    levels = np.ceil(kept * LEVELS).astype(int)
+    levels = np.ceil(kept * N_TINTS).astype(int)
     pieces, end = [], 0
     for level, run in itertools.groupby(range(len(spans)), key=lambda i: levels[i]):
         start, end = end, max(end, spans[list(run)[-1]][1])

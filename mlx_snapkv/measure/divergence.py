@@ -1,4 +1,4 @@
-"""How far predictions of known tokens are from the full cache's."""
+"""Compare a cache's predictions of known tokens with the full cache's predictions."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -15,17 +15,19 @@ from ..models import attention_classes
 from ..models.patch import recording
 from .reading import Reading
 
-MIN_LOG_PROBABILITY = -1e4  # of a log-probability: a token that can't come counts for nothing
+MIN_LOG_PROBABILITY = -1e4  # instead of -inf, so that impossible tokens add 0 to a divergence
 
 
 class Reference:
-    """Tokens after a prompt, and the full cache's predictions of them.
+    """The tokens after a prompt, with the full cache's predictions of them, for comparison with other caches.
 
     Args:
-        n_fed: so many of the tokens are fed with the prompt; those after them are judged.
+        reading: the prompt, read on full caches.
+        tokens: the tokens after the prompt.
+        n_fed: how many of `tokens` are fed together with the prompt; the tokens after these are judged.
 
     Attributes:
-        prompt: with those tokens.
+        prompt: the prompt's tokens and the `n_fed` tokens.
     """
 
     def __init__(self, reading: Reading, tokens: Sequence[int], n_fed: int = 0):
@@ -38,8 +40,8 @@ class Reference:
 
     @cached_property
     def logprobs(self) -> mx.array:
-        """The full cache's, `(len(self), vocab_size)`."""
-        found = self.predictions(self._reading.full())
+        """The full cache's log-probabilities for the judged tokens, `(len(self), vocab_size)`."""
+        found = self.predictions(self._reading.full_cache())
         if not self._n_fed:
             found = mx.concatenate([self._first, found])
         mx.eval(found)
@@ -47,13 +49,19 @@ class Reference:
 
     @property
     def _first(self) -> mx.array:
-        return log_softmax(self._reading.following[None])
+        """The full cache's log-probabilities for the token after the prompt, `(1, vocab_size)`."""
+        return log_softmax(self._reading.next_logprobs[None])
 
     def predictions(self, cache: list) -> mx.array:
-        """Log-probabilities `(m, vocab_size)` for the last `m` tokens: all but those that a cache was fed before."""
+        """Feed a cache the judged tokens that it has not read, and return their log-probabilities `(m, vocab_size)`.
+
+        These are the last `m` tokens. The first of the tokens is missing if the cache has read the whole prompt.
+        """
         model = self._reading.model
-        known = [*self.prompt, *self._tokens][held_tokens(model, cache) : -1]
-        return log_softmax(judged(model, cache, known)[-len(self) :]) if known else self._first[:0]
+        unread = [*self.prompt, *self._tokens][held_tokens(model, cache) : -1]
+        if not unread:
+            return self._first[:0]
+        return log_softmax(logits_after(model, cache, unread)[-len(self) :])
 
     def generated(
         self,
@@ -61,17 +69,22 @@ class Reference:
         on_report: Callable[[CompressionReport], None] = lambda report: None,
         **options: Any,
     ) -> mx.array:
-        """Log-probabilities `(m, vocab_size)` of the last `m` tokens, with a policy that reads the prompt itself.
+        """Return the log-probabilities `(m, vocab_size)` of `generate_step` for the last `m` judged tokens.
 
-        These are the tokens that are decoded after the compression; `options` are those of `generate_step`.
+        These are the tokens that are decoded after the compression.
+
+        Args:
+            policy: the setting with which `generate_step` reads the prompt.
+            on_report: receives the report of the compression.
+            **options: other keywords of `generate_step`.
         """
-        tokens, before = iter(self._tokens), len(self)
+        tokens, n_before = iter(self._tokens), len(self)
         found: list[mx.array] = []
 
         def compressed(report: CompressionReport) -> None:
-            nonlocal before
-            # The full cache gives the token that is about to come, and the next one: mlx-lm runs one step ahead.
-            before = len(found) + 2
+            nonlocal n_before
+            # mlx-lm runs one step ahead: the next two tokens were already predicted from all entries.
+            n_before = len(found) + 2
             on_report(report)
 
         steps = generate_step(
@@ -85,11 +98,14 @@ class Reference:
         )
         for _, logprobs in steps:
             found.append(logprobs)
-        after = found[before:]
+        after = found[n_before:]
         return log_softmax(mx.stack(after)) if after else self._first[:0]
 
     def n_agreed(self, cache: list) -> int:
-        """The first so many tokens are what a cache predicts, or was fed; one pass feeds it all of them."""
+        """Return the length of the longest beginning of the tokens that a cache has read or predicts (greedily).
+
+        The cache is fed all tokens.
+        """
         logprobs = self.predictions(cache)
         n_fed = len(self) - len(logprobs)
         if n_fed == len(self):
@@ -98,8 +114,11 @@ class Reference:
         return n_fed + int(np.cumprod(right).sum())
 
     def figures(self, logprobs: mx.array) -> dict[str, Any]:
-        """`kl` of the full cache from others' predictions of the last tokens, in nats a token, and the share of these
-        tokens for which the `same` one is likeliest; None each if there are none.
+        """Compare log-probabilities `(m, vocab_size)` for the last `m` tokens with the full cache's.
+
+        Returns:
+            `kl`: the mean divergence of `logprobs` from the full cache's, in nats per token. `same`: the share of
+            tokens for which both have the same most likely token. Scalar arrays, or None without tokens.
         """
         if not len(logprobs):
             return {"kl": None, "same": None}
@@ -108,32 +127,32 @@ class Reference:
         return {"kl": divergence(full, logprobs).mean(), "same": same.mean()}
 
     def loss(self, logprobs: mx.array) -> mx.array:
-        """Negative log-probability of the tokens, all of which others predict: the mean, in nats."""
+        """Return the mean negative log-probability of all judged tokens, in nats."""
         return -mx.take_along_axis(logprobs, mx.array(self._tokens)[:, None], axis=-1).mean()
 
 
-def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
-    """Logits `(n, vocab_size)` after each of `n` known tokens, as if they came one by one; the cache holds them then.
+def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
+    """Feed known tokens to a cache, and return the logits `(n, vocab_size)` after each of the `n` tokens.
 
-    That is one call of the model, or one between two evictions, and one for each token where tokens choose what they
-    read.
+    The logits are those of feeding the tokens one by one. One call of the model feeds all tokens, or the tokens between
+    two evictions. Where each token chooses what it reads, a call feeds one token.
     """
     layers = attention_layers(model, prompt_cache)
     caches = [layer.entries_in(prompt_cache) for layer in layers]
-    at_once = 1 if any(cache.chooses for cache in caches) else len(tokens)
-    pieces = [list(tokens[i : i + at_once]) for i in range(0, len(tokens), at_once)]
-    going_on = one_by_one(model, prompt_cache)
+    n_per_call = 1 if any(cache.chooses for cache in caches) else len(tokens)
+    parts = [list(tokens[i : i + n_per_call]) for i in range(0, len(tokens), n_per_call)]
+    loop_model = one_by_one(model, prompt_cache)
     with recording(attention_classes(model)):
-        each = (going_on(mx.array(piece)[None], cache=prompt_cache)[0] for piece in pieces)
-        return mx.concatenate(list(each))
+        logits = [loop_model(mx.array(part)[None], cache=prompt_cache)[0] for part in parts]
+        return mx.concatenate(logits)
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """Float32."""
+    """Return float32 log-probabilities of logits `(..., vocab_size)`, at least `MIN_LOG_PROBABILITY` each."""
     logits = logits.astype(mx.float32)
     return mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), MIN_LOG_PROBABILITY)
 
 
 def divergence(logprobs: mx.array, others: mx.array) -> mx.array:
-    """KL of predictions from others' `(n, vocab_size)`, in nats, float32 `(n,)`."""
+    """Return KL(logprobs || others) for each of `n` predictions `(n, vocab_size)`, in nats, float32 `(n,)`."""
     return (mx.exp(logprobs) * (logprobs - others)).sum(axis=-1)

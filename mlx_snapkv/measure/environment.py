@@ -1,4 +1,4 @@
-"""This machine: what results note of it, and what a bug report needs."""
+"""Describe this machine and the installed versions, for results and bug reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .tables import Table
 
 
 def setting() -> dict[str, Any]:
-    """Versions, commit and machine, as results note them."""
+    """Return the versions, the commit and the machine, as results note them."""
     return {
         "versions": {
             "mlx-snapkv": __version__,
@@ -47,25 +47,32 @@ def setting() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The checkout's commit, with "+" if it has changes; "unknown" outside a checkout."""
-    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    here: Any = {"cwd": Path(__file__).parent, "stderr": subprocess.DEVNULL, "text": True}
+    """Return the checkout's commit, with "+" if it has changes; "unknown" outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    folder = Path(__file__).parent
     try:
-        return subprocess.check_output(describe, **here).strip()
+        return subprocess.check_output(
+            command, cwd=folder, stderr=subprocess.DEVNULL, text=True
+        ).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def _processor() -> str:
+    """Return the name of the GPU, or else of the processor; "unknown" without a name."""
     if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
     info = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:(.*)$", info.read_text() if info.is_file() else "", re.M)
-    return named[1].strip() if named else platform.processor() or "unknown"
+    match = re.search(r"^model name\s*:(.*)$", info.read_text() if info.is_file() else "", re.M)
+    return match[1].strip() if match else platform.processor() or "unknown"
 
 
 def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
-    """By what it is called, everything that a bug report needs; of a model, whether its attention has fused kernels."""
+    """Return what a bug report needs, as names and values.
+
+    Args:
+        model, name: a model and its name, to add whether MLX has fused attention kernels for it.
+    """
     about, machine, folder = setting(), this_machine(), tempfile.gettempdir()
     hardware, versions = about["machine"], about["versions"]
     release = platform.mac_ver()[0]
@@ -88,16 +95,16 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
 
 
 def open_files() -> str:
-    """How many a process may open."""
+    """Return how many files a process may open, in words."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return "without limit"
-    most = "without limit" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    return f"{soft:,} at once, {most} if asked for"
+    maximum = "without limit" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    return f"{soft:,} at once, {maximum} if asked for"
 
 
 def backend(blas: str) -> str:
-    """Metal, CUDA or the CPU."""
+    """Return what MLX computes with: Metal, CUDA or the CPU with a BLAS library."""
     if METAL:
         return "Metal"
     if mx.cuda.is_available():
@@ -106,7 +113,10 @@ def backend(blas: str) -> str:
 
 
 def kernels(model: Any) -> str:
-    """Whether MLX's fused attention takes chunks of a prompt with a model's heads, or makes all their scores."""
+    """Return in words whether MLX's fused attention kernel serves a model's head sizes for a prompt's chunks.
+
+    Without the kernel, all attention scores of a chunk are in memory at once.
+    """
     try:
         layers = attention_layers(model, make_prompt_cache(model))
         sizes = sorted(set(head_sizes(model, layers)))
@@ -120,6 +130,7 @@ def kernels(model: Any) -> str:
 
 
 def as_table(report: dict[str, str]) -> Table:
+    """Return the table of a `diagnosis`."""
     table = Table("For a bug report", "", ["name", "here"])
     for row in report.items():
         table.add(*row)

@@ -1,8 +1,10 @@
-"""How far a model's predictions move when what came before them is compressed.
+"""Measure how much a model's predictions change when the tokens before them are compressed, on pieces of texts.
 
-text    a text goes on, compressed where a piece of it ends: all tokens judged are read from what is left
-known   a question stands behind the piece, and the policy sees it: judged is the full cache's own greedy answer
-later   the piece is compressed first, and the question comes to what is left: the same answer is judged
+The setting says what is compressed and which tokens are judged:
+
+text    a piece is compressed, and the text's tokens after it are judged
+known   a piece and a question are compressed together, and the full cache's greedy answer is judged
+later   a piece is compressed, then the question is read, and the full cache's greedy answer is judged
 """
 
 import dataclasses
@@ -18,19 +20,20 @@ from ..caches.layers import attention_layers
 from ..compress.options import Compress
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import n_bytes
+from ..planning.settings import Setting
 from ..planning.units import format_bytes
 from ..sparse.options import Sparse
 from .divergence import Reference
 from .intervals import difference, interval
 from .methods import FULL_CACHE, KNOWN, LATER, Method
-from .reading import AnyPolicy, Reading, n_ahead, read_once, read_sparsely, shares_reading
-from .records import Record, Results
-from .tables import Page, Summary, Table, grouped, table_of
+from .reading import Reading, lookahead_of, read_once, read_sparsely, shares_reading
+from .records import Measure, Results
+from .tables import Page, Record, Summary, Table, grouped, table_of
 from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
 FIDELITY_SETTINGS = (TEXT, KNOWN, LATER)
-AFTER = "after the compression"  # which tokens are judged
+JUDGED_TOKENS = "after the compression"  # noted in result files
 FIDELITY_REMARK = (
     "All methods get the same texts and answers. KL: the divergence of the predictions with the compressed cache from "
     "those with the full cache, in nats per token; 0 means no difference. Against the first: how much higher the KL is "
@@ -40,8 +43,8 @@ FIDELITY_REMARK = (
     "over texts. Entries: kept per KV head, the mean over layers. KV memory: the entries held at the compression, "
     "without spare room."
 )
-# By setting: what the heading says, and what is judged.
-JUDGED = {
+# By setting: the title and the remark of its table.
+SETTING_TEXTS = {
     TEXT: (
         "Text after the piece",
         "The prompt is a piece of a text, and the tokens after it are scored; no policy has a lookahead.",
@@ -70,39 +73,49 @@ def run(
     results: Results,
     on_piece: Callable[[bool], None] = lambda measured: None,
 ) -> list[Record]:
-    """The records of all pieces, settings and methods; see `Results.complete`.
+    """Measure the pieces with all methods in all settings, and return the records; see `Results.complete`.
 
     Args:
-        questions: each piece is asked one of them, in turn, where it is asked any.
-        n: tokens of an answer, at most.
+        settings: some of `FIDELITY_SETTINGS`.
+        questions: the questions about the pieces; they take turns.
+        n: limit of an answer's tokens.
+        results: the records of earlier runs, to which missing records are added.
+        on_piece: called after each piece, with whether anything was measured.
     """
     policies = {method.name: method.policy for method in methods}
-    asked = [None] if set(settings) == {TEXT} else questions
-    framed = [(question, frame_of(tokenizer, question)) for question in asked]
+    used_questions = [None] if set(settings) == {TEXT} else questions
+    framed = [(question, frame_of(tokenizer, question)) for question in used_questions]
 
-    def document(piece: Piece, question: str | None, frame: Frame):
+    def document(piece: Piece, question: str | None, frame: Frame) -> tuple[list[Record], Measure]:
+        """Return the keys of a piece's records, and the function that measures missing records."""
+
         def measure(missing: list[Record]) -> Iterable[Record]:
-            own = [policies[cell["method"]] for cell in missing]
-            wanted = {cell["setting"] for cell in missing}
-            read = read_piece(model, piece, frame, own, wanted, n, tokenizer.eos_token_ids)
-            for cell in missing:
-                setting = cell["setting"]
-                yield cell | judge(setting, *read[setting], policies[cell["method"]])
+            to_measure = [policies[record["method"]] for record in missing]
+            wanted = {record["setting"] for record in missing}
+            read = read_piece(model, piece, frame, to_measure, wanted, n, tokenizer.eos_token_ids)
+            for record in missing:
+                setting = record["setting"]
+                yield record | judge(setting, *read[setting], policies[record["method"]])
 
-        place = {"document": piece.document, "piece": piece.number}
-        asked = {setting: None if setting == TEXT else question for setting in settings}
-        pairs = itertools.product(settings, policies)
-        return [
-            {"method": m, "setting": s, **place, "question": asked[s]} for s, m in pairs
-        ], measure
+        keys = [
+            {
+                "method": method,
+                "setting": setting,
+                "document": piece.document,
+                "piece": piece.number,
+                "question": None if setting == TEXT else question,
+            }
+            for setting, method in itertools.product(settings, policies)
+        ]
+        return keys, measure
 
-    each = (document(piece, *frame) for piece, frame in zip(pieces, itertools.cycle(framed)))
-    return results.complete(each, on_piece)
+    documents = (document(piece, *each) for piece, each in zip(pieces, itertools.cycle(framed)))
+    return results.complete(documents, on_piece)
 
 
-def without_lookahead(setting: AnyPolicy | None) -> AnyPolicy | None:
-    """Return the setting for a text that nothing answers."""
-    if not isinstance(setting, Compress) or not n_ahead(setting):
+def without_lookahead(setting: Setting | None) -> Setting | None:
+    """Return the setting without lookahead, for a text that is not answered."""
+    if not isinstance(setting, Compress) or not lookahead_of(setting):
         return setting
     decode_policy: Any = dataclasses.replace(setting.decode_policy, lookahead=0)  # type: ignore[call-arg]
     is_alone = setting.decode_policy is setting.policy
@@ -113,93 +126,109 @@ def read_piece(
     model: Any,
     piece: Piece,
     frame: Frame,
-    policies: Sequence[AnyPolicy | None],
+    policies: Sequence[Setting | None],
     settings: Collection[str],
     n: int,
     stops: Collection[int],
 ) -> dict[str, tuple[Reading, Reference]]:
-    """By setting, what is compressed, read once for all policies, and what is judged.
+    """Read a piece once for all policies, and return by setting what is compressed and what is judged.
 
     Args:
-        n: tokens of an answer, at most; `stops` end it.
+        frame: the tokens around the piece.
+        n: limit of an answer's tokens.
+        stops: tokens that end an answer.
     """
     found: dict[str, tuple[Reading, Reference]] = {}
     bare = [without_lookahead(policy) for policy in policies]
     text = None
     if set(settings) != {TEXT}:
         tokens = [*frame.before, *piece.tokens]
-        asked = read_once(model, tokens, [*policies, *bare], [frame.after])
-        prompt = asked.followed_by(frame.after)
+        before = read_once(model, tokens, [*policies, *bare], [frame.after])
+        prompt = before.followed_by(frame.after)
         answer = Reference(prompt, prompt.answer(n, stops))
-        found |= {KNOWN: (prompt, answer), LATER: (asked, answer)}
-        text = asked if frame.start == frame.before else None
+        found |= {KNOWN: (prompt, answer), LATER: (before, answer)}
+        text = before if frame.start == frame.before else None
     if TEXT in settings:
         text = text or read_once(model, [*frame.start, *piece.tokens], bare)
-        # The full cache says which token comes first after a piece; it is fed, and those after it are judged.
+        # The full cache predicts the first token after the piece. It is fed, and the tokens after it are judged.
         found[TEXT] = text, Reference(text, piece.following, n_fed=1)
     return found
 
 
-def judge(setting: str, reading: Reading, reference: Reference, policy: AnyPolicy | None) -> Record:
-    """A policy's figures, or the full cache's; some of them are arrays."""
-    known = setting == KNOWN
-    is_sparse = isinstance(policy, Sparse)
-    predictions, held = None, []
-    if known and policy is not None and not shares_reading(policy):
+def judge(setting: str, reading: Reading, reference: Reference, policy: Setting | None) -> Record:
+    """Return a policy's or the full cache's figures for one piece; some of them are arrays.
+
+    Args:
+        reading, reference: what `read_piece` returns for the setting.
+    """
+    cache_figures: list[Record] = []
+    if setting == KNOWN and policy is not None and not shares_reading(policy):
         cache = make_prompt_cache(reading.model)
-        on_report = lambda report: held.append(_held(reading, cache, report))  # noqa: E731
+        # The figures are noted at the compression, before the answer's entries come.
+        on_report = lambda report: cache_figures.append(_cache_figures(reading, cache, report))  # noqa: E731
         predictions = reference.generated(policy, on_report, prompt_cache=cache)
     else:
-        if is_sparse:  # a question that comes later is read as a turn, but for the token that begins the answer
+        if isinstance(policy, Sparse):
+            # A later question is read as a turn, except its last token, which is fed to predict the first judged one.
             later = reference.prompt[len(reading.tokens) : -1]
-            cache, report = read_sparsely(reading.model, policy, reading.tokens, later)  # type: ignore[arg-type]
+            cache, report = read_sparsely(reading.model, policy, reading.tokens, later)
+        elif setting == KNOWN:
+            cache, report = reading.compressed(policy, answering=True)
         else:
-            chosen = policy if known else without_lookahead(policy)
-            cache, report = reading.compressed(chosen, answering=known)
-        held.append(_held(reading, cache, report))
-    if predictions is None:
+            cache, report = reading.compressed(without_lookahead(policy))
+        cache_figures.append(_cache_figures(reading, cache, report))
         predictions = reference.predictions(cache) if policy else reference.logprobs
     figures = reference.figures(predictions)
     figures["loss"] = reference.loss(predictions) if setting == TEXT else None
-    return {"tokens": len(reference), "judged": len(predictions), **figures, **held[0]}
-
-
-def _held(reading: Reading, cache: list, report: CompressionReport) -> Record:
-    """What a cache holds once it is compressed: entries, the mean over layers, and their bytes."""
-    held = [layer.entries_in(cache).held() for layer in attention_layers(reading.model, cache)]
-    kept = [n for n in report.entries_kept if n is not None]
-    stays = report.kv_bytes_staying
     return {
-        "entries": round(fmean(kept)) if kept else report.prompt_tokens,
-        "kv_bytes": report.kv_bytes_after
-        if stays
-        else sum(n_bytes((e.stored_keys, e.stored_values)) for e in held),
+        "tokens": len(reference),
+        "judged": len(predictions),
+        **figures,
+        **cache_figures[0],
+    }
+
+
+def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
+    """Return the entries (mean over layers) and the bytes of a compressed cache, and why it was not compressed."""
+    n_kept = [n for n in report.entries_kept if n is not None]
+    if report.kv_bytes_staying:
+        kv_bytes = report.kv_bytes_after
+    else:
+        layers = attention_layers(reading.model, cache)
+        entries = [layer.entries_in(cache).held() for layer in layers]
+        kv_bytes = sum(n_bytes((e.stored_keys, e.stored_values)) for e in entries)
+    return {
+        "entries": round(fmean(n_kept)) if n_kept else report.prompt_tokens,
+        "kv_bytes": kv_bytes,
         "reason": None if report.policy == NO_POLICY else report.reason,
     }
 
 
 def summarise(records: list[Record]) -> Summary:
-    """One JSON object a setting and method, in that order."""
-    found = []
+    """Return one summary for each setting and method."""
+    summaries = []
     for setting in FIDELITY_SETTINGS:
-        own = grouped([r for r in records if r["setting"] == setting], "method")
+        by_method = grouped([r for r in records if r["setting"] == setting], "method")
         first = next(
-            (rows for (name,), rows in own.items() if name != FULL_CACHE),
-            own.get((FULL_CACHE,), []),
+            (rows for (name,), rows in by_method.items() if name != FULL_CACHE),
+            by_method.get((FULL_CACHE,), []),
         )
-        found += [_summary(rows, own[FULL_CACHE,], first) for rows in own.values()]
-    return found
+        summaries += [_summary(rows, by_method[FULL_CACHE,], first) for rows in by_method.values()]
+    return summaries
 
 
 def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Record:
-    """A method's figures; records of the full cache and of the first policy are of the same pieces, in order.
+    """Summarise a method's records.
 
-    A piece whose answer ended before the compression is not judged, and a mean over none is None.
+    A piece whose answer ended before the compression is left out; a mean over no pieces is None.
+
+    Args:
+        full, first: the records of the full cache and of the first policy, about the same pieces in the same order.
     """
     judged = [i for i, r in enumerate(own) if r["judged"]]
 
-    def apart(key: str, others: list[Record]) -> dict[str, float] | None:
-        ours, theirs = ([some[i][key] for i in judged] for some in (own, others))
+    def difference_to(others: list[Record], key: str) -> dict[str, float] | None:
+        ours, theirs = ([records[i][key] for i in judged] for records in (own, others))
         return difference(ours, theirs, [own[i]["document"] for i in judged]) if judged else None
 
     paired = all(r["judged"] == other["judged"] for r, other in zip(own, first))
@@ -212,11 +241,11 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Reco
         "tokens": sum(r["tokens"] for r in own),
         "judged": sum(r["judged"] for r in own),
         "unjudged": len(own) - len(judged),
-        "kl": apart("kl", full),
-        "kl_against_first": apart("kl", first) if paired else None,
+        "kl": difference_to(full, "kl"),
+        "kl_against_first": difference_to(first, "kl") if paired else None,
         "same": fmean(own[i]["same"] for i in judged) if judged else None,
         "loss": fmean(r["loss"] for r in own) if has_loss else None,
-        "loss_against_full": apart("loss", full) if has_loss else None,
+        "loss_against_full": difference_to(full, "loss") if has_loss else None,
         "entries": max(r["entries"] for r in own),
         "kv_bytes": max(r["kv_bytes"] for r in own),
         "reason": next((r["reason"] for r in own if r["reason"]), None),
@@ -224,12 +253,12 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Reco
 
 
 def tables(summary: Summary) -> list[Table]:
-    """One a setting."""
-    return [_table(own, setting) for (setting,), own in grouped(summary, "setting").items()]
+    """Return one table for each setting."""
+    return [_table(rows, setting) for (setting,), rows in grouped(summary, "setting").items()]
 
 
 def _table(summary: Summary, setting: str) -> Table:
-    heading, about = JUDGED[setting]
+    heading, about = SETTING_TEXTS[setting]
     one = summary[0]
     what = "tokens of the answers" if setting == KNOWN else "tokens scored"
     counts = f"Pieces: {one['pieces']}; texts: {one['texts']}; {what}: {one['tokens']:,}."

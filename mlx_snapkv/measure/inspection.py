@@ -1,4 +1,4 @@
-"""`inspect_prompt`: a prompt compressed and answered, with everything that is known of it."""
+"""Compress and answer a prompt, and record what was kept and what the answer attended to (`inspect_prompt`)."""
 
 import functools
 from dataclasses import asdict, dataclass
@@ -36,16 +36,19 @@ class Inspection:
     """What a policy kept of a prompt, and what the answer attended to.
 
     Attributes:
-        tokens, text: the prompt's ids, and what they say.
-        spans: of each token in the text; tokens that only make a character together share theirs.
-        layers: the model's layers with entries, by their number from 0; the rows of `positions`.
-        layers_without: those without: linear or state-space layers, and sliding windows, which forget by themselves.
-        heads: KV heads of each of `layers`.
-        positions: int32 `(n_layers, n_kv_heads, n_kept)`, the tokens whose entries each head keeps, in order. -1 behind
-            them where a layer keeps fewer, or has fewer heads.
-        sentences: those of which anything is kept, the most kept first; none if nothing was dropped.
-        report: what the compression did, or why nothing was dropped: then all positions are kept.
-        answer_tokens: the texts of the answer's tokens, and what these `attended` to.
+        policy: the policy as its command-line string.
+        tokens, text: the prompt's token ids and their text.
+        spans: each token's `(start, stop)` in the text; tokens that make one character together share a span.
+        layers: indices of the model's full-attention layers; these are the rows of `positions`.
+        layers_without: indices of the other layers (linear, state-space and sliding-window layers).
+        heads: number of KV heads of each of `layers`.
+        positions: int32 `(n_layers, n_kv_heads, n_kept)`, the prompt positions that each head keeps, in order, padded
+            with -1 where a layer keeps fewer or has fewer heads. All positions if no entry was evicted.
+        sentences: the sentences with any entry kept, ranked by `ranked`; empty if no entry was evicted.
+        report: what the compression did, or why no entry was evicted.
+        answer: the answer's text.
+        answer_tokens: the text of each answer token.
+        attended: what each answer token attended to.
     """
 
     policy: str
@@ -68,26 +71,29 @@ class Inspection:
 
     @property
     def kept(self) -> np.ndarray:
-        """Bool `(n_layers, n_kv_heads, n_tokens)`: which head keeps which token's entry."""
+        """Bool `(n_layers, n_kv_heads, n_tokens)`, whether a head keeps a token's entry."""
         kept = np.zeros((*self.positions.shape[:2], self.n_tokens + 1), bool)
-        # What is none falls off the end.
+        # The padding of -1 marks the last column, which is dropped.
         np.put_along_axis(kept, self.positions.astype(np.int64), True, axis=-1)
         return kept[..., :-1]
 
     @property
     def shares(self) -> list[float | None]:
-        """Of each of `layers`, the share (0 to 1) of the voters' attention that went to what is kept, if known."""
-        known = self.report.attention_share
-        return [known[layer] if known else None for layer in self.layers]
+        """The share (0 to 1) of the voters' attention that the kept entries of each layer received; None if unknown."""
+        shares = self.report.attention_share
+        return [shares[layer] if shares else None for layer in self.layers]
 
     def density(self, n_columns: int) -> np.ndarray:
-        """`(n_layers, n_columns)`, 0 to 1: of the entries in each part of the prompt, the share that is kept."""
+        """Return `(n_layers, n_columns)`, the share (0 to 1) of the entries kept in each of `n_columns` prompt parts.
+
+        A prompt with fewer tokens has one column per token.
+        """
         edges = np.linspace(0, self.n_tokens, min(n_columns, self.n_tokens) + 1).round().astype(int)
         counts = np.add.reduceat(self.kept.sum(axis=1), edges[:-1], axis=1)
         return counts / np.diff(edges) / np.array(self.heads)[:, None]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON has it; positions are lists without their -1."""
+        """Return the inspection for JSON; lists of positions have no padding."""
         each = zip(self.layers, self.positions, self.heads, self.shares, strict=True)
         layers = [
             {
@@ -97,8 +103,14 @@ class Inspection:
             }
             for layer, rows, n_heads, share in each
         ]
-        of = self.attended  # the last layer is the mean of all
-        attended = zip(self.answer_tokens, of.positions[:, -1], of.weights[:, -1], of.own[:, -1])
+        attended = self.attended
+        # Layer -1 is the mean of all layers.
+        by_token = zip(
+            self.answer_tokens,
+            attended.positions[:, -1],
+            attended.weights[:, -1],
+            attended.own[:, -1],
+        )
         tokens = [
             {
                 "text": text,
@@ -106,7 +118,7 @@ class Inspection:
                 "weights": weights[positions >= 0].astype(float).round(6).tolist(),
                 "own": round(float(own), 6),
             }
-            for text, positions, weights, own in attended
+            for text, positions, weights, own in by_token
         ]
         return {
             "policy": self.policy,
@@ -116,7 +128,7 @@ class Inspection:
             "sentences": [asdict(sentence) for sentence in self.sentences],
             "answer": {
                 "text": self.answer,
-                "predicted_before_compression": of.n_before,
+                "predicted_before_compression": attended.n_before,
                 "tokens": tokens,
             },
         }
@@ -132,17 +144,20 @@ def inspect_prompt(
     policy: Policy | Compress | str | None = None,
     **options: Any,
 ) -> Inspection:
-    """Answer a prompt as `generate` does, greedily, and record what was kept of it and what the answer attended to.
+    """Answer a prompt greedily, as `generate` does, and record which entries were kept and what the answer attended to.
 
-    The weights are those of the attention's own calls. Every token waits for them, so its speed means nothing.
+    The attention weights are computed from the queries of the model's own calls. Every token waits for them, so the
+    speed means nothing.
 
     Args:
-        prompt: a text, to which no chat template is applied, or token ids, as of `stream_generate`.
-        snapkv, policy: as of `stream_generate` but for "auto"; without either, or below the policy's `min_ctx`, nothing
-            is dropped.
-        **options: `prefill_step_size` and `prompt_progress_callback`, as of `prefill`.
+        prompt: a text, to which no chat template is applied, or token ids; see `stream_generate`.
+        max_tokens: limit of the answer's tokens.
+        snapkv, policy: see `stream_generate`; "auto" is not allowed. Without a policy, or below its `min_ctx`, no entry
+            is evicted.
+        **options: `prefill_step_size` and `prompt_progress_callback`; see `prefill`.
 
-    Raises: SnapKVError: the prompt or the answer is empty, the policy can't be read, or the model is not supported.
+    Raises: SnapKVError: the prompt is empty, `max_tokens` is below 1, the policy can't be read, or the model is not
+        supported.
     """
     chosen = resolve_compress(snapkv, policy)
     if not isinstance(tokenizer, TokenizerWrapper):
@@ -153,13 +168,13 @@ def inspect_prompt(
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:
-        # It records no queries itself, but has the attention's calls seen where nothing is dropped.
+        # The cache records no queries, but reports the attention's calls to `on_queries` if no entry is evicted.
         layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
     recorder = Recorder(layers, tokens.size, max_tokens)
     options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
     responses = _answer(model, tokenizer, tokens, max_tokens, chosen, recorder, options)
-    read: Any = tokens.tolist()
-    return _inspection(tokenizer, read, chosen, layers, len(caches), recorder, responses)
+    prompt_tokens: Any = tokens.tolist()
+    return _inspection(tokenizer, prompt_tokens, chosen, layers, len(caches), recorder, responses)
 
 
 def _answer(
@@ -171,7 +186,7 @@ def _answer(
     recorder: Recorder,
     options: dict[str, Any],
 ) -> list[GenerationResponse]:
-    """mlx-lm's responses to a prompt, while what is kept and attended to is recorded."""
+    """Answer the prompt, feed the recorder, and return mlx-lm's responses."""
     steps = served(
         functools.partial(
             mlx_generate.stream_generate, tokenizer=tokenizer, prompt=tokens, max_tokens=max_tokens
@@ -201,7 +216,7 @@ def _inspection(
     recorder: Recorder,
     responses: list[GenerationResponse],
 ) -> Inspection:
-    """What was recorded of a prompt and its answer, with the texts of their tokens."""
+    """Return the recorder's records with the texts of the tokens."""
     n = len(tokens)
     answer_tokens = [response.token for response in responses if response.finish_reason != "stop"]
     whole, spans = token_spans(tokenizer, [*tokens, *answer_tokens])
@@ -211,14 +226,14 @@ def _inspection(
         counts = recorder.counts(policy.decode_policy.quota(n))
         special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         sentences = ranked(whole[:end], spans[:n], special, counts, bool(recorder.votes))
-    with_entries = [layer.index for layer in layers]
+    full_layers = [layer.index for layer in layers]
     return Inspection(
         policy=recorder.report.policy,
         tokens=tuple(tokens),
         text=whole[:end],
         spans=tuple(spans[:n]),
-        layers=tuple(with_entries),
-        layers_without=tuple(sorted({*range(n_caches)} - {*with_entries})),
+        layers=tuple(full_layers),
+        layers_without=tuple(sorted({*range(n_caches)} - {*full_layers})),
         heads=tuple(recorder.n_heads),
         positions=recorder.positions,
         sentences=sentences,

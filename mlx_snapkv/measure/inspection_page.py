@@ -1,4 +1,4 @@
-"""Inspections as one HTML file that loads nothing from elsewhere, and as one picture."""
+"""Show inspections as one HTML file without external resources, and as one picture."""
 
 import json
 import textwrap
@@ -18,33 +18,36 @@ from .tables import put_figure
 
 INSPECTION_HTML = Path(__file__).with_name("inspection.html")
 SHOWN_SENTENCES = 10
-COLUMNS = 256  # of the picture: parts of the prompt
-TICKS = 16  # layers named, at most
+PICTURE_COLUMNS = 256  # parts of the prompt in the picture
+MAX_TICKS = 16  # labelled layers in the picture
 
 
 def page(inspections: Sequence[Inspection], model: str, special: Collection[int] = ()) -> str:
-    """The page of one prompt under one or more policies, side by side; SnapKVError if the prompts differ.
+    """Return the HTML page of one prompt under one or more policies, side by side.
 
     Args:
-        special: ids of tokens that are no text.
+        model: the model's name.
+        special: ids of special tokens, which the page marks.
+
+    Raises: SnapKVError: the prompts differ.
     """
     if len({found.tokens for found in inspections}) != 1:
         raise SnapKVError("a page shows one prompt: inspect the same prompt with every policy")
     one = inspections[0]
-    # Tokens that share a span are a group; one without a text is a group of its own.
+    # The page shows groups: tokens that share a span, or one token without text.
     keys = [(*span, i if span[0] == span[1] else None) for i, span in enumerate(one.spans)]
     runs = [(key, len(list(same))) for key, same in groupby(keys)]
     group_of = np.repeat(np.arange(len(runs)), [size for _, size in runs])
     data = {
         "model": model,
         "text": one.text,
-        # JavaScript counts a text's units of two bytes.
+        # JavaScript counts UTF-16 code units.
         "sizes": [len(one.text[a:b].encode("utf-16-le")) // 2 for (a, b, _), _ in runs],
         "several": {group: size for group, (_, size) in enumerate(runs) if size > 1},
         "special": np.unique(group_of[np.isin(one.tokens, list(special))]).tolist(),
         "policies": [_policy(found, group_of) for found in inspections],
     }
-    # In a script element "<" could begin its end, or a comment.
+    # An unescaped "<" could end the script element, or begin a comment.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     html = INSPECTION_HTML.read_text(encoding="utf-8")
     before, after = html.replace("POLICY", content_policy(html), 1).split("DATA")
@@ -52,7 +55,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
 
 
 def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
-    """What the page shows of one inspection; places are those of groups."""
+    """Return the page's data of one inspection, with indices of groups instead of tokens."""
     attended = found.attended
     groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
     rows = np.concatenate([layer[:n] for layer, n in zip(found.kept, found.heads, strict=True)])
@@ -64,7 +67,7 @@ def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
         "heads": list(found.heads),
         "layers": list(zip(found.layers, n_kept, found.shares, strict=True)),
         "without": list(found.layers_without),
-        "bits": _text(np.packbits(rows, axis=1, bitorder="little")),
+        "bits": _base64(np.packbits(rows, axis=1, bitorder="little")),
         "sentences": [
             asdict(s) | {"start": int(group_of[s.start]), "stop": int(group_of[s.stop - 1]) + 1}
             for s in found.sentences[:SHOWN_SENTENCES]
@@ -73,22 +76,25 @@ def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
             "tokens": list(found.answer_tokens),
             "before": attended.n_before,
             "per_layer": attended.positions.shape[2],
-            "positions": _text(groups.astype("<i4")),
-            "weights": _text((attended.weights * 65535).round().astype("<u2")),
+            "positions": _base64(groups.astype("<i4")),
+            "weights": _base64((attended.weights * 65535).round().astype("<u2")),
             "own": [round(float(x), 4) for x in attended.own.ravel()],
         },
     }
 
 
-def _text(array: np.ndarray) -> str:
+def _base64(array: np.ndarray) -> str:
     return b64encode(array.tobytes()).decode()
 
 
 def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> None:
-    """A PNG with a map for each inspection: layers by position, tinted by the share of heads that keep it there."""
+    """Write a PNG file with a map of each inspection.
+
+    A map has a row for each layer and a column for each part of the prompt; its colour is the share of entries kept.
+    """
     from matplotlib.figure import Figure
 
-    heights = [0.9 + 0.22 * min(len(found.layers), 3 * TICKS) for found in inspections]
+    heights = [0.9 + 0.22 * min(len(found.layers), 3 * MAX_TICKS) for found in inspections]
     figure = Figure(figsize=(8, sum(heights) + 0.4), layout="constrained")
     rows = figure.subplots(len(inspections), squeeze=False, height_ratios=heights)[:, 0]
     images = [_draw(axes, found) for axes, found in zip(rows, inspections, strict=True)]
@@ -101,11 +107,12 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
 
 
 def _draw(axes: Any, found: Inspection) -> Any:
+    """Draw the map of an inspection, and return matplotlib's image."""
     n_layers = len(found.layers)
     shades: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     extent = (0, found.n_tokens, n_layers - 0.5, -0.5)
-    image = axes.imshow(found.density(COLUMNS), aspect="auto", extent=extent, **shades)
-    shown = range(0, n_layers, -(-n_layers // TICKS))
+    image = axes.imshow(found.density(PICTURE_COLUMNS), aspect="auto", extent=extent, **shades)
+    shown = range(0, n_layers, -(-n_layers // MAX_TICKS))
     axes.set_yticks(shown, [f"layer {found.layers[i]}" for i in shown], fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
     axes.set_title(textwrap.fill(f"{found.policy}: {found.report}", 110), fontsize=8, loc="left")

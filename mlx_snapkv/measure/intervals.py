@@ -1,4 +1,4 @@
-"""Paired differences between methods, with bootstrapped intervals."""
+"""Compute paired differences between methods, with bootstrapped intervals."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,36 +14,46 @@ def difference(
     groups: Sequence[object],
     tasks: Sequence[object] | None = None,
 ) -> dict[str, float]:
-    """Paired difference of scores for the same questions: a mean over tasks, each weighing the same.
+    """Return the paired difference of two methods' scores for the same questions, with a bootstrapped interval.
 
-    The questions about one document are not independent, so whole documents are drawn, with replacement, as many of
-    each task as it has; the percentiles of the means of `RESAMPLES` drawings are the interval.
+    The mean is taken over the questions of each task, then over the tasks. Questions about one document are not
+    independent, so a resample draws whole documents with replacement: for each task as many as it has.
 
     Args:
-        groups, tasks: the document and the task of each question.
+        scores, reference: the two methods' scores, in the order of the questions.
+        groups, tasks: the document and the task of each question; by default there is one task.
 
-    Returns: The `mean`, `low` and `high` of its 95% interval, and how many questions are `better` and `worse`.
+    Returns:
+        The `mean`, the bounds `low` and `high` of its 95% interval over `RESAMPLES` resamples, and the numbers of
+        questions with a `better` and a `worse` score.
     """
     changes = np.subtract(scores, reference, dtype=float)
-    places = np.array([repr(group) for group in groups])
+    documents = np.array([repr(group) for group in groups])
     names = [repr(task) for task in tasks or [None] * len(changes)]
-    own = [np.array(names) == name for name in dict.fromkeys(names)]
+    by_task = [np.array(names) == name for name in dict.fromkeys(names)]
     rng = np.random.default_rng(0)
-    means, drawings = zip(*(_drawn(changes[some], places[some], rng) for some in own))
-    low, high = np.percentile(np.mean(drawings, axis=0), [2.5, 97.5])
-    found = {"mean": float(np.mean(means)), "low": float(low), "high": float(high)}
-    return found | {"better": int((changes > 0).sum()), "worse": int((changes < 0).sum())}
+    means, resampled = zip(
+        *(_resampled(changes[in_task], documents[in_task], rng) for in_task in by_task)
+    )
+    low, high = np.percentile(np.mean(resampled, axis=0), [2.5, 97.5])
+    return {
+        "mean": float(np.mean(means)),
+        "low": float(low),
+        "high": float(high),
+        "better": int((changes > 0).sum()),
+        "worse": int((changes < 0).sum()),
+    }
 
 
-def _drawn(changes: np.ndarray, groups: np.ndarray, rng: Any) -> tuple[float, np.ndarray]:
-    """The mean of one task's changes, and those of its drawings."""
-    _, places = np.unique(groups, return_inverse=True)
-    sums, counts = np.bincount(places, changes), np.bincount(places)
+def _resampled(changes: np.ndarray, groups: np.ndarray, rng: Any) -> tuple[float, np.ndarray]:
+    """Return the mean of one task's changes, and the means `(RESAMPLES,)` of the resamples."""
+    _, numbers = np.unique(groups, return_inverse=True)
+    sums, counts = np.bincount(numbers, changes), np.bincount(numbers)
     drawn = rng.integers(0, len(sums), (RESAMPLES, len(sums)))
     return float(changes.mean()), sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
 
 
 def interval(found: dict[str, float], form: str, scale: float = 1) -> str:
-    """A difference's mean and its interval."""
+    """Format the mean and the interval of a `difference`; `form` is a format such as ".3f"."""
     mean, low, high = (format(scale * found[key], form) for key in ("mean", "low", "high"))
     return f"{mean} ({low} to {high})"

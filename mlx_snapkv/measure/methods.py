@@ -7,7 +7,8 @@ from typing import Any
 from ..errors import SnapKVError
 from ..planning.options import noted
 from ..planning.prompt_plan import reason_to_leave
-from .reading import AnyPolicy, shares_reading
+from ..planning.settings import Setting
+from .reading import shares_reading
 
 FULL_CACHE = "full cache"
 KNOWN, LATER = "known", "later"
@@ -16,15 +17,19 @@ ANSWER_SETTINGS = (KNOWN, LATER)
 
 @dataclass(frozen=True)
 class Method:
-    """How answers come about: by a policy, or from the full cache (None)."""
+    """A way to answer a prompt: with a policy, with sparse attention, or from the full cache.
 
-    policy: AnyPolicy | None = None
-    # Of `stream_generate`; with sparse attention a `store` is among them.
+    Attributes:
+        policy: None for the full cache.
+        options: keywords of `stream_generate`; with sparse attention, they contain a `store`.
+    """
+
+    policy: Setting | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """The method's name in tables."""
         if self.policy is None:
             return FULL_CACHE
         named = (f", {k} {v}" for k, v in noted(self.options).items() if v not in ("memory", None))
@@ -32,11 +37,15 @@ class Method:
 
     @property
     def shares_reading(self) -> bool:
+        """Whether the method can compress a prompt that was read once for several methods."""
         return not self.options and shares_reading(self.policy)
 
 
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
-    """Raises: SnapKVError: a policy would leave prompts of all these lengths as they are, or has no room for them."""
+    """Check that every policy compresses a prompt of at least one of these lengths.
+
+    Raises: SnapKVError: a policy compresses none of them, or its budget has no room for sink and window.
+    """
     for method in methods:
         if method.policy is not None:
             reasons = [reason_to_leave(method.policy, n, None) for n in lengths]

@@ -1,9 +1,9 @@
-"""A prompt that is read once, for any number of policies.
+"""Read a prompt once, and compress it with any number of policies.
 
 reading = read_once(model, document, policies, suffixes=[question])
-cache, report = reading.compressed(policy)                 # the document, as prefill compresses it
+cache, report = reading.compressed(policy)                 # the document's cache, as `prefill` returns it
 prompt = reading.followed_by(question)                     # document and question; only the question is read
-cache, report = prompt.compressed(policy, answering=True)  # as generate_step has it once it has compressed
+cache, report = prompt.compressed(policy, answering=True)  # the cache of `generate_step` after its compression
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,36 +30,41 @@ from ..planning.scores import largest_chunk
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
 
-AnyPolicy = Setting
-Recorders = dict[AnyPolicy, list[RecordingKVCache]]  # of a prompt, by full-attention layer
-MORE = 256  # tokens that there is room for behind a prompt
+# By policy, a recording cache for each full-attention layer.
+Recorders = dict[Setting, list[RecordingKVCache]]
+ANSWER_CAPACITY = 256  # tokens after the prompt for which the buffers have room
 
 
-def shares_reading(policy: AnyPolicy | None) -> bool:
-    """Whether a policy chooses from full caches, by queries that are recorded while others' are; None keeps all.
+def shares_reading(setting: Setting | None) -> bool:
+    """Return whether a policy can choose from full caches that other policies choose from, too.
 
-    Others read for themselves: block policies evict meanwhile, h2o counts all attention, and with sparse attention
-    chunks choose what they read.
+    The full cache (None) can. Some settings must read the prompt themselves: block policies evict during prefill, h2o
+    sums the attention of all queries, and with sparse attention each chunk chooses what it reads.
     """
-    if policy is None:
+    if setting is None:
         return True
-    chooses_once = isinstance(policy, Compress) and not policy.evicts_in_blocks
-    return chooses_once and not policy.decode_policy.accumulates_attention  # type: ignore[union-attr]
+    chooses_once = isinstance(setting, Compress) and not setting.evicts_in_blocks
+    return chooses_once and not setting.decode_policy.accumulates_attention  # type: ignore[union-attr]
 
 
-def n_ahead(setting: AnyPolicy | None) -> int:
+def lookahead_of(setting: Setting | None) -> int:
     """Return the number of answer tokens that vote before a policy compresses."""
     return setting.decode_policy.lookahead if isinstance(setting, Compress) else 0
 
 
-def n_before(model: Any, policy: AnyPolicy, n_prompt: int) -> int:
-    """Tokens of an answer that are decoded before its prompt is compressed: one from the prompt, and one from each that
-    is fed until then."""
+def n_decoded_before(model: Any, policy: Setting, n_prompt: int) -> int:
+    """Return the number of answer tokens that are decoded before the prompt is compressed.
+
+    The prompt gives the first token, and each answer token that is fed before the compression gives one more.
+    """
     return _plan(model, policy, n_prompt).n_ahead + 1
 
 
 class SharedKVCache(RecordingKVCache):
-    """A KV cache whose queries several `recorders` of the layer record, which are never fed; see their `filled`."""
+    """A layer's full KV cache, whose queries are recorded by several `recorders`.
+
+    The recorders hold no entries; `RecordingKVCache.filled` joins a recorder's queries and this cache's entries.
+    """
 
     def __init__(self, recorders: Sequence[RecordingKVCache], capacity: int, layer: Any):
         super().__init__(0, 0, capacity, layer)
@@ -80,12 +85,19 @@ class SharedKVCache(RecordingKVCache):
 
 
 class Reading:
-    """A prompt on full caches, with the queries recorded that each policy needs; made by `read_once`.
+    """A prompt that was read on full caches, with the queries that each policy needs; made by `read_once`.
 
-    What a policy keeps is what `prefill` and `generate_step` keep, whichever others there are.
+    `compressed` keeps the same entries as `prefill` and `generate_step`, whichever other policies share the reading.
 
     Args:
-        caches: they lack the prompt's last tokens, `unread`, which are read; `options` are mlx-lm's.
+        tokens: all tokens of the prompt.
+        caches: caches that have read the prompt except its last tokens, `unread`, which are read now.
+        recorders: the caches that record queries for each policy.
+        suffixes: by suffix, the recorders of the prompt that the suffix ends; see `followed_by`.
+        **options: keywords of mlx-lm's `generate_step` for the prefill.
+
+    Attributes:
+        next_logprobs: log-probabilities `(vocab_size,)` of the token after the prompt.
     """
 
     def __init__(
@@ -101,49 +113,54 @@ class Reading:
         self.model, self.tokens = model, list(tokens)
         self._caches, self._recorders, self._suffixes = caches, recorders, suffixes
         self._layers = attention_layers(model, caches)
-        # After so many tokens of the answer policies compress.
-        self._n_ahead = {n_before(model, policy, len(tokens)) - 1 for policy in recorders}
+        # The numbers of fed answer tokens after which policies compress.
+        self._n_ahead = {n_decoded_before(model, policy, len(tokens)) - 1 for policy in recorders}
         for i, layer in enumerate(self._layers):
-            wanted = [r for some in (recorders, *self._suffixes.values()) for r in _at(some, i)]
+            layer_recorders = [
+                recorder
+                for by_policy in (recorders, *self._suffixes.values())
+                for recorder in _layer_recorders(by_policy, i)
+            ]
             before = layer.cache_in(caches)
-            shared = SharedKVCache(wanted, len(tokens) + MORE - before.offset, layer)
+            capacity = len(tokens) + ANSWER_CAPACITY - before.offset
+            shared = SharedKVCache(layer_recorders, capacity, layer)
             if not before.empty():
                 shared.share(before, before.offset)
             layer.put(caches, shared)
-        # Not in a policy's own chunks: what is read must not depend on who asks.
-        given = {"prefill_step_size": largest_chunk(), **options}
+        # The chunks are not those of one policy, so that the entries do not depend on which policies share them.
+        prefill_options = {"prefill_step_size": largest_chunk(), **options}
         with recording(attention_classes(model)):
-            # Log-probabilities `(vocab_size,)` of the token after the prompt.
-            self.following = read(model, mx.array(list(unread)), caches, given)[0]
+            self.next_logprobs = read(model, mx.array(list(unread)), caches, prefill_options)[0]
         for i, layer in enumerate(self._layers):
             shared = layer.cache_in(caches)
             shared.step = KVCache.step
-            shared.recorders = _at(recorders, i)  # the suffixes' need nothing of the answer
-        # By the number of tokens fed: copies of all caches then, but of those of the full-attention layers.
-        self._others = {len(tokens): copies_but_entries(caches, self._layers)}
-        self._answer = [_best(self.following)]  # greedy: all tokens that were fed, and the next one
-        self._forced: list[int] = []  # what it begins with, whatever the model would say
+            # Recorders of the suffixes need no queries of the answer.
+            shared.recorders = _layer_recorders(recorders, i)
+        # By the number of tokens fed: copies of all caches at that time, without the full-attention layers' entries.
+        self._cache_copies = {len(tokens): copies_but_entries(caches, self._layers)}
+        self._answer = [_most_likely(self.next_logprobs)]  # the tokens fed, and the next token
+        self._forced: list[int] = []  # see `force`
 
     def followed_by(self, suffix: Sequence[int]) -> "Reading":
-        """The prompt with one of its `suffixes` behind it, read on a copy."""
+        """Return the reading of the prompt and one of its `suffixes`; only the suffix is read, on copied caches."""
         tokens, recorders = [*self.tokens, *suffix], self._suffixes[tuple(suffix)]
-        return Reading(self.model, tokens, self.full(), recorders, {}, suffix)
+        return Reading(self.model, tokens, self.full_cache(), recorders, {}, suffix)
 
-    def full(self) -> list:
-        """A prompt cache with all entries; its arrays are shared until they are written."""
+    def full_cache(self) -> list:
+        """Return a prompt cache with all entries of the prompt; its arrays are shared until they are written."""
         n = len(self.tokens)
-        caches = copies_but_entries(self._others[n], self._layers)
+        caches = copies_but_entries(self._cache_copies[n], self._layers)
         for layer in self._layers:
             layer.put(caches, full_cache(layer.cache_in(self._caches).held().between(0, n)))
         return caches
 
     def force(self, tokens: Sequence[int]) -> None:
-        """Let the answer begin with these tokens instead of the model's own, before any of it is fed."""
+        """Begin the answer with `tokens` instead of the model's own; to be called before `answer` and `compressed`."""
         self._forced = list(tokens)
         self._answer = self._forced[:1]
 
     def answer(self, n: int, stops: Collection[int] = ()) -> list[int]:
-        """The full cache's own greedy answer: at most `n` tokens, up to the first that is one of `stops`."""
+        """Return the full cache's greedy answer: at most `n` tokens, up to and including the first of `stops`."""
         for i in range(n):
             self._feed_answer(i)
             if self._answer[i] in stops:
@@ -151,81 +168,90 @@ class Reading:
         return self._answer[:n]
 
     def compressed(
-        self, policy: AnyPolicy | None, answering: bool = False
+        self, policy: Setting | None, answering: bool = False
     ) -> tuple[list, CompressionReport]:
-        """What `prefill` keeps of the prompt, and its report; the answer's first tokens vote if the policy looks ahead.
+        """Return the prompt cache that `prefill` returns for a policy, and its report.
+
+        If the policy has a lookahead, the first tokens of the full cache's answer vote.
 
         Args:
-            policy: None is the full cache.
-            answering: what `generate_step` decodes from once it has compressed, which has been fed the full cache's
-                answer's first tokens: as many as the policy looks ahead, and at least one.
+            policy: a policy that `read_once` was given; None for the full cache.
+            answering: return the cache that `generate_step` decodes from after its compression instead. It has been fed
+                the first answer tokens: as many as the policy's lookahead, and at least one.
 
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
         n_prompt = len(self.tokens)
         plan = _plan(self.model, policy, n_prompt)
         if policy is None or plan.reason is not None:
-            return self.full(), CompressionReport(str(policy or NO_POLICY), n_prompt, plan.reason)
+            report = CompressionReport(str(policy or NO_POLICY), n_prompt, plan.reason)
+            return self.full_cache(), report
         if not shares_reading(policy) and not answering:
             return prefill(self.model, self.tokens, policy)
         request = self._request(policy, answering)
         return request.prompt_cache, request.compress()
 
-    def _request(self, policy: AnyPolicy, answering: bool) -> Request:
-        """One whose caches hold what `compressed` compresses, and who votes on it."""
+    def _request(self, policy: Setting, answering: bool) -> Request:
+        """Return a request that has read the prompt and is about to compress it; see `compressed`."""
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         n_prompt = len(self.tokens)
         request = make_request(self.model, _plan(self.model, policy, n_prompt))
-        n = n_prompt + (request.plan.n_ahead if answering else 0)
-        self._feed_answer(max(n, request.plan.last) - n_prompt)
-        caches = copies_but_entries(self._others[n], self._layers)
+        n_fed = n_prompt + (request.plan.n_ahead if answering else 0)
+        self._feed_answer(max(n_fed, request.plan.last) - n_prompt)
+        caches = copies_but_entries(self._cache_copies[n_fed], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
-            layer.put(caches, recorder.filled(layer.cache_in(self._caches), n))
+            layer.put(caches, recorder.filled(layer.cache_in(self._caches), n_fed))
         request.caches = caches
         return request
 
     def _feed_answer(self, n: int) -> None:
-        """Feed the answer's first `n` tokens, whatever they are, unless that was done."""
+        """Feed the answer's tokens until `n` of them have been fed."""
         while (fed := len(self._answer) - 1) < n:
             token = mx.array([[self._answer[fed]]])
             with recording(attention_classes(self.model)):
                 logits = self.model(token, cache=self._caches)[0, -1]
             mx.eval(logits, [c.state for c in self._caches])
             forced = self._forced[fed + 1 : fed + 2]
-            self._answer += forced or [_best(logits)]
+            self._answer += forced or [_most_likely(logits)]
             if fed + 1 in self._n_ahead:
                 n_fed = len(self.tokens) + fed + 1
-                self._others[n_fed] = copies_but_entries(self._caches, self._layers)
+                self._cache_copies[n_fed] = copies_but_entries(self._caches, self._layers)
 
 
 def read_once(
     model: Any,
     tokens: Sequence[int],
-    policies: Iterable[AnyPolicy | None] = (),
+    policies: Iterable[Setting | None] = (),
     suffixes: Iterable[Sequence[int]] = (),
     **options: Any,
 ) -> Reading:
     """Read a prompt on full caches, and record the queries that each policy needs.
 
     Args:
-        policies: all that will be asked for.
-        suffixes: token ids that may follow it, which `Reading.followed_by` reads.
-        **options: of mlx-lm's `generate_step`; by default, chunks are of `largest_chunk()` tokens.
+        policies: all policies that `Reading.compressed` will be asked for.
+        suffixes: token ids that `Reading.followed_by` may append to the prompt.
+        **options: keywords of mlx-lm's `generate_step`; by default, a chunk has `largest_chunk()` tokens.
 
-    Raises: SnapKVError: the model is not supported, or a budget has no room for what is always kept.
+    Raises: SnapKVError: the model is not supported, or a budget has no room for sink and window.
     """
     sharing = [p for p in dict.fromkeys(policies) if p and shares_reading(p)]
     n = len(tokens)
-    after = {tuple(more): _recorders(model, n + len(more), sharing) for more in suffixes}
-    caches, own = make_prompt_cache(model), _recorders(model, n, sharing)
-    return Reading(model, tokens, caches, own, after, tokens, **options)
+    suffix_recorders = {
+        tuple(suffix): _recorders(model, n + len(suffix), sharing) for suffix in suffixes
+    }
+    caches, recorders = make_prompt_cache(model), _recorders(model, n, sharing)
+    return Reading(model, tokens, caches, recorders, suffix_recorders, tokens, **options)
 
 
 def read_sparsely(
     model: Any, sparse: Sparse, tokens: Sequence[int], later: Sequence[int] = ()
 ) -> tuple[list, CompressionReport]:
-    """Caches whose tokens choose what they read of a prompt, and of more that is read `later`, and the report."""
+    """Read a prompt with sparse attention, and return the caches that answer tokens read, and the report.
+
+    Args:
+        later: tokens that are read after the prompt, as the next turn of a conversation; the report is about this turn.
+    """
     before, new = None, tokens
     if later:
         (before, _), new = prefill(model, tokens, sparse=sparse), later
@@ -242,29 +268,32 @@ def read_sparsely(
     return request.caches, report
 
 
-def _best(logits: mx.array) -> int:
+def _most_likely(logits: mx.array) -> int:
     return int(mx.argmax(logits).item())  # type: ignore[arg-type]
 
 
-def _plan(model: Any, policy: AnyPolicy | None, n_prompt: int) -> Plan:
-    """That of a prompt on an empty cache."""
+def _plan(model: Any, policy: Setting | None, n_prompt: int) -> Plan:
+    """Return the plan of a prompt that is read on an empty cache."""
     return plan_request(model, CompressionConfig(policy), n_prompt)
 
 
-def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorders:
-    """What is to be recorded of a prompt of so many tokens for the policies that compress it, each thing once."""
+def _recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recorders:
+    """Return the caches that record queries for each policy that compresses a prompt of `n_prompt` tokens.
+
+    Policies that need the same queries share their caches.
+    """
     recorders: Recorders = {}
     by_range: dict[tuple, list[RecordingKVCache]] = {}
     for policy in policies:
         plan = _plan(model, policy, n_prompt)
         if plan.reason is None:
             caches = make_request(model, plan).caches
-            own = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
-            recorded = own[0].first, own[0].last, own[0].statistics_from
-            recorders[policy] = by_range.setdefault(recorded, own)
+            new = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
+            recorded = new[0].first, new[0].last, new[0].statistics_from
+            recorders[policy] = by_range.setdefault(recorded, new)
     return recorders
 
 
-def _at(recorders: Recorders, i: int) -> list[RecordingKVCache]:
-    """Those of the `i`th layer, each once."""
+def _layer_recorders(recorders: Recorders, i: int) -> list[RecordingKVCache]:
+    """Return the recorders of the full-attention layer `i`, without repetitions."""
     return list({id(by_layer[i]): by_layer[i] for by_layer in recorders.values()}.values())

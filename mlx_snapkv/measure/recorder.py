@@ -1,4 +1,4 @@
-"""What a request keeps and attends to, recorded while it is served."""
+"""Record which entries a request keeps, and what the tokens of its answer attend to."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +11,19 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.attention import attention_weights
 from ..entries.quota import Quota
 
-MAX_RECORDED = 24  # prompt tokens recorded for each of the answer's, by layer
+MAX_RECORDED = 24  # prompt tokens recorded per answer token and layer
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What the answer's tokens attended to: the attention that predicted each, averaged over a layer's query heads.
+    """The attention that predicted each token of the answer, averaged over the query heads of a layer.
 
     Attributes:
-        positions: int32 `(n_answer, n_layers + 1, n)`, the prompt's tokens with most attention first; the last of
-            the layers is the mean of all. -1 where there are fewer.
-        weights: float32, the same shape, their shares of the attention, 0 to 1.
-        own: float32 `(n_answer, n_layers + 1)`, the share that went to the answer's own tokens before.
-        n_before: so many first tokens of the answer were predicted before the compression, from all entries held then.
+        positions: int32 `(n_answer, n_layers + 1, n)`, the prompt tokens with the most attention, in descending order.
+            Index `n_layers` is the mean of all layers. -1 where fewer tokens have attention.
+        weights: float32 of the same shape, the shares of the attention, 0 to 1.
+        own: float32 `(n_answer, n_layers + 1)`, the share of the earlier answer tokens.
+        n_before: how many of the answer's first tokens were predicted before the compression, from all entries.
     """
 
     positions: np.ndarray
@@ -33,67 +33,89 @@ class Attended:
 
 
 class Recorder:
-    """Records what a request keeps, and what its answer's tokens attend to, at the attention's own calls."""
+    """Records which entries a request keeps, and what its answer attends to, from the attention's own queries.
 
-    def __init__(self, layers: list[AttentionLayer], n_prompt: int, most: int):
-        self._n_layers, self._n_prompt, self._size = len(layers), n_prompt, n_prompt + most + 1
-        self._n_most = min(MAX_RECORDED, n_prompt)
+    Args:
+        layers: the model's full-attention layers.
+        n_prompt: number of prompt tokens.
+        max_tokens: limit of the answer's tokens.
+
+    Attributes:
+        kept: by layer number, the positions kept `(n_kv_heads, n)`; empty if no entry was evicted.
+        votes: by layer number, the votes for `kept`; empty if the policy has no votes.
+        n_heads: number of KV heads of each layer; 0 before a layer's first call.
+        report: the compression's report.
+    """
+
+    def __init__(self, layers: list[AttentionLayer], n_prompt: int, max_tokens: int):
+        self._n_layers, self._n_prompt = len(layers), n_prompt
+        self._n_positions = n_prompt + max_tokens + 1
+        self._n_recorded = min(MAX_RECORDED, n_prompt)
+        # By position of the query and layer number: `(n_positions,)` attention by position of the key.
         self._pending: dict[int, dict[int, mx.array]] = {}
+        # By position of the query: positions, weights and own share, as in `Attended`.
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._n_before: int | None = None
-        # Positions `(n_kv_heads, n)` by layer, if any were dropped, and the votes for them, if there were any.
         self.kept: dict[int, np.ndarray] = {}
         self.votes: dict[int, np.ndarray] = {}
-        self.n_heads = [0] * len(layers)  # of each layer; 0 of one that has not been called
-        self.report = CompressionReport(NO_POLICY, n_prompt)  # or why there was no compression
+        self.n_heads = [0] * len(layers)
+        self.report = CompressionReport(NO_POLICY, n_prompt)
 
     def on_kept(self, layer: AttentionLayer, positions: mx.array, votes: mx.array | None) -> None:
-        """What a layer keeps: positions `(1, n_kv_heads, n)`, and their votes."""
+        """Note the positions `(1, n_kv_heads, n)` that a layer keeps, and their votes; see `Request`."""
         self.kept[layer.number] = np.array(positions[0]).astype(np.int32)
         if votes is not None:
             self.votes[layer.number] = np.array(votes[0])
 
     def on_report(self, report: CompressionReport) -> None:
-        """The compression's report; the tokens to come are predicted from what was kept."""
+        """Note the compression's report; later tokens are predicted from the entries kept."""
         self.report = report
         if report.compressed:
             self._n_before = len({*self._rows, *self._pending})
 
     def on_queries(self, cache: Any, queries: mx.array) -> None:
-        """An attention's call: of the prompt's last token, and of every one behind it, the weights."""
+        """Compute the attention weights of one query, if it is the prompt's last one or a later one.
+
+        See `entries.queries.on_queries`.
+        """
         position = cache.offset - 1
-        if queries.shape[2] != 1 or not self._n_prompt - 1 <= position < self._size:
+        if queries.shape[2] != 1 or not self._n_prompt - 1 <= position < self._n_positions:
             return
         entries = cache.held()
         H, T = entries.keys.shape[1:3]
-        asked = cache.voters(queries, range(position, position + 1), entries.keys.shape)
-        weights = attention_weights(entries.keys, asked).reshape(1, H, -1, T).mean(axis=2) / H
-        places = entries.positions.reshape(-1)
-        by_position = mx.zeros(self._size).at[places].add(weights.reshape(-1))
+        query = cache.voters(queries, range(position, position + 1), entries.keys.shape)
+        weights = attention_weights(entries.keys, query).reshape(1, H, -1, T).mean(axis=2) / H
+        key_positions = entries.positions.reshape(-1)
+        by_position = mx.zeros(self._n_positions).at[key_positions].add(weights.reshape(-1))
         self.n_heads[cache.layer.number] = H
         self._pending.setdefault(position, {})[cache.layer.number] = by_position
 
     def record(self) -> None:
-        """Evaluate the attention of the last calls, and keep the largest of it."""
+        """Evaluate the weights of the last calls, and keep the largest of each token."""
         pending, self._pending = self._pending, {}
         mx.eval([list(layers.values()) for layers in pending.values()])
         for position, layers in pending.items():
             if len(layers) == self._n_layers:
                 weights = np.stack([np.array(layers[n]) for n in range(self._n_layers)])
-                self._rows[position] = self._most(np.vstack([weights, weights.mean(axis=0)]))
+                self._rows[position] = self._largest(np.vstack([weights, weights.mean(axis=0)]))
 
-    def _most(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of weights `(n_layers + 1, size)`: where the largest of the prompt's are, these, and the answer's share."""
-        prompt = weights[:, : self._n_prompt]
-        places = np.argpartition(-prompt, self._n_most - 1, axis=1)[:, : self._n_most]
-        order = np.argsort(-np.take_along_axis(prompt, places, axis=1), axis=1, kind="stable")
-        places = np.take_along_axis(places, order, axis=1)
-        found = np.take_along_axis(prompt, places, axis=1)
-        return np.where(found > 0, places, -1), found, weights[:, self._n_prompt :].sum(axis=1)
+    def _largest(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the prompt positions with the largest weights, their weights, and the share of the answer's tokens.
+
+        Args:
+            weights: `(n_layers + 1, n_positions)`.
+        """
+        prompt, n = weights[:, : self._n_prompt], self._n_recorded
+        positions = np.argpartition(-prompt, n - 1, axis=1)[:, :n]
+        order = np.argsort(-np.take_along_axis(prompt, positions, axis=1), axis=1, kind="stable")
+        positions = np.take_along_axis(positions, order, axis=1)
+        largest = np.take_along_axis(prompt, positions, axis=1)
+        own = weights[:, self._n_prompt :].sum(axis=1)
+        return np.where(largest > 0, positions, -1), largest, own
 
     def attended(self, n_answer: int) -> Attended:
-        """What the tokens of an answer attended to."""
-        shape = n_answer, self._n_layers + 1, self._n_most
+        """Return what the first `n_answer` tokens of the answer attended to."""
+        shape = n_answer, self._n_layers + 1, self._n_recorded
         positions, weights = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
         own = np.zeros(shape[:2], np.float32)
         for i in range(n_answer):
@@ -104,19 +126,22 @@ class Recorder:
 
     @property
     def positions(self) -> np.ndarray:
-        """What the layers keep `(n_layers, n_kv_heads, n)`, -1 where there is nothing; all, if nothing was dropped."""
-        everything = np.arange(self._n_prompt, dtype=np.int32)
-        kept = [self.kept.get(i, np.tile(everything, (h, 1))) for i, h in enumerate(self.n_heads)]
-        shape = len(kept), *np.max([rows.shape for rows in kept], axis=0)
-        found = np.full(shape, -1, np.int32)
-        for layer, rows in zip(found, kept, strict=True):
-            layer[: rows.shape[0], : rows.shape[1]] = rows
-        return found
+        """The positions kept `(n_layers, n_kv_heads, n)`, with -1 as padding; all, if no entry was evicted."""
+        all_positions = np.arange(self._n_prompt, dtype=np.int32)
+        by_layer = [
+            self.kept.get(i, np.tile(all_positions, (n_heads, 1)))
+            for i, n_heads in enumerate(self.n_heads)
+        ]
+        shape = len(by_layer), *np.max([kept.shape for kept in by_layer], axis=0)
+        padded = np.full(shape, -1, np.int32)
+        for layer, kept in zip(padded, by_layer, strict=True):
+            layer[: kept.shape[0], : kept.shape[1]] = kept
+        return padded
 
     def counts(self, quota: Quota) -> np.ndarray:
-        """Return what `ranked` needs of every token, `(5, n_tokens)`, if the layers were to keep `quota`.
+        """Return the `counts` of `sentences.ranked`, `(5, n_tokens)`, for layers that keep `quota`.
 
-        A head has the choice unless it keeps the token anyway, as one of the first or most recent entries.
+        A head chooses among the entries between the sink and the recent window; it keeps both in any case.
         """
         n = self._n_prompt
         counts = np.zeros((5, n))

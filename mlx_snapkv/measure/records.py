@@ -1,4 +1,4 @@
-"""Records of an evaluation, in a file that a later run completes."""
+"""Keep the records of an evaluation in a file, so that a later run measures only the missing ones."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -12,16 +12,20 @@ from .tables import Record
 
 Measure = Callable[[list[Record]], Iterable[Record]]
 
+# These fields identify a record; all but the method are optional.
 RECORD_KEYS = ("method", "setting", "task", "length", "document", "piece", "question")
 
 
 class Results:
-    """Records, identified by their method, and by those of the other `RECORD_KEYS` that they have.
+    """The records of an evaluation, in memory and, with a path, in a file of JSON lines.
 
-    With a path, each is appended to that file of JSON lines as it comes; the first line is the setting. A later run
-    goes on from the file. Nothing is written before the results are entered as a context.
+    The file's first line is the setting, and each new record is appended. A later run reads the file and continues it.
+    Nothing is written before the results are entered as a context.
 
-    Raises: SnapKVError: the file is not of this setting, or not such a file.
+    Args:
+        setting: what all records have in common.
+
+    Raises: SnapKVError: the file has another setting, or was not written by this class.
     """
 
     def __init__(self, setting: Record, path: Path | None = None):
@@ -40,38 +44,40 @@ class Results:
         if self._lines is not None:
             self._lines.close()
 
-    def get(self, wanted: Record) -> Record | None:
-        return self._records.get(_key(wanted))
+    def get(self, keys: Record) -> Record | None:
+        """Return the record with the same `RECORD_KEYS` as `keys`; None if it is missing."""
+        return self._records.get(_key(keys))
 
     def add(self, record: Record) -> None:
-        """Add a record; its arrays become numbers."""
-        made = {k: x.item() if isinstance(x, mx.array) else x for k, x in record.items()}
-        self._records[_key(made)] = made
+        """Add a record, with numbers instead of its scalar arrays."""
+        numbers = {k: x.item() if isinstance(x, mx.array) else x for k, x in record.items()}
+        self._records[_key(numbers)] = numbers
         if self._lines is not None:
-            self._lines.append(made)
+            self._lines.append(numbers)
 
     def complete(
         self,
         documents: Iterable[tuple[list[Record], Measure]],
         on_document: Callable[[bool], None] = lambda measured: None,
     ) -> list[Record]:
-        """Measure the records that are missing, document by document, and return all records of all documents.
+        """Measure the missing records, document by document, and return the records of all documents.
 
         Args:
-            documents: the keys of each document's records, and a function that measures the missing ones. Its records
-                may hold arrays.
-            on_document: called after each document, with whether anything of it was measured.
+            documents: for each document the keys of its records, and a function that takes the keys of the missing
+                records and yields these records, which may hold scalar arrays.
+            on_document: called after each document, with whether any of its records was measured.
         """
         wanted: list[Record] = []
-        for places, measure in documents:
-            wanted += places
-            missing = [place for place in places if self.get(place) is None]
+        for keys, measure in documents:
+            wanted += keys
+            missing = [key for key in keys if self.get(key) is None]
             for record in measure(missing) if missing else ():
                 self.add(record)
             on_document(bool(missing))
-        return [self._records[_key(place)] for place in wanted]
+        return [self._records[_key(key)] for key in wanted]
 
     def _read(self) -> None:
+        """Read the file's records. Raises: SnapKVError: it has another setting, or a line is damaged."""
         for number, line in () if self._lines is None else self._lines.read():
             if number == 1:
                 self._require_setting(line)

@@ -1,4 +1,4 @@
-"""Which part of a text each of its tokens is, its sentences, and a prompt's in order of what is kept of them."""
+"""Map tokens to parts of their text, split a text into sentences, and rank sentences by the entries kept."""
 
 import itertools
 import re
@@ -8,63 +8,67 @@ from typing import Any
 
 import numpy as np
 
-Span = tuple[int, int]
+Span = tuple[int, int]  # the characters `text[start:stop]`
 
-INCOMPLETE = "\ufffd"  # what a tokeniser makes of bytes that are no character
-MAX_CHARACTER_TOKENS = 8  # tokens of a character, which has at most four bytes
+INCOMPLETE = "\ufffd"  # a tokenizer decodes incomplete bytes of a character to it
+MAX_CHARACTER_TOKENS = 8  # a character has at most four bytes in UTF-8
 
-# Up to the end of a sentence or paragraph, with the white space that follows it.
+# A sentence or paragraph with the white space after it.
 _SENTENCE_END = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*|\Z)", re.DOTALL)
 
-MAX_PIECE = (
-    200  # characters; a longer piece is a list, a table or code, and is cut between its lines
-)
+# Characters of a sentence; a longer match is a list, a table or code, and is split into lines.
+MAX_SENTENCE = 200
 
-# Before a line of a list, of a table, or a heading.
-_MARKED = re.compile(r"(?<=\n)(?=[^\S\n]*[^\w\s\"'“‘(])")
+# The start of a list item, a table row or a heading.
+_MARKED_LINE = re.compile(r"(?<=\n)(?=[^\S\n]*[^\w\s\"'“‘(])")
 
-_ROLE = re.compile(r"\s*\w+\n")  # what templates write behind a mark: whose turn it is
+_ROLE = re.compile(r"\s*\w+\n")  # the role that chat templates write after a special token
 
 
 def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]:
-    """The text of tokens, and the part of it that each is: `text[start:stop]`, one after the other.
+    """Decode tokens, and return their text and the successive span of each token in it.
 
-    Tokens that make up a character together have the same span, that of all of them. Each is decoded behind those
-    before it, since that may decide about its spaces.
+    Tokens that make one character together share its span. A token's spaces may depend on the token before it, so that
+    tokens are decoded together with the tokens before them.
     """
     pieces: list[str] = []
     spans: list[Span] = []
-    before = start = 0  # tokens[before:start] are the ones taken last, and `known` what they say
-    known = waiting = ""  # and what those from `before` on say that may not be whole yet
+    # tokens[:start] have their spans. tokens[previous:start] are decoded again as context; `known` is their text.
+    previous = start = 0
+    known = ""
+    incomplete = ""  # the text from `previous` on that ends within a character, if it does
 
     def decoded(start: int, stop: int) -> str:
         some = list(tokens[start:stop])
         return tokenizer.decode(some, clean_up_tokenization_spaces=False) if some else ""
 
     def take(stop: int, text: str) -> None:
-        nonlocal before, start, known, waiting
+        """Give tokens[start:stop] their span; `text` is the text of tokens[previous:stop]."""
+        nonlocal previous, start, known, incomplete
         at = spans[-1][1] if spans else 0
         pieces.append(text[len(known) :])
         spans.extend([(at, at + len(pieces[-1]))] * (stop - start))
-        before, start = start, stop
-        known, waiting = decoded(before, start), ""
+        previous, start = start, stop
+        known, incomplete = decoded(previous, start), ""
 
     for stop in range(1, len(tokens) + 1):
-        text = decoded(before, stop)
-        if waiting and len(text) > len(waiting) and text.startswith(waiting):
-            take(stop - 1, waiting)  # nothing will make it whole
-            text = decoded(before, stop)
+        text = decoded(previous, stop)
+        if incomplete and len(text) > len(incomplete) and text.startswith(incomplete):
+            take(
+                stop - 1, incomplete
+            )  # the bytes were invalid: the new token did not complete them
+            text = decoded(previous, stop)
         if text.endswith(INCOMPLETE) and stop - start < MAX_CHARACTER_TOKENS:
-            waiting = text
+            incomplete = text
         else:
             take(stop, text)
-    if waiting:
-        take(len(tokens), waiting)
+    if incomplete:
+        take(len(tokens), incomplete)
     return "".join(pieces), spans
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
-    """Ids of the tokens that no text has: a template's marks, beginnings and ends."""
+    """Return the ids of special tokens, such as beginning-of-text and a chat template's role markers."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     marked = {number for number, token in added.items() if getattr(token, "special", False)}
     return marked | set(getattr(tokenizer, "all_special_ids", None) or ())
@@ -75,11 +79,11 @@ class Sentence:
     """A sentence of the prompt.
 
     Attributes:
-        start, stop: its tokens.
-        kept: share of its entries that are kept, 0 to 1, over its tokens and all layers' KV heads.
-        chosen: the same of the entries that the policy chose among; None if all are among the first or most recent.
-        votes: the share of the voters' attention to all entries chosen that went to this sentence's; None if nobody
-            votes.
+        start, stop: its tokens `[start, stop)` in the prompt.
+        kept: share of its entries that are kept, 0 to 1, over its tokens and the KV heads of all layers.
+        chosen: the share over the entries among which the policy chose; None if the sentence is in the sink or the
+            recent window.
+        votes: the sentence's share of the voters' attention to all chosen entries; None without votes.
     """
 
     text: str
@@ -91,39 +95,52 @@ class Sentence:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """The sentences of a text, with the white space behind them; items of lists, rows and lines of code alone."""
-    for piece in itertools.chain.from_iterable(map(_MARKED.split, _SENTENCE_END.findall(text))):
-        yield from piece.splitlines(keepends=True) if len(piece) > MAX_PIECE else [piece]
+    """Yield the sentences of a text with the white space after them; list items, table rows and lines of code alone."""
+    for piece in itertools.chain.from_iterable(
+        map(_MARKED_LINE.split, _SENTENCE_END.findall(text))
+    ):
+        yield from piece.splitlines(keepends=True) if len(piece) > MAX_SENTENCE else [piece]
 
 
 def ranked(
     text: str, spans: Sequence[Span], special: np.ndarray, counts: np.ndarray, voted: bool
 ) -> tuple[Sentence, ...]:
-    """The sentences of which anything is kept: those with most votes first, or else those chosen by most heads.
+    """Return the sentences with any entry kept, in descending order of votes, or of the heads that chose them.
 
     Args:
-        spans: of the tokens in the text.
-        special: bool `(n_tokens,)`, the tokens that are no text.
-        counts: `(5, n_tokens)`, of each token: KV heads that keep it, all heads; those that chose it, those that had
-            the choice; and the votes for those that chose it.
-        voted: somebody votes.
+        text: the prompt's text.
+        spans: the tokens' spans in `text`.
+        special: bool `(n_tokens,)`, whether a token is special.
+        counts: `(5, n_tokens)`, for each token the number of KV heads that keep it, of all KV heads, of KV heads that
+            chose it, and of KV heads that could choose; then the votes of the KV heads that chose it.
+        voted: whether the policy has votes.
     """
     sums = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
     all_votes = sums[4, -1] or 1
-    found = []
+    sentences = []
     for start, stop in _tokens_of_sentences(text, spans, special):
-        kept, heads, chosen, free, votes = (float(x) for x in sums[:, stop] - sums[:, start])
-        if kept:
-            words = text[spans[start][0] : spans[stop - 1][1]].strip()
-            share, part = chosen / free if free else None, votes / all_votes if voted else None
-            found.append(Sentence(words, start, stop, kept / heads, share, part))
-    return tuple(sorted(found, key=lambda s: (-(s.votes or 0), -(s.chosen or 0), -s.kept, s.start)))
+        n_kept, n_heads, n_chosen, n_choosing, votes = (
+            float(x) for x in sums[:, stop] - sums[:, start]
+        )
+        if n_kept:
+            sentence = Sentence(
+                text[spans[start][0] : spans[stop - 1][1]].strip(),
+                start,
+                stop,
+                kept=n_kept / n_heads,
+                chosen=n_chosen / n_choosing if n_choosing else None,
+                votes=votes / all_votes if voted else None,
+            )
+            sentences.append(sentence)
+    return tuple(
+        sorted(sentences, key=lambda s: (-(s.votes or 0), -(s.chosen or 0), -s.kept, s.start))
+    )
 
 
 def _tokens_of_sentences(
     text: str, spans: Sequence[Span], special: np.ndarray
 ) -> Iterator[tuple[int, int]]:
-    """First and last tokens `[start, stop)` of every sentence with a letter or digit in it."""
+    """Yield the tokens `[start, stop)` of every sentence with a letter or digit; role names are left out."""
     for is_special, group in itertools.groupby(range(len(spans)), key=lambda i: bool(special[i])):
         if is_special:
             continue

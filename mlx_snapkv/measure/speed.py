@@ -1,4 +1,4 @@
-"""Decoding and reading by context length: the contenders in turn, in one process."""
+"""Measure decoding and prefill by context length, with the contenders taking turns in one process."""
 
 import statistics
 import time
@@ -16,73 +16,92 @@ from ..engine.loop_model import observing
 from ..engine.report import CompressionReport
 from ..planning.settings import Setting
 from ..planning.units import format_bytes
-from .contenders import Contender, compressed, contenders, decoding_cache, random_prompt
-from .reading import n_ahead
+from .contenders import (
+    Contender,
+    contenders,
+    decoding_cache,
+    policy_contenders,
+    random_prompt,
+)
+from .reading import lookahead_of
 from .tables import Table
 
-WARM_UP = 3
-ANSWER = 8  # tokens decoded after each prompt
+N_WARM_UP = 3  # steps before the measured ones
+N_ANSWER = 8  # tokens decoded after each prompt
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure."""
+class BenchPlan:
+    """What to measure.
 
-    contexts: list[int]  # lengths to decode `steps` tokens at
-    prompts: list[int]  # lengths to read with the full cache and all policies, `trials` of each
+    Attributes:
+        contexts: context lengths at which decoding is measured.
+        prompts: prompt lengths at which prefill is measured, with the full cache and all policies.
+        trials: prompts read by each contender, at each length.
+        steps: tokens decoded by each contender, at each length.
+    """
+
+    contexts: list[int]
+    prompts: list[int]
     policies: list[Setting]
     trials: int
     steps: int
 
 
 def measure_speed(
-    model, plan: Plan, start: Callable[[str, int], None], done: Callable[[list[Row]], None]
+    model,
+    plan: BenchPlan,
+    on_start: Callable[[str, int], None],
+    on_rows: Callable[[list[Row]], None],
 ) -> list[Row]:
-    """A row for each context length and contender, as the benchmark's JSON file has them.
+    """Measure a plan, and return the rows of the benchmark's JSON file, one per context length and contender.
 
     Args:
-        start: called with what is measured and in how many parts.
-        done: called after every part, with all rows so far.
+        on_start: receives "decoding" or "reading" when it begins, and its number of lengths.
+        on_rows: receives all rows so far after each length.
     """
     rows: dict[tuple[int, str], Row] = {}
 
-    def add(context: int, found: Iterable[tuple[Contender, dict[str, Any]]]) -> None:
-        for contender, figures in found:
+    def add(context: int, measured: Iterable[tuple[Contender, dict[str, Any]]]) -> None:
+        for contender, figures in measured:
             row = {"context": context, "contender": contender.name, "entries": contender.entries}
             rows[context, contender.name] = row | figures | rows.get((context, contender.name), {})
-        done(list(rows.values()))
+        on_rows(list(rows.values()))
 
-    start("decoding", len(plan.contexts))
+    on_start("decoding", len(plan.contexts))
     for n in plan.contexts:
-        add(n, decoding(model, n, plan.policies, plan.steps))
-    start("reading", len(plan.prompts))
+        add(n, measure_decoding(model, n, plan.policies, plan.steps))
+    on_start("reading", len(plan.prompts))
     for n in plan.prompts:
-        readers = [Contender("full cache", n), *compressed(n, plan.policies)]
-        add(n, reading(model, random_prompt(n), readers, plan.trials))
+        readers = [Contender("full cache", n), *policy_contenders(n, plan.policies)]
+        add(n, measure_prefill(model, random_prompt(n), readers, plan.trials))
     return sorted(rows.values(), key=lambda row: row["context"])
 
 
-def decoding(
+def measure_decoding(
     model, context: int, policies: list[Setting], steps: int
 ) -> list[tuple[Contender, dict[str, Any]]]:
-    """The contenders with their median step after a prompt of `context` tokens, and their entries' bytes."""
-    held = [(c, decoding_cache(model, c, context)) for c in contenders(model, context, policies)]
-    held = [(contender, cache) for contender, cache in held if _can_decode(model, cache)]
-    seconds = step_in_turn(model, [cache for _, cache in held], steps)
+    """Return the contenders that can decode after `context` tokens, with their median step and their KV bytes."""
+    caches = [(c, decoding_cache(model, c, context)) for c in contenders(model, context, policies)]
+    caches = [(contender, cache) for contender, cache in caches if _can_decode(model, cache)]
+    seconds = step_in_turn(model, [cache for _, cache in caches], steps)
     figures = []
-    for (contender, cache), times in zip(held, seconds):
+    for (contender, cache), times in zip(caches, seconds):
         n_bytes = entries_bytes(cache, contender.is_sparse)
         figures.append((contender, {"step_seconds": statistics.median(times), "kv_bytes": n_bytes}))
     return figures
 
 
 def _can_decode(model, cache: list[Any]) -> bool:
-    """False where mlx-lm can't serve a model from such a cache (quantised entries with attention sinks)."""
+    """Decode the warm-up steps, and return whether mlx-lm can.
+
+    It can't decode from quantised entries with attention sinks, for example.
+    """
     try:
         with observing(model, cache):
-            for _ in range(WARM_UP):
+            for _ in range(N_WARM_UP):
                 mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
                 _trim(cache)
     except (ValueError, AttributeError):
@@ -91,7 +110,10 @@ def _can_decode(model, cache: list[Any]) -> bool:
 
 
 def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
-    """Seconds of every step of every cache; who goes first changes with every round."""
+    """Decode `steps` tokens from each of several prompt caches, and return the seconds of every step by cache.
+
+    The caches take turns, and every round starts with another cache.
+    """
     token = mx.zeros((1, 1), mx.int32)
     turns: deque[tuple[list[Any], list[float]]] = deque((cache, []) for cache in caches)
     seconds = [times for _, times in turns]
@@ -107,14 +129,17 @@ def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]
 
 
 def _trim(cache: list[Any]) -> None:
-    """Undo the growth of mlx-lm's full caches, so that every step is one over the same entries."""
+    """Trim the last token from mlx-lm's full caches, so that every step reads the same entries."""
     for member in members(cache):
         if member.is_trimmable() and not hasattr(member, "max_size"):
             member.trim(1)
 
 
 def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
-    """Bytes of the keys and values of all caches, also rotating ones, and of all that sparse attention chooses from."""
+    """Return the bytes of keys and values in all caches, rotating caches included.
+
+    With sparse attention, these are the entries that a token reads and all entries that it chooses from.
+    """
     caches = layer_caches(prompt_cache)
     if is_sparse:
         return sum(c.kv_nbytes + (c.full_nbytes if c.observes else 0) for c in caches)
@@ -122,36 +147,40 @@ def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
     return sum(c.kv_nbytes for c in caches) + sum(rotating)
 
 
-def reading(
-    model, prompt: mx.array, field: list[Contender], trials: int
+def measure_prefill(
+    model, prompt: mx.array, readers: list[Contender], trials: int
 ) -> list[tuple[Contender, dict[str, Any]]]:
-    """The contenders with medians over their requests, made in turn; who goes first alternates."""
-    runs: list[list[dict[str, Any]]] = [[] for _ in field]
+    """Return the contenders with the medians of their figures over `trials` requests.
+
+    The contenders take turns, and the order is reversed after every round.
+    """
+    runs: list[list[dict[str, Any]]] = [[] for _ in readers]
     for trial in range(trials):
-        for contender, mine in list(zip(field, runs))[:: -1 if trial % 2 else 1]:
-            mine.append(_request(model, prompt, contender))
+        for contender, own_runs in list(zip(readers, runs))[:: -1 if trial % 2 else 1]:
+            own_runs.append(_request(model, prompt, contender))
     return [
-        (contender, {key: statistics.median(run[key] for run in mine) for key in mine[0]})
-        for contender, mine in zip(field, runs)
+        (contender, {key: statistics.median(run[key] for run in own_runs) for key in own_runs[0]})
+        for contender, own_runs in zip(readers, runs)
     ]
 
 
 def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
-    """Seconds until the answer's first token, the selection included, peak memory, and the entries that stay."""
+    """Answer a prompt, and return the seconds to the first token (with the selection), peak memory and KV bytes."""
     cache, policy = make_prompt_cache(model), contender.policy
     mx.clear_cache()
     mx.reset_peak_memory()
-    lookahead = n_ahead(policy)
-    seconds, report = ask(model, prompt, cache, lookahead + ANSWER, policy=policy)
+    lookahead = lookahead_of(policy)
+    seconds, report = answer_prompt(model, prompt, cache, lookahead + N_ANSWER, policy=policy)
+    # With a lookahead, the selection comes after the first token.
     seconds += report.selection_seconds if lookahead else 0.0
     peak = mx.get_peak_memory()
     return {"read_seconds": seconds, "peak_bytes": peak, "kv_bytes": kv_bytes(cache)}
 
 
-def ask(
+def answer_prompt(
     model, prompt: mx.array, cache: list[Any], max_tokens: int, **options: Any
 ) -> tuple[float, CompressionReport]:
-    """Seconds until the first token of an answer, and the report."""
+    """Answer a prompt by `generate_step`, and return the seconds to the first token and the report."""
     reports: list[CompressionReport] = []
     options |= {"prompt_cache": cache, "max_tokens": max_tokens, "on_report": reports.append}
     started = time.perf_counter()
@@ -164,7 +193,7 @@ def ask(
 
 
 def speed_table(rows: list[Row]) -> Table:
-    """Return a table of `measure_speed`'s rows, a line for each context length and contender."""
+    """Return the table of `measure_speed`'s rows."""
     table = Table(
         "Decoding and prefill by context length",
         "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
@@ -190,5 +219,6 @@ def speed_table(rows: list[Row]) -> Table:
 
 
 def _ratio(row: Row, base: Row, figure: str) -> str:
+    """Return ", " and a figure's ratio to the full cache; "" if the full cache has no such figure."""
     known = base["contender"] == "full cache" and figure in base
     return f", {row[figure] / base[figure]:.2f}x" if known else ""

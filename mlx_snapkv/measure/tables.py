@@ -1,4 +1,4 @@
-"""Tables of results, the pages and pictures made of them, and which files are such."""
+"""Write results as tables, pages and pictures, and recognise files that were written so."""
 
 import io
 import re
@@ -36,7 +36,7 @@ def as_page(title: str, result: dict[str, Any], remark: str, tables: Iterable[Ta
 
 
 def setting_text(result: dict[str, Any]) -> str:
-    """How and where a result was measured: two paragraphs, which its page begins with."""
+    """Return two paragraphs that say how and where a result was measured."""
     machine = result["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return (
@@ -48,28 +48,36 @@ def setting_text(result: dict[str, Any]) -> str:
 
 
 def as_markdown(table: Table) -> str:
-    """A table, names to the left and figures to the right."""
+    """Return a table as Markdown, with names aligned left and figures aligned right."""
     rule = ["---" if i == 0 or c == "cache" else "---:" for i, c in enumerate(table.columns)]
     lines = (table.columns, rule, *table.rows)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def grouped(rows: list[Record], *keys: str) -> dict[tuple, list[Record]]:
-    """Rows by their values of some keys, in the order in which these come first."""
-    found: dict[tuple, list[Record]] = {}
+    """Group rows by their values of `keys`, in the order of the groups' first rows."""
+    groups: dict[tuple, list[Record]] = {}
     for row in rows:
-        found.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return found
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
 
 
 def table_of(
     title: str, remark: str, columns: dict[str, Callable[[Record], str]], rows: Summary
 ) -> Table:
-    return Table(title, remark, [*columns], [[cell(s) for cell in columns.values()] for s in rows])
+    """Return a table with one row per record; `columns` maps each column's name to a function that writes its cell."""
+    cells = [[cell(record) for cell in columns.values()] for record in rows]
+    return Table(title, remark, [*columns], cells)
 
 
 class Page(NamedTuple):
-    """How one kind of records is summed up and shown; the remark says what its figures mean."""
+    """How the records of an evaluation are summarised and shown.
+
+    Attributes:
+        remark: what the figures mean.
+        summarise: makes summaries of all records.
+        tables: makes tables of the summaries.
+    """
 
     title: str
     remark: str
@@ -77,37 +85,37 @@ class Page(NamedTuple):
     tables: Callable[[Summary], list[Table]]
 
     def markdown(self, result: Record) -> str:
-        """Return a page of all tables."""
+        """Return the Markdown page of a result, whose `summary` holds the summaries."""
         return as_page(self.title, result, self.remark, self.tables(result["summary"]))
 
 
-# What stands near a file's beginning. Whoever goes on from a .jsonl file looks for itself.
+# By suffix, a pattern near the beginning of files that this package writes. `Results` checks .jsonl files itself.
 _COMMAND = rb"(mlx-snapkv|python scripts/evaluate\.py) "
-_MARKS = {
+_FILE_MARKS = {
     ".json": rb'"command": "' + _COMMAND,
     ".md": rb"\nWritten by `" + _COMMAND,
     ".png": rb"Software\0mlx-snapkv",
     ".html": rb'<meta name="generator" content="mlx-snapkv">',
 }
-_BEGINNING = 1024  # bytes
+_N_CHECKED = 1024  # bytes
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file of a result was written by a command of this package."""
-    mark = _MARKS.get(path.suffix, b"")
+    """Return whether a result file was written by a command of this package."""
+    mark = _FILE_MARKS.get(path.suffix, b"")
     with path.open("rb") as file:
-        return re.search(mark, file.read(_BEGINNING)) is not None
+        return re.search(mark, file.read(_N_CHECKED)) is not None
 
 
 def put_figure(path: Path, figure: Any, dpi: int = 120) -> None:
-    """Write one of matplotlib's figures as a file of this package."""
+    """Write a figure of matplotlib as a PNG file that `is_ours` recognises."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=dpi, metadata={"Software": "mlx-snapkv"})
     put_result(path, picture.getvalue())
 
 
 def require_matplotlib() -> None:
-    """Raises: SnapKVError: matplotlib is not installed."""
+    """Check that matplotlib is installed. Raises: SnapKVError: it is not."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

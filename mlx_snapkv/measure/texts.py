@@ -1,4 +1,4 @@
-"""Pieces of a user's own texts, and what stands around a text in a prompt."""
+"""Read a user's texts, cut them into pieces, and make the tokens around a text in a prompt."""
 
 import hashlib
 import itertools
@@ -12,11 +12,18 @@ from ..errors import SnapKVError
 from ..paths import path_of, reason
 
 OPTION = "--text"
-TEXT_MARK = "THE TEXT STANDS HERE"
+TEXT_MARK = "THE TEXT STANDS HERE"  # placeholder in the chat template
 
 
 class Piece(NamedTuple):
-    """A document's `number`th part, from 1: ids to be read, without special ones, and those after them."""
+    """A part of a text.
+
+    Attributes:
+        document: the text's name.
+        number: the part's number in the text, from 1.
+        tokens: its token ids, without special tokens.
+        following: the text's next token ids.
+    """
 
     document: str
     number: int
@@ -25,9 +32,16 @@ class Piece(NamedTuple):
 
 
 class Texts:
-    """The UTF-8 texts of files, and of all files below folders but hidden ones, in order.
+    """The UTF-8 texts of files and of all files below folders, hidden files excluded, in order.
 
-    A text's name is its path, or that below the folder.
+    A text's name is the given path, or its path relative to the given folder.
+
+    Args:
+        paths: files and folders.
+
+    Attributes:
+        n_unread: number of files below folders that are not UTF-8 text.
+        digest: a hash of all names and texts.
 
     Raises: SnapKVError: a path can't be read, a file that was given is not UTF-8 text, or there is no text.
     """
@@ -35,7 +49,7 @@ class Texts:
     def __init__(self, paths: Sequence[str]):
         self._where = f"{OPTION} {' '.join(paths)}"
         self._texts: dict[str, str] = {}
-        self.n_unread = 0  # files below folders that are not UTF-8 text
+        self.n_unread = 0
         for given in dict.fromkeys(paths):
             path = path_of(given, OPTION)
             below = (f for f in path.rglob("*") if "/." not in f"/{f.relative_to(path).as_posix()}")
@@ -50,29 +64,37 @@ class Texts:
             raise SnapKVError(f"{self._where}: there is no UTF-8 text")
         self.digest = digest_of("\0".join(f"{name}\0{x}" for name, x in self._texts.items()))
 
-    def pieces(self, tokenizer: Any, length: int, n_following: int, most: int) -> list[Piece]:
-        """At most `most` disjoint pieces: the first of every text, then the second of every one, ...
+    def pieces(self, tokenizer: Any, length: int, n_following: int, n_pieces: int) -> list[Piece]:
+        """Return at most `n_pieces` disjoint pieces: the first piece of every text, then the second of every text, ...
+
+        Args:
+            length: tokens of a piece.
+            n_following: tokens after it.
 
         Raises: SnapKVError: no text is long enough.
         """
         size = length + n_following
-        cut = [_cut(name, x, tokenizer, length, size) for name, x in self._texts.items()]
-        rounds = itertools.chain.from_iterable(itertools.zip_longest(*cut))
-        found = list(itertools.islice(filter(None, rounds), most))
-        if not found:
+        by_text = [_cut(name, x, tokenizer, length, size) for name, x in self._texts.items()]
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_text))
+        pieces = list(itertools.islice(filter(None, in_turn), n_pieces))
+        if not pieces:
             raise SnapKVError(
                 f"{self._where}: no text has the {size:,} tokens of a piece and the tokens scored after it: give "
                 "longer texts, or a lower --length"
             )
-        return found
+        return pieces
 
 
 def digest_of(text: str) -> str:
+    """Return a short hash of a text, such as "sha256 0123456789abcdef"."""
     return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _read(path: Path) -> str | None:
-    """The text of a file, without white space around it; None if it is not text."""
+    """Return the text of a file without surrounding white space; None if the file is not UTF-8 text.
+
+    Raises: SnapKVError: the file can't be read.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -83,7 +105,7 @@ def _read(path: Path) -> str | None:
 
 
 def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterator[Piece]:
-    """A text's pieces, one after the other; it is tokenized when the first is asked for."""
+    """Yield a text's successive pieces; the text is tokenized when the first piece is asked for."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     for number, start in enumerate(range(0, len(ids) - size + 1, size), start=1):
         end = start + length
@@ -91,7 +113,12 @@ def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterat
 
 
 class Frame(NamedTuple):
-    """Token ids around a text: what it begins with by itself, and the beginning and end of a prompt about it."""
+    """The token ids around a text.
+
+    Attributes:
+        start: the special tokens at the start of a text by itself.
+        before, after: the tokens before and after the text in a prompt.
+    """
 
     start: list[int]
     before: list[int]
@@ -99,7 +126,11 @@ class Frame(NamedTuple):
 
 
 def frame_of(tokenizer: Any, question: str | None) -> Frame:
-    """Around a text with a question behind it, in the chat template if there is one, or around a text alone."""
+    """Return the tokens around a text and a question about it, in the chat template if the tokenizer has one.
+
+    Args:
+        question: None for a text without a question.
+    """
     start, encode = tokenizer.encode(""), partial(tokenizer.encode, add_special_tokens=False)
     if question is None:
         return Frame(start, start, [])
@@ -109,9 +140,9 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
 
 def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
-    """What the chat template has before what the user says, and from its `ending` on.
+    """Return what the chat template puts before a user's message, and the message's `ending` with the text after it.
 
-    Raises: SnapKVError: the template fails, or changes what the user says.
+    Raises: SnapKVError: the template fails, or changes the message.
     """
     messages = [{"role": "user", "content": f"{TEXT_MARK}{ending}"}]
     options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}

@@ -18,10 +18,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.engine.prefill import prefill
-from mlx_snapkv.measure.compare import Kept, decode
+from mlx_snapkv.engine.report import CompressionReport
+from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference
 from mlx_snapkv.measure.methods import ANSWER_SETTINGS, Method
-from mlx_snapkv.measure.reading import Reading, n_before, read_once
+from mlx_snapkv.measure.reading import Reading, n_decoded_before, read_once
 from mlx_snapkv.measure.records import Record, Results
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.sparse.options import Sparse
@@ -96,17 +97,17 @@ class Answers:
         prompt: Reading | None = None
         for method in methods:
             if not method.shares_reading:
-                yield self._answer(method, i, (make_prompt_cache(self._model), None))
+                yield self._answer(method, i, make_prompt_cache(self._model))
                 continue
             prompt = prompt or self._reading.followed_by(self._suffixes[i])
             full = prompt.answer(self._questions[i].max_tokens, self._tokenizer.eos_token_ids)
-            kept = prompt.compressed(method.policy, answering=True)
+            cache, report = prompt.compressed(method.policy, answering=True)
             if method.policy is None:
-                self._full[i] = self._answer(method, i, kept, full)
+                self._full[i] = self._answer(method, i, cache, report, full)
                 yield self._full[i]
             else:  # what its answer and a small cache's have in common is found in one pass over it
-                n = Reference(prompt, full).n_agreed(copy.deepcopy(kept[0]))
-                yield self._answer(method, i, kept, full[:n], ahead=True)
+                n = Reference(prompt, full).n_agreed(copy.deepcopy(cache))
+                yield self._answer(method, i, cache, report, full[:n], ahead=True)
 
     def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Record]:
         """A method's answers to questions that come when the document has been compressed."""
@@ -115,14 +116,15 @@ class Answers:
             return
         cache, report = self._document_kept(method)
         for i in numbers:
-            yield self._answer(method, i, (copy.deepcopy(cache), report))
+            yield self._answer(method, i, copy.deepcopy(cache), report)
 
     def _of_full_cache(self, i: int) -> Record:
         if i not in self._full:
-            self._full[i] = self._answer(Method(), i, self._reading.compressed(None))
+            self._full[i] = self._answer(Method(), i, *self._reading.compressed(None))
         return self._full[i]
 
-    def _document_kept(self, method: Method) -> Kept:
+    def _document_kept(self, method: Method) -> tuple[list, CompressionReport | None]:
+        """Return the document's cache, compressed by a method, and the report if questions do not change it."""
         if method.shares_reading:
             return self._reading.compressed(method.policy)
         policy: Any = method.policy
@@ -134,28 +136,35 @@ class Answers:
         self,
         method: Method,
         i: int,
-        kept: Kept,
+        cache: list,
+        report: CompressionReport | None = None,
         begun: Sequence[int] = (),
         ahead: bool = False,
     ) -> Record:
-        """What is recorded of an answer; `ahead`: its first tokens were fed before what is kept was compressed."""
+        """Return the record of an answer.
+
+        Args:
+            cache, report, begun: see `measure.compare.decode`.
+            ahead: whether the first tokens of the answer were fed before the cache was compressed.
+        """
         question = self._questions[i]
         answer = decode(
             self._model,
             self._tokenizer,
             question.prompt,
-            begun,
-            kept,
             question.max_tokens,
+            cache,
+            report,
+            begun,
             policy=method.policy,
         )
+        n_tokens, before, policy = len(answer.tokens), 0, method.policy
+        if report is None:
+            before = answer.n_times_before + 1
+        elif ahead and policy is not None:
+            before = n_decoded_before(self._model, policy, len(question.prompt))
         report = answer.report
         n_bytes = report.kv_bytes_after if report.compressed else kv_bytes(answer.cache)
-        n_tokens, before, policy = len(answer.tokens), 0, method.policy
-        if kept[1] is None:
-            before = answer.n_before + 1
-        elif ahead and policy is not None:
-            before = n_before(self._model, policy, len(question.prompt))
         return {
             "score": float(question.score(answer.text)),
             "answer": answer.text,

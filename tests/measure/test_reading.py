@@ -11,7 +11,7 @@ from tiny_models import make_llama
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.measure.divergence import judged
+from mlx_snapkv.measure.divergence import logits_after
 from mlx_snapkv.measure.reading import read_once, shares_reading
 from mlx_snapkv.planning.prompt_plan import reason_to_leave
 from mlx_snapkv.planning.settings import resolve_compress
@@ -92,8 +92,10 @@ def test_alone_and_together_are_equal_to_the_bit(tiny_model, tokens, read, polic
         for answering in (False, True):
             (cache, _), (other, _) = (r.compressed(chosen, answering) for r in (mine, shared))
             assert_same_entries(tiny_model, cache, other, atol=0)
-            assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, other, TAIL))
-        assert mx.array_equal(mine.following, shared.following)
+            assert mx.array_equal(
+                logits_after(tiny_model, cache, TAIL), logits_after(tiny_model, other, TAIL)
+            )
+        assert mx.array_equal(mine.next_logprobs, shared.next_logprobs)
         assert mine.answer(6) == shared.answer(6)
 
 
@@ -106,7 +108,7 @@ def assert_goes_on_as_generate_step(model, reading, policy, n=26):
     of_full = fed - len(reading.tokens) + 1
     assert of_full == max(1, policy.decode_policy.lookahead) + 1
     assert list(answer[:of_full]) == reading.answer(of_full)
-    found = log_softmax(judged(model, cache, [*reading.tokens, *answer][fed:-1]))
+    found = log_softmax(logits_after(model, cache, [*reading.tokens, *answer][fed:-1]))
     assert mx.allclose(found, mx.stack(logprobs[of_full:]), atol=1e-4)
 
 
@@ -141,11 +143,11 @@ def test_one_pass_is_as_one_by_one(tokens, model_type, policy):
     known = [*TAIL, *tokens.tolist()[: 60 if model_type else 140]]
     cache, _ = prefill(model, tokens, policy_of(policy))
     other = copy.deepcopy(cache)
-    together = judged(model, cache, known)
-    alone = mx.concatenate([judged(model, other, [token]) for token in known])
+    together = logits_after(model, cache, known)
+    alone = mx.concatenate([logits_after(model, other, [token]) for token in known])
     assert mx.allclose(together, alone, atol=1e-4)
     # What was still pending behind a window goes into it.
-    assert mx.allclose(*(judged(model, c, [5]) for c in (cache, other)), atol=1e-4)
+    assert mx.allclose(*(logits_after(model, c, [5]) for c in (cache, other)), atol=1e-4)
     assert_same_entries(model, cache, other, atol=1e-3)
 
 
@@ -154,7 +156,9 @@ def test_what_is_kept_whole_says_why_and_what_was_not_asked_for_is_refused(tiny_
     reading = read_once(tiny_model, tokens.tolist(), [roomy, policy_of(SNAPKV)])
     cache, report = reading.compressed(roomy)
     assert report.reason == reason_to_leave(roomy, tokens.size, None)
-    assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, reading.full(), TAIL))
+    assert mx.array_equal(
+        logits_after(tiny_model, cache, TAIL), logits_after(tiny_model, reading.full_cache(), TAIL)
+    )
     with pytest.raises(SnapKVError, match="was not read for snapkv"):
         reading.compressed(policy_of(f"{BASE},lookahead=0"))
     with pytest.raises(SnapKVError, match="was not read for h2o"):

@@ -7,7 +7,7 @@ from model_configs import make_model
 from mlx_snapkv import SnapKVCache, Sparse
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.measure.contenders import Contender, contenders, decoding_cache
-from mlx_snapkv.measure.speed import Plan, decoding, measure_speed, speed_table
+from mlx_snapkv.measure.speed import BenchPlan, measure_decoding, measure_speed, speed_table
 from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.cache import SparseKVCache
 from mlx_snapkv.sparse.clusters import CLUSTER_SIZE
@@ -54,7 +54,7 @@ def test_only_full_attention_layers_are_filled(name):
 
 
 def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
-    found = decoding(make_model("gpt_oss", {"head_dim": 32}), 1024, [SIXTEENTH, SPARSE], 1)
+    found = measure_decoding(make_model("gpt_oss", {"head_dim": 32}), 1024, [SIXTEENTH, SPARSE], 1)
     # Quantised entries don't take attention sinks.
     ours = [str(SIXTEENTH), str(SPARSE)]
     assert names(c for c, _ in found) == ["full cache", "--max-kv-size 64", *ours]
@@ -73,7 +73,7 @@ def test_where_attention_takes_no_bias_a_token_sees_no_means(name):
 def speed(model):
     """A small benchmark: what was said of its progress, and its rows."""
     started, saved = {}, []
-    plan = Plan([1024, 2048], [1024, 3000], [SIXTEENTH, SPARSE, BLOCKS], trials=2, steps=3)
+    plan = BenchPlan([1024, 2048], [1024, 3000], [SIXTEENTH, SPARSE, BLOCKS], trials=2, steps=3)
     rows = measure_speed(model, plan, started.__setitem__, lambda so_far: saved.append(len(so_far)))
     assert started == {"decoding": 2, "reading": 2}
     assert saved == sorted(saved) and len(saved) == 4 and saved[-1] == len(rows)
