@@ -1,1 +1,1 @@
-"""Conversations: messages, memory between turns, and their files."""
+"""Conversations: messages, caches between turns, and saved files."""

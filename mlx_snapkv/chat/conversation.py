@@ -1,4 +1,4 @@
-"""Several turns over one document, each answered from a small cache."""
+"""Chat in several turns, and keep the prompt cache between turns small."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -26,12 +26,15 @@ from ..planning.settings import Setting, resolve_setting
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import make_caches, saved_forms
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
-from .states import STATE_FIELDS, Before, load
+from .states import STATE_FIELDS, StateBefore, load
 
 
 def _require_options(options: dict[str, Any]) -> None:
-    """Raises: UnknownOptionError: one is neither of `RequestOptions` nor of mlx-lm's for an answer."""
-    reserved = {"prompt_cache", "input_embeddings"}  # which the conversation gives
+    """Check the names of a conversation's options.
+
+    Raises: UnknownOptionError: an option belongs neither to `RequestOptions` nor to mlx-lm's `generate_step`.
+    """
+    reserved = {"prompt_cache", "input_embeddings"}  # set by the conversation itself
     known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs, *OPTIONS} - reserved
     for name in options.keys() - known:
         why = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
@@ -39,29 +42,31 @@ def _require_options(options: dict[str, Any]) -> None:
 
 
 class Conversation:
-    """A chat whose cache is kept small by a policy, turn after turn.
+    """A chat in which a policy compresses the prompt cache at every turn.
 
     Args:
-        model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
-        policy: a policy object or string; without one the full cache is kept. "auto" takes what suits the model and
-            this machine, as docs/choose.md has it. Later turns vote over the entries that are left and their own.
-        sparse: as of `generate_step`.
+        model, tokenizer: a model and its tokenizer from mlx-lm; the tokenizer needs a chat template.
+        policy: a policy object or string; without one the full cache is kept. "auto" chooses what suits the model and
+            this machine; see docs/choose.md. At later turns the policy chooses among the entries that earlier turns
+            kept and the turn's new entries.
+        sparse: sparse attention instead of a policy; see `generate_step`.
         system: a system prompt.
-        **options: those of `RequestOptions`, and of mlx-lm's `stream_generate`, for every answer. With a policy,
-            `kv_bits` and `kv_group_size` apply to compressed entries; a turn that is not compressed stays plain until
-            one is.
+        **options: the options of `RequestOptions` and of mlx-lm's `stream_generate`, for every answer. With a policy,
+            `kv_bits` and `kv_group_size` apply to compressed entries; entries stay plain until a turn is compressed.
 
     Attributes:
-        options: how the conversation is served beside its policy: `RequestOptions` as keywords.
-        messages: the chat so far, as the chat template takes it.
+        options: the `RequestOptions` as keywords.
+        messages: the chat so far, in the form that chat templates take.
         report: what the last turn's compression did; None before the first turn.
-        prompt_cache: what the next turn continues.
-        read, pending_tokens: the chat's tokens that the cache has read, and those after them.
-        n_unknown: how many of the first tokens a file of mlx-lm's left out; they are listed as 0.
+        prompt_cache: the caches that the next turn continues.
+        read: the chat's tokens that the cache has read.
+        pending_tokens: the chat's tokens after `read`, which the next turn reads.
+        n_unknown: number of the first tokens of `read` that are unknown, since a file of mlx-lm does not hold them;
+            they are listed as 0.
         attached: documents that will be read with the next message.
-        said: the parts of every message of the user's: its documents, then what was typed.
+        said: for every user message its documents, then the text that was typed.
 
-    Raises: SnapKVError: an option is out of range, the model can't be compressed, or has no chat template.
+    Raises: SnapKVError: an option is out of range, the model can't be compressed, or it has no chat template.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class Conversation:
             max_tokens=options.get("max_tokens", MAX_TOKENS),
         )
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
-        self._rendered = Rendering(tokenizer)
+        self._render = Rendering(tokenizer)
         self.policy, self.options = config.setting, config.keywords
         if self.policy is None:
             self._config.require(model)
@@ -102,20 +107,21 @@ class Conversation:
 
     @property
     def store(self) -> str | None:
-        """Where sparse attention keeps all entries."""
+        """The name of the store in which sparse attention keeps all entries."""
         return self.options["store"]
 
     def reset(self) -> None:
-        """Forget everything but the options and the system prompt."""
+        """Begin a new chat with the same options and system prompt."""
         self.messages: list[dict[str, str]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
         self.said: list[list[str]] = []
         self.attached: list[str] = []
         self.n_unknown = 0
-        self._read_nothing()
+        self._empty_cache()
 
-    def _read_nothing(self) -> None:
+    def _empty_cache(self) -> None:
+        """Begin with an empty prompt cache, so that the next turn reads the whole chat."""
         if self.policy is None:
             self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
         else:
@@ -123,10 +129,12 @@ class Conversation:
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.report: CompressionReport | None = None
-        self._before_last: Before | None = None
+        self._before_last: StateBefore | None = None
 
     def attach(self, text: str) -> int:
-        """Put a document in front of the next message, whose question then chooses among its entries; its tokens.
+        """Put a document before the next message, and return its number of tokens.
+
+        The message's question then chooses among the document's entries.
 
         Raises: SnapKVError: the text is empty.
         """
@@ -135,7 +143,7 @@ class Conversation:
         return n_tokens
 
     def count(self, text: str) -> int:
-        """The tokens of a document. Raises: SnapKVError: it is empty."""
+        """Return the number of tokens of a document. Raises: SnapKVError: the text is empty."""
         if not text.strip():
             raise SnapKVError("the document is empty: give some text")
         return len(self.tokenizer.encode(text, add_special_tokens=False))
@@ -143,10 +151,10 @@ class Conversation:
     def send(
         self, text: str, prompt_progress_callback: Callable[[int, int], None] | None = None
     ) -> Iterator[GenerationResponse]:
-        """One turn: mlx-lm's responses, as the answer comes.
+        """Send a message, and yield mlx-lm's responses as the answer comes.
 
         If the caller stops early, the conversation keeps the part of the answer that was generated. If reading the
-        message fails or is interrupted, the conversation is as it was before.
+        message fails or is interrupted, the conversation is unchanged.
 
         Raises: SnapKVError: the message is empty, or the chat template refuses it.
         """
@@ -158,13 +166,13 @@ class Conversation:
         return self._answers(messages, parts, self._unread(messages), options)
 
     def undo(self) -> str:
-        """Undo the last turn and attach its documents again; what was typed in it.
+        """Undo the last turn, attach its documents again, and return the text that was typed.
 
-        The last turn is undone exactly, unless that would take more memory than the conversation itself. For earlier
-        turns and those of a file, a cache with all entries keeps those of the remaining messages. Any other cache is
-        emptied, and the next message reads the conversation again.
+        The last turn is undone exactly, unless the copy of the state before it would take more memory than the
+        conversation itself. At earlier turns and turns from a file, a cache with all entries is trimmed to the
+        remaining messages. Any other cache is emptied, and the next message reads the conversation again.
 
-        Raises: SnapKVError: nothing has been said yet, or a file of mlx-lm's does not have its text.
+        Raises: SnapKVError: there is no turn to undo, or the chat began with a file of mlx-lm, which has no text.
         """
         if not self.said:
             raise SnapKVError("the conversation is empty, so there is nothing to undo")
@@ -178,25 +186,29 @@ class Conversation:
         return typed
 
     def _go_back_to_messages(self) -> None:
+        """Drop the last turn's messages, and trim or empty the cache."""
         if self.n_unknown:
             raise SnapKVError(
                 "this turn can't be undone: the file that the conversation began with does not hold its text"
             )
         messages, said = self.messages[:-2], self.said[:-1]
-        left = self._rendered(messages, add_generation_prompt=False) if said else []
-        read, caches = self.read[: common_prefix([left, self.read])], self.prompt_cache
-        self._read_nothing()
+        remaining = self._render(messages, add_generation_prompt=False) if said else []
+        read, caches = self.read[: common_prefix([remaining, self.read])], self.prompt_cache
+        self._empty_cache()
         self.messages, self.said = messages, said
         if read and not is_compressed(caches) and trimmed_to(len(read), caches):
             self.read, self.prompt_cache = read, caches
 
     @property
     def undo_nbytes(self) -> int:
-        """Bytes of keys and values that are kept for `undo` alone."""
+        """The bytes of keys and values that are kept only for `undo`."""
         return 0 if self._before_last is None else self._before_last.caches.kv_nbytes
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a `.safetensors` file, as a whole or not at all. Raises: SnapKVError."""
+        """Write the conversation to a `.safetensors` file, completely or not at all.
+
+        Raises: SnapKVError: the conversation is empty, or the file can't be written.
+        """
         if not self.read:
             raise SnapKVError("the conversation is empty, so there is nothing to save")
         notes = {name: getattr(self, name) for name in STATE_FIELDS} | {
@@ -218,25 +230,33 @@ class Conversation:
     ) -> "Conversation":
         """Continue a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
 
-        The system prompt is the file's. mlx-lm's files have it in the cache only, so that a `reset` loses it.
+        The system prompt comes from the file. A file of mlx-lm holds it in the cache only, so `reset` loses it.
 
         Args:
-            policy, sparse: for a file without either, whose entries the next message, or every token of an answer,
-                then chooses among; a conversation that was saved with one keeps its own, and its `RequestOptions`.
-            **options: as of a new conversation; mlx-lm's are not saved.
+            policy, sparse: the setting for a file that was saved without one. A conversation that was saved with a
+                setting keeps it, and its `RequestOptions`.
+            **options: see `Conversation`; options of mlx-lm are not in the file.
 
-        Raises: SnapKVError: the file is damaged, another model's, or can't be used with that policy.
+        Raises: SnapKVError: the file is damaged, belongs to another model, or can't be used with that setting.
         """
-        method = policy if sparse is None else resolve_setting(policy=policy, sparse=sparse)
-        own, state = load(path, model, method, options)
-        conversation = cls(model, tokenizer, **options | own)
+        setting = policy if sparse is None else resolve_setting(policy=policy, sparse=sparse)
+        keywords, state = load(path, model, setting, options)
+        conversation = cls(model, tokenizer, **options | keywords)
         vars(conversation).update(state)
         return conversation
 
     def _answers(
         self, messages: list, parts: list[str], tokens: list[int], options: dict[str, Any]
     ) -> Iterator[GenerationResponse]:
-        before, text = Before(self), ""
+        """Yield the responses to `tokens`, and then note the turn, or restore the conversation without an answer.
+
+        Args:
+            messages: the chat with the new user message.
+            parts: the documents and the text of that message.
+            tokens: the chat's tokens that the cache has not read.
+            options: keywords of mlx-lm's `stream_generate`.
+        """
+        before, text = StateBefore(self), ""
         answered: list[int] = []
         responses = served(
             partial(
@@ -269,22 +289,22 @@ class Conversation:
                 before.restore()
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
-        """Tokens of the chat that the cache has not read yet."""
+        """Return the tokens of the chat that the cache has not read yet."""
         if self.n_unknown and not self.messages:
             return mlx_lm_suffix(self.tokenizer, messages[-1]["content"])
-        whole = self._rendered(messages, add_generation_prompt=True)
+        whole = self._render(messages, add_generation_prompt=True)
         held = self.read + self.pending_tokens
         if whole[: len(held)] == held:
             return whole[len(self.read) :]
-        # The template renders earlier answers differently, or their tokens were not the usual ones for their text.
-        earlier = self._rendered(self.messages, add_generation_prompt=False)
+        # The template renders earlier answers differently, or the model chose other tokens than the tokenizer for them.
+        earlier = self._render(self.messages, add_generation_prompt=False)
         return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
 
-    def _remember(self, tokens: list[int], before: Before) -> None:
-        """Note which tokens the cache has read; with sparse attention that is without the answer.
+    def _remember(self, tokens: list[int], before: StateBefore) -> None:
+        """Note which of the chat's new `tokens` the cache has read; with sparse attention, the answer is not.
 
-        If a step was interrupted when some layers had been fed its token, that token is trimmed. Where it can't be, the
-        caches are restored, and the next turn reads this one again.
+        If a step was interrupted after some layers had read its token, that token is trimmed. If the caches can't be
+        trimmed, they are restored, and the next turn reads this turn again.
         """
         sequence = self.read + tokens
         n = len(sequence)

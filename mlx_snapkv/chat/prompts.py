@@ -1,4 +1,4 @@
-"""Prompts as token ids: what a chat template makes of messages, and where prompts part."""
+"""Render chats as token ids, and find the common beginning of prompts."""
 
 import re
 from collections.abc import Sequence
@@ -11,32 +11,41 @@ from ..completions.chat_template import apply_template
 from ..engine.tokenizer_limit import ignore_length_limit
 from ..errors import SnapKVError
 
-MARKER = "<query>"
+MARKER = "<query>"  # placeholder for the question in the chat template
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts share from the start."""
+    """Return the number of tokens that all prompts have in common from the start."""
     first, *others = prompts
-    return min(
-        (next(compress(count(), map(ne, first, o)), min(len(first), len(o))) for o in others),
-        default=len(first),
-    )
+
+    def n_equal(other: Sequence[int]) -> int:
+        differences = compress(count(), map(ne, first, other))
+        return next(differences, min(len(first), len(other)))
+
+    return min(map(n_equal, others), default=len(first))
 
 
 class Rendering:
-    """A conversation as the chat template has it, in token ids; what earlier turns said is not tokenised again.
+    """Renders a conversation's messages as token ids, and tokenizes only the text that is new since the last call.
 
-    The text is cut before special tokens of the template's. Nothing merges across one, so the pieces' tokens are those
-    of the whole text. Where that is not certain, as with a tokenizer in Python, there are no cuts.
+    The rendered text is cut before special tokens. No token reaches across a special token, so the tokens of the pieces
+    are the tokens of the whole text. If that is not certain, as with a tokenizer written in Python, the text is not
+    cut.
     """
 
     def __init__(self, tokenizer):
         ignore_length_limit(tokenizer)
         self._tokenizer = tokenizer
-        self._tokens_by_piece: dict[str, list[int]] = {}  # tokens of the last text's pieces
+        self._tokens_by_piece: dict[str, list[int]] = {}  # the pieces of the last text
 
     def __call__(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        """Raises: SnapKVError: the chat template fails."""
+        """Return the token ids of messages in the chat template.
+
+        Args:
+            **options: the template's options, such as `add_generation_prompt`.
+
+        Raises: SnapKVError: the chat template fails.
+        """
         if self._cuts is None:
             return list(apply_template(self._tokenizer, messages, **options))
         text = apply_template(self._tokenizer, messages, tokenize=False, **options)
@@ -54,11 +63,15 @@ class Rendering:
 
     @cached_property
     def _cuts(self) -> re.Pattern[str] | None:
-        """The special tokens of a short chat's that are taken as they are, wherever they stand in a text."""
+        """A pattern of the special tokens at which a text can be cut; None without such tokens.
+
+        These are the template's special tokens whose text always becomes that token, whatever text is around it.
+        """
         if not getattr(self._tokenizer, "is_fast", False):
             return None
         added = self._tokenizer.added_tokens_decoder
-        if any(token.single_word for token in added.values()):  # which look at their neighbours
+        # Whether a `single_word` token is recognised depends on its neighbours.
+        if any(token.single_word for token in added.values()):
             return None
         turn = [{"role": role, "content": "x"} for role in ("user", "assistant")]
         try:
@@ -67,23 +80,28 @@ class Rendering:
             return None
         contents = [token.content for token in added.values()]
 
-        def is_taken(index: int) -> bool:
+        def is_cut(index: int) -> bool:
             token = added[index]
-            start = tuple(token.content[:n] for n in range(1, len(token.content)))
-            overlaps = any(other.endswith(start) for other in contents)  # and would be found first
+            beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))
+            # Another token that ends like this one begins would be found first.
+            overlaps = any(other.endswith(beginnings) for other in contents)
             return (
                 not (token.normalized or token.lstrip or overlaps)
                 and sum(token.content in other for other in contents) == 1
                 and self._encoded(token.content) == [index]
             )
 
-        taken = [re.escape(added[n].content) for n in added.keys() & set(chat) if is_taken(n)]
-        return re.compile("|".join(taken)) if taken else None
+        cuts = [re.escape(added[n].content) for n in added.keys() & set(chat) if is_cut(n)]
+        return re.compile("|".join(cuts)) if cuts else None
 
 
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
-    """What mlx-lm's own `generate` feeds after a prompt that `mlx_lm.cache_prompt` saved, but no second
-    beginning-of-text token. Raises: SnapKVError: the chat template fails, or leaves the question out."""
+    """Return the tokens of a question about a prompt that `mlx_lm.cache_prompt` saved.
+
+    They are the tokens that mlx-lm's own `generate` feeds, without a second beginning-of-text token.
+
+    Raises: SnapKVError: the chat template fails, or leaves the question out.
+    """
     if not ignore_chat_template and tokenizer.has_chat_template:
         options = {"tokenize": False, "add_generation_prompt": True}
         chats = ([{"role": "user", "content": text}] for text in (MARKER, question))

@@ -82,11 +82,18 @@ def moved_to_store(model, prompt_cache: list, store: str, folder: str | None = N
             Option("store", store),
         )
     empty = make_caches(model, store, folder)
-    layers = attention_layers(model, empty)
-    caches = copies_but_entries(prompt_cache, layers)
-    for layer in layers:
-        layer.put(caches, moved_into(layer.cache_in(empty), layer.cache_in(prompt_cache)))
+    caches = copies_but_entries(prompt_cache, attention_layers(model, empty))
+    move_entries(model, caches, empty)
     return caches
+
+
+def move_entries(model, caches: list, empty: list) -> None:
+    """Move the entries of each full-attention layer into its cache in `empty`, and put this cache into `caches`.
+
+    Raises: SnapKVError: a layer's cache does not hold all entries.
+    """
+    for layer in attention_layers(model, empty):
+        layer.put(caches, _moved_into(layer.cache_in(empty), layer.cache_in(caches)))
 
 
 def lasting_forms(model, caches: list, store: str | None) -> list:
@@ -118,7 +125,7 @@ def plain_forms(model, caches: list) -> list:
     return forms
 
 
-def moved_into(empty: Any, cache: Any) -> Any:
+def _moved_into(empty: Any, cache: Any) -> Any:
     """Move the entries of `cache` into `empty`, a cache of another kind, and return it.
 
     A cache that already is of this kind, or compressed, is returned as it is.
