@@ -1,4 +1,4 @@
-"""One layer's cache of several requests that decode together, and which requests can."""
+"""Batched caches: one layer's caches of several requests that decode together, and which requests can."""
 
 from __future__ import annotations
 
@@ -36,28 +36,33 @@ from ..sparse.choosing import ChoosingCache
 
 
 class BatchCache(OnQueries, ABC):
-    """What groups of requests ask of one layer's cache, ours or one of mlx-lm's behind `batch_caches`."""
+    """The interface of one layer's batched cache, which `MlxLmBatch` gives to mlx-lm's own caches.
 
-    observes: bool  # it records queries to come: the attention class must be patched
-    chooses: bool  # each request's own queries choose what a step reads
+    Attributes:
+        observes: whether the cache records queries, so that the attention class must be patched.
+        chooses: whether each request's queries choose the entries that a step reads.
+    """
+
+    observes: bool
+    chooses: bool
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """What the requests have recorded of their queries, to be computed between two tokens."""
+        """The arrays recorded of the requests' queries, to be evaluated between two tokens."""
         return ()
 
     @property
     @abstractmethod
     def kind(self) -> tuple:
-        """What requests must have in common to decode together."""
+        """A value that is equal for requests that can decode together."""
 
     @abstractmethod
     def size(self) -> int:
-        """Entries held, or read by a step, the most of any request."""
+        """Return the entries that are held, or that a step reads, of the request with the most."""
 
 
 class MlxLmBatch(BatchCache):
-    """mlx-lm's own."""
+    """A batched cache of mlx-lm."""
 
     observes = chooses = False
 
@@ -73,20 +78,27 @@ class MlxLmBatch(BatchCache):
 
 
 class Batched(BatchCache, _BaseCache):
-    """Compressed caches of one layer, one a request, that decode together, a token at a time, as mlx-lm's batches."""
+    """Compressed caches of one layer, one for each request, with the interface of mlx-lm's batched caches.
 
-    keys: Any  # some that a step reads; mlx-lm lets them wait for what a pipeline sends
+    A step decodes one token of each request.
+
+    Attributes:
+        members: the requests' own caches.
+        keys: keys that a step reads; mlx-lm makes them depend on what a pipeline sends.
+    """
+
+    keys: Any
 
     def __init__(self, members: Sequence[Any]):
         self.members = list(members)
 
     @property
     def offset(self) -> mx.array:
-        """int32 `(B,)`, the position of each request's next token."""
+        """The position of each request's next token, int32 `(B,)`."""
         return mx.array([member.offset for member in self.members], mx.int32)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """The mask of the next update: None, or bool `(B, 1, 1, rows)` where the requests' entries differ in number."""
+        """Return the mask of the next update: bool `(B, 1, 1, rows)`, or None if all requests have as many entries."""
         assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
         counts = [member.n_after_next for member in self.members]
         if len(set(counts)) == 1:
@@ -98,6 +110,7 @@ class Batched(BatchCache, _BaseCache):
         self.members += other.members
 
     def filter(self, keep: Sequence[int]) -> None:
+        """Keep only the requests with these indices."""
         self.members = [self.members[i] for i in keep]
 
     def size(self) -> int:
@@ -132,13 +145,13 @@ class BatchedChoices(Batched, ChoosingCache):
     def choice(self, captured: Captured) -> Stored:
         chosen: list[Stored] = []
         for i, member in enumerate(self.members):
-            # One after the other, with the memory of one.
+            # The dependency makes requests choose one after the other, so that only one needs memory at a time.
             own = mx.depends(captured.heads[i : i + 1], arrays(chosen[-1:]))
             chosen.append(member.choice(captured._replace(heads=own)))
         return _stacked(chosen)
 
     def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> Any:
-        """The mask of the attention function's call, with every request's bias, and what pads its entries hidden."""
+        """Return the additive mask of the attention function's call: each request's bias, and its padding hidden."""
         if all(member.bias is None for member in self.members):
             return mask
         n, shape = keys.shape[2], (1, queries.shape[1], 1, 0)
@@ -155,7 +168,7 @@ class BatchedChoices(Batched, ChoosingCache):
         return "chosen", self.members[0].n_after_next.bit_length()
 
     def extract(self, idx: int) -> SparseKVCache:
-        """A request's cache by itself; this one keeps it, too."""
+        """Return a copy of a request's cache."""
         return copy.deepcopy(self.members[idx])
 
     @property
@@ -164,11 +177,12 @@ class BatchedChoices(Batched, ChoosingCache):
 
 
 class BatchedEntries(Batched, Quantised):
-    """Caches that evict, emptied: their entries are here, and come back when the batch is left.
+    """Caches that evict, with the entries of all requests in shared arrays.
 
-    The arrays are one, `(B, n_kv_heads, R, head_dim)` or their quantised parts, a slot a request; `R` is the most
-    entries that any of them holds, or is to hold. All else stays with the request's own cache: it says which row its
-    next entry goes to and when to evict, and takes its slot back for that. So a request keeps what it would keep alone.
+    The arrays are `(B, n_kv_heads, R, head_dim)`, or their quantised parts, with a slot for each request; `R` is the
+    number of rows that the longest request needs. The requests' own caches are without entries, but still decide which
+    row the next entry goes to and when to evict. For an eviction, a cache gets its slot back. So a request keeps the
+    entries that it would keep alone.
     """
 
     chooses = False
@@ -185,7 +199,7 @@ class BatchedEntries(Batched, Quantised):
             member.keys = member.values = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Add a token of each request, `(B, n_kv_heads, 1, head_dim)`; the entries that the attention is to see."""
+        """Add an entry of each request, `(B, n_kv_heads, 1, head_dim)`, and return all entries for the attention."""
         for i, member in enumerate(self.members):
             if member.is_due():
                 with self._own_slot(i, changes=True):
@@ -207,7 +221,7 @@ class BatchedEntries(Batched, Quantised):
         return self._stored if n == n_rows(self.keys) else rows(self._stored, 0, n)
 
     def record(self, captured: Captured) -> None:
-        """Leave each request its query of `(B, n_heads, 1, head_dim)`, if it asks for it; see `Recorder.record`."""
+        """Let each request's cache that observes record its query; see `Recorder.record`."""
         for i, member in enumerate(self.members):
             if member.observes:
                 with self._own_slot(i):
@@ -227,10 +241,10 @@ class BatchedEntries(Batched, Quantised):
 
     @property
     def kind(self) -> tuple:
-        """Of requests that share the arrays, and mlx-lm's one mask for all layers."""
-        member, how = self.members[0], self.quantization
+        """Requests of equal kinds can share arrays, and mlx-lm's one mask for all layers."""
+        member = self.members[0]
         n, fixed = member.n_after_next, member.n_after_next == member.n_entries
-        return fixed, n.bit_length(), how
+        return fixed, n.bit_length(), self.quantization
 
     def extend(self, other: BatchedEntries) -> None:
         super().extend(other)
@@ -244,13 +258,18 @@ class BatchedEntries(Batched, Quantised):
         )
 
     def extract(self, idx: int) -> EvictingCache:
+        """Return a copy of a request's cache, with its entries."""
         member = copy.deepcopy(self.members[idx])
         member.keys, member.values = self._slot_of(idx, member.n_entries)
         return member
 
     @contextlib.contextmanager
     def _own_slot(self, i: int, changes: bool = False) -> Iterator[None]:
-        """Lend a request its entries for the block; `changes` are taken back."""
+        """Give a request's cache its entries for the block.
+
+        Args:
+            changes: whether the block changes the entries, so that they are written back.
+        """
         member = self.members[i]
         member.keys, member.values = self._slot_of(i, member.n_entries)
         try:
@@ -265,17 +284,18 @@ class BatchedEntries(Batched, Quantised):
             member.keys = member.values = None
 
     def _slot_of(self, i: int, n: int) -> Stored:
+        """Return a copy of the first `n` entries of a request."""
         return each(lambda x: mx.contiguous(x[i : i + 1, :, :n]), self._stored)
 
     def _n_needed(self) -> int:
-        """Rows that the requests need now, and for their next tokens."""
+        """Return the rows that the longest request needs, now or for its next token."""
         return max(max(member.n_entries, member.n_after_next) for member in self.members)
 
     def _make_room(self, n: int) -> None:
-        """Have at least `n` rows, and some more if there are fewer."""
-        held = n_rows(self.keys)
-        if n > held:
-            self.keys, self.values = grown(self._stored, with_room(n) - held)
+        """Grow the arrays if they have fewer than `n` rows."""
+        n_now = n_rows(self.keys)
+        if n > n_now:
+            self.keys, self.values = grown(self._stored, with_room(n) - n_now)
 
     @property
     def _stored(self) -> Stored:
@@ -287,10 +307,10 @@ class BatchedEntries(Batched, Quantised):
 
 
 def _stacked(slots: list[Stored]) -> Stored:
-    """Slots of one request or more in one array, with as many rows as the longest."""
+    """Concatenate slots along the batch axis, padded to the rows of the longest."""
     n = max(map(n_rows, slots))
-    whole = (slot if n_rows(slot) == n else grown(slot, n - n_rows(slot)) for slot in slots)
-    return each(lambda *parts: mx.concatenate(list(parts)), *whole)
+    padded = (slot if n_rows(slot) == n else grown(slot, n - n_rows(slot)) for slot in slots)
+    return each(lambda *parts: mx.concatenate(list(parts)), *padded)
 
 
 def batch_caches(prompt_cache: list) -> list[BatchCache]:
@@ -303,7 +323,7 @@ def kind_of(prompt_cache: list) -> tuple:
     """Return the kinds of a request's caches: requests of equal kinds can decode together."""
     caches = batch_caches(prompt_cache)
     counts = {cache.size() for cache in caches if cache.chooses}
-    # Layers that read unequally many entries would each need a mask.
+    # Layers that read different numbers of entries need different masks: such a request decodes alone.
     return id(prompt_cache[0]) if len(counts) > 1 else None, *(cache.kind for cache in caches)
 
 

@@ -1,4 +1,7 @@
-"""OpenAI's batch files: one request per line, and one answer per line. A later run continues an unfinished file."""
+"""Read and write OpenAI's batch files: one request per line, and one answer per line.
+
+A later run continues an unfinished file of answers.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from ..completions.body import Body, parse
 from ..errors import Option, SnapKVError
 from ..json_lines import JsonLines
 
+# Codes of errors in answers.
 DUPLICATE = "duplicate_custom_id"
 NO_OBJECT = "invalid_json_line"
 START = b'{"id": "batch_req_'  # every line of an answer starts with this
@@ -22,7 +26,14 @@ START = b'{"id": "batch_req_'  # every line of an answer starts with this
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the requests, counted from 1, with its body or the problem that it has."""
+    """A line of the file of requests.
+
+    Attributes:
+        number: the line's number, from 1.
+        body: the request; None if the line has a problem.
+        problem: what is wrong with the line, to be read after the line's number; None for a valid line.
+        code: the error code of the problem.
+    """
 
     number: int
     custom_id: str | None
@@ -32,16 +43,19 @@ class Line:
 
     @property
     def key(self) -> str | int:
-        """Return what identifies the line, also in a later run: its `custom_id`, or its number."""
+        """The line's identity in this and later runs: its `custom_id`, or its number."""
         if self.custom_id is None or self.code == DUPLICATE:
             return self.number
         return self.custom_id
 
 
 class RequestsFile:
-    """The requests of a file, parsed one by one; `n_lines` counts the lines that are not blank.
+    """The requests of a file, parsed one by one.
 
-    Raises: SnapKVError: no line is a JSON object, and the file is not empty.
+    Attributes:
+        n_lines: number of lines that are not blank.
+
+    Raises: SnapKVError: the file is not empty, and no line is a JSON object.
     """
 
     def __init__(self, stream: BinaryIO):
@@ -59,7 +73,7 @@ class RequestsFile:
             )
 
     def __iter__(self) -> Iterator[Line]:
-        """Every line that isn't blank; of two with the same `custom_id` the second is a mistake."""
+        """Yield every line that isn't blank; a line that repeats an earlier `custom_id` has a problem."""
         seen: dict[str, int] = {}
         for number, raw in self._raw():
             line = _line(number, raw)
@@ -71,6 +85,7 @@ class RequestsFile:
             yield line
 
     def _raw(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the number and the bytes of every line that isn't blank, without a byte order mark."""
         self._stream.seek(self._start)
         for number, raw in enumerate(self._stream, start=1):
             text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
@@ -79,6 +94,7 @@ class RequestsFile:
 
 
 def _line(number: int, raw: bytes) -> Line:
+    """Parse a line."""
     try:
         found = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
@@ -102,14 +118,21 @@ def _line(number: int, raw: bytes) -> Line:
 
 
 class AnswersFile:
-    """The answers of a run, one a line, each on the disk before the next is begun.
+    """The file of a run's answers, one per line; each line is on the disk before the next one is begun.
 
-    Nothing is written before it is entered as a context: it then belongs to this process, and a last line that was
-    not finished is dropped. `run` is what all answers have in common: the fields of their `mlx_snapkv`, and `model`.
+    Nothing is written before the file is entered as a context. Then it is locked by this process, and an incomplete
+    last line is dropped.
+
+    Args:
+        run: the fields that all answers have in common: `model`, and the run's fields of `mlx_snapkv`.
+
+    Attributes:
+        n_answered, n_errors: numbers of answers and errors in the file.
 
     Raises:
-        SnapKVError: the file can't be written, belongs to another run or another process, or is not such a file.
-        OSError: from `answer` and `error`: the disk is full, say. All lines but the last are whole.
+        SnapKVError: the file can't be written, belongs to another run or another process, or is not a file of answers.
+        OSError: from `answer` and `error`: a line can't be written, for example on a full disk. Earlier lines are
+            complete.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
@@ -118,25 +141,29 @@ class AnswersFile:
         self._read()
 
     def _read(self) -> None:
+        """Read the file's answers."""
         self._keys: set[str | int] = set()
         self.n_answered = self.n_errors = 0
         for number, line in self._lines.read():
             self._note(number, line)
 
     def _note(self, number: int, raw: bytes) -> None:
+        """Note a line of the file. Raises: SnapKVError: it is damaged, or belongs to another run."""
         try:
             if not raw.startswith(START):
                 raise ValueError
             found = json.loads(raw)
             custom_id, error = found["custom_id"], found["error"]
-            named = custom_id is not None and (error is None or error["code"] != DUPLICATE)
-            self._keys.add(custom_id if named else error["line"])
+            has_own_id = custom_id is not None and (error is None or error["code"] != DUPLICATE)
+            self._keys.add(custom_id if has_own_id else error["line"])
             body = found["response"]["body"] if error is None else {}
             about = {"model": body["model"], **body["mlx_snapkv"]} if body else {}
         except (ValueError, TypeError, KeyError):
-            foreign = "exists, and mlx-snapkv did not write it: give another --output"
-            why = foreign if number == 1 else f"line {number} is damaged: delete that line"
-            raise SnapKVError(f"{self.path}{' ' if number == 1 else ': '}{why}") from None
+            if number == 1:
+                why = " exists, and mlx-snapkv did not write it: give another --output"
+            else:
+                why = f": line {number} is damaged: delete that line"
+            raise SnapKVError(f"{self.path}{why}") from None
         for name, wanted in self._run.items():
             if about and about.get(name) != wanted:
                 was, now = ("none" if x is None else repr(x) for x in (about.get(name), wanted))
@@ -156,20 +183,23 @@ class AnswersFile:
         self._lines.close()
 
     def has(self, line: Line) -> bool:
+        """Return whether the file has an answer or an error for a line of requests."""
         return line.key in self._keys
 
     def answer(self, line: Line, body: dict[str, Any]) -> None:
+        """Write the answer to a line; `body` is the completion. Raises: OSError."""
         response = {"status_code": 200, "request_id": uuid.uuid4().hex, "body": body}
         self._add(line, response=response, error=None)
         self.n_answered += 1
 
     def error(self, line: Line, code: str, sentence: str) -> None:
+        """Write the error of a line. Raises: OSError."""
         why = {"code": code, "message": f"line {line.number}: {sentence}", "line": line.number}
         self._add(line, response=None, error=why)
         self.n_errors += 1
 
     def _add(self, line: Line, **outcome: Any) -> None:
-        """Write a request's outcome to the disk, as a whole or not at all. Raises: OSError."""
+        """Write a request's outcome to the disk, completely or not at all. Raises: OSError."""
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
         self._lines.append(record)
         self._keys.add(line.key)

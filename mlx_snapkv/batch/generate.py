@@ -1,4 +1,4 @@
-"""mlx-lm's `batch_generate`, with a policy."""
+"""Answer several prompts together: mlx-lm's `batch_generate`, with a policy."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -27,7 +27,11 @@ from .generator import CompressedBatchGenerator
 
 @dataclass
 class BatchResponse(MlxBatchResponse):
-    """mlx-lm's response; `errors` says, by prompt, what ended its answer before its end, or None."""
+    """mlx-lm's response.
+
+    Attributes:
+        errors: for each prompt the exception that ended its answer early, or None.
+    """
 
     errors: list[Exception | None] = field(default_factory=list)
 
@@ -68,10 +72,17 @@ def batch_generate(
     if [] in token_lists:
         raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-    longest, most = max(map(len, token_lists), default=0), max(limits, default=0)
+    longest = max(map(len, token_lists), default=0)
     warn_beyond_trained_length(model, longest)
     config, options, taken = resolve(
-        model, longest, BATCH, kwargs, snapkv=snapkv, policy=policy, sparse=sparse, max_tokens=most
+        model,
+        longest,
+        BATCH,
+        kwargs,
+        snapkv=snapkv,
+        policy=policy,
+        sparse=sparse,
+        max_tokens=max(limits, default=0),
     )
     report_to = explaining(taken, on_report)
     if config.setting is None:
@@ -105,7 +116,7 @@ def batch_generate(
 
 @dataclass
 class _Answer:
-    """What has come of one prompt so far."""
+    """The answer to one prompt so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -114,6 +125,7 @@ class _Answer:
     report: CompressionReport | None = None
 
     def add(self, response: Any, with_logprobs: bool) -> None:
+        """Add a response of the generator; its token belongs to the answer unless it ended the answer."""
         self.prompt_cache, self.error = response.prompt_cache or [], response.error
         if response.finish_reason in (None, "length"):
             self.tokens.append(response.token)
@@ -131,7 +143,12 @@ def _answer_all(
     options: dict[str, Any],
     with_logprobs: bool,
 ) -> tuple[list[_Answer], BatchStats]:
-    """Each prompt's answer, of at most its limit's tokens, and the statistics of all; `options` are mlx-lm's."""
+    """Answer the prompts with `CompressedBatchGenerator`, and return the answers and mlx-lm's statistics.
+
+    Args:
+        limits: for each prompt the limit of its answer's tokens.
+        options: mlx-lm's keywords of the generator.
+    """
     answers = [_Answer() for _ in prompts]
     generator = CompressedBatchGenerator(
         model,

@@ -1,4 +1,4 @@
-"""mlx-lm's continuous batching on compressed caches."""
+"""Batch requests continuously with mlx-lm's `BatchGenerator`, on compressed caches."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ from ..sparse.options import Sparse
 from .groups import Groups, Guard, Single, decoding, request_errors
 from .job import BatchReport, BatchSettings, Job
 
-# Model types whose batches are wrong, or an error, in mlx-lm itself (0.32).
-ALONE = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
+# Batches of these model types fail or give wrong answers in mlx-lm itself (0.32).
+UNBATCHED_TYPES = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
 
 
 def require_together(model) -> None:
-    """Raises: UnsupportedModelError: mlx-lm can't decode several prompts of this model together, or does it wrong."""
+    """Check that mlx-lm can decode several prompts of a model together.
+
+    Raises: UnsupportedModelError: it can't, or its answers are wrong.
+    """
     caches = members(make_prompt_cache(model))
-    if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):
+    if type_of(model) in UNBATCHED_TYPES or not all(hasattr(cache, "merge") for cache in caches):
         raise UnsupportedModelError(
             f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
             "answer them one at a time"
@@ -65,7 +68,7 @@ class CompressedBatchGenerator(BatchGenerator):
         SnapKVError: for options or models that can't be served; also of the `insert` methods, before anything is read.
     """
 
-    _old_wired_limit = None  # for mlx-lm's `close`, if nothing comes of the rest
+    _old_wired_limit = None  # mlx-lm's `close` reads it, also after a failed `__init__`
 
     def __init__(
         self,
@@ -81,9 +84,9 @@ class CompressedBatchGenerator(BatchGenerator):
         on_pause: Callable[[int, int], None] = lambda done, total: None,
         **kwargs: Any,
     ):
-        how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
-        config, kwargs = CompressionConfig.taken_from(kwargs | how, turns=turns)
-        self._plans: dict[int, Plan] = {}  # of requests that wait
+        setting: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
+        config, kwargs = CompressionConfig.taken_from(kwargs | setting, turns=turns)
+        self._plans: dict[int, Plan] = {}  # waiting requests' plans, by request number
         if config.setting is None and not turns:
             config.require(model)
             self._settings = None
@@ -93,8 +96,8 @@ class CompressedBatchGenerator(BatchGenerator):
         require_together(model)
         self._settings, self._config = BatchSettings(model, on_report, on_read), config
         super().__init__(model, **taken_from(kwargs)[1] | {"prefill_batch_size": 1})
-        self._limit = self.prefill_step_size
-        self._prompt_batch = Reading.empty(model, self.sampler)
+        self._max_step_size = self.prefill_step_size
+        self._prompt_batch = PromptBatch.empty(model, self.sampler)
         self._generation_batch = Groups()
         self._reads_first, self._on_pause = reads_first, on_pause
 
@@ -110,25 +113,30 @@ class CompressedBatchGenerator(BatchGenerator):
         *,
         in_full: bool = False,
     ) -> list[int]:
-        """mlx-lm's; with `in_full`, the requests are answered from all entries, whatever the policy."""
+        """Add requests, as mlx-lm's `insert_segments` does.
+
+        Args:
+            in_full: whether the requests are answered from all entries, without the policy.
+        """
         plans: list[Plan] = []
         if self._settings is not None:
             config = CompressionConfig(turns=self._config.turns) if in_full else self._config
-            given = caches or [[] for _ in segments]
-            caches = [cache or make_prompt_cache(self.model) for cache in given]
+            caches = [
+                cache or make_prompt_cache(self.model) for cache in caches or [[] for _ in segments]
+            ]
             max_tokens = max_tokens or [self.max_tokens] * len(segments)
             lengths = [sum(map(len, parts)) for parts in segments]
             plans = [
                 plan_request(self.model, config, n, cache, max_tokens=most)
                 for n, cache, most in zip(lengths, caches, max_tokens)
-                if n  # mlx-lm refuses the empty
+                if n  # mlx-lm refuses empty prompts below
             ]
             if in_full:
                 plans = [replace(plan, reason=FULL_CACHE_REASON) for plan in plans]
             samplers = [s and Guard(s, greedy_sampler) for s in samplers or []]
             logits_processors = [
-                [Guard(p, lambda logits: logits) for p in given or ()]
-                for given in logits_processors or []
+                [Guard(processor, lambda logits: logits) for processor in processors or ()]
+                for processors in logits_processors or []
             ]
         uids = super().insert_segments(
             segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
@@ -142,22 +150,22 @@ class CompressedBatchGenerator(BatchGenerator):
             has_room = len(groups) < self.completion_batch_size
             unread = len(self._prompt_batch) or (has_room and self._unprocessed_sequences)
             groups.waits = bool(unread)
-        found = super()._next()
-        if any(response.finish_reason is not None for response in found[1]):
-            mx.clear_cache()  # the groups that are left have other sizes
-        return found
+        prompts, responses = super()._next()
+        if any(response.finish_reason is not None for response in responses):
+            mx.clear_cache()  # the remaining groups need buffers of other sizes
+        return prompts, responses
 
     def remove(self, uids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        found = super().remove(uids, *args, **kwargs)
+        removed = super().remove(uids, *args, **kwargs)
         for uid in uids:
             self._plans.pop(uid, None)
         mx.clear_cache()
-        return found
+        return removed
 
     def read_so_far(self, uid: int) -> tuple[list, list[int]] | None:
-        """Caches that have read the beginning of a prompt that is being read, for others to go on from, and its tokens.
+        """Return copies of the caches of a request whose prompt is being read, and the tokens read so far.
 
-        None if it waits, has been read, or has failed.
+        Other requests can continue from these caches. None if the request waits, decodes, or has failed.
         """
         batch = self._prompt_batch
         if self._settings is None or uid not in batch.uids or batch.job.error is not None:
@@ -168,41 +176,43 @@ class CompressedBatchGenerator(BatchGenerator):
         if self._settings is None:
             return super()._make_batch(n)
         uid, segments, most, cache, *more = self._unprocessed_sequences[0]
-        self._unprocessed_sequences[0] = (uid, segments, most, [], *more)  # not to be merged
+        # The job has the caches; mlx-lm would merge them.
+        self._unprocessed_sequences[0] = (uid, segments, most, [], *more)
         job = Job(self._settings, uid, self._plans.pop(uid), cache)
-        self.prefill_step_size = job.plan.chunk_size(self._limit)
+        self.prefill_step_size = job.plan.chunk_size(self._max_step_size)
         batch = super()._make_batch(n)
         batch.model = PacedModel(job.loop_model, self._on_pause)
         batch.job, batch.prompt_cache = job, job.caches
         return batch
 
 
-class Reading(PromptProcessingBatch):
-    """mlx-lm's batch of prompts, which holds one or none.
+class PromptBatch(PromptProcessingBatch):
+    """mlx-lm's batch of prompts, with one prompt or none.
 
-    Several read together would need the memory of all their full caches at once, and, padded to the longest, more time.
+    Several prompts would need the memory of all their full caches at once, and more time, since they are padded to the
+    longest.
     """
 
     job: Job
 
     def extend(self, batch: Any) -> None:
-        """Take over the prompt of another one; this one is empty."""
+        """Take over the prompt of `batch`; this batch must be empty."""
         assert not self.uids, "prompts are read one at a time"
         vars(self).update(vars(batch))
 
-    def split(self, indices: list[int]) -> Reading:
-        """The prompt in a batch of its own, without the copy that mlx-lm makes; this one is empty then."""
+    def split(self, indices: list[int]) -> PromptBatch:
+        """Move the prompt to a new batch and return it, without the copy of the caches that mlx-lm makes."""
         batch = copy.copy(self)
         self.filter([])
         return batch
 
     def filter(self, keep: list[int]) -> None:
         if not keep:
-            self.prompt_cache = []  # a list that is the request's is not cleared
+            self.prompt_cache = []  # mlx-lm clears this list; the old one belongs to the job
         super().filter(keep)
 
     def prompt(self, tokens: list[list[int]]) -> None:
-        """Read on; a request that fails says so when it is to generate."""
+        """Read tokens of the prompt; `generate` reports a failure."""
         if not tokens or self.job.error is not None:
             return
         try:
@@ -212,7 +222,7 @@ class Reading(PromptProcessingBatch):
             self.job.error = error
 
     def generate(self, tokens: list[list[int]]) -> Single:
-        """The request, its prompt's last token read, ready to generate or to report what has failed."""
+        """Read the last tokens of the prompt, and return the request, ready to decode or to report a failure."""
         job = self.job
         single: Any = Single.empty(job.model, self.fallback_sampler)
         single.job, single.uids, single.tokens = job, self.uids, self.tokens

@@ -1,4 +1,4 @@
-"""Requests that decode together, in groups whose caches fit each other."""
+"""Decode requests together, in groups whose caches have compatible shapes."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -15,13 +15,19 @@ from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.distributed import n_ranks
 from ..models.patch import recording
-from .entries import batch_caches, batched, kind_of
+from .caches import batch_caches, batched, kind_of
 from .job import Job
 
 
 class Guard:
-    """A sampler or logits processor whose failure ends its own request only: it then gives what `fallback` makes of the
-    last argument, `(1, vocab_size)` logits."""
+    """A sampler or logits processor whose failure ends only its own request, not the others of the batch.
+
+    From its first failure on, a call returns the result of `fallback`, which is called with the last argument, the
+    logits `(1, vocab_size)`.
+
+    Attributes:
+        error: the failure; None before it.
+    """
 
     error: Exception | None = None
 
@@ -29,39 +35,46 @@ class Guard:
         self._function, self._fallback = function, fallback
 
     def __call__(self, *args: Any) -> mx.array:
-        instead = self._fallback(args[-1])
+        fallback = self._fallback(args[-1])
         if self.error is not None:
-            return instead
+            return fallback
         try:
-            found = self._function(*args)
-            if found.shape != instead.shape:
-                raise ValueError(f"it gave an array of shape {found.shape}, not {instead.shape}")
+            result = self._function(*args)
+            if result.shape != fallback.shape:
+                raise ValueError(f"it gave an array of shape {result.shape}, not {fallback.shape}")
         except Exception as error:
             self.error = error
-            return instead
-        return found
+            return fallback
+        return result
 
 
 def request_errors() -> type[Exception]:
-    """Return the errors of a step that end only its requests: on several Macs, those that all ranks raise."""
+    """Return the class of errors in a step that end only its requests, for an `except` clause.
+
+    On several Macs, these are the errors that all ranks raise in the same step.
+    """
     return Exception if n_ranks() == 1 else SnapKVError
 
 
 class Group(GenerationBatch):
-    """mlx-lm's batch of requests that decode; one that fails ends alone, with its error."""
+    """mlx-lm's batch of requests that decode, in which a request that fails ends alone.
+
+    Attributes:
+        joins: whether the group can be joined with another one.
+    """
 
     @dataclass
     class Response(GenerationBatch.Response):
-        """mlx-lm's; with the finish reason "error", what was raised. Its token is then none of the answer's."""
+        """mlx-lm's response. With the finish reason "error", `error` is set and the token is not part of the answer."""
 
         error: Exception | None = None
 
-    joins = True  # others of its kind may come in, and it may join them
-    job: Job | None = None  # of a request that can't be joined yet
+    joins = True
+    job: Job | None = None
 
     @cached_property
     def _attention_classes(self) -> list[type]:
-        """Return the attention classes of the model, whose layers are looked up once and not for every token."""
+        """The attention classes of the model, looked up once instead of for every token."""
         return attention_classes(self.model)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
@@ -70,7 +83,11 @@ class Group(GenerationBatch):
         return recording(self._attention_classes if observed else [])
 
     def next(self) -> list[Any]:
-        """The responses of a step. If the model fails, all its requests have; else those whose own part of it has."""
+        """Decode a token of each request, and return the responses.
+
+        If the model fails, all requests of the group fail. If a request's sampler or processor fails, or its logits are
+        NaN, only this request fails.
+        """
         uids = list(self.uids)
         try:
             with self.recording():
@@ -82,7 +99,7 @@ class Group(GenerationBatch):
         return self._without_failed(responses, self._errors(responses))
 
     def _errors(self, responses: list[Any]) -> dict[int, Exception]:
-        """By request, what went wrong with its logits, its sampler or its processors in a step."""
+        """Return the errors of a step by request: NaN logits, or a failure of its sampler or processors."""
         errors: dict[int, Exception] = {
             r.uid: FloatingPointError("the model gave NaN instead of logits")
             for r in responses
@@ -95,37 +112,39 @@ class Group(GenerationBatch):
         return errors
 
     def _recorded(self) -> list[Sequence[mx.array]]:
-        """What caches have recorded of the step's queries."""
+        """Return the arrays that the caches recorded of the step's queries."""
         return [cache.recorded for cache in batch_caches(self.prompt_cache)]
 
     def extracted(self, idx: int) -> list:
-        """A request's caches as they are, for others to go on with."""
+        """Return copies of a request's caches, from which other requests can continue."""
         return self.extract_cache(idx)
 
     def _without_failed(self, responses: list[Any], errors: dict[int, Exception]) -> list[Any]:
-        """The responses, of failed requests their errors; those have ended."""
+        """End the requests with errors, and return the responses with a `failure` for each of these requests."""
         if errors:
             self.filter([i for i, uid in enumerate(self.uids) if uid not in errors])
         return [failure(r.uid, errors[r.uid]) if r.uid in errors else r for r in responses]
 
 
 def failure(uid: int, error: Exception) -> Any:
-    """The last response of a request that failed."""
+    """Return the last response of a request that failed."""
     nothing: Any = None
     return Group.Response(uid, -1, nothing, "error", None, None, error)
 
 
 def _is_nan(logprobs: mx.array) -> bool:
-    """Whether log-probabilities that have been computed are NaN: then all of them are."""
-    if logprobs.dtype == mx.bfloat16:  # which NumPy has not
-        with mx.stream(mx.cpu):  # on the device it would wait for the tokens under way
+    """Return whether evaluated log-probabilities are NaN; one NaN makes all of them NaN, so one value is checked."""
+    if logprobs.dtype == mx.bfloat16:  # NumPy has no bfloat16
+        with mx.stream(mx.cpu):  # the GPU's stream would first finish the next tokens
             return bool(mx.isnan(logprobs[0]).item())
     return bool(np.isnan(np.asarray(logprobs)[0]))
 
 
 class Single(Group):
-    """A request by itself: its prompt is compressed when some tokens of the answer have been fed, or its failure has
-    yet to be reported."""
+    """A group of one request that has not joined others: its prompt is to be compressed, or it has failed.
+
+    The prompt is compressed after the first answer tokens, which vote, have been fed.
+    """
 
     job: Job
     _n_fed = 0
@@ -138,7 +157,7 @@ class Single(Group):
         return self.job.recording()
 
     def next(self) -> list[Any]:
-        """The response of a step, after which the prompt is compressed if it is time."""
+        """Decode a token, compress the prompt if enough tokens have been fed, and return the response."""
         job = self.job
         if job.error is not None:
             self.filter([])
@@ -157,7 +176,7 @@ class Single(Group):
         return [cache.recorded for cache in layer_caches(self.prompt_cache)]
 
     def extract_cache(self, idx: int) -> list:
-        """The caches of the answer that has ended, compressed."""
+        """Return the caches of a finished request, compressed."""
         self.job.compress(self.tokens[idx])
         return list(self.job.caches)
 
@@ -166,17 +185,21 @@ class Single(Group):
 
 
 def decoding(job: Job) -> tuple[Any, list]:
-    """The model and the caches that a request's next token is decoded with."""
+    """Return the model and the caches with which a request's next token is decoded."""
     if job.joins:
         return job.model, list(map(batched, job.caches))
     return job.loop_model, job.caches
 
 
 class Groups:
-    """What mlx-lm's `BatchGenerator` takes for its one batch of requests that decode."""
+    """All groups of a generator, with the interface of mlx-lm's one `GenerationBatch`.
+
+    Attributes:
+        waits: whether only requests whose prompts are not compressed yet decode.
+    """
 
     def __init__(self) -> None:
-        self.waits = False  # only requests that are still to be compressed go on
+        self.waits = False
         self._groups: list[Group] = []
 
     def __len__(self) -> int:
@@ -195,22 +218,24 @@ class Groups:
         return [cache for group in self._groups for cache in group.prompt_cache]
 
     def extend(self, group: Group) -> None:
-        """Take a group's requests in, among others whose caches fit, unless it is not to be joined yet, or ever."""
-        if group.joins:
-            kind = kind_of(group.prompt_cache)
-            for other in self._groups:
-                if other.joins and kind_of(other.prompt_cache) == kind:
-                    other.extend(group)
-                    return
-            alone, group = group, Group.empty(group.model, group.fallback_sampler)
-            group.extend(alone)
-        self._groups.append(group)
+        """Add a group's requests: to a group of the same kind if there is one and both can be joined."""
+        if not group.joins:
+            self._groups.append(group)
+            return
+        kind = kind_of(group.prompt_cache)
+        for other in self._groups:
+            if other.joins and kind_of(other.prompt_cache) == kind:
+                other.extend(group)
+                return
+        new = Group.empty(group.model, group.fallback_sampler)
+        new.extend(group)
+        self._groups.append(new)
 
     def next(self) -> list[Any]:
-        """The responses of a step of each group."""
+        """Decode a step of each group, and return the responses."""
         groups = [group for group in self._groups if not (self.waits and group.joins)]
         responses = [response for group in groups for response in group.next()]
-        self._settle()
+        self._regroup()
         return responses
 
     def extract_cache(self, idx: int) -> list:
@@ -223,16 +248,16 @@ class Groups:
             kept = [i for found, i in places if found is group]
             if len(kept) < len(group):
                 group.filter(kept)
-        self._settle()
+        self._regroup()
 
     def _place(self, idx: int) -> tuple[Group, int]:
-        """The group of the request at `idx`, and where it is in it."""
+        """Return the group of the request at `idx`, and the request's index in the group."""
         return [(group, i) for group in self._groups for i in range(len(group))][idx]
 
-    def _settle(self) -> None:
-        """Let go of groups without requests, and let those that have become ready join others."""
-        left = [group for group in self._groups if len(group)]
-        ready = [group for group in left if isinstance(group, Single) and group.joins]
-        self._groups = [group for group in left if group not in ready]
+    def _regroup(self) -> None:
+        """Drop empty groups, and join requests that have been compressed with others."""
+        groups = [group for group in self._groups if len(group)]
+        ready = [group for group in groups if isinstance(group, Single) and group.joins]
+        self._groups = [group for group in groups if group not in ready]
         for group in ready:
             self.extend(group)

@@ -21,7 +21,7 @@ BatchReport = Callable[[int, CompressionReport], None]
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What all requests of a batch have in common; see `CompressedBatchGenerator`."""
+    """The settings that all requests of a batch share; see `CompressedBatchGenerator`."""
 
     model: Any
     on_report: BatchReport | None
@@ -29,11 +29,15 @@ class BatchSettings:
 
 
 class Job:
-    """One request of a batch: its prompt is read and compressed as it would be alone.
+    """One request of a batch, whose prompt is read and compressed as if the request were alone.
+
+    Args:
+        uid: the request's number in the batch.
+        prompt_cache: the request's prompt cache, which is copied.
 
     Attributes:
-        request: reads the prompt; None once others can decode with it, or if the prompt is left to mlx-lm.
-        caches: what the next token is decoded from.
+        request: reads and compresses the prompt; None after that, or if the prompt is left to mlx-lm.
+        caches: the caches for the next token.
         error: the exception that ended the request.
     """
 
@@ -54,12 +58,12 @@ class Job:
 
     @property
     def joins(self) -> bool:
-        """Return whether others can decode with it: its prompt is compressed, or left to mlx-lm."""
+        """Whether the request can decode together with others: its prompt is compressed, or left to mlx-lm."""
         return self.error is None and self.request is None
 
     @property
     def loop_model(self) -> Any:
-        """Return the model for mlx-lm's loop."""
+        """The model for mlx-lm's loop."""
         if self.request is not None:
             return self.request.model
         return one_by_one(self.model, self.caches)
@@ -75,22 +79,26 @@ class Job:
             self._settings.on_report(self.uid, report)
 
     def compress(self, tokens: list[int]) -> None:
-        """Compress the caches, unless they are already compressed; `tokens` have been read."""
+        """Compress the caches at the first call, and call `on_read` and `on_report`.
+
+        Args:
+            tokens: the tokens that the request has read.
+        """
         if (request := self.request) is None:
             return
         on_read = self._settings.on_read
-        # Nothing else holds the full entries, so that each layer's are freed before the next layer's turn.
+        # Without `on_read` nothing else refers to the full entries, so each layer's are freed when it is compressed.
         read_caches = None if on_read is None else self._all_entries(request)
         report = request.compress()
         self.request, self.caches = None, request.caches
         if on_read is not None and read_caches is not None:
             n, *more = {layer.entries_in(read_caches).offset for layer in request.layers}
-            if not more:  # otherwise a call of the model was broken off
+            if not more:  # layers differ if a call of the model was interrupted
                 on_read(self.uid, read_caches, list(tokens[:n]))
         self._report(report)
 
     def _all_entries(self, request: Request) -> list | None:
-        """Return caches with all entries of what has been read, before a policy chooses; None if some are gone."""
+        """Return caches with the entries of all tokens read; None if entries were evicted during prefill."""
         if request.plan.sparse is not None:
             return request.prompt_cache
         if request.plan.options.evicts_in_blocks:
@@ -98,12 +106,12 @@ class Job:
         return saved_forms(self.model, copies_but_entries(request.caches, request.layers))
 
     def extracted(self) -> list:
-        """Return copies of the caches of what has been read, for other requests to continue with."""
+        """Return copies of the caches of the tokens read so far, from which other requests can continue."""
         read_caches = self.caches if self.request is None else self.request.read_caches
         caches = saved_forms(self.model, copy.deepcopy(read_caches))
         for cache in members(caches):
             if isinstance(cache, KVCache) and cache.offset:
-                # Drop the room for the rest of the prompt.
+                # Drop the buffers' room for the rest of the prompt.
                 cache.keys, cache.values = map(mx.contiguous, cache.keys_and_values())
         mx.eval([cache.state for cache in caches])
         return caches

@@ -1,4 +1,4 @@
-"""A file of requests, answered in one batch that they join and leave."""
+"""Answer a file of requests in one continuous batch."""
 
 import hashlib
 import secrets
@@ -25,23 +25,37 @@ from .memory import Memory
 
 @dataclass
 class Progress:
-    """What a run has done: lines of the file, those that earlier runs did, tokens, and how often what warned."""
+    """What a run has done so far.
+
+    Attributes:
+        lines: lines of the file that are done, including lines that earlier runs have done.
+        before: lines that earlier runs have done.
+        longest: tokens of the longest prompt.
+        warnings: how often each warning of a report came.
+    """
 
     lines: int = 0
     before: int = 0
     prompt_tokens: int = 0
     answer_tokens: int = 0
     seconds: float = 0.0
-    longest: int = 0  # tokens of a prompt
+    longest: int = 0
     warnings: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
 class Request:
-    """A request on its way; `n_read` tokens of its prompt have been read."""
+    """A request of the batch.
+
+    Attributes:
+        line: its line in the file.
+        need: the memory that it takes; None without a limit.
+        report: the compression's report; None before the compression.
+        n_read: number of prompt tokens read.
+    """
 
     line: Line
-    asked: CompletionRequest
+    completion: CompletionRequest
     need: Need | None
     answer: Completion
     report: CompressionReport | None = None
@@ -50,7 +64,18 @@ class Request:
 
 @dataclass
 class Run:
-    """The answers to a file's lines, each written when it is whole.
+    """Answers the lines of a file in one batch, and writes each answer when it is complete.
+
+    Attributes:
+        answers: the file of answers, entered as a context; lines that it has already are skipped.
+        options: keywords of the `CompressedBatchGenerator`.
+        name: the model's name in the answers.
+        about: the run's part of the answers' field `mlx_snapkv`.
+        defaults: what applies to requests that leave a field out.
+        concurrency: limit of requests in the batch.
+        max_kv_bytes: limit of KV memory; None for no limit.
+        seed: with a request's `custom_id` the seed of sampled requests that have none; None for random seeds.
+        on_progress: called after every step.
 
     Raises:
         SnapKVError: prompts of this model can't be decoded together, or the policy can't serve it.
@@ -59,22 +84,22 @@ class Run:
 
     model: Any
     tokenizer: Any
-    answers: AnswersFile  # entered as a context; what it has already is not asked again
-    options: dict[str, Any]  # of the `CompressedBatchGenerator`
-    name: str  # the model's
-    about: dict[str, Any]  # what the answers' field `mlx_snapkv` says of the run
+    answers: AnswersFile
+    options: dict[str, Any]
+    name: str
+    about: dict[str, Any]
     defaults: Defaults = field(default_factory=Defaults)
     concurrency: int = 8
     max_kv_bytes: int | None = None
-    seed: int | None = None  # with their `custom_id`, of sampled requests that bring none
-    on_progress: Callable[[Progress], None] = lambda progress: None  # after every step
+    seed: int | None = None
+    on_progress: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self):
         require_together(self.model)
         self.progress = Progress()
-        most = self.max_kv_bytes
+        limit = self.max_kv_bytes
         self._bounds = Bounds(trained_length(self.model) or sys.maxsize, vocabulary(self.model))
-        self._memory = None if most is None else Memory(self.model, self.options, most)
+        self._memory = None if limit is None else Memory(self.model, self.options, limit)
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
         self._generator = self._new_generator()
@@ -85,12 +110,12 @@ class Run:
             stop_tokens=[[token] for token in self.tokenizer.eos_token_ids],
             on_report=lambda uid, report: setattr(self._active[uid], "report", report),
             completion_batch_size=self.concurrency,
-            prefill_batch_size=1,  # several at a time take more memory, and on a CPU more time
+            prefill_batch_size=1,  # more prompts at once need more memory, and on a CPU more time
             **self.options,
         )
 
     def answer(self, lines: Iterable[Line]) -> None:
-        """Answer every line that the file of answers lacks, or write what is wrong with it."""
+        """Write an answer or an error for every line that the file of answers lacks."""
         started = time.perf_counter()
         requests = self._requests(lines)
         try:
@@ -103,7 +128,7 @@ class Run:
         self.on_progress(self.progress)
 
     def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
-        """The lines that can be answered; the others fail at once."""
+        """Yield the requests of valid lines, and write an error for every other line."""
         for line in lines:
             if self.answers.has(line):
                 self.progress.lines += 1
@@ -111,25 +136,28 @@ class Run:
                 continue
             try:
                 yield self._request(line)
-            except Exception as error:  # whatever is wrong with one line, the others go on
+            except Exception as error:  # a bad line must not end the run
                 self._fail(line, line.code, error)
 
     def _request(self, line: Line) -> Request:
+        """Return the request of a line. Raises: SnapKVError: the line or its body is invalid."""
         if line.body is None:
             raise SnapKVError(line.problem or "")
         seed = secrets.randbits(64)
         if self.seed is not None:
             name = f"{self.seed} {line.custom_id}".encode(errors="replace")
             seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-        asked = completion_request(line.body, self.tokenizer, self.defaults, seed, self._bounds)
-        self.progress.longest = max(self.progress.longest, len(asked.prompt))
+        completion = completion_request(
+            line.body, self.tokenizer, self.defaults, seed, self._bounds
+        )
+        self.progress.longest = max(self.progress.longest, len(completion.prompt))
         need = None
         if self._memory is not None:
-            need = self._memory.need(len(asked.prompt), asked.max_tokens)
-        return Request(line, asked, need, Completion(asked, self.tokenizer))
+            need = self._memory.need(len(completion.prompt), completion.max_tokens)
+        return Request(line, completion, need, Completion(completion, self.tokenizer))
 
     def _admit(self, requests: Iterator[Request]) -> bool:
-        """Admit requests while they fit; whether there are any."""
+        """Add requests to the batch while they fit, and return whether the batch has any."""
         while len(self._active) < self.concurrency:
             request, self._waiting = self._waiting or next(requests, None), None
             if request is None:
@@ -139,28 +167,28 @@ class Run:
             if memory and need and memory.admit(need, others, held) is None:
                 self._waiting = request
                 break
-            asked = request.asked
+            completion = request.completion
             try:
                 (uid,) = self._generator.insert(
-                    [asked.prompt],
-                    [asked.max_tokens],
-                    samplers=[asked.sampler],  # type: ignore[list-item]  # None is greedy
-                    logits_processors=[asked.processors],
+                    [completion.prompt],
+                    [completion.max_tokens],
+                    samplers=[completion.sampler],  # type: ignore[list-item]  # None is greedy
+                    logits_processors=[completion.processors],
                 )
                 self._active[uid] = request
-            except SnapKVError as error:  # of the policy, about this prompt
+            except SnapKVError as error:  # the policy can't serve this prompt
                 self._fail(request.line, "invalid_request", error)
         return bool(self._active)
 
     def _step(self) -> None:
-        """A token of every answer, and some of a prompt."""
+        """Decode a token of every answer, and read a chunk of a prompt."""
         try:
             prompts, responses = self._generator.next()
-        except Exception as error:  # without a policy, nobody knows whose it is: all end
-            given_up, self._active = list(self._active.values()), {}
+        except Exception as error:  # without a policy, the request that failed is unknown: all fail
+            failed, self._active = list(self._active.values()), {}
             self._generator.close()
             self._generator = self._new_generator()
-            for request in given_up:
+            for request in failed:
                 self._fail(request.line, "failed", error)
             return
         for read in prompts:
@@ -171,6 +199,7 @@ class Run:
             self._take(response)
 
     def _take(self, response: Any) -> None:
+        """Add a response to its answer, and write the answer if it is complete."""
         request = self._active[response.uid]
         if response.finish_reason == "error":
             del self._active[response.uid]
@@ -180,7 +209,9 @@ class Run:
         self.progress.answer_tokens += 1
         if request.answer.finish_reason is None:
             return
-        if response.finish_reason is None:  # at a stop text
+        if (
+            response.finish_reason is None
+        ):  # a stop string ended the answer, and the generator would continue
             self._generator.remove([response.uid])
         del self._active[response.uid]
         if request.report is not None:
@@ -190,6 +221,7 @@ class Run:
         self.progress.lines += 1
 
     def _extra(self, request: Request) -> dict[str, Any]:
+        """Return the field `mlx_snapkv` of an answer."""
         extra, report = dict(self.about), request.report
         if extra.get("policy") is not None:
             if report is None or not report.compressed:
@@ -198,7 +230,8 @@ class Run:
                 extra |= {"entries": report.entries, "kv_bytes": report.kv_bytes_after}
                 extra |= {"kv_bytes_before": report.kv_bytes_before}
                 extra |= {name: n for name in STAYING if (n := getattr(report, name))}
-        return extra | ({"ignored": request.asked.ignored} if request.asked.ignored else {})
+        ignored = request.completion.ignored
+        return extra | ({"ignored": ignored} if ignored else {})
 
     def _fail(self, line: Line, code: str, error: Exception) -> None:
         why = str(error) if isinstance(error, SnapKVError) else brief(error)

@@ -6,7 +6,7 @@ from batch_helpers import alone
 from mlx_lm.models.cache import KVCache
 
 from mlx_snapkv import SnapKVCache, SnapKVError, batch_generate, generate
-from mlx_snapkv.batch.generator import CompressedBatchGenerator, Reading
+from mlx_snapkv.batch.generator import CompressedBatchGenerator, PromptBatch
 from mlx_snapkv.batch.groups import Groups
 
 mlx_generate = importlib.import_module("mlx_lm.generate")
@@ -90,7 +90,7 @@ def test_the_hooks_of_mlx_lm_that_batches_stand_on():
                  "self._generation_batch.extend(gen_batch)", "self.prefill_step_size"):  # fmt: skip
         assert used in step
     for name in ("extend", "split", "filter", "prompt", "generate", "extract_cache"):
-        assert name in vars(mlx_generate.PromptProcessingBatch) and name in vars(Reading)
+        assert name in vars(mlx_generate.PromptProcessingBatch) and name in vars(PromptBatch)
     for name in ("extend", "next", "filter", "extract_cache", "__len__"):
         assert name in vars(mlx_generate.GenerationBatch) and name in vars(Groups)
     wanted = "self model uids inputs prompt_cache tokens samplers fallback_sampler logits_processors stop_sequences"

@@ -6,7 +6,7 @@ from entry_helpers import exact_up_to
 from model_configs import make_model
 
 from mlx_snapkv import SnapKVError, Sparse
-from mlx_snapkv.batch.generator import ALONE
+from mlx_snapkv.batch.generator import UNBATCHED_TYPES
 from mlx_snapkv.caches.layers import members
 
 SPARSE = Sparse(top_k=6, n_sink=2, n_window=8)
@@ -22,7 +22,7 @@ CHOOSING = ["qwen3_next", "gpt_oss", "deepseek_v3", "gemma3n"]
 @pytest.mark.parametrize(
     ("name", "policy", "store", "few"),
     [
-        *((name, POLICY, None, 0) for name in [*TYPES, *ALONE]),
+        *((name, POLICY, None, 0) for name in [*TYPES, *UNBATCHED_TYPES]),
         *((name, SPARSE, "file", 0) for name in CHOOSING),
         ("deepseek_v3", SPARSE, "file", 8192),  # no index
     ],
@@ -34,7 +34,7 @@ def test_a_batch_answers_as_each_alone(name, policy, store, few, monkeypatch):
     try:
         run = Run(model, policy, store=store)
     except SnapKVError as error:
-        assert name in ALONE and "one at a time" in str(error)
+        assert name in UNBATCHED_TYPES and "one at a time" in str(error)
         return
     uids = run.insert(prompts[:2], [14, 9])
     for _ in range(4):
