@@ -1,4 +1,4 @@
-"""Where the command starts, `mlx-snapkv` or `python -m mlx_snapkv`; it must be readable by Python 3.9."""
+"""Run the command line, as `mlx-snapkv` or `python -m mlx_snapkv`; the file must be valid for Python 3.9."""
 
 from .prerequisites import require
 

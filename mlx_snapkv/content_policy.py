@@ -1,4 +1,4 @@
-"""What a page of ours may do: run and show what is in it, by hashes, and nothing else."""
+"""Make the Content-Security-Policy of this package's HTML pages: only their own scripts and styles, by hash."""
 
 import re
 from base64 import b64encode
@@ -8,7 +8,11 @@ ALLOW_NONE = {"default-src": "'none'", "base-uri": "'none'", "form-action": "'no
 
 
 def content_policy(html: str, **more: str) -> str:
-    """A Content-Security-Policy: the page's own script and style, and what `more` allows (`connect_src="'self'"`)."""
+    """Return a Content-Security-Policy that allows a page's own scripts and styles.
+
+    Args:
+        **more: further directives, such as `connect_src="'self'"`.
+    """
     rules = ALLOW_NONE | {name.replace("_", "-"): value for name, value in more.items()}
     for tag, text in re.findall(r"<(script|style)>(.*?)</\1>", html, re.S):
         rules[f"{tag}-src"] = f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""The package's errors: each message is one sentence that says what to change."""
+"""The package's errors. Each message is one sentence that says what to change."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Option:
-    """An option that a message names, with a value of it if it names one; as text, a keyword argument."""
+    """An option that a message names, with or without a value; `str` writes it as a keyword argument."""
 
     name: str
     value: Any = None
@@ -19,12 +19,12 @@ class Option:
 
 
 class SnapKVError(ValueError):
-    """A request that can't be carried out as asked.
+    """A request can't be carried out as asked.
 
     Args:
         message: a sentence, or a format string for `values`.
-        *values: what the message's `{}` stand for. An `Option` among them, or in an error among them, is written as
-            its reader would write it: `max_kv_size=512` in Python, `--max-kv-size 512` on the command line.
+        *values: the values for the message's `{}`. An `Option` is written as its reader would write it:
+            `max_kv_size=512` in Python, `--max-kv-size 512` on the command line. A value may be another `SnapKVError`.
     """
 
     def __init__(self, message: str = "", *values: Any):
@@ -32,7 +32,7 @@ class SnapKVError(ValueError):
         self._message, self._values = message, values
 
     def message(self, written: Callable[[Option], str] = str) -> str:
-        """The sentence, with its options as `written` writes them."""
+        """Return the sentence, in which `written` writes each option."""
 
         def text(value: Any) -> Any:
             if isinstance(value, SnapKVError):
@@ -49,8 +49,8 @@ class OptionError(SnapKVError):
     """An option's value is not allowed.
 
     Attributes:
-        allowed: the rest of the sentence "the option must be ...".
-        got: the value.
+        allowed: the allowed values, as the end of the sentence "the option must be ...".
+        got: the given value.
     """
 
     def __init__(self, option: str, allowed: str, got: Any):
@@ -62,7 +62,7 @@ class ConflictError(SnapKVError):
     """Two options exclude each other.
 
     Attributes:
-        options: the two; a group of options may be in words.
+        options: the two options; the second may be a group of options in words.
     """
 
     def __init__(self, option: Option, other: Option | str):
@@ -71,11 +71,11 @@ class ConflictError(SnapKVError):
 
 
 class UnknownOptionError(SnapKVError):
-    """A misspelt or unsupported option; the message lists the known ones."""
+    """An option is misspelt or unsupported; the message lists the known options."""
 
 
 class UnsupportedModelError(SnapKVError):
-    """A model whose attention can't be captured, or whose entries can't be dropped safely."""
+    """A model's queries can't be captured, or its entries can't be evicted safely."""
 
 
 class TrainedLengthWarning(UserWarning):
@@ -83,7 +83,11 @@ class TrainedLengthWarning(UserWarning):
 
 
 class EntryFileError(SnapKVError):
-    """Entries in files, perhaps at `path`, can't be kept, or are not what was saved: no mistake of whoever asks."""
+    """Entries in a file can't be stored or are damaged, which is not a mistake in the request.
+
+    Attributes:
+        path: the file or folder; None if unknown.
+    """
 
     def __init__(self, message: str, path: Path | None = None):
         super().__init__(message)
@@ -91,7 +95,12 @@ class EntryFileError(SnapKVError):
 
 
 class Missing:
-    """Stands for something that nobody gave: to ask for more than is `known` is an error that says what to do."""
+    """A placeholder for a missing object.
+
+    Args:
+        sentence: the message of the `SnapKVError` that any other attribute raises.
+        **known: the attributes that the placeholder has.
+    """
 
     def __init__(self, sentence: str, **known: Any):
         vars(self).update(known, _sentence=sentence)
@@ -103,19 +112,19 @@ class Missing:
 
 
 def brief(error: BaseException) -> str:
-    """The error's kind and the first line of what it says."""
+    """Return an error's class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return an error's message in one line."""
     if isinstance(error, SnapKVError):
         return " ".join(str(error).split())
     return "stopped" if isinstance(error, KeyboardInterrupt) else brief(error)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """A parenthesis with the close match, if there is one."""
+    """Return " (did you mean 'NAME'?)" with the known name closest to `word`; "" if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

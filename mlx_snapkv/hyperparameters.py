@@ -55,6 +55,7 @@ def choice(*values: str) -> Any:
 
 
 def is_whole(value: object) -> bool:
+    """Return whether `value` is an integer, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -109,10 +110,11 @@ class Hyperparameters:
 
     @classmethod
     def options(cls) -> list[str]:
-        """Return the names of all fields, those that the class itself declares first."""
-        own = list(inspect.get_annotations(cls))
+        """Return the names of all fields; fields that the class itself declares come first."""
+        declared = list(inspect.get_annotations(cls))
         names = [field.name for field in dataclasses.fields(cls)]
-        return sorted(names, key=lambda name: own.index(name) if name in own else len(own))
+        inherited = [name for name in names if name not in declared]
+        return [name for name in declared if name in names] + inherited
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
@@ -179,7 +181,7 @@ class Hyperparameters:
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
     def _check_options(self) -> None:
-        """Raises: SnapKVError: a field's value is not allowed."""
+        """Check the values of all fields. Raises: SnapKVError: a value is not allowed."""
         for name, check in self._checks().items():
             value = getattr(self, name)
             is_default_none = value is None and getattr(type(self), name) is None

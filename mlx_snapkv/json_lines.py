@@ -1,4 +1,4 @@
-"""Files of results as JSON lines, which a later run goes on from."""
+"""Files of results as JSON lines, which a later run can continue."""
 
 import contextlib
 import fcntl
@@ -13,14 +13,15 @@ from .paths import naming, refusing, require_place
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, each on the disk as a whole before the next is begun.
+    """A file of JSON objects, one per line; each line is completely on the disk before the next one is begun.
 
-    Nothing is written before `open`, after which the file belongs to this process until `close`.
+    Nothing is written before `open`, which locks the file for this process until `close`.
 
     Args:
         start: the first bytes of every line that this package writes.
 
-    Raises: SnapKVError: the file can't be written.
+    Attributes:
+        is_empty: whether the file has no complete line.
     """
 
     def __init__(self, path: Path, start: bytes):
@@ -29,7 +30,10 @@ class JsonLines:
         self._size = 0  # bytes of whole lines
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield every line with its number, from 1; a last line of ours that was not finished is left out."""
+        """Yield every line with its number, from 1; an incomplete last line of this package is left out.
+
+        Raises: SnapKVError: the file can't be written.
+        """
         self._size = 0
         if not require_place(self.path):
             return
@@ -39,14 +43,19 @@ class JsonLines:
                 if line.endswith(b"\n"):
                     yield number, line
                     self._size += len(line)
-        rest = b"" if line.endswith(b"\n") else line.rstrip(b"\0")  # which a power cut leaves
+        rest = (
+            b"" if line.endswith(b"\n") else line.rstrip(b"\0")
+        )  # a power cut may leave zero bytes
         if not (rest.startswith(self._start) or self._start.startswith(rest)):
             yield number, rest
 
     def open(self, read: Callable[[], None]) -> None:
-        """Lock the file, call `read`, which reads it again, and drop a last line that was not finished.
+        """Lock the file, call `read`, and cut an incomplete last line off.
 
-        Raises: SnapKVError: the file can't be written, or another process has it.
+        Args:
+            read: reads the file again, since another process may have written to it.
+
+        Raises: SnapKVError: the file can't be written, or another process has locked it.
         """
         with contextlib.ExitStack() as undo, refusing(f"{self.path} can't be written"):
             undo.callback(self.close)
@@ -65,13 +74,16 @@ class JsonLines:
         return self._size == 0
 
     def close(self) -> None:
-        """Close the file, which releases the lock, too."""
+        """Close the file and release the lock."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write a line to the disk, as a whole or not at all. Raises: OSError: the disk is full, say."""
+        """Write a line to the disk, completely or not at all.
+
+        Raises: OSError: the line can't be written, for example on a full disk.
+        """
         data = json.dumps(record).encode() + b"\n"
         try:
             with naming(self.path), os.fdopen(os.dup(self._file), "ab") as file:
@@ -86,9 +98,9 @@ class JsonLines:
 
 
 def _sync(file: int) -> None:
-    """Have it all on the disk; a Mac's `fsync` is content with the disk's own memory."""
+    """Flush an open file to the disk itself; on a Mac `fsync` flushes to the disk's cache only."""
     if hasattr(fcntl, "F_FULLFSYNC"):
-        with contextlib.suppress(OSError):  # not every file system can
+        with contextlib.suppress(OSError):  # some file systems don't support it
             fcntl.fcntl(file, fcntl.F_FULLFSYNC)
             return
     os.fsync(file)

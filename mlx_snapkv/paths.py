@@ -1,4 +1,4 @@
-"""Files that users name: checked before the work, and written as a whole or not at all."""
+"""Check files that users name before the work begins, and write them completely or not at all."""
 
 import contextlib
 import os
@@ -14,7 +14,13 @@ UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.part")  # the name of a file that `rep
 
 
 def path_of(name: str | Path, option: str | None = None) -> Path:
-    """The path of that name, which an option may have given; SnapKVError if its home folder is not there."""
+    """Return a name's path, with "~" replaced by the home folder.
+
+    Args:
+        option: the option that the name was given for, for the error's sentence.
+
+    Raises: SnapKVError: there is no such home folder.
+    """
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
@@ -23,7 +29,10 @@ def path_of(name: str | Path, option: str | None = None) -> Path:
 
 
 def require_place(path: Path) -> bool:
-    """Whether a file is there already, which writing would replace; SnapKVError if none can be written there."""
+    """Check that a file can be written at `path`, and return whether there is one already.
+
+    Raises: SnapKVError: no file can be written there.
+    """
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -45,25 +54,29 @@ def require_place(path: Path) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong with a file, without its name."""
+    """Return what went wrong with a file, without the file's name."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def put(path: Path, data: str | bytes) -> None:
-    """Write a file, which is there as a whole or as it was before. Raises: OSError."""
+    """Write a file completely, or leave it as it was before. Raises: OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the block a file to write, which then takes the place of `path`. Raises: OSError: `path` is as it was."""
+    """Yield a temporary path, and rename the file that the block writes there to `path`.
+
+    Raises: OSError: the file can't be written; `path` is unchanged.
+    """
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{secrets.token_hex(6)}.part")  # however long the name is
+    # The name does not contain the target's name, which may have the maximum length.
+    temporary = target.with_name(f".{secrets.token_hex(6)}.part")
     try:
         yield temporary
         with contextlib.suppress(OSError):
-            temporary.chmod(stat.S_IMODE(target.stat().st_mode))  # of one that it replaces
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the mode of a replaced file
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(OSError):
@@ -71,14 +84,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def put_result(path: Path, data: str | bytes) -> None:
-    """The same of a result. Raises: OSError: with a sentence that names the file."""
+    """Write a file as `put` does. Raises: OSError: a sentence that names the file."""
     with naming(path):
         put(path, data)
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raises: OSError: what the block raised, as a sentence that names the file it wrote."""
+    """Turn an OSError of the block into an OSError whose sentence names the file."""
     try:
         yield
     except OSError as error:
@@ -87,10 +100,14 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Raises: SnapKVError: the system refused a file of the user's, who named it `what`."""
+    """Turn an OSError or ValueError of the block into a SnapKVError.
+
+    Args:
+        what: the beginning of the error's sentence, such as "FILE can't be written".
+    """
     try:
         yield
     except SnapKVError:
         raise
-    except (OSError, ValueError) as error:  # the latter of names that no file can have
+    except (OSError, ValueError) as error:  # ValueError: the name has a zero byte
         raise SnapKVError(f"{what}: {reason(error)}") from error

@@ -1,6 +1,6 @@
-"""What MLX needs of a machine, before anything of it is imported; also `python mlx_snapkv/prerequisites.py`.
+"""Check what MLX needs of a machine, before it is imported; can be run as `python mlx_snapkv/prerequisites.py`.
 
-Python 3.9, which is on a Mac, must be able to read this.
+The file must be valid for Python 3.9, the version that macOS brings.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def complaint(
     mlx_error: str | None = None,
     has_metal: bool = True,
 ) -> str | None:
-    """One sentence on why this can't run here, and what to do; None if it can.
+    """Return one sentence that says why the package can't run on a machine and what to do; None if it can run.
 
     Args:
-        system, machine: as `platform` has them.
-        version: Python's.
-        macos: a Mac's version.
-        mlx_error: what went wrong as MLX was imported.
-        has_metal: whether MLX found a GPU, on a Mac.
+        system, machine: the values of `platform.system()` and `platform.machine()`.
+        version: the Python version.
+        macos: the macOS version; "" on other systems.
+        mlx_error: the error of importing MLX; None if it was imported or not tried.
+        has_metal: whether MLX found a GPU; used on a Mac only.
     """
     if tuple(version[:2]) < PYTHON:
         needed, found = (".".join(map(str, v[:3])) for v in (PYTHON, version))
@@ -60,16 +60,20 @@ def complaint(
 
 
 def complaint_here(**found: object) -> str | None:
-    """The same of this machine and Python."""
+    """Return the `complaint` about this machine and Python.
+
+    Args:
+        **found: the keywords of `complaint`.
+    """
     here = platform.system(), platform.machine(), sys.version_info, platform.mac_ver()[0]
     return complaint(*here, **found)  # type: ignore[arg-type]
 
 
 def require() -> None:
-    """Exit with the sentence, if there is one."""
-    said = complaint_here()
-    if said is not None:
-        print("mlx-snapkv: " + said, file=sys.stderr)
+    """Print the sentence and exit with code 2 if the package can't run here."""
+    sentence = complaint_here()
+    if sentence is not None:
+        print("mlx-snapkv: " + sentence, file=sys.stderr)
         sys.exit(2)
 
 

@@ -1,1 +1,1 @@
-"""What users measure on their own texts and machine: fidelity, comparisons, inspections, speed."""
+"""Measurements on a user's own texts and machine: fidelity, comparisons, inspections, speed."""

@@ -43,7 +43,7 @@ FIDELITY_REMARK = (
     "over texts. Entries: kept per KV head, the mean over layers. KV memory: the entries held at the compression, "
     "without spare room."
 )
-# By setting: the title and the remark of its table.
+# The title and the remark of each setting's table.
 SETTING_TEXTS = {
     TEXT: (
         "Text after the piece",

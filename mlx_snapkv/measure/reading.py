@@ -30,7 +30,7 @@ from ..planning.scores import largest_chunk
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
 
-# By policy, a recording cache for each full-attention layer.
+# Each policy has a recording cache for each full-attention layer.
 Recorders = dict[Setting, list[RecordingKVCache]]
 ANSWER_CAPACITY = 256  # tokens after the prompt for which the buffers have room
 
@@ -136,7 +136,7 @@ class Reading:
             shared.step = KVCache.step
             # Recorders of the suffixes need no queries of the answer.
             shared.recorders = _layer_recorders(recorders, i)
-        # By the number of tokens fed: copies of all caches at that time, without the full-attention layers' entries.
+        # Copies of all caches when n tokens had been fed, by n, without the full-attention layers' entries.
         self._cache_copies = {len(tokens): copies_but_entries(caches, self._layers)}
         self._answer = [_most_likely(self.next_logprobs)]  # the tokens fed, and the next token
         self._forced: list[int] = []  # see `force`

@@ -51,9 +51,9 @@ class Recorder:
         self._n_layers, self._n_prompt = len(layers), n_prompt
         self._n_positions = n_prompt + max_tokens + 1
         self._n_recorded = min(MAX_RECORDED, n_prompt)
-        # By position of the query and layer number: `(n_positions,)` attention by position of the key.
+        # Attention `(n_positions,)` by position of the query and layer number.
         self._pending: dict[int, dict[int, mx.array]] = {}
-        # By position of the query: positions, weights and own share, as in `Attended`.
+        # Positions, weights and own share as in `Attended`, by position of the query.
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._n_before: int | None = None
         self.kept: dict[int, np.ndarray] = {}

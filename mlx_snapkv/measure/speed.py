@@ -171,7 +171,7 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
     mx.reset_peak_memory()
     lookahead = lookahead_of(policy)
     seconds, report = answer_prompt(model, prompt, cache, lookahead + N_ANSWER, policy=policy)
-    # With a lookahead, the selection comes after the first token.
+    # A policy with a lookahead selects after the first token.
     seconds += report.selection_seconds if lookahead else 0.0
     peak = mx.get_peak_memory()
     return {"read_seconds": seconds, "peak_bytes": peak, "kv_bytes": kv_bytes(cache)}

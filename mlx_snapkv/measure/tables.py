@@ -89,7 +89,7 @@ class Page(NamedTuple):
         return as_page(self.title, result, self.remark, self.tables(result["summary"]))
 
 
-# By suffix, a pattern near the beginning of files that this package writes. `Results` checks .jsonl files itself.
+# A pattern near the beginning of files that this package writes, by suffix. `Results` checks .jsonl files itself.
 _COMMAND = rb"(mlx-snapkv|python scripts/evaluate\.py) "
 _FILE_MARKS = {
     ".json": rb'"command": "' + _COMMAND,
