@@ -143,6 +143,7 @@ class BatchedChoices(Batched, ChoosingCache):
             member.add(keys[i : i + 1], values[i : i + 1])
 
     def choice(self, captured: Captured) -> Stored:
+        """Return the entries that each request's query chooses, stacked along the batch axis."""
         chosen: list[Stored] = []
         for i, member in enumerate(self.members):
             # The dependency makes requests choose one after the other, so that only one needs memory at a time.

@@ -145,6 +145,7 @@ class CompressedBatchGenerator(BatchGenerator):
         return uids
 
     def _next(self) -> Any:
+        """Return the responses of a step, as mlx-lm does; with `reads_first`, requests decode after all are read."""
         if self._settings is not None and self._reads_first:
             groups = self._generation_batch
             has_room = len(groups) < self.completion_batch_size
@@ -173,6 +174,7 @@ class CompressedBatchGenerator(BatchGenerator):
         return batch.extract_cache(0), list(batch.tokens[0])
 
     def _make_batch(self, n: int) -> Any:
+        """Return a batch with the next waiting request, which reads its prompt by its `Job`."""
         if self._settings is None:
             return super()._make_batch(n)
         uid, segments, most, cache, *more = self._unprocessed_sequences[0]

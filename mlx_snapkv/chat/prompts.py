@@ -81,6 +81,7 @@ class Rendering:
         contents = [token.content for token in added.values()]
 
         def is_cut(index: int) -> bool:
+            """Return whether a special token's text always becomes exactly this token."""
             token = added[index]
             beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))
             # Another token that ends like this one begins would be found first.

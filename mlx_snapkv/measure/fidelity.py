@@ -258,6 +258,7 @@ def tables(summary: Summary) -> list[Table]:
 
 
 def _table(summary: Summary, setting: str) -> Table:
+    """Return the table of one setting, with a row for each method."""
     heading, about = SETTING_TEXTS[setting]
     one = summary[0]
     what = "tokens of the answers" if setting == KNOWN else "tokens scored"
@@ -266,26 +267,33 @@ def _table(summary: Summary, setting: str) -> Table:
     remarks = [counts, about, *(ended.format_map(s) for s in summary if s["unjudged"])]
     first = next((s for s in summary if s["method"] != FULL_CACHE), None)
 
-    def kl(s: Record, key: str = "kl", form: str = ".3f") -> str:
-        return interval(s[key], form) if one["texts"] > 1 else format(s[key]["mean"], form)
+    def with_interval(figure: dict[str, float], form: str) -> str:
+        return interval(figure, form) if one["texts"] > 1 else format(figure["mean"], form)
 
-    def against_first(s: Record) -> str:
+    def kl(s: Record) -> str:
+        if s["method"] == FULL_CACHE:
+            return "0"
+        return "not scored" if s["kl"] is None else with_interval(s["kl"], ".3f")
+
+    def kl_against_first(s: Record) -> str:
         if s["method"] == FULL_CACHE or s is first or s["kl"] is None:
             return ""
-        key = "kl_against_first"
-        return "other tokens" if s[key] is None else kl(s, key, "+.3f")
+        figure = s["kl_against_first"]
+        return "other tokens" if figure is None else with_interval(figure, "+.3f")
+
+    def loss(s: Record) -> str:
+        if s["method"] == FULL_CACHE:
+            return f"{s['loss']:.3f}"
+        return f"{s['loss_against_full']['mean']:+.3f}"
 
     columns: dict[str, Callable[[Record], str]] = {
         "method": itemgetter("method"),
-        "KL": lambda s: (
-            "0" if s["method"] == FULL_CACHE else "not scored" if s["kl"] is None else kl(s)
-        ),
-        "against the first": against_first,
+        "KL": kl,
+        "against the first": kl_against_first,
         "same token": lambda s: "" if s["same"] is None else f"{s['same']:.1%}",
     }
     if setting == TEXT:
-        full, other = "{loss:.3f}".format_map, "{loss_against_full[mean]:+.3f}".format_map
-        columns["loss"] = lambda s: (full if s["method"] == FULL_CACHE else other)(s)
+        columns["loss"] = loss
     if setting == KNOWN:
         columns["tokens scored"] = lambda s: "" if s["method"] == FULL_CACHE else f"{s['judged']:,}"
     columns["entries"] = "{entries:,}".format_map

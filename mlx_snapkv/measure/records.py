@@ -90,6 +90,7 @@ class Results:
                 raise SnapKVError(f"{self._lines.path}: {why}") from None  # type: ignore[union-attr]
 
     def _require_setting(self, line: bytes) -> None:
+        """Check the file's first line. Raises: SnapKVError: it is not this setting."""
         try:
             found = dict(json.loads(line))
         except (ValueError, TypeError):
