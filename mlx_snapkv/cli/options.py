@@ -166,6 +166,7 @@ class ShardedModelOptions(ChatModelOptions):
 
     @property
     def splits_layers(self) -> bool:
+        """The argument `pipeline` of `load_model`."""
         return self.pipeline
 
 
@@ -181,7 +182,7 @@ class DraftOptions:
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         """Return the keywords of `stream_generate` for the draft model, if one is given.
 
-        Raises: SnapKVError: it can't be loaded, or its tokenizer is not `tokenizer`, the main model's.
+        Raises: SnapKVError: it can't be loaded, or its vocabulary has another size than the main model's `tokenizer`.
         """
         from .loading import load_model
 
