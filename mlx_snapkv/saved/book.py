@@ -60,7 +60,7 @@ def written(
 
 
 def named_folder(target: Path) -> Path | None:
-    """Return the folder that a book's file names; None if there is none, or if it was made for another file."""
+    """Return the folder that a book's file names; None if `target` is not a book, or names another book's folder."""
     try:
         name = json.loads(sealed.metadata(target)[BOOK_KEY])["folder"]
     except (SnapKVError, ValueError, LookupError, TypeError):

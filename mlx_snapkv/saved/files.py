@@ -63,6 +63,8 @@ def save(
     policy: Setting | str = NO_POLICY,
     notes: dict[str, Any] | None = None,
     progress: book.Progress | None = None,
+    *,
+    model_fingerprint: str | None = None,
 ) -> None:
     """Write a prompt cache to a file, as a whole or not at all.
 
@@ -76,6 +78,7 @@ def save(
         policy: setting that compressed the cache.
         notes: anything JSON can hold, which `load` returns.
         progress: called with the number of bytes of a book's entries that have been written, and their total.
+        model_fingerprint: the model's `fingerprint`; computed if None.
 
     Raises: SnapKVError: the file can't be written, or the cache does not hold these tokens.
     """
@@ -89,7 +92,7 @@ def save(
         _FORMAT_KEY: str(FORMAT),
         "mlx_snapkv": __version__,
         "mlx_lm": mlx_lm.__version__,
-        "fingerprint": fingerprint(model),
+        "fingerprint": model_fingerprint or fingerprint(model),
         "policy": str(policy),
         _SPARSE_FROM: str(first_sparse(prompt_cache)),
         sealed.CHECKSUM_KEY: sealed.UNKNOWN,
@@ -105,10 +108,13 @@ def save(
         raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
 
 
-def load(path: str | Path, model) -> SavedPrompt:
+def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> SavedPrompt:
     """Load a prompt cache that `save` or mlx-lm's `save_prompt_cache` wrote, for the model that filled it.
 
     A book's entries, in files beside it, are read and checked when they are used.
+
+    Args:
+        model_fingerprint: the model's `fingerprint`; computed if None.
 
     Raises: SnapKVError: the file does not exist, is damaged, or is of another version or of another model.
     """
@@ -124,7 +130,7 @@ def load(path: str | Path, model) -> SavedPrompt:
     except Exception as error:  # a foreign or damaged file may hold anything
         why = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
         raise SnapKVError(f"{path} {why}") from error
-    if is_ours and metadata["fingerprint"] != fingerprint(model):
+    if is_ours and metadata["fingerprint"] != (model_fingerprint or fingerprint(model)):
         why = f"was made with another model or other weights, or in another dtype (mlx-lm {metadata['mlx_lm']})"
         raise SnapKVError(f"{path} {why}: give the model it was made with")
     notes, tokens = tokens_in(metadata) if is_ours else (metadata, None)
@@ -148,7 +154,7 @@ def load(path: str | Path, model) -> SavedPrompt:
 
 
 def _require_readable(path: Path, metadata: dict[str, str]) -> None:
-    """Raises: SnapKVError: a file of `save` is damaged, or has another format."""
+    """Raise SnapKVError if a file of `save` is damaged, or has another format."""
     if not sealed.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
     if metadata[_FORMAT_KEY] != str(FORMAT):
