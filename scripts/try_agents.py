@@ -27,7 +27,7 @@ from acting_server import SAY, acting
 from agent_templates import FAMILIES
 from server_helpers import Limits, Served
 
-from mlx_snapkv.server.api_error import log
+from mlx_snapkv.server.log import log
 
 FOLDER = ROOT / "build" / "agents"  # of npm's, and of two virtual environments
 FILES = ROOT / "scripts" / "agents"

@@ -20,14 +20,15 @@ class Memory:
     """The KV memory of a batch.
 
     Args:
+        sizes: sizes of the model's entries.
         options: the keywords of the batch's `CompressedBatchGenerator`.
         limit: bytes of KV memory.
     """
 
-    def __init__(self, model, options: dict[str, Any], limit: int):
+    def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int):
         config, _ = CompressionConfig.taken_from(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
-        self._footprint, self.limit = Footprint(EntrySizes(model), config, step_size), limit
+        self._footprint, self.limit = Footprint(sizes, config, step_size), limit
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """Return the memory that a request needs.

@@ -17,6 +17,7 @@ from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
 from ..errors import SnapKVError, brief
 from ..models.counts import vocabulary
 from ..models.trained_length import trained_length
+from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
@@ -99,7 +100,9 @@ class Run:
         self.progress = Progress()
         limit = self.max_kv_bytes
         self._bounds = Bounds(trained_length(self.model) or sys.maxsize, vocabulary(self.model))
-        self._memory = None if limit is None else Memory(self.model, self.options, limit)
+        self._memory = (
+            None if limit is None else Memory(EntrySizes(self.model), self.options, limit)
+        )
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
         self._generator = self._new_generator()

@@ -229,7 +229,7 @@ class _Loader:
             max_context=self.limits.max_context,
         )
         self.room = from_first(compute_room)
-        self.prefix_cache.allow(self.room.limit)
+        self.prefix_cache.max_bytes = self.room.limit
         return Loaded(model, tokenizer, self.names)
 
 

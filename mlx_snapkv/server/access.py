@@ -1,4 +1,4 @@
-"""Who may ask, and how much: keys, the Host and Origin headers, the size of a body; and what the others get."""
+"""Access to the server: API keys, the Host and Origin headers, the size of a body, and error responses."""
 
 import re
 import secrets
@@ -20,15 +20,26 @@ from .metrics import Metrics
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
-OPEN = ("/health", "/")  # a browser or a watchdog needs no key for these
+PUBLIC = (
+    "/health",
+    "/",
+)  # paths that need no key: for watchdogs, and for browsers, which send none
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the server was started: where, under which other host names, for which web pages (CORS), with how many
-    seconds for a request.
+    """The server's settings.
 
-    Raises: SnapKVError: the address is not local and there is no key, or no client sends such a host or origin.
+    Attributes:
+        host, port: address to listen on.
+        api_key: key that clients must send; None if they need none.
+        origins: origins of web pages that may send requests (CORS).
+        hosts: other host names of this machine.
+        body_bytes: limit for the body of a request.
+        timeout: limit in seconds for a request; None is no limit.
+        volatile_headers: names of header lines to drop from system prompts.
+
+    Raises: SnapKVError: the address is not local and there is no key, or a host or an origin is malformed.
     """
 
     host: str = "127.0.0.1"
@@ -47,7 +58,9 @@ class Settings:
                 "127.0.0.1"
             )
         for origin in self.origins:
-            if not re.fullmatch("[^/A-Z]+://[^/A-Z]+|null", origin):  # the latter of a file's page
+            if not re.fullmatch(
+                "[^/A-Z]+://[^/A-Z]+|null", origin
+            ):  # a page from a file has the origin "null"
                 raise SnapKVError(
                     "--allow-origin must be a page's scheme, host and port in small letters, such as "
                     f"http://localhost:3000, got {origin!r}"
@@ -60,9 +73,9 @@ class Settings:
                 )
 
     def drop_volatile_lines(self, body: Body) -> None:
-        """Drop the system prompt's first lines `name: …`, for those names in any case.
+        """Drop the first lines `NAME: …` of a chat's system prompt, for the names in `volatile_headers`, in any case.
 
-        They change with every request, and nothing behind them would be known from an earlier one.
+        These lines change with every request, so the prefix cache would never match what follows them.
         """
         names = "|".join(map(re.escape, self.volatile_headers))
         if names and isinstance(body, ChatBody) and body.messages[0].role == "system":
@@ -73,9 +86,9 @@ class Settings:
 
 
 class Gate:
-    """ASGI middleware around everything: counts responses, and sends any exception in the API's own form.
+    """ASGI middleware that checks keys and hosts, counts responses, and sends exceptions in the form of the API.
 
-    Starlette's `TrustedHostMiddleware` would refuse in plain text, which is no API's error.
+    Starlette's `TrustedHostMiddleware` is not used, because it sends plain text, which clients can't parse.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
@@ -86,9 +99,9 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, scope = 0, _usual(scope)
+        status, scope = 0, _normalized(scope)
 
-        async def noted(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -98,21 +111,26 @@ class Gate:
             headers = MutableHeaders(scope=scope)
             if self._settings.api_key is None:
                 self._require_own_host(headers)
-            elif scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            elif scope["path"] not in PUBLIC and scope["method"] != "OPTIONS":
                 _require_key(headers, self._settings.api_key)
-            headers["content-type"] = "application/json"  # curl's -d would say it is a form
+            headers["content-type"] = "application/json"  # curl's -d says that the body is a form
             encoding = headers.get("content-encoding", "")
-            await self._app(scope, limited(receive, self._settings.body_bytes, encoding), noted)
+            await self._app(
+                scope, limited(receive, self._settings.body_bytes, encoding), send_and_note_status
+            )
         except Exception as error:
-            if status:  # the response has begun: all that is left is to end it
+            if status:  # the response has begun, so the connection can only be closed
                 raise
-            await error_response(scope, error)(scope, receive, noted)
-        # By our own paths: clients may ask for any, and each would stay in memory.
+            await error_response(scope, error)(scope, receive, send_and_note_status)
+        # Label with the route's path: every label stays in memory, and clients can invent paths.
         path = getattr(scope.get("route"), "path", "other")
         self._metrics.responses.labels(path, str(status)).inc()
 
     def _require_own_host(self, headers: Headers) -> None:
-        """After DNS rebinding a page sends its own name as the host; one of another site sends its origin."""
+        """Raise ApiError if the page of another website has sent the request.
+
+        Such a page sends its own name as the host (after DNS rebinding), or its origin.
+        """
         host, origin = headers.get("host", ""), headers.get("origin")
         if _name(host) not in self._hosts:
             raise ApiError(
@@ -127,11 +145,12 @@ class Gate:
             raise ApiError(403, f"pages of {origin[:80]!r} may not send requests: {advice}")
 
 
-def _usual(scope: Scope) -> Scope:
-    """A request as if the client's base URL had had `/v1` once and no slash at its end; a HEAD as the GET whose body
-    nobody gets.
+def _normalized(scope: Scope) -> Scope:
+    """Return the scope with `/v1` once in its path and no slash at the end, whatever base URL the client uses.
+
+    A HEAD request becomes a GET request.
     """
-    path = re.sub("^https?://[^/]*", "", scope["path"])  # as a proxy is asked
+    path = re.sub("^https?://[^/]*", "", scope["path"])  # clients send a proxy the whole URL
     path = re.sub("/{2,}", "/", path)
     path = re.sub("^(/v1)+(?=/v1/)", "", path.rstrip("/") or "/")
     if path.removeprefix("/").partition("/")[0] in UNDER_V1:
@@ -141,17 +160,18 @@ def _usual(scope: Scope) -> Scope:
 
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
-    """In Anthropic's form for its paths, and for clients whose header says so."""
-    refusal = as_api_error(error)
-    if refusal.status_code in (404, 405):
-        refusal.detail = f"{refusal.detail}: {scope['method']} {scope['path'][:200]}"
-    messages = scope["path"].startswith("/v1/messages")
-    is_anthropic = messages or "anthropic-version" in Headers(scope=scope)
+    """Return an error in Anthropic's form for its paths and clients, else in OpenAI's form."""
+    api_error = as_api_error(error)
+    if api_error.status_code in (404, 405):
+        api_error.detail = f"{api_error.detail}: {scope['method']} {scope['path'][:200]}"
+    is_messages = scope["path"].startswith("/v1/messages")
+    is_anthropic = is_messages or "anthropic-version" in Headers(scope=scope)
     api = MessageFormatter if is_anthropic else ResponseFormatter
-    return JSONResponse(api.error(refusal), refusal.status_code, refusal.headers)
+    return JSONResponse(api.error(api_error), api_error.status_code, api_error.headers)
 
 
 def _require_key(headers: Headers, key: str) -> None:
+    """Raise ApiError unless the headers have the key."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     sent = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not secrets.compare_digest(sent.encode(), key.encode()):
@@ -167,6 +187,6 @@ def _is_local(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """A host without its port."""
+    """Return a host in lower case, without its port."""
     host = host.lower()
     return host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]

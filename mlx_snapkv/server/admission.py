@@ -1,4 +1,4 @@
-"""Which requests are taken on, and when each may start."""
+"""Limits on requests: which requests the server accepts, and when each may start."""
 
 import contextlib
 import threading
@@ -12,23 +12,29 @@ from ..completions.fields import NO_LIMIT
 from ..completions.request import Bounds, CompletionRequest
 from ..models.counts import vocabulary
 from ..models.trained_length import trained_length
+from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
 from ..planning.long_prompts import LongPrompts
 from .api_error import ApiError, prompt_too_long
-from .logged_once import LoggedOnce
+from .log import LoggedOnce
 from .metrics import Metrics
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 
-# tokens of an answer at most, for a model whose config has no trained length
-DEFAULT_MAX_ANSWER = 1 << 20
-USUAL_ANSWER = 2048  # tokens that memory is reserved for, if a request does not say
+DEFAULT_MAX_ANSWER = 1 << 20  # tokens of an answer, if the model's config has no trained length
+RESERVED_ANSWER = 2048  # tokens for which memory is reserved, if a request sets no limit
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes on: requests answered together, requests waiting, tokens of a prompt, and the KV memory of
-    requests and prefix cache; None is no limit."""
+    """The server's limits; None means no limit.
+
+    Attributes:
+        concurrency: number of requests that are answered together.
+        queue: number of requests that wait.
+        context: number of tokens of a prompt.
+        kv_bytes: KV memory of all requests and the prefix cache.
+    """
 
     concurrency: int = 8
     queue: int = 64
@@ -37,7 +43,11 @@ class Limits:
 
 
 class Admission:
-    """Keeps requests within the limits; the prefix cache shrinks to make room for them."""
+    """Keeps requests within the limits, and shrinks the prefix cache to make room for them.
+
+    Attributes:
+        bounds: the model's limits on an answer.
+    """
 
     def __init__(
         self,
@@ -54,12 +64,13 @@ class Admission:
         self._logged_once = LoggedOnce()
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:
-            self._memory = Memory(model, options, limits.kv_bytes)
-            self._in_full = Memory(model, {}, limits.kv_bytes)
+            sizes = EntrySizes(model)
+            self._memory = Memory(sizes, options, limits.kv_bytes)
+            self._full_cache_memory = Memory(sizes, {}, limits.kv_bytes)
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Counts a request in for the block, from any thread. Raises: ApiError: too many wait."""
+        """Hold a place for a request during the block, from any thread. Raises: ApiError: too many requests wait."""
         if not self._places.acquire(blocking=False):
             raise ApiError(
                 429,
@@ -74,29 +85,34 @@ class Admission:
             self._places.release()
 
     def require_short(self, n: int) -> None:
-        """Raises: ApiError: a prompt of `n` tokens is longer than any may be."""
+        """Raise ApiError if a prompt of `n` tokens exceeds the limit."""
         most = self._limits.context
         if most is not None and n > most:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n} tokens > {most} maximum; {advice}")
 
     def need(self, body: Body, request: CompletionRequest) -> Need | None:
-        """The memory that a request will take; None without a limit. Raises: NeverFits: it is too long."""
+        """Return the memory that a request will take; None if memory has no limit.
+
+        Raises: NeverFits: the request needs more than the limit.
+        """
         n = len(request.prompt)
         for warning in self._long.warnings(n):
             self._logged_once.warn(warning)
         if self._memory is None:
             return None
-        limit = body.max_completion_tokens or body.max_tokens
-        n_answer = (
-            request.max_tokens
-            if limit not in (None, NO_LIMIT)
-            else min(request.max_tokens, USUAL_ANSWER)
-        )
-        return (self._in_full if body.full_cache else self._memory).need(n, n_answer)
+        n_answer = request.max_tokens
+        if (body.max_completion_tokens or body.max_tokens) in (None, NO_LIMIT):
+            n_answer = min(n_answer, RESERVED_ANSWER)
+        memory = self._full_cache_memory if body.full_cache else self._memory
+        return memory.need(n, n_answer)
 
     def may_start(self, request: EngineRequest, running: list[EngineRequest], held: int) -> bool:
-        """Whether a request fits beside those running, whose caches hold `held` bytes; if so, prefixes make room."""
+        """Return whether a request fits beside the running requests; if so, shrink the prefix cache to make room.
+
+        Args:
+            held: bytes of the running requests' caches.
+        """
         if len(running) >= self._limits.concurrency:
             return False
         if self._memory is not None and request.need is not None:
@@ -107,6 +123,6 @@ class Admission:
         return True
 
     def trim_prefixes(self, held: int) -> None:
-        """Trim the prefix cache to what requests leave of the limit."""
+        """Shrink the prefix cache to what requests, whose caches hold `held` bytes, leave of the limit."""
         if self._memory is not None:
             self._prefixes.trim_to(n_bytes=self._memory.limit - held)

@@ -1,6 +1,5 @@
-"""The errors that clients get, whichever API they speak."""
+"""The errors that clients get, for all APIs."""
 
-import logging
 import secrets
 from typing import Any
 
@@ -11,13 +10,17 @@ from starlette.requests import ClientDisconnect
 from ..batch.memory import NeverFits
 from ..completions.validation import describe_error
 from ..errors import EntryFileError, OptionError, SnapKVError
+from .log import log
 
 ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
-log = logging.getLogger("mlx_snapkv.server")
 
 
 class ApiError(HTTPException):
-    """An HTTP status and one sentence; `kind`, `code` and `param` are OpenAI's `type`, `code` and `param`."""
+    """An HTTP status and a sentence.
+
+    Attributes:
+        kind, code, param: OpenAI's `type`, `code` and `param`.
+    """
 
     def __init__(
         self, status: int, sentence: str, code: Any = None, param: Any = None, headers: Any = None
@@ -28,13 +31,16 @@ class ApiError(HTTPException):
 
 
 def prompt_too_long(why: str) -> ApiError:
-    """Agents know the code or the first words, and shorten the conversation."""
+    """Return an error by whose code or first words agents know that they must shorten the conversation."""
     sentence = f"prompt is too long: {why}"
     return ApiError(400, sentence, code="context_length_exceeded", param="messages")
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client sees of an exception: its own mistake, or a number under which the log says more."""
+    """Convert an exception to the error that the client gets.
+
+    The client's own mistake becomes a 4xx. Any other exception is logged under a number, which the client gets.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
@@ -42,7 +48,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, describe_error(first | {"loc": first["loc"][1:]}, error.body))
     if isinstance(error, HTTPException):
         if (cause := error.__cause__) is not None:  # FastAPI could not read the body
-            if type(cause) is ValueError:  # Python's own limit
+            if type(cause) is ValueError:  # Python limits the digits of an integer
                 return ApiError(400, "the body has a number of too many digits")
             return as_api_error(cause)
         return ApiError(error.status_code, str(error.detail), headers=error.headers)

@@ -1,4 +1,4 @@
-"""The HTTP side: FastAPI with thin endpoints over the engine, run by uvicorn."""
+"""The FastAPI application, and running it with uvicorn."""
 
 import asyncio
 import contextlib
@@ -32,11 +32,11 @@ from .openai.responses import router as responses
 CHAT_HTML = Path(__file__).with_name("page.html")
 router = APIRouter(tags=["monitoring"])
 OnStart = Callable[[uvicorn.Server], None]
-GRACE = 5  # seconds that answers under way, then the engine, have when the server stops
+GRACE = 5  # seconds for unfinished answers to end when the server stops, and then for the engine
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """The application; the engine is already running."""
+    """Return the application for an engine that is running."""
     app = FastAPI(title="mlx-snapkv", version=__version__)
     app.state.engine, app.state.settings = engine, settings
     app.state.changing_lines = ChangingLines()
@@ -53,20 +53,20 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 as long as the thread that generates is alive."""
+    """Return status 200 while the engine's thread is alive, else 503."""
     alive = request.app.state.engine.is_alive
     return JSONResponse({"status": "ok" if alive else "unavailable"}, 200 if alive else 503)
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Figures for Prometheus."""
+    """Return metrics for Prometheus."""
     return Response(request.app.state.engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """A chat page in one file, which may talk to this server only."""
+    """Return a chat page in one file; its Content-Security-Policy lets it connect to this server only."""
     html = CHAT_HTML.read_text(encoding="utf-8")
     allowed = {"connect_src": "'self'", "img_src": "data:", "frame_ancestors": "'none'"}
     headers = {
@@ -79,13 +79,15 @@ async def page() -> Response:
 
 
 async def _raise(request: Request, error: Exception) -> Response:
-    raise error  # what FastAPI or an endpoint refuses goes on to the gate
+    """Leave an error to `Gate`, which sends it in the form of the API, instead of FastAPI's own handler."""
+    raise error
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP, with JSON for clients that speak no HTTP."""
+    """uvicorn's HTTP protocol, which sends an error in OpenAI's form for a request that is not valid HTTP."""
 
     def send_400_response(self, msg: str) -> None:
+        """Send the error and close the connection."""
         body = json.dumps(ResponseFormatter.error(ApiError(400, msg))).encode()
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -93,7 +95,7 @@ class Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which ends the engine before the process."""
+    """uvicorn's server, which stops the engine before the process ends."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, on_start: OnStart):
         super().__init__(config)
@@ -106,12 +108,12 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.stop(0)
         await super().shutdown(sockets)
-        # SIGTERM ends the process right after this, and other ranks must hear of it before.
+        # After SIGTERM the process ends here; the engine must first tell the other ranks.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 
 def listening(settings: Settings) -> socket.socket:
-    """A socket bound to the server's address. Raises: SnapKVError: it can't be bound."""
+    """Return a socket bound to the server's address. Raises: SnapKVError: the address can't be bound."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,9 +129,11 @@ def listening(settings: Settings) -> socket.socket:
 
 
 def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: OnStart) -> None:
-    """Serve until a signal, or until the server's `should_exit` is set; answers under way end then.
+    """Serve until a signal comes, or until the server's `should_exit` is set.
 
-    Calls `on_start` with the server once requests are accepted.
+    Args:
+        place: the listening socket.
+        on_start: called with the server once it accepts requests.
     """
     config = uvicorn.Config(
         create_app(engine, settings),
@@ -140,7 +144,7 @@ def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: On
         server_header=False,
     )
     try:
-        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn passes on when it has ended
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after it has stopped
             _Server(config, engine, on_start).run(sockets=[place])
     finally:
         engine.stop()

@@ -1,4 +1,4 @@
-"""A request's body as it comes in: unpacked, and no larger than the limit."""
+"""Decompressing the body of a request, and limiting its size."""
 
 import zlib
 
@@ -6,13 +6,20 @@ from starlette.types import Message, Receive
 
 from .api_error import ApiError
 
-ZLIB_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits`
+ZLIB_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits` for each Content-Encoding
 
 
 def limited(receive: Receive, limit: int, encoding: str = "") -> Receive:
-    """The same without the encoding of its `Content-Encoding`, and without more than `limit` bytes.
+    """Return an ASGI `receive` function that decompresses the body.
 
-    Raises: ApiError: the encoding is not known; when called: the body is too large, or not so encoded.
+    Args:
+        receive: the server's function, which returns the body as it was sent.
+        limit: number of bytes that the decompressed body may have.
+        encoding: the request's `Content-Encoding` header.
+
+    Raises:
+        ApiError: the encoding is unknown. The returned function raises it if the body is too large, or if it does not
+            have this encoding.
     """
     names = [name for name in encoding.replace(",", " ").lower().split() if name != "identity"]
     if len(names) > 1 or any(name not in ZLIB_WBITS for name in names):

@@ -1,43 +1,47 @@
-"""A clock in a system prompt: what is behind it is read again with every request, which the log says once."""
+"""A warning about system prompts with a line that changes with every request, such as a clock.
+
+The prefix cache serves only what is before the line; everything after it is read again.
+"""
 
 import re
 from collections import deque
 from operator import ne
 
 from ..completions.body import Body, ChatBody
-from .logged_once import LoggedOnce
+from .log import LoggedOnce
 
-REMEMBERED = 8  # system prompts, of several clients
-MAX_CHANGED_LINES = 3  # lines that differ in what is otherwise the same prompt
-BEHIND = 400  # characters behind a line that are worth a word
-MAX_LINE_LENGTH = 60  # characters of a line
+REMEMBERED = 8  # system prompts to remember; several clients may take turns
+MAX_CHANGED_LINES = 3  # prompts that differ in more lines are different prompts
+MIN_REREAD = 400  # characters after a changed line, below which it is not worth a warning
+MAX_LINE_LENGTH = 60  # characters of a line in the warning
 
 
 class ChangingLines:
-    """Compares system prompts with earlier ones."""
+    """Compares the system prompts of requests, and warns once of each line that changes."""
 
     def __init__(self) -> None:
         self._prompts: deque[str] = deque(maxlen=REMEMBERED)
         self._logged_once = LoggedOnce()
 
     def compare(self, body: Body) -> None:
-        """Say which lines of a chat's system prompt are others than in an earlier request's."""
+        """Log a warning if a chat's system prompt differs from an earlier one in a few lines."""
         if not isinstance(body, ChatBody) or body.messages[0].role != "system":
             return
         text = "\n".join(message.text for message in body.messages if message.role == "system")
         if text in self._prompts:
             return
         for earlier in self._prompts:
-            self._tell(earlier.splitlines(), text.splitlines())
+            self._warn(earlier.splitlines(), text.splitlines())
         self._prompts.append(text)
 
-    def _tell(self, was: list[str], now: list[str]) -> None:
-        changed = [i for i, differ in enumerate(map(ne, was, now)) if differ]
-        if len(was) != len(now) or not 0 < len(changed) <= MAX_CHANGED_LINES:
+    def _warn(self, before: list[str], now: list[str]) -> None:
+        """Log a warning about the first changed line of two system prompts, if they are otherwise the same."""
+        changed = [i for i, differ in enumerate(map(ne, before, now)) if differ]
+        if len(before) != len(now) or not 0 < len(changed) <= MAX_CHANGED_LINES:
             return
         first = changed[0]
-        old, new = was[first], now[first]
-        if sum(map(len, now[first + 1 :])) < BEHIND:
+        old, new = before[first], now[first]
+        if sum(map(len, now[first + 1 :])) < MIN_REREAD:
             return
         advice = "have the client put it into its last message"
         name = re.match(r"\s*([\w-]+)\s*:", new)

@@ -1,4 +1,4 @@
-"""What the bodies of Anthropic's messages and OpenAI's responses share: they become a chat completion's body."""
+"""Converting the bodies of Anthropic's messages and OpenAI's responses to a chat completion's body."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from ..completions.validation import validate_body
 
 
 class OutputFormat(BodyModel):
-    """As `ResponseFormat`, with the schema in its place."""
+    """The format of the answer: like `ResponseFormat`, but the schema is a field of its own."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
@@ -24,26 +24,28 @@ class OutputFormat(BodyModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """The same as chat completions have it."""
+        """The format in the form of chat completions."""
         has_schema = self.type == "json_schema"
         more = {"json_schema": {"schema": self.schema_}} if has_schema else {}
         return {"type": self.type, **more}
 
 
 class OutputConfig(BodyModel):
+    """The format of the answer, and the reasoning effort."""
+
     format: OutputFormat | None = None
     effort: str | None = None
 
 
 class ForeignTool(BodyModel):
-    """A tool that only a service runs."""
+    """A tool that only the API's provider can run, such as a web search."""
 
     type: str
     name: str | None = None
 
 
 def by_type(*types: str | None) -> Discriminator:
-    """Tells tools of these types, with the tag "own", from the others, with "foreign"."""
+    """Return pydantic's discriminator that tags tools of these types "own", and all others "foreign"."""
 
     def tag(tool: Any) -> str:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
@@ -53,7 +55,7 @@ def by_type(*types: str | None) -> Discriminator:
 
 
 def unwrapped(tool: Any) -> Any:
-    """A tool whose function's fields are its own: chat completions have them one level deeper."""
+    """Return a tool with the fields of its `function`, in which chat completions nest them, at the top level."""
     inner = tool.get("function") if isinstance(tool, dict) else None
     return {"type": "function", **inner} if isinstance(inner, dict) else tool
 
@@ -62,16 +64,22 @@ MayBeNone = BeforeValidator(lambda value: [] if value is None else value)
 
 
 def function_tool(tool: Any, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """A tool with a name and perhaps a description, as chat templates take it."""
+    """Return a tool in the form of chat completions, with its name, its description if any, and `parameters`."""
     about = tool.model_dump(include={"name", "description"}, exclude_none=True)
     return {"type": "function", "function": {**about, "parameters": parameters or {}}}
 
 
 def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: Any) -> ChatBody:
-    """A chat completion's body that asks for the same, with the fields that only a local server, or a chat, knows.
+    """Return a chat completion's body with these messages, tools and fields, and the unknown fields of `body`.
 
-    Raises: SnapKVError: it can't be answered.
+    Args:
+        body: the body of another API; fields that this API does not have are passed on, except `n`.
+        fields: fields of the chat completion; None leaves a field out.
+
+    Raises: SnapKVError: the request can't be answered.
     """
-    more = {name: value for name, value in (body.model_extra or {}).items() if name != "n"}
-    given = {name: value for name, value in fields.items() if value is not None}
-    return validate_body(ChatBody, {**more, "messages": messages, "tools": tools or None, **given})
+    extra = {name: value for name, value in (body.model_extra or {}).items() if name != "n"}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return validate_body(
+        ChatBody, {**extra, "messages": messages, "tools": tools or None, **fields}
+    )

@@ -1,4 +1,4 @@
-"""The thread that generates: it takes requests, decodes them together, and outlives whatever fails."""
+"""The thread that answers requests: it reads their prompts, decodes them together, and survives their failures."""
 
 import contextlib
 import os
@@ -17,32 +17,38 @@ from ..completions.request import completion_request
 from ..errors import sentence
 from ..models.distributed import from_first, n_ranks, rank
 from .admission import Admission, Limits
-from .api_error import ApiError, as_api_error, log
-from .logged_once import LoggedOnce
+from .api_error import ApiError, as_api_error
+from .checkpoints import Checkpoints
+from .log import LoggedOnce, log
 from .metrics import Metrics
-from .prefix_cache import Checkpoints, PrefixCache
+from .prefix_cache import PrefixCache
 from .prefix_files import PrefixFiles
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
-EXCHANGE_SECONDS = 0.1  # seconds between two exchanges of ranks that have nothing to do
+EXCHANGE_SECONDS = 0.1  # seconds between two exchanges of idle ranks
 
 
 class Engine:
-    """Its thread owns the device: it looks for a known prefix, reads and decodes.
+    """Answers requests in a thread of its own, which owns the device.
 
-    A request that fails ends alone; if a step fails, the requests of that step end, and serving goes on. Of several
-    ranks, rank 0 has the clients. Before every step it shares with the others what it alone knows: new requests that it
-    accepted, requests that were cancelled, whether the next one may start, and when to stop. A step that fails on one
-    rank ends that process, since the others wait for it inside the model, and mlx.launch then ends these.
+    A request that fails ends alone. If a step of the batch fails, all requests of the batch end, and the engine
+    continues with a new batch.
+
+    On several Macs, rank 0 receives the requests. Before every step it shares with the other ranks what only it knows:
+    the new requests, which requests were cancelled, whether the next one may start, and whether to stop. If a step
+    fails on one rank, its process exits, since the other ranks wait for it inside the model; mlx.launch then ends them.
 
     Args:
-        load: gives the model, in the engine's thread, to which MLX binds the arrays.
-        options: of the `CompressedBatchGenerator`.
-        open_files: gives the folder that prefixes are also kept in, if there is one.
+        load: loads the model, in the engine's thread, since MLX binds arrays to the thread that makes them.
+        options: keywords of the `CompressedBatchGenerator`.
+        prefixes: the prefix cache.
+        defaults: values of fields that a request leaves out.
+        open_files: returns the folder in which prefixes are also kept, or None.
 
     Attributes:
-        kv_bytes: of the requests in the batch, after the last step.
+        loaded: the model that is served.
+        kv_bytes: bytes of the running requests' caches after the last step.
     """
 
     kv_bytes = 0
@@ -60,29 +66,30 @@ class Engine:
         self.options, self.prefixes, self.metrics = options, prefixes, metrics
         self._load, self._limits, self._defaults = load, limits, defaults
         self._open_files = open_files
-        self._ready = Future[Loaded]()
+        self.loaded: Loaded
+        self._ready = Future[None]()  # done once the model is loaded, or has failed to load
         self._new: SimpleQueue[EngineRequest] = SimpleQueue()
         self._wake = threading.Event()
-        # A tokenizer of Hugging Face's fails if its settings change while another thread is in it.
+        # A Hugging Face tokenizer fails if its settings change while another thread uses it.
         self._tokenizing = threading.Lock()
         self._stopping = self._ended = False
         self._waiting: deque[EngineRequest] = deque()
-        self._cancelled: set[int] = set()  # their numbers
+        self._cancelled: set[int] = set()  # numbers of requests, the same on all ranks
         self._logged_once = LoggedOnce()
         metrics.track(self)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         try:
-            self.loaded = self._ready.result()
+            self._ready.result()
         except BaseException:
             self.stop()
             raise
 
-    # From other threads.
+    # These methods are called by other threads.
 
     @property
-    def most_at_once(self) -> int:
-        """Requests that are answered or wait at the same time."""
+    def max_requests(self) -> int:
+        """Number of requests that may be answered or wait at the same time."""
         return self._limits.concurrency + self._limits.queue
 
     @property
@@ -90,15 +97,15 @@ class Engine:
         return not self._stopping and self._thread.is_alive()
 
     def require_alive(self) -> None:
-        """Raises: ApiError: the server is shutting down."""
+        """Raise ApiError if the server is shutting down."""
         if not self.is_alive:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     @contextlib.contextmanager
     def answering(self, request: EngineRequest) -> Iterator[None]:
-        """Hold a place for a request, and answer it once it is submitted, at most until the block ends.
+        """Hold a place for a request during the block; at its end, cancel the request.
 
-        Raises: ApiError: too many wait.
+        Raises: ApiError: too many requests wait, or the server is shutting down.
         """
         self.require_alive()
         with self._admission.place():
@@ -108,58 +115,46 @@ class Engine:
                 request.cancelled = True
 
     def submit(self, request: EngineRequest) -> None:
-        """Tokenise a request's body, which may take seconds, in this thread, and leave the rest to the engine's.
+        """Tokenise a request, which may take seconds, in the caller's thread, and pass it to the engine's thread.
 
         Raises:
-            SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+            SnapKVError: the chat template rejects the messages, or a token is not in the vocabulary.
             ApiError: the prompt is too long.
         """
         with self._tokenizing:
             size = self._admission.bounds.vocabulary_size
             request.prompt = prompt = tokenize(request.body, self.loaded.tokenizer, size)
-        self._admission.require_short(len(prompt.tokens))  # before a grammar is made, for one
-        request.checkpoints = self._checkpoints.places(request.body, prompt.tokens)
+        self._admission.require_short(len(prompt.tokens))
+        request.checkpoints = self._checkpoints.positions(request.body, prompt.tokens)
         self._new.put(request)
         self._wake.set()
 
     def count(self, body: ChatBody) -> int:
-        """The tokens of a prompt."""
+        """Return the number of tokens of a prompt."""
         self.require_alive()
         return len(tokenize(body, self.loaded.tokenizer).tokens)
 
     def stop(self, seconds: float | None = None) -> None:
-        """End all requests after the step under way, and wait for that so long."""
+        """Stop after the current step, and wait up to `seconds` for the thread to end; without limit if None."""
         self._stopping = True
         self._wake.set()
         self._thread.join(seconds)
 
     def join(self) -> None:
-        """Wait until the engine has stopped, as rank 0 tells the others."""
+        """Wait until the thread has ended, which on other ranks is when rank 0 stops."""
         self._thread.join()
 
-    # In its own thread.
+    # These methods run in the engine's thread.
 
     def _run(self) -> None:
+        """Load the model, tell the thread that waits in `__init__`, and answer requests until `stop`."""
         try:
-            loaded, limits, options = self._load(), self._limits, self.options
-            self.loaded, prefixes, metrics = loaded, self.prefixes, self.metrics
-            self._checkpoints = Checkpoints(prefixes, loaded, options)
-            self._admission = Admission(limits, loaded.model, options, prefixes, metrics)
-            self._new_batch = partial(
-                ServedBatch,
-                loaded,
-                options,
-                most=limits.concurrency,
-                checkpoints=self._checkpoints,
-                metrics=metrics,
-                on_pause=self._pause,
-            )
-            self.batch = self._new_batch()
-            prefixes.files = self._open_files(loaded)
+            self.loaded = self._load()
+            self._set_up()
         except BaseException as error:
             self._ready.set_exception(error)
             return
-        self._ready.set_result(loaded)
+        self._ready.set_result(None)
         while not self._ended:
             try:
                 self._round()
@@ -167,8 +162,25 @@ class Engine:
                 self._fail_all(error)
         self.batch.generator.close()
 
+    def _set_up(self) -> None:
+        """Make what depends on the model."""
+        loaded, options, prefixes, metrics = self.loaded, self.options, self.prefixes, self.metrics
+        self._checkpoints = Checkpoints(prefixes, loaded, options)
+        self._admission = Admission(self._limits, loaded.model, options, prefixes, metrics)
+        self._new_batch = partial(
+            ServedBatch,
+            loaded,
+            options,
+            max_requests=self._limits.concurrency,
+            checkpoints=self._checkpoints,
+            metrics=metrics,
+            on_pause=self._pause,
+        )
+        self.batch = self._new_batch()
+        prefixes.files = self._open_files(loaded)
+
     def _round(self) -> None:
-        """Start the requests that may start, and do a step; wait if there is nothing to do."""
+        """Wait until there is a request, start the requests that may start, and run a step of the batch."""
         if not (self.batch.running or self._waiting):
             self._wait()
         while (request := self._next_to_start()) is not None:
@@ -182,9 +194,10 @@ class Engine:
         self._admission.trim_prefixes(self.kv_bytes)
 
     def _wait(self) -> None:
-        """Wait for a request, or for the end.
+        """Wait for a new request, or for `stop`.
 
-        Several ranks ask each other now and then: one that waits in a collective would keep a core busy.
+        On several Macs, wait a short time: a rank that waits for the others in a collective operation keeps a CPU core
+        busy.
         """
         if rank():
             time.sleep(EXCHANGE_SECONDS)
@@ -193,7 +206,7 @@ class Engine:
             self._wake.clear()
 
     def _next_to_start(self) -> EngineRequest | None:
-        """Return the next request that may start, if there is one, once all ranks know what rank 0 knows."""
+        """Share rank 0's news with all ranks, and return the next request, or None if it may not start yet."""
         new, self._cancelled, starts, self._ended = from_first(self._news)
         if rank():
             for request in new:
@@ -202,15 +215,16 @@ class Engine:
         return self._waiting.popleft() if starts else None
 
     def _news(self) -> tuple[list[EngineRequest], set[int], bool, bool]:
-        """Return new requests, the numbers of cancelled ones, whether the next may start, and whether to stop."""
+        """Return new requests, the numbers of cancelled requests, whether the next may start, and whether to stop."""
         new = list(self._accepted())
         self._waiting.extend(new)
-        under_way = *self.batch.running.values(), *self._waiting
-        self._cancelled = {r.number for r in under_way if r.cancelled}
+        unfinished = [*self.batch.running.values(), *self._waiting]
+        self._cancelled = {request.number for request in unfinished if request.cancelled}
         stops = self._stopping
         return new, self._cancelled, not stops and self._may_start(), stops
 
     def _accepted(self) -> Iterator[EngineRequest]:
+        """Yield submitted requests that can be answered; send an error to the clients of the others."""
         while not self._new.empty():
             request = self._new.get()
             try:
@@ -225,6 +239,7 @@ class Engine:
                 yield request
 
     def _prepare(self, request: EngineRequest) -> None:
+        """Set the request's `completion_request`. Raises: SnapKVError: the answer's form can't be forced."""
         request.completion_request = completion_request(
             request.body,
             self.loaded.tokenizer,
@@ -235,6 +250,7 @@ class Engine:
         )
 
     def _may_start(self) -> bool:
+        """Return whether the first waiting request may start; a cancelled one may, so that it leaves the queue."""
         if not self._waiting:
             return False
         request, running = self._waiting[0], list(self.batch.running.values())
@@ -243,12 +259,12 @@ class Engine:
         return cancelled or self._admission.may_start(request, running, held)
 
     def _pause(self, done: int, total: int) -> None:
-        """Leave a chunk that is read when the server stops; of several ranks each reads it to its end."""
-        if n_ranks() == 1:
+        """Interrupt a chunk that is being read if the server stops."""
+        if n_ranks() == 1:  # several ranks must all finish the chunk
             self.require_alive()
 
     def _fail_all(self, error: Exception) -> None:
-        """A step failed: end its requests, and continue with a new batch; one of several ranks ends."""
+        """End all running requests after a failed step, and make a new batch; on several Macs, end this process."""
         log.error("a step failed", exc_info=error)
         if n_ranks() > 1:
             os.write(2, f"mlx-snapkv: a step failed: {sentence(error)}\n".encode())

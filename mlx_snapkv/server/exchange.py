@@ -1,4 +1,4 @@
-"""One HTTP request, from its checked bodies to the response."""
+"""Answering an HTTP request: its checked bodies go to the engine, and the engine's events become the response."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,8 @@ from .api_error import ApiError, as_api_error
 from .formatter import ResponseFormatter
 from .requests import Accepted, EngineRequest, Event, Finished
 
-KEEP_ALIVE_SECONDS = 5.0  # seconds without an event before the client gets a sign of life
-POLL = 0.5  # seconds between two looks whether client and engine are still there
+KEEP_ALIVE_SECONDS = 5.0  # seconds without an event after which the client gets a keep-alive
+POLL_SECONDS = 0.5  # seconds between two checks whether client and engine are still there
 
 
 async def respond(
@@ -26,38 +26,46 @@ async def respond(
     chats: Sequence[Body],
     new_formatter: Callable[[str], ResponseFormatter],
 ) -> Response:
-    """The response to a client's body, from which each answer has its own in `chats`.
+    """Return the response to a request, as JSON or, if the body has `stream`, as server-sent events.
 
-    Raises: ApiError: as long as nothing has been sent.
+    Args:
+        body: the client's body.
+        chats: a completion's body for each answer.
+        new_formatter: makes the formatter, given the name of the model.
+
+    Raises: ApiError: a request failed before anything was sent.
     """
     state = request.app.state
-    if len(chats) > (most := state.engine.most_at_once):
+    most = state.engine.max_requests
+    if len(chats) > most:
         raise ApiError(400, f"{len(chats)} answers at once are more than {most}: ask for fewer")
     for chat in chats:
         state.settings.drop_volatile_lines(chat)
         state.changing_lines.compare(chat)
     events = _events(request, chats)
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
-    begun: list[bytes] = []  # encoded here, where what can't be is the client's mistake
+    begun: list[bytes] = []  # encoded here, so that text that can't be encoded is a client error
     n_accepted = 0
-    # A stream begins when all prompts are being read, or all are accepted and some must wait for their turn.
+    # A stream begins once all requests have started, or all are accepted and some have to wait.
     async for index, event in events:
-        begun += [text.encode() for text in formatter.take(index, event)]
+        begun += [text.encode() for text in formatter.handle(index, event)]
         n_accepted += isinstance(event, Accepted)
         must_wait = event is None and n_accepted == len(chats)
         if body.stream and (must_wait or len(formatter.started) == len(chats)):
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             stream = _stream(begun, events, formatter)
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
-    return JSONResponse(formatter.whole())
+    return JSONResponse(formatter.response_body())
 
 
 async def _events(
     request: Request, bodies: Sequence[Body]
 ) -> AsyncIterator[tuple[int, Event | None]]:
-    """The number of an answer and its next event, None if there is none soon; raises what ended a request.
+    """Submit the bodies to the engine, and yield the index of an answer and its next event, until all are finished.
 
-    Answers that are not finished when this ends are cancelled.
+    The event is None if there was none for a while. Unfinished requests are cancelled at the end.
+
+    Raises: Exception: the error that ended a request; ClientDisconnect: the client has left.
     """
     engine, timeout = request.app.state.engine, request.app.state.settings.timeout
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
@@ -72,14 +80,14 @@ async def _events(
         requests = [EngineRequest(body, partial(put, i)) for i, body in enumerate(bodies)]
         for each in requests:
             stack.enter_context(engine.answering(each))
-        for each in requests:  # beside the engine's thread, and this one
+        for each in requests:
             try:
                 await asyncio.to_thread(engine.submit, each)
             except Exception as error:
                 raise as_api_error(error) from error
         while n_left:
             now = time.monotonic()
-            if now > polled + POLL:
+            if now > polled + POLL_SECONDS:
                 polled = now
                 engine.require_alive()
                 if await request.is_disconnected():
@@ -88,7 +96,7 @@ async def _events(
                     why = f"the request was not answered within {timeout:g} seconds"
                     raise ApiError(408, why, code="timeout")
             try:
-                index, event = await asyncio.wait_for(queue.get(), POLL)
+                index, event = await asyncio.wait_for(queue.get(), POLL_SECONDS)
             except asyncio.TimeoutError:
                 yield 0, None
                 continue
@@ -103,7 +111,12 @@ async def _stream(
     events: AsyncIterator[tuple[int, Event | None]],
     formatter: ResponseFormatter,
 ) -> AsyncIterator[str | bytes]:
-    """Server-sent events: those from before the stream began, and then as they come."""
+    """Yield server-sent events until all answers are complete.
+
+    Args:
+        begun: events from before the stream began.
+        events: the engine's later events.
+    """
     yield b"".join(begun)
     since = time.monotonic()
     try:
@@ -112,7 +125,7 @@ async def _stream(
             if event is None and now - since < KEEP_ALIVE_SECONDS:
                 continue
             since = now
-            for text in formatter.take(index, event):
+            for text in formatter.handle(index, event):
                 yield text
         for text in formatter.end():
             yield text

@@ -1,4 +1,4 @@
-"""Answers in the format of an API: whole, or as server-sent events."""
+"""Formatting answers for an API: as one response body, or as server-sent events."""
 
 import json
 import uuid
@@ -9,24 +9,34 @@ from typing import Any, Literal
 
 from ..completions.answer_parser import Reply
 from .api_error import ApiError
-from .requests import Event, Finished, Read, Started
+from .requests import Event, Finished, PromptProgress, Started
 
 
-def server_sent(value: Any, event: str | None = None) -> str:
-    """One server-sent event."""
-    name = "" if event is None else f"event: {event}\n"
-    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"
+def server_sent_event(data: Any, name: str | None = None) -> str:
+    """Return one server-sent event with `data` as JSON."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
 class ResponseFormatter(ABC):
-    """Formats the answers to one request from their events, `started` and `finished` by answer."""
+    """Formats the answers to one HTTP request from the engine's events.
+
+    Attributes:
+        started: the `Started` events, by the index of their answer.
+        finished: the `Finished` events, by the index of their answer.
+    """
 
     def __init__(self) -> None:
         self.started: dict[int, Started] = {}
         self.finished: dict[int, Finished] = {}
 
-    def take(self, index: int, event: Event | None) -> Iterator[str]:
-        """The server-sent events for an event, or for none in a while."""
+    def handle(self, index: int, event: Event | None) -> Iterator[str]:
+        """Note an event of an answer, and yield its server-sent events.
+
+        Args:
+            index: number of the answer.
+            event: None if there was no event for a while.
+        """
         if isinstance(event, Started):
             self.started[index] = event
         elif isinstance(event, Finished):
@@ -38,32 +48,36 @@ class ResponseFormatter(ABC):
 
     @property
     def warnings(self) -> dict[str, list[str]]:
-        """The field that says what of the request was left out, if anything was."""
+        """The response's field about ignored parts of the request; empty without such parts."""
         sentences = [warning for started in self.started.values() for warning in started.warnings]
         return {"warnings": list(dict.fromkeys(sentences))} if sentences else {}
 
     @property
     def n_generated(self) -> int:
+        """Number of tokens of all answers."""
         return sum(end.answer.n_tokens for end in self.finished.values())
 
     @abstractmethod
-    def stream(self, index: int, event: Event | None) -> Iterator[str]: ...
+    def stream(self, index: int, event: Event | None) -> Iterator[str]:
+        """Yield the server-sent events for an engine's event; see `handle`."""
 
     @abstractmethod
-    def end(self) -> Iterator[str]: ...
+    def end(self) -> Iterator[str]:
+        """Yield the last server-sent events, after all answers are complete."""
 
     @abstractmethod
-    def whole(self) -> dict[str, Any]:
-        """The response's body, once everything has come."""
+    def response_body(self) -> dict[str, Any]:
+        """Return the response's body, after all answers are complete."""
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """The body of a failed request, as OpenAI has it."""
+        """Return the body of a failed request, in OpenAI's form."""
         about = {"message": error.detail, "type": error.kind}
         return {"error": {**about, "param": error.param, "code": error.code}}
 
     @abstractmethod
-    def stream_error(self, error: ApiError) -> str: ...
+    def stream_error(self, error: ApiError) -> str:
+        """Return the server-sent events that end a stream with an error."""
 
 
 Kind = Literal["reasoning", "text", "call"]
@@ -71,11 +85,12 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class Block:
-    """A part of an answer, as Anthropic's messages and OpenAI's responses have it; it begins with the first word.
+    """A part of an answer in Anthropic's messages and OpenAI's responses; it starts with the first letter.
 
     Attributes:
-        call: of a tool, in OpenAI's form; its arguments are the text.
-        index: None until it has begun; its text is white space until then.
+        call: the tool call, in OpenAI's form; None for other kinds.
+        text: reasoning, text, or the arguments of the call.
+        index: number of the block in the answer; None while its text is only white space.
     """
 
     kind: Kind
@@ -86,34 +101,40 @@ class Block:
 
 
 class BlockFormatter(ResponseFormatter):
-    """Gives one answer in blocks and streams how they change; `alive` only shows that the connection lives."""
-
-    @property
-    @abstractmethod
-    def alive(self) -> str: ...
+    """Formats one answer as a list of blocks, and streams the start, the changes and the end of each block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks: list[Block] = []
         self._open: Block | None = None
 
+    @property
     @abstractmethod
-    def begin(self) -> Iterator[str]: ...
+    def keep_alive(self) -> str:
+        """A server-sent event that only shows that the connection is alive."""
 
     @abstractmethod
-    def opened(self, block: Block) -> Iterator[str]: ...
+    def begin(self) -> Iterator[str]:
+        """Yield the first server-sent events."""
 
     @abstractmethod
-    def added(self, block: Block, text: str) -> Iterator[str]: ...
+    def block_start(self, block: Block) -> Iterator[str]:
+        """Yield the server-sent events for a new block."""
 
     @abstractmethod
-    def closed(self, block: Block) -> Iterator[str]: ...
+    def block_delta(self, block: Block, text: str) -> Iterator[str]:
+        """Yield the server-sent events for `text`, which was added to a block."""
+
+    @abstractmethod
+    def block_stop(self, block: Block) -> Iterator[str]:
+        """Yield the server-sent events for a complete block."""
 
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
+        """Yield the server-sent events for an engine's event."""
         if isinstance(event, Started):
             yield from self.begin()
-        elif event is None or isinstance(event, Read):
-            yield self.alive
+        elif event is None or isinstance(event, PromptProgress):
+            yield self.keep_alive
         elif isinstance(event, Reply):
             for call in event.calls:
                 yield from self._close()
@@ -125,6 +146,7 @@ class BlockFormatter(ResponseFormatter):
             yield from self._close()
 
     def _add(self, kind: Kind, text: str, call: dict[str, Any] | None = None) -> Iterator[str]:
+        """Add text to the open block, or to a new block if the open one is of another kind."""
         if not text:
             return
         if self._open is None or self._open.kind != kind:
@@ -136,12 +158,13 @@ class BlockFormatter(ResponseFormatter):
             if text.strip():
                 block.index = len(self.blocks)
                 self.blocks.append(block)
-                yield from self.opened(block)
+                yield from self.block_start(block)
         block.text += text
         if block.index is not None:
-            yield from self.added(block, text)
+            yield from self.block_delta(block, text)
 
     def _close(self) -> Iterator[str]:
+        """Close the open block; one with only white space is dropped."""
         block, self._open = self._open, None
         if block is not None and block.index is not None:
-            yield from self.closed(block)
+            yield from self.block_stop(block)

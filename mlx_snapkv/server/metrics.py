@@ -1,15 +1,15 @@
-"""The server's figures, in the form that Prometheus reads."""
+"""The server's metrics, in the format that Prometheus reads."""
 
 from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+FIRST_TOKEN_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # seconds
 
 
 class Metrics:
-    """What the engine and the HTTP side count, in a registry of their own."""
+    """Counters of the engine and the HTTP endpoints, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -26,16 +26,17 @@ class Metrics:
         self.first_token_seconds = Histogram(
             "mlx_snapkv_first_token_seconds",
             "Time to the first token",
-            buckets=SECONDS,
+            buckets=FIRST_TOKEN_BUCKETS,
             registry=self._registry,
         )
         self._kv_bytes = gauge("mlx_snapkv_kv_bytes", "Bytes of keys and values", ["kind"])
 
     def track(self, engine: Any) -> None:
-        """Ask an engine for its KV bytes whenever the figures are read."""
+        """Report an engine's KV bytes whenever the metrics are read."""
         self._kv_bytes.labels("requests").set_function(lambda: engine.kv_bytes)
         self._kv_bytes.labels("prefixes").set_function(lambda: engine.prefixes.nbytes)
         self._kv_bytes.labels("prefix_files").set_function(lambda: engine.prefixes.file_nbytes)
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

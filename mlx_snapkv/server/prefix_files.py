@@ -1,4 +1,4 @@
-"""Prefixes in the files of a folder, so that they outlive the server."""
+"""Prefixes in the files of a folder, which outlive the server."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from .. import saved
@@ -22,65 +18,47 @@ from ..errors import SnapKVError
 from ..saved import book, sealed
 from ..saved.files import fingerprint, tokens_in
 from ..sparse.prompt_caches import saved_forms
-from .api_error import log
+from .log import log
+from .prefix import Prefix, as_ids, longest_prefix
 
-NAME_DIGITS = 32  # of a file's name
+NAME_DIGITS = 32  # hexadecimal digits of a file's name, without its suffix
 FILE_PATTERN = "[0-9a-f]" * NAME_DIGITS + ".safetensors"
-ABANDONED = 3600  # seconds after the last write, an unfinished file is removed
-MAX_REREAD_SHARE = 16  # one token in so many may have to be read again
-
-
-@dataclass(eq=False)
-class Prefix:
-    """The tokens `(n,)` that caches have read, whether these can be trimmed to fewer, and the caches or their file."""
-
-    ids: np.ndarray
-    whole: bool
-    caches: list = field(default_factory=list)
-    path: Path = Path()
-
-    def in_common(self, ids: np.ndarray) -> int:
-        """How many of these tokens the prefix begins with."""
-        n = min(len(ids), len(self.ids))
-        return int(np.argmin(np.append(ids[:n] == self.ids[:n], False)))
-
-    def covers(self, other: Prefix) -> bool:
-        """Whether its caches can be trimmed to what `other` has read, but for the last sixteenth."""
-        n = len(other.ids)
-        return self.whole and other.whole and self.in_common(other.ids) >= n - n // MAX_REREAD_SHARE
-
-
-def longest(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
-    """The most of these tokens that some prefix has read, and that prefix."""
-    shared = ((prefix.in_common(ids), prefix) for prefix in prefixes)
-    usable = ((n, prefix) for n, prefix in shared if n and (prefix.whole or n == len(prefix.ids)))
-    return max(usable, key=itemgetter(0), default=(0, None))
-
-
-def as_ids(tokens: list[int]) -> np.ndarray:
-    return np.array(tokens, np.uint32)
+ABANDONED = 3600  # seconds after the last write until an unfinished file is removed
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of a tokenizer's vocabulary and chat template."""
-    about = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:NAME_DIGITS]
+    """Return a hash of a tokenizer's vocabulary and chat template."""
+    contents = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
+    return _digest(json.dumps(contents, default=str))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:NAME_DIGITS]
 
 
 class PrefixFiles:
-    """Prompt caches in a folder for its owner alone; the oldest make room.
+    """Prefixes in the files of a folder that only its owner can read.
+
+    The oldest files are removed when all files together exceed a limit.
 
     Args:
-        most_bytes: for all files in it, those of other settings and servers included.
-        setting: what files that are used must agree in besides the model: tokenizer, policy, store.
+        folder: created if it does not exist.
+        max_bytes: limit for all prefixes in the folder, including those of other settings and servers.
+        model: the model that is served.
+        setting: what entries depend on besides the model: tokenizer, policy, store. Only files with the same setting
+            and model are used.
+
+    Attributes:
+        prefixes: the prefixes that requests can use, without their caches.
 
     Raises: SnapKVError: the folder can't be created or read.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, model: Any, setting: dict[str, str]):
-        self._folder, self._most_bytes = folder, most_bytes
-        self._model, self._setting = model, {**setting, "model": fingerprint(model)}
-        self.kept: list[Prefix] = []
+    def __init__(self, folder: Path, max_bytes: int, model: Any, setting: dict[str, str]):
+        self._folder, self._max_bytes, self._model = folder, max_bytes, model
+        self._fingerprint = fingerprint(model)
+        self._setting = {**setting, "model": self._fingerprint}
+        self.prefixes: list[Prefix] = []
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(folder, 0o700)
@@ -94,55 +72,65 @@ class PrefixFiles:
                 log.warning("a prefix is not used: %s", error)
                 continue
             if notes.get("setting") == self._setting:
-                self.kept.append(Prefix(as_ids(tokens), notes["whole"], path=path))
+                self.prefixes.append(Prefix(as_ids(tokens), notes["whole"], path=path))
         book.remove_unfinished(folder, time.time() - ABANDONED)
 
-    def read(self, file: Prefix) -> list | None:
-        """A file's caches; None, and a line in the log, if they can't be used."""
+    def read(self, prefix: Prefix) -> list | None:
+        """Return the caches in a prefix's file; log a warning and return None if they can't be used."""
+        path = prefix.path
         try:
-            prompt = saved.load(file.path, self._model)
-            if prompt.tokens != file.ids.tolist() or prompt.notes.get("setting") != self._setting:
-                raise SnapKVError(f"{file.path} now holds another prompt")
-            os.utime(file.path)
+            prompt = saved.load(path, self._model, model_fingerprint=self._fingerprint)
+            if prompt.tokens != prefix.ids.tolist() or prompt.notes.get("setting") != self._setting:
+                raise SnapKVError(f"{path} now holds another prompt")
+            os.utime(path)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
-            self.kept.remove(file)
+            self.prefixes.remove(prefix)
             return None
         return prompt.prompt_cache
 
     def drop(self, path: Path) -> None:
-        """Stop using the files of the book whose damaged file is `path`."""
-        self.kept = [f for f in self.kept if book.named_folder(f.path.resolve()) != path.parent]
+        """Stop using the prefix whose entries are in the damaged file `path`, one file of a book."""
+        self.prefixes = [
+            prefix
+            for prefix in self.prefixes
+            if book.named_folder(prefix.path.resolve()) != path.parent
+        ]
 
     def write(self, tokens: list[int], caches: list) -> None:
-        """Keep caches, unless a file covers them; a line in the log if they can't be written."""
+        """Write caches to a file, unless another file covers them; log a warning if they can't be written."""
         caches = saved_forms(self._model, caches)
-        name = hashlib.sha256(json.dumps([tokens, self._setting]).encode()).hexdigest()[
-            :NAME_DIGITS
-        ]
+        name = _digest(json.dumps([tokens, self._setting]))
         path = self._folder / f"{name}.safetensors"
-        file = Prefix(as_ids(tokens), can_trim_prompt_cache(caches), path=path)
-        n, nearest = longest(self.kept, file.ids)
-        if nearest is not None and (n == len(tokens) or nearest.covers(file)):
+        new = Prefix(as_ids(tokens), can_trim_prompt_cache(caches), path=path)
+        n, nearest = longest_prefix(self.prefixes, new.ids)
+        if nearest is not None and (n == len(tokens) or nearest.covers(new)):
             return
-        notes = {"setting": self._setting, "whole": file.whole}
+        notes = {"setting": self._setting, "whole": new.is_trimmable}
         try:
-            saved.save(path, self._model, caches, tokens, notes=notes)
-            _, *parts = files = book.files_of(path)
-            if parts:
-                parts[0].parent.chmod(0o700)
-            for file_of_prefix in files:
-                file_of_prefix.chmod(0o600)
+            saved.save(
+                path,
+                self._model,
+                caches,
+                tokens,
+                notes=notes,
+                model_fingerprint=self._fingerprint,
+            )
+            _, *entry_files = files = book.files_of(path)
+            if entry_files:
+                entry_files[0].parent.chmod(0o700)
+            for file in files:
+                file.chmod(0o600)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix was not saved: %s", error)
             return
-        for covered in filter(file.covers, list(self.kept)):
+        for covered in filter(new.covers, list(self.prefixes)):
             self._remove(covered.path)
-        self.kept.append(file)
-        self._make_room()
+        self.prefixes.append(new)
+        self._remove_oldest()
 
-    def _make_room(self) -> None:
-        """Remove the oldest files, of any setting and server, but not the one just written."""
+    def _remove_oldest(self) -> None:
+        """Remove the oldest prefixes in the folder until the rest fits the limit; the newest one always stays."""
         files = []
         for path in self._folder.glob(FILE_PATTERN):
             with contextlib.suppress(OSError):  # another server has just removed it
@@ -151,11 +139,11 @@ class PrefixFiles:
         files.sort(reverse=True)
         totals = list(accumulate(n_bytes for *_, n_bytes in files))
         for total, (_, path, _) in zip(totals[1:], files[1:]):
-            if total > self._most_bytes:
+            if total > self._max_bytes:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        self.kept = [file for file in self.kept if file.path != path]
+        self.prefixes = [prefix for prefix in self.prefixes if prefix.path != path]
         try:
             book.remove(path)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What is served, a request on its way through the engine, and the events that its HTTP handler gets."""
+"""The served model, the requests that the engine answers, and the events that it sends to their HTTP handlers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..planning.footprint import Need
 
 
 class Loaded(NamedTuple):
-    """The one model that is served; clients see its names, of which the first is the one it was loaded by."""
+    """The model that is served; `names` are the names that clients see, first the one by which it was loaded."""
 
     model: Any
     tokenizer: Any
@@ -32,13 +32,16 @@ class Loaded(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """The request can be answered; it waits until it may start."""
+    """Event: the request is valid, and waits until it may start."""
 
 
 class Started(NamedTuple):
-    """The prompt is about to be read; `n_cached` of its tokens are known from an earlier request.
+    """Event: the prompt is about to be read.
 
-    `warnings` are sentences on what of the request is left out.
+    Attributes:
+        n_prompt: number of prompt tokens.
+        n_cached: number of these tokens that an earlier request has read.
+        warnings: sentences about fields of the request that are ignored.
     """
 
     n_prompt: int
@@ -46,15 +49,15 @@ class Started(NamedTuple):
     warnings: list[str]
 
 
-class Read(NamedTuple):
-    """How much of the prompt has been read so far."""
+class PromptProgress(NamedTuple):
+    """Event: `n_read` of `n_prompt` prompt tokens have been read."""
 
     n_read: int
     n_prompt: int
 
 
 class Logprob(NamedTuple):
-    """A token as text and as its own bytes, and its log-probability."""
+    """A token as text and as bytes, and its log-probability."""
 
     token: str
     logprob: float
@@ -62,14 +65,14 @@ class Logprob(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """A token of the answer, and the likeliest possible ones in its place."""
+    """Event: a token of the answer, and the likeliest tokens in its place, best first."""
 
     sampled: Logprob
     top: list[Logprob]
 
     @classmethod
-    def of(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
-        """Of mlx-lm's response, with the `n_top` likeliest tokens, best first."""
+    def from_response(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
+        """Make the event of mlx-lm's response for one token, with the `n_top` likeliest tokens that are possible."""
         token, logprobs = response.token, response.logprobs
         best: list[int] = []
         if n_top:
@@ -83,11 +86,13 @@ class TokenLogprob(NamedTuple):
 
 
 class Finished(NamedTuple):
+    """Event: the answer is complete."""
+
     answer: Completion
     report: CompressionReport | None
 
 
-Event = Accepted | Started | Read | Reply | TokenLogprob | Finished | Exception
+Event = Accepted | Started | PromptProgress | Reply | TokenLogprob | Finished | Exception
 
 
 @dataclass(eq=False)
@@ -95,16 +100,18 @@ class EngineRequest:
     """A request on its way through the engine.
 
     Attributes:
-        put: gives an event to the handler that waits for the answer, from any thread; other ranks have none.
-        number: the same on all ranks.
-        since: when it came, by `time.perf_counter`.
-        cancelled: nobody waits any more.
-        prompt: the body in the model's tokens; None until they are known.
-        completion_request: what the model is to do, set in the engine's thread.
-        need: the memory that its caches will take; None without a limit.
-        checkpoints: after how many of the prompt's tokens the caches are kept for other prompts.
-        answer: None while it waits.
-        full: tokens, and caches with all their entries.
+        put: sends an event to the HTTP handler that waits for the answer, from any thread; does nothing on ranks
+            other than 0.
+        number: identifies the request on all ranks.
+        since: time at which it came, by `time.perf_counter`.
+        cancelled: whether the client has left, or has its answer.
+        prompt: the body's prompt as tokens; None until it has been tokenised.
+        completion_request: sampler, processors and limits, set in the engine's thread.
+        need: memory that its caches will take; None without a limit.
+        checkpoints: numbers of prompt tokens after which copies of its caches are kept for other prompts.
+        answer: None until the request starts.
+        report: what was compressed; None until the prompt has been read.
+        kept_prefix: tokens and caches of this request that the prefix cache keeps; None until then.
     """
 
     body: Body
@@ -119,7 +126,7 @@ class EngineRequest:
     checkpoints: list[int] = field(default_factory=list)
     answer: Completion | None = None
     report: CompressionReport | None = None
-    full: tuple[list[int], list[Any]] | None = None
+    kept_prefix: tuple[list[int], list[Any]] | None = None
 
     def __reduce__(self) -> tuple:
         """Pickle what another rank needs to prepare the same request."""

@@ -1,4 +1,4 @@
-"""The requests that are read and answered together."""
+"""The batch of requests that are read and answered together."""
 
 import time
 from collections.abc import Callable, Collection
@@ -12,24 +12,31 @@ from ..batch.groups import request_errors
 from ..caches.layers import is_compressed, kv_bytes
 from ..completions.answer import Completion
 from ..errors import EntryFileError, sentence
-from .api_error import as_api_error, log
+from .api_error import as_api_error
+from .checkpoints import Checkpoints
+from .log import log
 from .metrics import Metrics
-from .prefix_cache import Checkpoints
-from .requests import EngineRequest, Finished, Loaded, Read, Started, TokenLogprob
+from .requests import EngineRequest, Finished, Loaded, PromptProgress, Started, TokenLogprob
 
 
 class ServedBatch:
-    """A `CompressedBatchGenerator` with the requests that it answers, and the prefixes that they take and leave.
+    """A `CompressedBatchGenerator`, the requests that it answers, and the events and checkpoints of these requests.
+
+    Args:
+        options: keywords of the generator.
+        max_requests: number of requests that decode together at most.
+        on_pause: see `CompressedBatchGenerator`.
 
     Attributes:
-        running: its requests, by the generator's number.
+        running: requests by the generator's number (`uid`).
+        generator: the `CompressedBatchGenerator`.
     """
 
     def __init__(
         self,
         loaded: Loaded,
         options: dict[str, Any],
-        most: int,
+        max_requests: int,
         checkpoints: Checkpoints,
         metrics: Metrics,
         on_pause: Callable[[int, int], None],
@@ -39,33 +46,35 @@ class ServedBatch:
         self.generator = CompressedBatchGenerator(
             loaded.model,
             stop_tokens=[[token] for token in loaded.tokenizer.eos_token_ids],
-            completion_batch_size=most,
+            completion_batch_size=max_requests,
             on_report=lambda uid, report: setattr(self.running[uid], "report", report),
-            on_read=lambda uid, *caches: checkpoints.read(self.running[uid], *caches),
+            on_read=self._keep_prompt,
             on_pause=on_pause,
             turns=True,
             stream=mx.default_stream(mx.default_device()),
             **options,
         )
 
+    def _keep_prompt(self, uid: int, caches: list, tokens: list[int]) -> None:
+        self._checkpoints.insert_prompt(self.running[uid], tokens, caches)
+
     def start(self, request: EngineRequest) -> None:
-        """Take a request in, which gets what goes wrong with it."""
+        """Add a request to the batch; an error in it goes to its client."""
         completion_request = request.completion_request
         prompt, sampler = completion_request.prompt, completion_request.sampler
-        in_full = bool(request.body.full_cache)
-        caches, n_cached = self._prefix(prompt, in_full)
-        if in_full and is_compressed(caches or []):
-            caches, n_cached = None, 0
-        places = [n_cached, *(n for n in request.checkpoints if n > n_cached), len(prompt)]
+        full_cache = bool(request.body.full_cache)
+        caches, n_cached = self._fetch_prefix(prompt, full_cache)
+        ends = [n for n in request.checkpoints if n > n_cached] + [len(prompt)]
+        segments = [prompt[start:end] for start, end in pairwise([n_cached, *ends])]
         try:
             (uid,) = self.generator.insert_segments(
-                [[prompt[start:end] for start, end in pairwise(places)]],
+                [segments],
                 [completion_request.max_tokens],
                 caches=None if caches is None else [caches],
                 all_tokens=[prompt[:n_cached]],
                 samplers=None if sampler is None else [sampler],
                 logits_processors=[completion_request.processors],
-                in_full=in_full,
+                in_full=full_cache,
             )
         except request_errors() as error:
             request.put(as_api_error(error))
@@ -77,83 +86,116 @@ class ServedBatch:
         self._metrics.prefix_hits.inc(n_cached > 0)
         request.put(Started(len(prompt), n_cached, completion_request.warnings))
 
-    def _prefix(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
-        """Return caches that have read a prefix of the prompt, and its length; None and 0 if there are none."""
+    def _fetch_prefix(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
+        """Return caches that have read a prefix of the prompt, and its number of tokens; `(None, 0)` without one."""
         try:
-            return self._checkpoints.fetch(prompt, full_cache)
+            caches, n_cached = self._checkpoints.fetch(prompt, full_cache)
         except Exception as error:
             log.warning("a prefix is not used: %s", sentence(error))
             return None, 0
+        if caches is not None and full_cache and is_compressed(caches):
+            return None, 0
+        return caches, n_cached
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Drop the requests of these numbers, which nobody waits for."""
+        """Remove the requests of these numbers, which were cancelled; keep what they have read for a retry."""
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
-            if self._checkpoints.may_break_off(request := self.running[uid]):
+            request = self.running[uid]
+            if self._checkpoints.keeps_cancelled(request):
                 read = self.generator.read_so_far(uid)
-                if read is not None:  # its client may come again
-                    self._checkpoints.broken_off(request, *read)
+                if read is not None:
+                    caches, tokens = read
+                    self._checkpoints.insert_cancelled(request, tokens, caches)
         if uids:
             self.generator.remove(uids)
         for uid in uids:
             del self.running[uid]
 
     def step(self) -> list[EngineRequest]:
-        """Read or decode on; the requests that have to start again, since a prefix that they took is damaged."""
+        """Read a chunk or decode a token, and send the events of this step to the clients.
+
+        Returns: requests that must start again, because the prefix from which they continued is damaged.
+        """
         if not self.running:
             return []
-        read, responses = self.generator.next()
-        for progress in read:
-            request = self.running[progress.uid]
-            n_prompt, (done, total) = len(request.completion_request.prompt), progress.progress
-            n = n_prompt - total + done
-            if progress.end_of_segment and n in request.checkpoints:
-                caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
-                self._checkpoints.reached(request, n, tokens, caches)
-            request.put(Read(n, n_prompt))
-        return [r for response in responses if (r := self._deliver(response)) is not None]
+        prompt_responses, token_responses = self.generator.next()
+        for response in prompt_responses:
+            self._handle_progress(response)
+        restarted = map(self._handle_token, token_responses)
+        return [request for request in restarted if request is not None]
 
-    def _deliver(self, response: Any) -> EngineRequest | None:
-        """Send on what a response says; the request, if it has to start again."""
+    def _handle_progress(self, response: Any) -> None:
+        """Send the progress of a prompt, and keep its caches at a checkpoint.
+
+        Args:
+            response: mlx-lm's `PromptProcessingBatch.Response`.
+        """
+        request = self.running[response.uid]
+        n_prompt, (done, total) = len(request.completion_request.prompt), response.progress
+        n_read = n_prompt - total + done
+        if response.end_of_segment and n_read in request.checkpoints:
+            caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
+            self._checkpoints.insert_checkpoint(request, n_read, tokens, caches)
+        request.put(PromptProgress(n_read, n_prompt))
+
+    def _handle_token(self, response: Any) -> EngineRequest | None:
+        """Send a token, and the end of the answer if it is the last one; return the request if it must start again.
+
+        Args:
+            response: mlx-lm's `GenerationBatch.Response`, or the error that ended the request.
+        """
         request = self.running[response.uid]
         completion_request, answer = request.completion_request, request.answer
         assert answer is not None
         if response.finish_reason == "error":
             del self.running[response.uid]
-            return self._failed(request, response.error)
+            return self._handle_failure(request, response.error)
         if completion_request.n_logprobs is not None:
             request.put(
-                TokenLogprob.of(response, completion_request.n_logprobs, self._loaded.tokenizer)
+                TokenLogprob.from_response(
+                    response, completion_request.n_logprobs, self._loaded.tokenizer
+                )
             )
         for piece in answer.add(response.token, response.finish_reason):
             request.put(piece)
         self._metrics.generated_tokens.inc()
         if answer.n_tokens == 1:
             self._metrics.first_token_seconds.observe(time.perf_counter() - request.since)
-        if answer.finish_reason is None:
-            return None
-        if response.finish_reason is None:  # a stop text ended it
+        if answer.finish_reason is not None:
+            self._finish(request, answer, response)
+        return None
+
+    def _finish(self, request: EngineRequest, answer: Completion, response: Any) -> None:
+        """Send the end of an answer, keep its caches, and remove the request."""
+        if (
+            response.finish_reason is None
+        ):  # a stop text ended the answer, which mlx-lm does not know
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self.generator.remove([response.uid])
         else:
             caches, tokens = response.prompt_cache, response.all_tokens
-        if (report := request.report) is not None:
+        report = request.report
+        if report is not None:
             if not report.compressed:
                 report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
+            n_prompt = len(request.completion_request.prompt)
             for warning in report.warnings:
-                log.warning("a prompt of %s tokens: %s", len(completion_request.prompt), warning)
-        self._checkpoints.answered(request, tokens, caches)
+                log.warning("a prompt of %s tokens: %s", n_prompt, warning)
+        self._checkpoints.insert_answer(request, tokens, caches)
         del self.running[response.uid]
         request.put(Finished(answer, report))
-        return None
 
-    def _failed(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
-        """End a request, unless a damaged prefix, which is not used again, is all that has failed."""
+    def _handle_failure(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
+        """Send an error to the client, or return the request to start again if only its cached prefix is damaged.
+
+        A damaged prefix is not used again. A request whose answer has begun does not start again.
+        """
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)
             self._checkpoints.drop(error.path)
             if request.answer and not request.answer.n_tokens:
-                request.answer = request.report = request.full = None
+                request.answer = request.report = request.kept_prefix = None
                 return request
         request.put(as_api_error(error))
         return None

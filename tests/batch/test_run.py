@@ -14,6 +14,7 @@ from mlx_snapkv import SnapKVError, Sparse
 from mlx_snapkv.batch.files import AnswersFile, RequestsFile
 from mlx_snapkv.batch.memory import Memory
 from mlx_snapkv.batch.run import Run
+from mlx_snapkv.planning.entry_sizes import EntrySizes
 from mlx_snapkv.planning.settings import resolve_compress, resolve_setting
 
 POLICY = resolve_compress(policy="snapkv:top_k=8,n_sink=2,n_window=8,obs_window=4,lookahead=4")
@@ -106,7 +107,7 @@ WAYS = [options_of(None), EIGHT_BITS, options_of(SLIDES), options_of(STAGES)]
 
 
 def needed(loaded, options, n_prompt, max_tokens):
-    return Memory(loaded[0], options, 1 << 60).need(n_prompt, max_tokens)
+    return Memory(EntrySizes(loaded[0]), options, 1 << 60).need(n_prompt, max_tokens)
 
 
 @pytest.mark.parametrize("options", WAYS)

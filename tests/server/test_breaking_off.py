@@ -6,9 +6,10 @@ import pytest
 from mlx_snapkv.completions.body import CHAT, Defaults, parse
 from mlx_snapkv.completions.request import completion_request
 from mlx_snapkv.planning.settings import setting_named
+from mlx_snapkv.server.checkpoints import Checkpoints
 from mlx_snapkv.server.metrics import Metrics
-from mlx_snapkv.server.prefix_cache import Checkpoints, PrefixCache
-from mlx_snapkv.server.requests import EngineRequest, Finished, Loaded, Read, Started
+from mlx_snapkv.server.prefix_cache import PrefixCache
+from mlx_snapkv.server.requests import EngineRequest, Finished, Loaded, PromptProgress, Started
 from mlx_snapkv.server.served_batch import ServedBatch
 
 WINDOW = "n_sink=4,n_window=16,obs_window=32"
@@ -60,7 +61,7 @@ def test_a_retry_goes_on_where_the_first_was_left(loaded, document, method, stor
     whole = Served(loaded, method, store).answered(text)
     served = Served(loaded, method, store)
     request, events = served.start(text)
-    while not any(isinstance(event, Read) and event.n_read >= CHUNK for event in events):
+    while not any(isinstance(event, PromptProgress) and event.n_read >= CHUNK for event in events):
         served.batch.step()
     served.batch.remove([request.number])
     n_cached, answer = served.answered(text)
@@ -83,6 +84,6 @@ def test_neither_is_what_leaves_no_whole_window_or_is_hardly_begun(loaded, docum
     request, _ = served.start(document[0][:4500])
     prompt = request.completion_request.prompt
     for n in (CHUNK - 1, len(prompt) - 31):
-        served.checkpoints.broken_off(request, [], prompt[:n])
+        served.checkpoints.insert_cancelled(request, prompt[:n], [])
     assert len(served.prefixes) == 0
     served.batch.remove([request.number])

@@ -18,7 +18,7 @@ def of(n, kind=KVCache):
 
 
 def kept(prefixes):
-    return [prefix.ids[320:].tolist() for prefix in prefixes._kept]
+    return [prefix.ids[320:].tolist() for prefix in prefixes._prefixes]
 
 
 def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_others():
@@ -34,7 +34,7 @@ def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_ot
     assert [tail[0] for tail in kept(prefixes)[2:]] == [1001, 1002, 1003]
     prefixes.trim_to(n_bytes=4 * one)
     assert prefixes.nbytes == 4 * one
-    prefixes._most_bytes = 3 * one
+    prefixes.max_bytes = 3 * one
     prefixes.insert([*DOCUMENT, *[1004] * 20], of(340))
     assert [len(tail) for tail in kept(prefixes)] == [20, 100, 20]
     assert prefixes.fetch([*DOCUMENT, 1004, 1, 1], 1)[1] == 321
@@ -71,11 +71,11 @@ def test_questions_of_one_document_share_it(document):
     with serving(policy=SPARSE, store="file") as served:
         prefixes, other = served.engine.prefixes, f"Another one. {text}"
         ask(served, talk(f"{other} What is it?"))
-        prefixes._most_bytes = 5 * (prefixes.nbytes + prefixes.file_nbytes) // 2
+        prefixes.max_bytes = 5 * (prefixes.nbytes + prefixes.file_nbytes) // 2
         for i, fact in enumerate(facts[:3]):
             answer, known, _ = ask(served, talk(f"{text} {fact.question}"))
             assert (answer, known > 1400) == (fact.value, i > 0) and len(prefixes) == 2
-            assert prefixes.nbytes + prefixes.file_nbytes <= prefixes._most_bytes
+            assert prefixes.nbytes + prefixes.file_nbytes <= prefixes.max_bytes
         assert ask(served, talk(f"{other} What was it?"))[1] > 1400
 
 

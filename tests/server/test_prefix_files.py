@@ -12,7 +12,8 @@ from server_helpers import POLICY, ask, served_process, talk
 from tiny_models import make_llama
 
 from mlx_snapkv.planning.config import CompressionConfig
-from mlx_snapkv.server.prefix_files import PrefixFiles, as_ids, longest
+from mlx_snapkv.server.prefix import as_ids, longest_prefix
+from mlx_snapkv.server.prefix_files import PrefixFiles
 
 ONE, OTHER = list(range(40)), list(range(20, 60))
 
@@ -119,7 +120,7 @@ def written(files, model, *prompts):
 
 def n_known(files, tokens):
     """Of these tokens, how many the caches of a file have read."""
-    n, file = longest(files.kept, as_ids(tokens))
+    n, file = longest_prefix(files.prefixes, as_ids(tokens))
     return n if file and files.read(file) else 0
 
 
@@ -132,7 +133,7 @@ def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
     files = PrefixFiles(tmp_path, 1 << 30, model, {"store": "one"})
     assert n_known(files, [*ONE[:30], 1, 1]) == 30 and len(caplog.records) == 1
     for others, setting in ((model, "other"), (make_llama(seed=1), "one")):
-        assert PrefixFiles(tmp_path, 1 << 30, others, {"store": setting}).kept == []
+        assert PrefixFiles(tmp_path, 1 << 30, others, {"store": setting}).prefixes == []
     good.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
     assert n_known(files, ONE) == 0 and "checksum does not match" in caplog.records[-1].getMessage()
     good.write_bytes(data)

@@ -26,10 +26,10 @@ from ..chat_messages import (
     unwrapped,
 )
 from ..exchange import respond
-from ..formatter import Block, BlockFormatter, server_sent
+from ..formatter import Block, BlockFormatter, server_sent_event
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Of a block: its field, the type of its deltas, and their field.
+# Kind of a block: the block's field, the type of its deltas, and their field.
 BLOCKS = {
     "reasoning": ("thinking", "thinking_delta", "thinking"),
     "text": ("text", "text_delta", "text"),
@@ -49,7 +49,7 @@ router = APIRouter(tags=["Anthropic"])
 
 
 def _tool(value: Any) -> Any:
-    """A tool in OpenAI's form has its schema under another name."""
+    """Return a tool in Anthropic's form; OpenAI's form has the schema in `parameters`."""
     tool = unwrapped(value)
     if isinstance(tool, dict) and "parameters" in tool and "input_schema" not in tool:
         return tool | {"input_schema": tool["parameters"] or {}}
@@ -70,7 +70,7 @@ AnyTool = Annotated[
 
 
 def _choice(value: Any) -> Any:
-    """OpenAI's forms as Anthropic's."""
+    """Return a tool choice in Anthropic's form."""
     if isinstance(value, str):
         value = {"type": value}
     if isinstance(value, dict) and value.get("type") == "required":
@@ -86,15 +86,15 @@ class ToolChoice(BodyModel):
     disable_parallel_tool_use: Any = None
 
     @property
-    def of_chat(self) -> Any:
-        """The same as chat completions have it."""
+    def chat_form(self) -> Any:
+        """The choice in the form of chat completions."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
-def _system(value: Any) -> list[Message]:
-    """The system's message; some clients have one of each part."""
+def _system_messages(value: Any) -> list[Message]:
+    """Return a system message for each part of the system prompt."""
     return [
         Message("system", part.text, notes=(part.note,) if part.note else ())
         for part in text_parts(value, "user")
@@ -102,13 +102,13 @@ def _system(value: Any) -> list[Message]:
 
 
 class CountedMessages(BodyModel):
-    """The body of `/v1/messages/count_tokens`; unknown fields go on to the chat completion."""
+    """The body of `/v1/messages/count_tokens`; unknown fields are passed to the chat completion."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     messages: Messages
-    system: Annotated[list[InstanceOf[Message]], BeforeValidator(_system)] = Field([])
+    system: Annotated[list[InstanceOf[Message]], BeforeValidator(_system_messages)] = Field([])
     tools: Annotated[list[AnyTool], MayBeNone] = Field([])
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_choice)] = None
     thinking: Any = None
@@ -116,11 +116,10 @@ class CountedMessages(BodyModel):
     output_format: OutputFormat | None = None
 
     def chat(self, **sampling: Any) -> ChatBody:
-        """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
-        config = self.output_config and self.output_config.format
+        """Convert to a chat completion's body. Raises: SnapKVError: the request can't be answered."""
+        output_format = self.output_format or (self.output_config and self.output_config.format)
         if self.tool_choice and self.tool_choice.disable_parallel_tool_use is True:
             sampling["parallel_tool_calls"] = False
-        form = self.output_format or config
         return chat_body(
             self,
             [*self.system, *self.messages],
@@ -130,8 +129,8 @@ class CountedMessages(BodyModel):
                 else tool.model_dump()
                 for tool in self.tools
             ],
-            tool_choice=self.tool_choice and self.tool_choice.of_chat,
-            response_format=form and form.response_format,
+            tool_choice=self.tool_choice and self.tool_choice.chat_form,
+            response_format=output_format and output_format.response_format,
             thinking=self.thinking,
             reasoning_effort=self.output_config and self.output_config.effort,
             **sampling,
@@ -159,14 +158,14 @@ async def create(request: Request, body: MessagesBody) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
-    """The tokens of a message's prompt, which is not read."""
+    """Return the number of tokens of a prompt, without reading it."""
     state, chat = request.app.state, body.chat()
     state.settings.drop_volatile_lines(chat)
     return {"input_tokens": await asyncio.to_thread(state.engine.count, chat)}
 
 
 class MessageFormatter(BlockFormatter):
-    """A message; `model` is the client's name for it."""
+    """Formats a message; `model` is the name of the model in the response."""
 
     def __init__(self, model: str):
         super().__init__()
@@ -174,20 +173,20 @@ class MessageFormatter(BlockFormatter):
         self._head = {**head, "model": model}
 
     @property
-    def alive(self) -> str:
+    def keep_alive(self) -> str:
         return _event("ping")
 
     def begin(self) -> Iterator[str]:
         pending = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         message = {**self._head, "content": [], **pending, **self.warnings}
         yield _event("message_start", message=message)
-        yield self.alive
+        yield self.keep_alive
 
     def end(self) -> Iterator[str]:
         yield _event("message_delta", delta=self._ending(), usage=self._usage())
         yield _event("message_stop")
 
-    def whole(self) -> dict[str, Any]:
+    def response_body(self) -> dict[str, Any]:
         content = []
         for block in self.blocks:
             value = json.loads(block.text) if block.kind == "call" else block.text
@@ -202,16 +201,16 @@ class MessageFormatter(BlockFormatter):
         return {"type": "error", "error": {"type": kind, "message": error.detail}}
 
     def stream_error(self, error: ApiError) -> str:
-        return server_sent(self.error(error), "error")
+        return server_sent_event(self.error(error), "error")
 
-    def opened(self, block: Block) -> Iterator[str]:
+    def block_start(self, block: Block) -> Iterator[str]:
         yield _event("content_block_start", index=block.index, content_block=_empty(block))
 
-    def added(self, block: Block, text: str) -> Iterator[str]:
+    def block_delta(self, block: Block, text: str) -> Iterator[str]:
         _, kind, field = BLOCKS[block.kind]
         yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
-    def closed(self, block: Block) -> Iterator[str]:
+    def block_stop(self, block: Block) -> Iterator[str]:
         yield _event("content_block_stop", index=block.index)
 
     def _ending(self) -> dict[str, Any]:
@@ -221,7 +220,7 @@ class MessageFormatter(BlockFormatter):
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
 
     def _usage(self) -> dict[str, Any]:
-        """Anthropic's `input_tokens` are those that are not cached."""
+        """Return the usage; Anthropic does not count cached tokens in `input_tokens`."""
         started = self.started[0]
         return {
             "input_tokens": started.n_prompt - started.n_cached,
@@ -232,10 +231,11 @@ class MessageFormatter(BlockFormatter):
 
 
 def _event(kind: str, **fields: Any) -> str:
-    return server_sent({"type": kind, **fields}, kind)
+    return server_sent_event({"type": kind, **fields}, kind)
 
 
 def _empty(block: Block) -> dict[str, Any]:
+    """Return a block without its content."""
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.call is None:

@@ -15,8 +15,8 @@ from ...completions.body import Body, ChatBody, CompletionBody
 from ...engine.report import STAYING
 from ..api_error import ApiError
 from ..exchange import respond
-from ..formatter import ResponseFormatter, server_sent
-from ..requests import Event, Finished, Logprob, Read, Started, TokenLogprob
+from ..formatter import ResponseFormatter, server_sent_event
+from ..requests import Event, Finished, Logprob, PromptProgress, Started, TokenLogprob
 
 DONE = "data: [DONE]\n\n"
 
@@ -24,21 +24,21 @@ router = APIRouter(tags=["OpenAI"])
 
 
 async def _respond(request: Request, body: Body) -> Response:
+    """Answer each of the body's prompts `n` times; each answer has a body and a seed of its own."""
     n = body.n or 1
     prompts: list[Any] = body.each() if isinstance(body, CompletionBody) else [body]
     bodies = [each for each in prompts for _ in range(n)]
-    if body.seed is not None:  # one for each answer
+    if body.seed is not None:
         bodies = [b.model_copy(update={"seed": body.seed + i}) for i, b in enumerate(bodies)]
-    with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    store = request.app.state.engine.options.get("store")
-    how = {
-        "is_chat": isinstance(body, ChatBody),
-        "with_usage": with_usage,
-        "store": store,
-        "n": n,
-        "uses_functions": body.uses_functions,
-    }
-    return await respond(request, body, bodies, partial(CompletionFormatter, **how))
+    new_formatter = partial(
+        CompletionFormatter,
+        is_chat=isinstance(body, ChatBody),
+        with_usage=bool(body.stream_options and body.stream_options.include_usage),
+        store=request.app.state.engine.options.get("store"),
+        n=n,
+        uses_functions=body.uses_functions,
+    )
+    return await respond(request, body, bodies, new_formatter)
 
 
 @router.post("/v1/chat/completions")
@@ -55,13 +55,14 @@ async def completions(request: Request, body: CompletionBody) -> Response:
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The model that is served; requests may call it by any name."""
+    """List the model that is served, under each of its names."""
     names = request.app.state.engine.loaded.names
     return {"object": "list", "data": [_model(name) for name in names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str) -> dict[str, Any]:
+    """Describe the model that is served; any name is accepted."""
     return _model(name)
 
 
@@ -70,7 +71,16 @@ def _model(name: str) -> dict[str, Any]:
 
 
 class CompletionFormatter(ResponseFormatter):
-    """Choices of chats or of texts; streams may end with the usage."""
+    """Formats chat completions and text completions.
+
+    Args:
+        model: name of the model in the response.
+        is_chat: whether these are chat completions.
+        with_usage: whether a stream ends with a chunk that has the usage.
+        store: where sparse attention keeps the entries; None without it.
+        n: number of answers to each prompt.
+        uses_functions: whether the client uses `functions`, the field before there were tools.
+    """
 
     def __init__(
         self,
@@ -79,23 +89,23 @@ class CompletionFormatter(ResponseFormatter):
         with_usage: bool,
         store: str | None,
         n: int,
-        uses_functions: bool = False,
+        uses_functions: bool,
     ):
         super().__init__()
-        self._uses_functions = uses_functions
-        self._n = n  # answers to each prompt
+        self._uses_functions, self._n = uses_functions, n
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
         self._is_chat, self._with_usage, self._store = is_chat, with_usage, store
+        # For each answer: its tokens' log-probabilities, and how many of these and of its calls have been sent.
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
-        self._n_sent: Counter[int] = Counter()  # of those tokens
+        self._n_sent: Counter[int] = Counter()
         self._n_calls: Counter[int] = Counter()
 
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
         match event:
             case None:
                 yield ": keep-alive\n\n"
-            case Read():
+            case PromptProgress():
                 yield f": reading {event.n_read}/{event.n_prompt}\n\n"
             case TokenLogprob():
                 self._tokens[index].append(event)
@@ -109,28 +119,30 @@ class CompletionFormatter(ResponseFormatter):
 
     def end(self) -> Iterator[str]:
         if self._with_usage:
-            last = {"object": self._chunk_kind, "choices": [], **self._ending()}
-            yield server_sent({**self._head, **last})
+            last = {"object": self._chunk_kind, "choices": [], **self._summary()}
+            yield server_sent_event({**self._head, **last})
         yield DONE
 
-    def whole(self) -> dict[str, Any]:
+    def response_body(self) -> dict[str, Any]:
         choices = [
             choice(end.answer, index, self._logprobs(self._tokens[index]))
             for index, end in sorted(self.finished.items())
         ]
-        return {**self._head, "choices": choices, **self._ending()}
+        return {**self._head, "choices": choices, **self._summary()}
 
     def stream_error(self, error: ApiError) -> str:
-        return server_sent(self.error(error)) + DONE
+        return server_sent_event(self.error(error)) + DONE
 
     def _chunk(
         self, index: int, part: dict[str, Any], reason: str | None = None, **more: Any
     ) -> str:
         choices = [{"index": index, **part, "finish_reason": reason}]
-        return server_sent({**self._head, "object": self._chunk_kind, "choices": choices, **more})
+        return server_sent_event(
+            {**self._head, "object": self._chunk_kind, "choices": choices, **more}
+        )
 
     def _part(self, index: int, piece: Reply) -> dict[str, Any]:
-        """A part of an answer, with the tokens since the last one."""
+        """Return a part of an answer, with the log-probabilities of the tokens since the last part."""
         tokens = self._tokens[index][self._n_sent[index] :]
         self._n_sent[index] += len(tokens)
         logprobs = {"logprobs": self._logprobs(tokens)}
@@ -157,8 +169,8 @@ class CompletionFormatter(ResponseFormatter):
             "top_logprobs": [{top.token: top.logprob for top in t.top} for t in tokens],
         }
 
-    def _ending(self) -> dict[str, Any]:
-        """The tokens of all answers, each prompt of which counts once, and what became of the first one's cache."""
+    def _summary(self) -> dict[str, Any]:
+        """Return the usage of all answers, each prompt counted once, and the report on the first answer's cache."""
         report = self.finished[0].report
         prompts = [started for index, started in self.started.items() if index % self._n == 0]
         n_prompt, n_cached = (sum(each) for each in zip(*(prompt[:2] for prompt in prompts)))

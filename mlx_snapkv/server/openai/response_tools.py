@@ -9,16 +9,19 @@ from ...completions.fields import BodyModel, Name
 from ...completions.messages import full_name
 from ..chat_messages import ForeignTool, MayBeNone, by_type, function_tool, unwrapped
 
+# JSON schema of a custom tool's arguments.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class Function(BodyModel):
-    """A function, or Codex' custom tool, which is one of a text."""
+    """A function, or a custom tool of Codex, which takes a text."""
 
     type: Literal["function", "custom"]
     name: Name
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None  # finite numbers only: responses repeat it
+    parameters: dict[str, JsonValue] | None = (
+        None  # `JsonValue` has only finite numbers, as the response needs
+    )
 
 
 InNamespace = Annotated[
@@ -28,7 +31,7 @@ InNamespace = Annotated[
 
 
 class Namespace(BodyModel):
-    """The tools of an MCP server, as Codex sends them; their names are the namespace's own."""
+    """The tools of an MCP server, as Codex sends them; their names are unique in the namespace."""
 
     type: Literal["namespace"]
     name: Name
@@ -45,18 +48,19 @@ AnyTool = Annotated[
 
 
 class Offered(NamedTuple):
-    """A tool that the model may call, and the namespace that the client looks for it in."""
+    """A tool that the model may call, and the client's namespace for it."""
 
     tool: Function
     namespace: str | None = None
 
     @property
     def full_name(self) -> str:
+        """The name by which the model calls the tool."""
         return full_name(self.tool.name, self.namespace)
 
 
-def in_chat(tools: list[Function | Namespace | ForeignTool]) -> list[dict[str, Any]]:
-    """The tools as a chat completion's body has them."""
+def chat_tools(tools: list[Function | Namespace | ForeignTool]) -> list[dict[str, Any]]:
+    """Return the tools in the form of chat completions."""
     return [
         each.model_dump() if isinstance(each, ForeignTool) else _function(each)
         for each in _each(tools)
@@ -64,11 +68,12 @@ def in_chat(tools: list[Function | Namespace | ForeignTool]) -> list[dict[str, A
 
 
 def by_name(tools: list[Function | Namespace | ForeignTool]) -> dict[str, Offered]:
-    """What the model may call, by the names that it knows."""
+    """Return the tools that the model may call, by their full names."""
     return {each.full_name: each for each in _each(tools) if isinstance(each, Offered)}
 
 
 def _each(tools: list[Any]) -> Iterator[Offered | ForeignTool]:
+    """Yield all tools, those in namespaces included."""
     for tool in tools:
         namespace = tool.name if isinstance(tool, Namespace) else None
         for each in tool.tools if isinstance(tool, Namespace) else [tool]:

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`, as Codex asks; nothing of a response is stored."""
+"""OpenAI's `/v1/responses`, which Codex uses. Responses are not stored."""
 
 import itertools
 import json
@@ -19,8 +19,8 @@ from ...completions.validation import must, require
 from ..api_error import ApiError
 from ..chat_messages import ForeignTool, MayBeNone, OutputConfig, chat_body
 from ..exchange import respond
-from ..formatter import Block, BlockFormatter, server_sent
-from .response_tools import AnyTool, by_name, in_chat
+from ..formatter import Block, BlockFormatter, server_sent_event
+from .response_tools import AnyTool, by_name, chat_tools
 
 PART_TYPES = {
     "reasoning": "reasoning_text",
@@ -34,15 +34,15 @@ router = APIRouter(tags=["OpenAI"])
 
 
 def _items(value: Any) -> Any:
-    """A text is a user's message."""
+    """Return the input as a list of items; text becomes a user's message."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     require(isinstance(value, list), "must be text or a list", value)
     return value
 
 
-def _system(instructions: Any) -> list[Message]:
-    """The system's messages, from a text, its parts, or messages."""
+def _system_messages(instructions: Any) -> list[Message]:
+    """Return system messages from instructions: text, parts of a text, or messages."""
     messages = []
     for each in as_list(instructions):
         is_message = isinstance(each, dict) and "role" in each
@@ -51,7 +51,8 @@ def _system(instructions: Any) -> list[Message]:
 
 
 def _readable(instructions: Any) -> Any:
-    _system(instructions)
+    """Return the instructions. Raises: SnapKVError: they can't be read."""
+    _system_messages(instructions)
     return instructions
 
 
@@ -60,13 +61,13 @@ Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 
 
 class ResponsesBody(BodyModel):
-    """The body of `/v1/responses`; unknown fields go on to the chat completion."""
+    """The body of `/v1/responses`; unknown fields are passed to the chat completion."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     input: Annotated[Messages, BeforeValidator(_items)]
-    instructions: Annotated[JsonValue, AfterValidator(_readable)] = None  # which responses repeat
+    instructions: Annotated[JsonValue, AfterValidator(_readable)] = None  # the response repeats it
     tools: Annotated[list[AnyTool], MayBeNone] = Field([])
     tool_choice: Any = None
     max_output_tokens: MaxTokens | None = None
@@ -74,7 +75,7 @@ class ResponsesBody(BodyModel):
     top_p: Probability | None = None
     stream: bool | None = None
     reasoning: Any = None
-    metadata: JsonValue = None  # which responses repeat
+    metadata: JsonValue = None  # the response repeats it
     text: OutputConfig | None = None
     previous_response_id: Stored = None
     conversation: Stored = None
@@ -82,13 +83,13 @@ class ResponsesBody(BodyModel):
     background: Stored = None
 
     def chat(self) -> ChatBody:
-        """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
+        """Convert to a chat completion's body. Raises: SnapKVError: the request can't be answered."""
         return chat_body(
             self,
-            _system(self.instructions) + self.input,
-            in_chat(self.tools),
+            _system_messages(self.instructions) + self.input,
+            chat_tools(self.tools),
             max_tokens=self.max_output_tokens,
-            continue_final_message=False,  # an item follows, not the rest of one
+            continue_final_message=False,  # the answer is a new item, not the rest of the last one
             response_format=self.text and self.text.format and self.text.format.response_format,
             **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )
@@ -101,7 +102,12 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
 
 
 class ResponsesFormatter(BlockFormatter):
-    """A response to `body`; `model` is the client's name for it."""
+    """Formats a response.
+
+    Args:
+        model: name of the model in the response.
+        body: the request's body.
+    """
 
     def __init__(self, model: str, body: ResponsesBody):
         super().__init__()
@@ -112,18 +118,18 @@ class ResponsesFormatter(BlockFormatter):
 
     def begin(self) -> Iterator[str]:
         yield self._event("response.created", response=self._response("in_progress"))
-        yield self.alive
+        yield self.keep_alive
 
     @property
-    def alive(self) -> str:
-        """Codex ends a stream without events for 300 seconds, and comments are none."""
+    def keep_alive(self) -> str:
+        """An event, since Codex ends a stream that has none for 300 seconds, and does not count comments."""
         return self._event("response.in_progress", response=self._response("in_progress"))
 
     def end(self) -> Iterator[str]:
-        response = self.whole()
+        response = self.response_body()
         yield self._event(f"response.{response['status']}", response=response)
 
-    def whole(self) -> dict[str, Any]:
+    def response_body(self) -> dict[str, Any]:
         started, answer = self.started[0], self.finished[0].answer
         usage = {
             "input_tokens": started.n_prompt,
@@ -144,18 +150,18 @@ class ResponsesFormatter(BlockFormatter):
         about = {"code": error.code or error.kind, "message": error.detail}
         return self._event("response.failed", response=self._response("failed", error=about))
 
-    def opened(self, block: Block) -> Iterator[str]:
+    def block_start(self, block: Block) -> Iterator[str]:
         yield self._output_item("added", block)
         if block.kind != "call":
             yield self._block_event("content_part.added", block, part=_part(block))
 
-    def added(self, block: Block, text: str) -> Iterator[str]:
+    def block_delta(self, block: Block, text: str) -> Iterator[str]:
         kind = f"{PART_TYPES[block.kind]}.delta"
         if self._is_custom(block):
             kind, text = "custom_tool_call_input.delta", _input(block)
         yield self._block_event(kind, block, delta=text, **_logprobs(block))
 
-    def closed(self, block: Block) -> Iterator[str]:
+    def block_stop(self, block: Block) -> Iterator[str]:
         done = f"{PART_TYPES[block.kind]}.done"
         if self._is_custom(block):
             yield self._block_event("custom_tool_call_input.done", block, input=_input(block))
@@ -176,7 +182,7 @@ class ResponsesFormatter(BlockFormatter):
         return found is not None and found.tool.type == "custom"
 
     def _called(self, block: Block) -> dict[str, Any]:
-        """The name of a call's tool, within its namespace if it has one."""
+        """Return the name of a call's tool, and its namespace if it has one."""
         assert block.call is not None
         name = block.call["function"]["name"]
         tool, namespace = self._tools.get(name, (None, None))
@@ -184,7 +190,7 @@ class ResponsesFormatter(BlockFormatter):
         return {"name": tool.name if tool else name, **where}
 
     def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
-        """An item of the output, still empty if it is new."""
+        """Return a block as an item of the output, without content if it is new."""
         head = {"id": _id(block), "status": "in_progress" if is_new else "completed"}
         if block.call is not None:
             call = {"call_id": block.call["id"], **self._called(block)}
@@ -203,7 +209,9 @@ class ResponsesFormatter(BlockFormatter):
         return self._event(f"response.{kind}", **place, **content, **fields)
 
     def _event(self, kind: str, **fields: Any) -> str:
-        return server_sent({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
+        return server_sent_event(
+            {"type": kind, "sequence_number": next(self._numbers), **fields}, kind
+        )
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         body = self._body
@@ -235,7 +243,7 @@ def _id(block: Block) -> str:
 
 
 def _input(block: Block) -> str:
-    """The text that a custom tool is called with."""
+    """Return the text with which a custom tool is called."""
     arguments = json.loads(block.text)
     return arguments["input"] if isinstance(arguments.get("input"), str) else block.text
 

@@ -1,0 +1,130 @@
+"""Which caches of a served request enter the prefix cache, and from which a request may continue."""
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+
+from ..chat.prompts import common_prefix
+from ..completions.body import Body, ChatBody
+from ..completions.messages import Message
+from ..completions.prompt import context_tokens
+from ..planning.config import CompressionConfig
+from ..sparse.options import N_VOTERS
+from .prefix_cache import PrefixCache
+from .requests import EngineRequest, Loaded
+
+MIN_CHECKPOINT = 128  # fewest prompt tokens whose caches are kept
+MAX_THINK_START = (
+    11  # last prompt tokens in which a template may open the reasoning, as in mlx-lm's server
+)
+
+
+class Checkpoints:
+    """Inserts the caches of requests into the prefix cache and fetches them, as the policy and the model allow.
+
+    A policy that evicts only after the prompt compresses a copy of the caches, so the prefix cache holds all entries of
+    the prompt. A policy that evicts during prefill leaves only compressed caches, after the answer.
+    """
+
+    def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
+        self._prefixes, self._tokenizer = prefixes, loaded.tokenizer
+        config, _ = CompressionConfig.taken_from(options)
+        self._setting, compress, sparse = config.setting, config.compress, config.sparse
+        # Entries that were read sparsely are not for requests that are answered from the full cache.
+        self._reads_sparsely = sparse is not None and sparse.reads_sparsely
+        self._keeps_all_entries = not config.evicts_in_blocks
+        counts_attention = compress is not None and compress.decode_policy.accumulates_attention
+        can_trim = can_trim_prompt_cache(make_prompt_cache(loaded.model)) and not counts_attention
+        # Caches that can't be trimmed serve shorter prefixes only if copies are kept while the prompt is read.
+        self._needs_checkpoints = self._keeps_all_entries and not can_trim
+        # Each request reads these last tokens itself, so that all queries that vote are its own.
+        self._n_last = 1
+        if sparse is not None:
+            self._n_last = N_VOTERS
+        elif compress is not None and self._keeps_all_entries:
+            self._n_last = max(1, compress.decode_policy.obs_window)
+
+    def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
+        """Return caches that have read a prefix of the prompt, and its number of tokens; `(None, 0)` if none fits.
+
+        Args:
+            full_cache: whether the request is answered from all entries, whatever the setting.
+        """
+        if full_cache and self._reads_sparsely:
+            return None, 0
+        left_to_mlx_lm = self._setting is not None and self._setting.fits(len(prompt))
+        return self._prefixes.fetch(prompt, self._n_last, exact=left_to_mlx_lm)
+
+    def drop(self, path: Path) -> None:
+        """Stop using caches whose entries are in the damaged file `path`."""
+        self._prefixes.drop(path)
+
+    def positions(self, body: Body, prompt: list[int]) -> list[int]:
+        """Return after how many tokens of a prompt copies of its caches are kept, in ascending order.
+
+        These are the end of the system messages, less the tokens that each request reads itself, and the last token
+        before the reasoning that a template opens at the end of the prompt.
+        """
+        if not self._needs_checkpoints or not isinstance(body, ChatBody):
+            return []
+        if body.full_cache and self._reads_sparsely:
+            return []
+        system_end = self._system_end(body, prompt) - (self._n_last - 1)
+        before_reasoning = min(self._reasoning_start(prompt), len(prompt) - self._n_last)
+        return sorted(
+            n for n in {system_end, before_reasoning} if MIN_CHECKPOINT <= n < len(prompt)
+        )
+
+    def insert_checkpoint(
+        self, request: EngineRequest, n: int, tokens: list[int], caches: list
+    ) -> None:
+        """Keep the caches of a request that has read its prompt up to `n`, one of its checkpoints."""
+        self._prefixes.insert(tokens, caches)
+        if (
+            n == request.checkpoints[-1]
+        ):  # the caches of the whole prompt would serve no other prompt
+            request.kept_prefix = list(tokens), caches
+
+    def keeps_cancelled(self, request: EngineRequest) -> bool:
+        """Return whether the caches of a request are kept if its client leaves while the prompt is read."""
+        return self._keeps_all_entries and not (request.body.full_cache and self._reads_sparsely)
+
+    def insert_cancelled(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+        """Keep the caches of a cancelled request, unless they have read very few tokens, or some that vote."""
+        prompt = request.completion_request.prompt
+        if MIN_CHECKPOINT <= len(tokens) <= len(prompt) - self._n_last:
+            self._prefixes.insert(tokens, caches)
+
+    def insert_prompt(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+        """Keep the caches of a request that has read its prompt, unless those of a checkpoint are kept."""
+        if request.kept_prefix is None:
+            request.kept_prefix = tokens, caches
+            self._prefixes.insert(tokens, caches)
+
+    def insert_answer(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+        """Keep the caches of an answered request, unless caches of its prompt are kept; write them to a file."""
+        if request.body.full_cache and (self._reads_sparsely or not self._keeps_all_entries):
+            return
+        self.insert_prompt(request, tokens, caches)
+        files = self._prefixes.files
+        if files is not None and request.kept_prefix is not None:
+            tokens, caches = request.kept_prefix
+            if tokens:
+                files.write(tokens, caches)
+
+    def _system_end(self, body: ChatBody, prompt: list[int]) -> int:
+        """Return the number of prompt tokens that do not depend on what follows the system messages."""
+        system = list(takewhile(lambda message: message.role == "system", body.messages))
+        if not system:
+            return 0
+        other = [*system, Message("user")]
+        return common_prefix([context_tokens(body, self._tokenizer, other), prompt])
+
+    def _reasoning_start(self, prompt: list[int]) -> int:
+        """Return the position at which a template opens the reasoning, or of the last token if it does not."""
+        start, n = -1, len(prompt)
+        if self._tokenizer.has_thinking:
+            start = self._tokenizer.rfind_think_start(prompt, start=n - MAX_THINK_START)
+        return n - 1 if start < 0 else start

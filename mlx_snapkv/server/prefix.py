@@ -1,0 +1,62 @@
+"""A prefix: tokens that were read before, and the caches from which later prompts continue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+
+MAX_REREAD_SHARE = 16  # a prefix covers another if at most 1/16 of the other must be read again
+
+
+@dataclass(eq=False)
+class Prefix:
+    """Tokens that were read before, with their caches or the file of these caches.
+
+    Attributes:
+        ids: token ids, `(n,)`, uint32.
+        is_trimmable: whether the caches can be trimmed to any number of tokens.
+        caches: one cache per layer; empty while they are only in the file.
+        path: file of the caches; unused if they are only in memory.
+    """
+
+    ids: np.ndarray
+    is_trimmable: bool
+    caches: list = field(default_factory=list)
+    path: Path = Path()
+
+    def n_shared(self, ids: np.ndarray) -> int:
+        """Return the number of tokens with which both the prefix and `ids` begin."""
+        n = min(len(ids), len(self.ids))
+        return int(np.argmin(np.append(ids[:n] == self.ids[:n], False)))
+
+    def n_usable(self, ids: np.ndarray) -> int:
+        """Return how many tokens of the prompt `ids` need not be read, because the caches can be trimmed to them.
+
+        Caches that can't be trimmed serve only prompts that begin with all of the prefix.
+        """
+        n = self.n_shared(ids)
+        return n if self.is_trimmable or n == len(self.ids) else 0
+
+    def covers(self, other: Prefix) -> bool:
+        """Return whether the caches can replace those of `other`, if up to 1/16 of its tokens are read again."""
+        n = len(other.ids)
+        both_trimmable = self.is_trimmable and other.is_trimmable
+        return both_trimmable and self.n_shared(other.ids) >= n - n // MAX_REREAD_SHARE
+
+
+def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
+    """Return the number of tokens of the prompt `ids` that the best prefix serves, and this prefix.
+
+    Returns: `(0, None)` if no prefix fits.
+    """
+    served = ((prefix.n_usable(ids), prefix) for prefix in prefixes)
+    return max((pair for pair in served if pair[0]), key=itemgetter(0), default=(0, None))
+
+
+def as_ids(tokens: list[int]) -> np.ndarray:
+    """Return tokens as an array `(n,)` of uint32."""
+    return np.array(tokens, np.uint32)
