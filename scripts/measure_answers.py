@@ -1,10 +1,10 @@
-"""How near answers come to the full cache's, by when they choose which entries they read; writes docs/answers.json.
+"""Measure how close answers come to the full cache's, by when entries are chosen; writes docs/answers.json.
 
     make real-models
     python scripts/make_ruler.py MODEL real-models/ruler/NAME --length 2048
     python scripts/measure_answers.py --models MODEL; make docs
 
-Each way gets the full cache's own answer, token by token, and its predictions are compared with the full cache's.
+Each method is fed the full cache's own answer, token by token, and its predictions are compared with the full cache's.
 """
 
 import copy
@@ -31,21 +31,23 @@ from mlx_snapkv.sparse import index
 
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery")
 SUMMARY = "Summarise the text above in three sentences."
-CHARACTERS = 6000  # of an essay
-LAST_TOKENS = 64  # of a prompt, which hold its question and are read for every way but a policy, which reads all
+CHARACTERS = 6000  # length of an essay
+# Last tokens of a prompt, with its question. Each sparse method reads them itself; a policy reads the whole prompt.
+LAST_TOKENS = 64
 ONCE, SPARSE = "snapkv:budget={}%", "budget={}%,read=dense"
-# By name: options of an answer that reads so many percent, and the most entries whose exact votes rank them.
+# Name: options with a place for the budget in percent, and the most entries for which exact votes replace the index.
 WAYS = {
     "SnapKV, once": ({"policy": ONCE}, index.EXACT_ENTRIES),
     "sparse, by its votes": ({"sparse": SPARSE}, sys.maxsize),
     "sparse, by the index": ({"sparse": SPARSE}, 0),
 }
 
-# Its kind, what the user says, the answer's first words, and tokens of the answer.
+# Kind, the user's message, first words of the answer, limit for the answer's tokens.
 Case = tuple[str, str, str, int]
 
 
 def cases(folder: Path, ruler: Path, asked: int) -> Iterator[Case]:
+    """Yield `asked` questions of each RULER task, and `asked` essays to summarise."""
     for task in TASKS:
         lines = (ruler / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()
         for row in map(json.loads, lines[:asked]):
@@ -56,7 +58,7 @@ def cases(folder: Path, ruler: Path, asked: int) -> Iterator[Case]:
 
 
 def prompt_of(tokenizer, text: str, begun: str) -> list[int]:
-    """A question as a chat, if the model has a template, with the answer's first words."""
+    """Return the tokens of a message and of the answer's first words, in the chat template if there is one."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode(text + begun)
     message = {"role": "user", "content": text}
@@ -65,9 +67,12 @@ def prompt_of(tokenizer, text: str, begun: str) -> list[int]:
 
 
 def answered(model, caches: list, last: list[int], tokens: list[int], **options: Any):
-    """Log-probabilities `(n, vocab_size)` of an answer that says these tokens, and seconds a token."""
-    said = itertools.chain(tokens, itertools.repeat(0))
-    options |= {"sampler": lambda _: mx.array([next(said)]), "prompt_cache": copy.deepcopy(caches)}
+    """Decode an answer whose tokens are given; return log-probabilities `(n, vocab_size)`, and seconds per token."""
+    forced = itertools.chain(tokens, itertools.repeat(0))
+    options |= {
+        "sampler": lambda _: mx.array([next(forced)]),
+        "prompt_cache": copy.deepcopy(caches),
+    }
     found, times = [], [clock()]
     for _, logprobs in generate_step(mx.array(last), model, max_tokens=len(tokens), **options):
         found.append(logprobs.astype(mx.float32))
@@ -77,7 +82,7 @@ def answered(model, caches: list, last: list[int], tokens: list[int], **options:
 
 
 def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[str, Any]]:
-    """A row for each way and share."""
+    """Yield a row for each method and share of entries read."""
     kind, text, begun, most = case
     prompt, caches = prompt_of(tokenizer, text, begun), make_prompt_cache(model)
     before, last = prompt[:-LAST_TOKENS], prompt[-LAST_TOKENS:]
@@ -87,7 +92,7 @@ def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[s
     full, plain_seconds = answered(model, caches, last, tokens)
     for share, (way, (options, few)) in itertools.product(shares, WAYS.items()):
         given = {name: text.format(100 / share) for name, text in options.items()}
-        # A policy reads the whole prompt, and sparse attention goes on from what was read.
+        # A policy reads the whole prompt; sparse attention continues from the caches.
         start = (make_prompt_cache(model), prompt) if "policy" in given else (caches, last)
         with patch.object(index, "EXACT_ENTRIES", few):
             found, seconds = answered(model, *start, tokens, **given)

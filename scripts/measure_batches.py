@@ -1,4 +1,4 @@
-"""Many prompts at once: mlx-lm's batches of full caches, and ours of compressed ones.
+"""Measure batches of prompts: mlx-lm's with full caches, and ours with compressed caches.
 
 python scripts/measure_batches.py                    # writes docs/batches.json; then: make docs
 """
@@ -24,11 +24,12 @@ from mlx_snapkv.measure.contenders import (
     random_prompt,
 )
 
-ANSWER = 128  # tokens decoded after each prompt: mlx-lm's own default
-WARM_UP = 3
+ANSWER = 128  # tokens decoded after each prompt, mlx-lm's default
+WARM_UP = 3  # steps before the measured ones
 
 
 def generator(model, contender: Contender, batch: int) -> BatchGenerator:
+    """Return a generator for `batch` prompts: mlx-lm's for the full cache, ours for a policy."""
     options = {"completion_batch_size": batch}
     if contender.policy is None:
         return BatchGenerator(model, **options)
@@ -36,7 +37,7 @@ def generator(model, contender: Contender, batch: int) -> BatchGenerator:
 
 
 def whole_run(model, length: int, batch: int, contender: Contender) -> Row:
-    """Seconds until all prompts are answered and until each one's first token, and peak memory."""
+    """Answer a batch of prompts; return the seconds until the end and until each first token, and peak memory."""
     prompts: list[Any] = [random_prompt(length).tolist() for _ in range(batch)]
     caches = [make_prompt_cache(model) for _ in prompts]
     first: dict[int, float] = {}
@@ -54,9 +55,9 @@ def whole_run(model, length: int, batch: int, contender: Contender) -> Row:
 
 
 def decoding_together(model, length: int, batch: int, contender: Contender, steps: int) -> Row:
-    """The median step of all requests, and the bytes of their arrays; the caches hold random entries."""
+    """Decode a batch of caches with random entries; return tokens per second by the median step, and their bytes."""
     cache = decoding_cache(model, contender, length)
-    limit = 2 * batch + WARM_UP + steps  # so that none ends before
+    limit = 2 * batch + WARM_UP + steps  # tokens, so that no request ends during the measurement
     seconds: list[float] = []
     with contextlib.closing(generator(model, contender, batch)) as running:
         running.insert([[1]] * batch, [limit] * batch, caches=[cache] * batch)

@@ -1,10 +1,10 @@
-"""What a book costs: a long prompt read once from files, and then questions about it, one after the other.
+"""Measure a book: a long prompt whose entries are in files, and questions about it, one after the other.
 
     python scripts/measure_books.py                      # writes docs/books.json; then: make docs
     python scripts/measure_books.py --lengths 1048576 --out build/books
 
-Everything but the book is measured at the first length and below it. The full cache comes last: where only the most
-that a process ever held is known, it says nothing about others.
+The book is measured at every length, the full cache at the first length, half of it and a quarter. The full cache comes
+last: on systems that report only the peak of a process, its memory would hide the memory of later cases.
 """
 
 import os
@@ -21,15 +21,15 @@ from mlx_snapkv.measure.speed import N_ANSWER, Row, answer_prompt
 from mlx_snapkv.sparse.options import Sparse
 
 READS = Sparse(budget=1664, n_sink=128, n_window=512, read_top_k=1024)
-QUESTION = 32  # tokens
-ASKED = 3
+QUESTION = 32  # tokens of a question
+ASKED = 3  # number of questions
 
-Case = tuple[
-    int, str, int, dict[str, Any]
-]  # tokens, name, entries that a chunk reads, options of an answer
+# Prompt tokens, name, entries that a chunk reads, options of the answer.
+Case = tuple[int, str, int, dict[str, Any]]
 
 
 def cases(lengths: list[int]) -> list[Case]:
+    """Return the cases in the order in which they are measured."""
     n, read = lengths[0], READS.reach(lengths[0]).most
     book = {"sparse": READS, "store": "file"}
     return [
@@ -39,9 +39,9 @@ def cases(lengths: list[int]) -> list[Case]:
 
 
 def measure(model, case: Case) -> Row:
-    """Figures of reading a prompt of random tokens, and the medians of the questions that follow it.
+    """Read a prompt of random tokens, ask questions after it, and return the figures.
 
-    A question's seconds are those until its answer's first token.
+    `question_seconds` is the median time to the first token of an answer.
     """
     length, name, entries, options = case
     cache = make_prompt_cache(model)

@@ -1,9 +1,9 @@
-"""Facts of one document, asked for one a turn: what every memory, number of bits and budget still finds.
+"""Measure which facts of a document a conversation finds, one a turn, by store, number of bits and budget.
 
     python scripts/measure_facts.py                      # writes docs/facts.json; then: make docs
 
-Answers are decoded from the small cache from their first token on (`lookahead=0`): else short ones are the full
-cache's own.
+All tokens of an answer are decoded from the compressed cache (`lookahead=0`). With a lookahead, the full cache would
+give the short answers.
 """
 
 import random
@@ -23,16 +23,22 @@ from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.sparse.stores import STORES
 
 SEED = 8_000_000
-SHARES = (8, 16, 32, 64)  # one entry in so many is kept, or resident
-SHARE = 16  # where the shares are not compared
-LEAST = 128  # entries gathered for an answer
-BLOCK = 256
+SHARES = (8, 16, 32, 64)  # 1/SHARE of the entries are kept, or read
+SHARE = 16  # share in the tables that do not compare shares
+MIN_ENTRIES = 128  # entries read by a token of the answer, at least
+BLOCK = 256  # tokens between two evictions
 FEW_RECENT = "n_window=10%"  # facts are looked up anywhere in a document
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a conversation remembers: a row named so of a table, with one entry in so many kept, or resident."""
+    """A row of a table: a conversation's setting, and its share of the entries.
+
+    Attributes:
+        table: name of the table.
+        name: the row's name.
+        share: 1/share of the entries are kept, or read.
+    """
 
     table: str
     name: str
@@ -44,14 +50,17 @@ class Way:
 
 
 def snapkv(entries: int) -> str:
+    """Return a policy that keeps `entries`."""
     return f"snapkv:budget={entries},lookahead=0"
 
 
 def sparse(entries: int) -> str:
+    """Return sparse options with which a token reads `entries`."""
     return f"budget={entries}"
 
 
 def ways(tokens: int) -> Iterator[Way]:
+    """Yield the rows of all tables, for documents of `tokens` tokens."""
     kept = tokens // SHARE
     keydiff = f"keydiff:budget={kept},{FEW_RECENT},block={BLOCK}"
     yield Way("memories", "full cache")
@@ -66,9 +75,9 @@ def ways(tokens: int) -> Iterator[Way]:
     for share in SHARES:
         n = tokens // share
         alone = f"keydiff:budget={n},{FEW_RECENT},block={BLOCK}"
-        both = f"{alone} then {snapkv(max(n, LEAST))}"
-        dense = f"{sparse(max(n, LEAST))},read=dense"
-        few = f"{sparse(max(n, LEAST))},read_top_k={max(n, LEAST)}"
+        both = f"{alone} then {snapkv(max(n, MIN_ENTRIES))}"
+        dense = f"{sparse(max(n, MIN_ENTRIES))},read=dense"
+        few = f"{sparse(max(n, MIN_ENTRIES))},read_top_k={max(n, MIN_ENTRIES)}"
         yield Way("resident", "sparse, read densely", share=share, store="memory", sparse=dense)
         yield Way("resident", "sparse", share=share, store="file", sparse=few)
         yield Way("resident", "KeyDiff", alone, share=share)
@@ -76,7 +85,7 @@ def ways(tokens: int) -> Iterator[Way]:
 
 
 def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int) -> dict[str, Any]:
-    """Right answers, bytes and seconds of one way."""
+    """Ask for the facts of several documents; return the number of right answers, bytes and seconds."""
     weights = tree_reduce(lambda n, array: n + array.nbytes, model.parameters(), 0)
     right, peak, first, later = 0, 0, [], []
     for n in range(documents):
@@ -108,7 +117,7 @@ def main() -> None:
     parser = shared_options(__doc__, "facts")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--documents", type=int, default=2)
-    parser.add_argument("--facts", type=int, default=10, help="of a document")
+    parser.add_argument("--facts", type=int, default=10, help="facts in a document")
     args = parser.parse_args()
     result = Result(args.out, tokens=args.tokens, documents=args.documents, facts=args.facts)
     for name in args.models:

@@ -1,12 +1,13 @@
-"""What SnapKV's lookahead buys, by its length, behind the longest one; writes docs/lookahead.json.
+"""Measure how SnapKV's lookahead changes later tokens, by its length; writes docs/lookahead.json.
 
     make real-models
     python scripts/make_ruler.py MODEL real-models/ruler/NAME --length 2048
     python scripts/measure_lookahead.py --models MODEL; make docs
 
-A lookahead's tokens are the full cache's, whatever is kept, so they are not judged. Texts: the tokens behind it, which
-the text itself gives. Facts: asked for in an answer's first tokens, and behind a preamble that is longer than any
-lookahead. A prompt is read once; what has been measured stays in build/lookahead, and a later run goes on from there.
+The full cache gives the tokens of a lookahead, whatever is kept, so they are not scored. Texts: the predictions of the
+text's own tokens after the lookahead are scored. Facts: a fact is asked for in the answer's first tokens, and after a
+preamble that is longer than any lookahead. A prompt is read once. Results stay in build/lookahead, and a later run
+continues from them.
 """
 
 import copy
@@ -33,24 +34,28 @@ from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.measure.texts import Piece, Texts, around, frame_of
 from mlx_snapkv.planning.settings import resolve_compress
 
-LENGTHS = (0, 8, 16, 32, 64)
+LENGTHS = (0, 8, 16, 32, 64)  # tokens of the lookahead
 POLICIES = {n: resolve_compress(policy=f"snapkv:budget=12.5%,lookahead={n}") for n in LENGTHS}
 LENGTH = 1400  # tokens of a piece
-JUDGED = 64  # of its tokens, at a time
-# A lookahead's last token is fed on all entries, too, and so predicts the next one.
-SPANS = {f"{n + 2} to {n + 1 + JUDGED}": n for n in LENGTHS[-2:]}  # behind which lookahead
+JUDGED = 64  # tokens scored after a lookahead
+# Name of a span of scored tokens: the lookahead that they follow. The lookahead's last token is read on the full cache,
+# too, and predicts one more token, which is not scored.
+SPANS = {f"{n + 2} to {n + 1 + JUDGED}": n for n in LENGTHS[-2:]}
 TASKS = ("niah_single_3", "niah_multivalue")
-FIRST, LATER = "first", "later"
+FIRST, LATER = (
+    "first",
+    "later",
+)  # settings: the fact is in the answer's first tokens, or after the preamble
 PREAMBLE = (
     "Thank you for the question. The text above is long and speaks of many different things, so I have gone through "
     "all of it with care, from its beginning to its end, before I answer. You ask me for something that stands "
     "somewhere in the middle of that text, and you want me to say it again exactly as it is written there. "
 )
-MAX_TOKENS = 48  # of an answer, behind what it begins with
+MAX_TOKENS = 48  # tokens of an answer after its given beginning
 
 
-def of_text(model, tokenizer, piece: Piece) -> Iterator[Record]:
-    """KL and same token of the text's own tokens, by span and lookahead."""
+def measure_text(model, tokenizer, piece: Piece) -> Iterator[Record]:
+    """Yield KL and the share of equal predictions for the text's own tokens, by span and lookahead."""
     tokens = [*frame_of(tokenizer, None).start, *piece.tokens]
     reading = read_once(model, tokens, POLICIES.values())
     reading.force(piece.following)
@@ -67,8 +72,8 @@ def of_text(model, tokenizer, piece: Piece) -> Iterator[Record]:
                 yield {"method": str(n), "setting": span, **figures}
 
 
-def of_question(model, tokenizer, row: Record) -> Iterator[Record]:
-    """Scores and answers, by when the fact is asked for and lookahead."""
+def measure_question(model, tokenizer, row: Record) -> Iterator[Record]:
+    """Yield scores and answers, by setting and lookahead."""
     before, after = around(tokenizer)
     prompt = tokenizer.encode(before + row["context"], add_special_tokens=False)
     prompt += tokenizer.encode(row["question"] + after, add_special_tokens=False)
@@ -84,7 +89,7 @@ def of_question(model, tokenizer, row: Record) -> Iterator[Record]:
 
 
 def answers(tokenizer, reading: Reading, n_forced: int) -> Iterator[tuple[str, str]]:
-    """The full cache's answer, and those by lookahead, without their first `n_forced` tokens."""
+    """Yield the answers of the full cache and of each lookahead, without their first `n_forced` tokens."""
     full = reading.answer(n_forced + MAX_TOKENS, tokenizer.eos_token_ids)
     yield FULL_CACHE, tokenizer.decode(full[n_forced:])
     reference = Reference(reading, full)
@@ -107,7 +112,7 @@ def answers(tokenizer, reading: Reading, n_forced: int) -> Iterator[tuple[str, s
 
 
 def measure(model, tokenizer, pieces: list[Piece], rows: list[Record], results: Results):
-    """All records."""
+    """Measure the texts and questions whose records are missing, and return all records."""
 
     def document(place: Record, cells: list[Record], measured: Any, subject: Any):
         def missing_of(missing: list[Record]) -> Iterator[Record]:
@@ -118,15 +123,18 @@ def measure(model, tokenizer, pieces: list[Piece], rows: list[Record], results: 
     spans = [{"method": str(n), "setting": s} for s, m in SPANS.items() for n in LENGTHS if n <= m]
     names = [FULL_CACHE, *map(str, LENGTHS)]
     asked = [{"method": m, "setting": s} for s, m in itertools.product((FIRST, LATER), names)]
-    texts = (document({"task": "text", "document": p.document}, spans, of_text, p) for p in pieces)
+    texts = (
+        document({"task": "text", "document": p.document}, spans, measure_text, p) for p in pieces
+    )
     questions = (
-        document({"task": r["task"], "document": r["number"]}, asked, of_question, r) for r in rows
+        document({"task": r["task"], "document": r["number"]}, asked, measure_question, r)
+        for r in rows
     )
     return results.complete(itertools.chain(texts, questions))
 
 
 def ruler(folder: Path, most: int) -> list[Record]:
-    """The first questions of each task."""
+    """Return the first `most` questions of each task."""
     lines = [
         (folder / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()[:most] for task in TASKS
     ]
@@ -135,7 +143,7 @@ def ruler(folder: Path, most: int) -> list[Record]:
 
 
 def summary(records: list[Record]) -> Iterator[Record]:
-    """A row a task, setting and lookahead."""
+    """Yield a row for each task, setting and lookahead."""
     for (task, setting), own in grouped(records, "task", "setting").items():
         by_method = {name: rows for (name,), rows in grouped(own, "method").items()}
         for name, rows in by_method.items():
@@ -159,7 +167,9 @@ def main() -> None:
     numpy_attention.install()
     parser = shared_options(__doc__, "lookahead")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
-    parser.add_argument("--pieces", type=int, default=24, help="of essays, one each")
+    parser.add_argument(
+        "--pieces", type=int, default=24, help="number of pieces of essays, one from each"
+    )
     parser.add_argument("--asked", type=int, default=16, help="questions a task")
     parser.add_argument("--folder", type=Path, default=Path("real-models"))
     parser.add_argument("--records", type=Path, default=ROOT / "build" / "lookahead")

@@ -1,12 +1,12 @@
-"""How far each mode's answer is from the full cache's, by the place in the answer; writes docs/modes.json and .png.
+"""Measure how far answers are from the full cache's, by the position in the answer; writes docs/modes.json and .png.
 
     make real-models
     python scripts/measure_modes.py --models real-models/smollm2-135m-instruct
     python scripts/measure_modes.py --question "Summarise the text above." --out docs/modes-asked; make docs
 
-Each mode reads a text and gets the tokens that follow in it, one by one, or with a question the full cache's own
-answer; its predictions are compared with those of the full cache. A policy chooses once what stays, sparse attention
-chooses for every token what it reads.
+Each mode reads a text, and is fed the tokens that follow in the text, one by one. With a question, it is fed the full
+cache's own answer instead. Its predictions are compared with the full cache's. A policy chooses once which entries
+stay; sparse attention chooses for every token which entries it reads.
 """
 
 import itertools
@@ -30,14 +30,20 @@ MODES = {
     "StreamingLLM, 1/8": {"policy": "streaming_llm:budget=12.5%,schedule=once"},
     "sparse, 1/16": {"sparse": "budget=6.25%"},
 }
-LOOKAHEADS = {f"SnapKV, 1/8, lookahead={n}": n for n in (16, 32)}  # of answers, beside those
-# Of the places in an answer; its first two tokens are the full cache's.
+LOOKAHEADS = {
+    f"SnapKV, 1/8, lookahead={n}": n for n in (16, 32)
+}  # further modes for answers to a question
+# Bounds of the spans of positions in an answer. The full cache gives the first two tokens.
 EDGES = (2, 8, 32, 96, 256, 512)
-ASKED = (2, 34, 66)  # of the full cache's own answers: before and behind the longest lookahead
+ASKED = (
+    2,
+    34,
+    66,
+)  # bounds for answers to a question: up to the end of the longest lookahead, and after it
 
 
 def predictions(model, prompt: list[int], following: list[int], **options: Any) -> mx.array:
-    """Log-probabilities `(n, vocab_size)` of the tokens that follow, each given those before it."""
+    """Return log-probabilities `(n, vocab_size)` at the tokens that follow a prompt."""
     tokens = itertools.chain(following, itertools.repeat(0))
     found = []
     options |= {"sampler": lambda _: mx.array([next(tokens)]), "max_tokens": len(following)}
@@ -47,14 +53,14 @@ def predictions(model, prompt: list[int], following: list[int], **options: Any) 
     return log_softmax(mx.stack(found))
 
 
-def of_tokens(
+def compare_tokens(
     model,
     prompt: list[int],
     following: list[int],
     modes: dict[str, dict[str, Any]],
     edges: tuple[int, ...],
 ) -> Iterator[Row]:
-    """KL by mode and span of places, of those spans that are full."""
+    """Yield the KL by mode and span, for the spans that `following` covers."""
     full = predictions(model, prompt, following)
     for mode, options in modes.items():
         each = divergence(full, predictions(model, prompt, following, **options))
@@ -65,34 +71,35 @@ def of_tokens(
 
 
 def answer(model, tokenizer, prompt: list[int], most: int) -> list[int]:
-    """The full cache's own answer, at most so many tokens."""
+    """Return the full cache's own answer, at most `most` tokens."""
     found = (token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most))
     return list(itertools.takewhile(lambda token: token not in tokenizer.eos_token_ids, found))
 
 
-def of_texts(model, tokenizer, pieces: Iterable[Piece], question: str | None) -> Iterator[Row]:
-    """KL of the pieces' own tokens, or of answers about them."""
+def compare_texts(model, tokenizer, pieces: Iterable[Piece], question: str | None) -> Iterator[Row]:
+    """Yield the KL of the tokens after each piece of text, or of answers to the question."""
     frame = frame_of(tokenizer, question)
     for piece in pieces:
         if question is None:
-            yield from of_tokens(model, piece.tokens, piece.following, MODES, EDGES)
+            yield from compare_tokens(model, piece.tokens, piece.following, MODES, EDGES)
             continue
         prompt = [*frame.before, *piece.tokens, *frame.after]
         ahead = {
             name: {"policy": f"snapkv:budget=12.5%,lookahead={n}"} for name, n in LOOKAHEADS.items()
         }
         found = answer(model, tokenizer, prompt, ASKED[-1])
-        yield from of_tokens(model, prompt, found, MODES | ahead, ASKED)
+        yield from compare_tokens(model, prompt, found, MODES | ahead, ASKED)
 
 
 def means(rows: list[Row]) -> Iterator[Row]:
-    """The mean by mode and span, of `n` pieces."""
+    """Yield the mean KL by mode and span, over `n` pieces."""
     for (mode, start, stop), own in grouped(rows, "mode", "start", "stop").items():
         kl = statistics.mean(row["kl"] for row in own)
         yield {"mode": mode, "start": start, "stop": stop, "n": len(own), "kl": kl}
 
 
 def figure(rows: list[Row]) -> Any:
+    """Return matplotlib's figure of KL by position, with a line for each mode."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(6.4, 4), layout="constrained")
@@ -123,7 +130,7 @@ def main() -> None:
     for name in args.models:
         model, tokenizer = load_model(name)
         pieces = Texts([str(args.text)]).pieces(tokenizer, args.length, EDGES[-1], args.documents)
-        rows = list(means(list(of_texts(model, tokenizer, pieces, args.question))))
+        rows = list(means(list(compare_texts(model, tokenizer, pieces, args.question))))
         for row in rows:
             result.add({"model": Path(name).name} | row)
         if args.question is None:

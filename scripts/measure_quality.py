@@ -1,11 +1,11 @@
-"""How far answers move when a prompt is compressed: docs/quality.md, real language models first.
+"""Measure how compression changes answers, with real language models; writes docs/quality.json and .md.
 
     make real-models
-    python scripts/measure_quality.py                     # writes docs/quality.json and .md
-    python scripts/measure_quality.py --documents 50      # fewer texts and questions a cell
+    python scripts/measure_quality.py
+    python scripts/measure_quality.py --documents 50      # fewer texts and questions
 
-Each part is one command of mlx-snapkv or of scripts/evaluate.py. What it has measured stays in build/quality, and a
-later run goes on from there: with more documents, too.
+Each part is one command of mlx-snapkv or of scripts/evaluate.py. Its records stay in build/quality, and a later run
+continues from them, also with more documents.
 """
 
 import json
@@ -22,23 +22,27 @@ from mlx_snapkv.cli.results import write_result
 
 REAL = Path("real-models")
 SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
-QWEN = REAL / "qwen2.5-coder-1.5b-instruct"  # the largest: a minute a text, three a question
-RULER = REAL / "ruler"  # by scripts/make_ruler.py, a folder a model
+QWEN = REAL / "qwen2.5-coder-1.5b-instruct"  # takes a minute for a text, and three for a question
+RULER = REAL / "ruler"  # written by scripts/make_ruler.py, with a folder for each model
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")
-OTHERS = (  # asked of the full cache alone
+OTHERS = (  # tasks for the full cache only
     *("niah_single_1", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("vt", "cwe"),
 )
-MORE = ("niah_single_1", "niah_single_3", "niah_multikey_1")  # of those, what it can do
+MORE = (
+    "niah_single_1",
+    "niah_single_3",
+    "niah_multikey_1",
+)  # those of OTHERS that SmolLM2 can solve
 MORE_GEMMA = (*MORE, "niah_multikey_2")
 TASKS_QWEN = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "niah_multiquery")
-FEWER = ("niah_single_2", "fwe")  # for what reads every question anew
+FEWER = ("niah_single_2", "fwe")  # tasks for methods that read the prompt again for every question
 
 EVALUATE = "scripts/evaluate.py"
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
 BUDGETS = ("25%", "12.5%", "6.25%")
 EVERY_BUDGET = ("snapkv:budget={}", "streaming_llm:budget={},schedule=once")
-ONE_BUDGET = (  # beside those at 1/8
+ONE_BUDGET = (  # further policies, at 1/8 only
     "snapkv:budget=12.5%,lookahead=32",
     f"snapkv:budget=12.5%,{PAPER}",
     "snapkv:budget=12.5%,n_window=50%",
@@ -74,7 +78,7 @@ BLOCKS = (
     *(f"{name}:budget=25%" for name in KEPT_FOR_LATER),
 )
 SINKS = ("keydiff:budget=12.5%,schedule=once", "keydiff:budget=12.5%,n_sink=0,schedule=once")
-ON_FULL = (  # the answer outgrows the recent window
+ON_FULL = (  # for answers that are longer than the recent window
     "snapkv:budget=12.5%",
     "snapkv:budget=12.5%,on_full=slide",
 )
@@ -86,10 +90,12 @@ EMBEDDED = (
 
 
 def _each(option: str, values: Iterable[str]) -> list[str]:
+    """Return command-line words that give an option several values."""
     return [word for value in values for word in (option, value)]
 
 
 def _fidelity(model: Path, policies: Iterable[str], *more: str, texts: str = "essays") -> list[str]:
+    """Return a command that measures fidelity."""
     words = ["eval", "fidelity", "--model", str(model), "--text", str(REAL / texts)]
     return [*words, "--length", "1400", *_each("--policy", policies), *more]
 
@@ -102,12 +108,14 @@ def _ruler(
     setting: str = "known",
     option: str = "--policy",
 ) -> list[str]:
+    """Return a command that measures RULER's tasks at a length."""
     data = str(RULER / model.name / str(length))
     words = [EVALUATE, "data", "--model", str(model), "--data", data]
     return [*words, *_each("--task", tasks), "--setting", setting, *_each(option, policies)]
 
 
 def _sparse(model: Path, length: int, *more: Any) -> list[str]:
+    """Return a command that measures RULER's tasks with sparse attention."""
     return _ruler(model, length, SPARSE, *more, option="--sparse")
 
 
@@ -122,7 +130,7 @@ ANSWERED = (
 SETTINGS = _each("--setting", ("text", "later"))
 READ_FEW = _each("--sparse", SPARSE)
 SUITE = f"{EVALUATE} suite --model demo-tasks --setting both".split()
-# By name: a command, and how many documents it gets: one in so many of those asked for. Those of some take longer.
+# Name: a command, and the number by which --documents is divided for it, since some commands take longer.
 PARTS: dict[str, tuple[list[str], int]] = {
     "code-qwen": (_fidelity(QWEN, ONE_EIGHTH, texts="code"), 10),
     "fidelity-qwen": (_fidelity(QWEN, ONE_EIGHTH), 12),
@@ -169,7 +177,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
 
 
 def measure(name: str, folder: Path, documents: int) -> dict[str, Any]:
-    """A part's result, without its records."""
+    """Run a part's command, and return its result without the records."""
     (words, share), out = PARTS[name], folder / name
     given = [*words, "--documents", str(max(1, documents // share))]
     command = [sys.executable, "scripts/numpy_attention.py", *given, "--output", str(out)]

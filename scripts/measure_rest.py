@@ -1,13 +1,13 @@
-"""How far an answer is from the full cache's, by the means of what it does not read; writes docs/rest.json.
+"""Measure how far answers are from the full cache's, by the means used for unread entries; writes docs/rest.json.
 
     make real-models
     python scripts/measure_rest.py
     python scripts/measure_rest.py --models real-models/qwen2.5-coder-1.5b-instruct --text real-models/code \\
         --documents 2 --out docs/rest-code; make docs
 
-Texts, of which there are few long ones, are joined. One is read by the full cache. Then the tokens that follow in it
-are forced, and each reads the same bytes: entries that it chooses by an index of the keys, and means of the others.
-The more means there are, the fewer it chooses.
+Texts are joined, since few are long. A piece is read with the full cache. Then each method is fed the tokens that
+follow, and reads the same number of bytes for each token: entries chosen by an index of the keys, and means of the
+unread entries. The more means there are, the fewer entries are chosen.
 """
 
 import copy
@@ -32,19 +32,19 @@ from mlx_snapkv.sparse import clusters, index
 from mlx_snapkv.sparse.options import CHUNK_SIZE
 
 FOLLOWING = 64  # tokens whose predictions are compared
-# Of a text's tokens, which are read for each way by itself: their queries weigh the rest.
+# Last tokens of a piece, which each method reads itself: the means are weighed for their queries.
 LATEST = 64
 
 
 def neighbours(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
-    """Pages of neighbours instead of `k_means`."""
+    """Group neighbouring keys; takes the place of `k_means`."""
     B, H, m, _ = keys.shape
     ids = (mx.arange(m) // clusters.CLUSTER_SIZE).astype(mx.uint16)
     ids = mx.contiguous(mx.broadcast_to(ids, (B, H, m)))
     return ids, clusters.mean_by_cluster(keys, ids, n)
 
 
-# By name, how entries are put together, and how many; 0 for no means at all.
+# Name: the function that groups entries, and the entries in a group; 0 for no means.
 WAYS: dict[str, tuple[Callable, int]] = {
     "nothing": (clusters.k_means, 0),
     "pages of 256": (neighbours, 256),
@@ -52,26 +52,26 @@ WAYS: dict[str, tuple[Callable, int]] = {
 }
 
 
-def means(together: Callable, size: int) -> AbstractContextManager:
-    """Means of so many entries, put together so; none if `size` is 0."""
+def grouping(group: Callable, size: int) -> AbstractContextManager:
+    """Patch the residual to use means of `size` entries, grouped by `group`; do nothing if `size` is 0."""
     if size == 0:
         return nullcontext()
     per_block = clusters.BLOCK_SIZE // size
     return mock.patch.multiple(
-        clusters, k_means=together, CLUSTER_SIZE=size, CLUSTERS_PER_BLOCK=per_block
+        clusters, k_means=group, CLUSTER_SIZE=size, CLUSTERS_PER_BLOCK=per_block
     )
 
 
-def of_text(model, tokens: list[int], following: list[int], share: float) -> Iterator[Row]:
-    """KL of the tokens that follow, by way."""
+def compare(model, tokens: list[int], following: list[int], share: float) -> Iterator[Row]:
+    """Yield the KL at the tokens that follow a piece, by method."""
     cache = make_prompt_cache(model)
     read(model, mx.array(tokens[:-LATEST]), cache, {"prefill_step_size": CHUNK_SIZE})
     latest = tokens[-LATEST:]
     full = predictions(model, latest, following, prompt_cache=copy.deepcopy(cache))
-    for way, (together, size) in WAYS.items():
+    for way, (group, size) in WAYS.items():
         chosen = share - (1 / size if size else 0)
         sparse = f"budget={100 * chosen}%,read=dense,residual={'means' if size else 'none'}"
-        with means(together, size):
+        with grouping(group, size):
             options = {"prompt_cache": copy.deepcopy(cache), "sparse": sparse}
             found = predictions(model, latest, following, **options)
         yield {"way": way, "kl": float(divergence(full, found)[1:].mean())}
@@ -80,7 +80,7 @@ def of_text(model, tokens: list[int], following: list[int], share: float) -> Ite
 def pieces(
     tokenizer, folder: Path, length: int, documents: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Disjoint pieces of a folder's texts, joined, and what follows each."""
+    """Return disjoint pieces of a folder's joined texts, each with the tokens that follow it."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.*"))]
     tokens = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
     starts = range(0, len(tokens) - length - FOLLOWING + 1, length + FOLLOWING)
@@ -106,7 +106,7 @@ def main() -> None:
                 continue
             rows: list[Row] = []
             for tokens, following in pieces(tokenizer, args.text, length, args.documents):
-                rows += of_text(model, tokens, following, 1 / args.share)
+                rows += compare(model, tokens, following, 1 / args.share)
             for (way,), own in grouped(rows, "way").items():
                 known = {"model": Path(name).name, "text": args.text.name, "length": length}
                 kl = statistics.mean(row["kl"] for row in own)

@@ -1,8 +1,8 @@
-"""mlx-lm's server and ours, in turn, asked by several clients at once.
+"""Measure mlx-lm's server and ours with several clients at once.
 
     python scripts/measure_servers.py                    # writes docs/servers.json; then: make docs
 
-Each client asks about a document of its own and then three more questions, with everything said before sent again.
+Each client asks a question about its own document, and then three more, each time with the whole conversation.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 
-FOLLOW_UPS = 3
-ANSWER = 64  # tokens of every answer: ending it is forbidden
-NEVER = -100.0  # OpenAI's least logit_bias
-WAIT = 600  # seconds until a server answers
+FOLLOW_UPS = 3  # questions after the first
+ANSWER = 64  # tokens of every answer; end-of-answer tokens are forbidden
+NEVER = -100.0  # OpenAI's smallest logit_bias
+WAIT = 600  # seconds in which a server must start
 SERVERS = {
     "mlx_lm.server": ("mlx_lm", "server"),
     "ours, sparse": ("mlx_snapkv", "serve", "--sparse", "budget=6.25%"),
@@ -42,7 +42,13 @@ SERVERS = {
 
 @dataclass
 class Answer:
-    """A streamed answer: when it was asked for, when its pieces came, and the server's own counts."""
+    """A streamed answer.
+
+    Attributes:
+        sent: time of the request.
+        pieces: times at which pieces of the answer came.
+        usage: the server's own counts.
+    """
 
     sent: float
     text: str = ""
@@ -51,17 +57,19 @@ class Answer:
 
 
 class Client:
-    """One who asks for the facts of a document, one after the other."""
+    """A client that asks for the facts of a document, one after the other."""
 
     def __init__(self, tokenizer: Any, seed: int, n_tokens: int):
-        found = make_haystack(tokenizer, random.Random(seed), 1 + FOLLOW_UPS, n_tokens)
-        self._begin, self._facts = f"{found[0]}\n\n", found[1]
+        document, self._facts = make_haystack(
+            tokenizer, random.Random(seed), 1 + FOLLOW_UPS, n_tokens
+        )
+        self._begin = f"{document}\n\n"
         self._no_end = {str(token): NEVER for token in tokenizer.eos_token_ids}
         self._messages: list[Any] = []
         self.n_right = 0
 
     def ask(self, url: str) -> Answer:
-        """The answer to its next question."""
+        """Ask the next question, and return the answer."""
         fact = self._facts[len(self._messages) // 2]
         self._messages.append({"role": "user", "content": f"{self._begin}{fact.question}"})
         answer = ask(url, self._messages, self._no_end)
@@ -72,6 +80,7 @@ class Client:
 
 
 def ask(url: str, messages: list[Any], logit_bias: dict[str, float]) -> Answer:
+    """Send a conversation to a server, and return the streamed answer."""
     answer = Answer(time.perf_counter())
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=None) as client:
         for event in client.chat.completions.create(
@@ -92,7 +101,7 @@ def ask(url: str, messages: list[Any], logit_bias: dict[str, float]) -> Answer:
 
 
 def write_float32(name: str, folder: Path) -> None:
-    """What all servers are given as `--model`: an embedded one in float32, as ours loads it on a CPU by itself."""
+    """Write an embedded model in float32, for all servers; ours would load it so on a CPU anyway."""
     shutil.copytree(MODELS[name], folder)
     file = str(folder / "model.safetensors")
     weights: Any = mx.load(file)
@@ -103,7 +112,7 @@ def write_float32(name: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[tuple[str, int]]:
-    """A server's address and process while the block runs."""
+    """Run a server during the block; yield its URL and process id."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     place, url = ["--host", "127.0.0.1", "--port", str(port)], f"http://127.0.0.1:{port}"
@@ -125,7 +134,7 @@ def running(command: list[str]) -> Iterator[tuple[str, int]]:
 
 
 def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:
-    """Tokens that come from when all clients of a round have their first until one has its last; and the seconds."""
+    """Return the number of tokens that come while all clients of a round receive an answer, and the seconds."""
     tokens = seconds = 0.0
     for answers in rounds:
         begin = max(answer.pieces[0] for answer in answers)
@@ -139,14 +148,16 @@ def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:
 
 
 def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> dict[str, Any]:
-    """A row: so many clients, each with a document of about `length` tokens."""
+    """Return the figures of a server with `n_clients`, each with a document of about `length` tokens."""
     clients = [Client(tokenizer, seed, length) for seed in range(n_clients)]
     pool = ThreadPoolExecutor(n_clients)
     with running(command) as (url, pid), watched(pid) as held, pool:
-        ask(url, [{"role": "user", "content": "Hello"}], {})  # until then, the model may be loading
-        # All ask at once, and again when the last has its answer.
-        asked = lambda client: client.ask(url)  # noqa: E731
-        rounds = [list(pool.map(asked, clients)) for _ in range(1 + FOLLOW_UPS)]
+        ask(
+            url, [{"role": "user", "content": "Hello"}], {}
+        )  # the model may load at the first request
+        # All clients ask at once, and ask again when all have their answers.
+        ask_next = lambda client: client.ask(url)  # noqa: E731
+        rounds = [list(pool.map(ask_next, clients)) for _ in range(1 + FOLLOW_UPS)]
 
     first, later = rounds[0], [answer for answers in rounds[1:] for answer in answers]
     tokens, together = tokens_while_all_answer(rounds)

@@ -1,11 +1,11 @@
-"""What reading a prompt sparsely costs, by how many entries a chunk chooses; writes docs/reading.json.
+"""Measure the loss from reading a prompt sparsely, by the entries that a chunk chooses; writes docs/reading.json.
 
     make real-models
     python scripts/make_ruler.py MODEL real-models/ruler/NAME --length 4096
     python scripts/measure_sparse.py --models MODEL; make docs
 
-A text is read by the full cache and by chunks that choose; then both read what follows in it from all of their
-entries, so that the difference is the reading's alone. A needle's answer is judged in the same way.
+A text is read with the full cache, and in chunks that choose entries. Then both read the following tokens from all of
+their entries, so only the reading differs. The answer to a needle is scored in the same way.
 """
 
 import ast
@@ -30,18 +30,20 @@ from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.measure.texts import Texts
 from mlx_snapkv.sparse.options import CHUNK_SIZE
 
-JUDGED = 64  # tokens that follow a text
+JUDGED = 64  # tokens scored after a text
 
-# Its kind, a prompt, and the tokens that follow and are judged.
+# Kind, prompt, and the tokens after it that are scored.
 Case = tuple[str, list[int], list[int]]
 
 
 def texts(tokenizer, folder: Path, length: int, documents: int) -> Iterator[Case]:
+    """Yield pieces of a folder's texts."""
     for piece in Texts([str(folder)]).pieces(tokenizer, length, JUDGED, documents):
         yield "text", piece.tokens, piece.following
 
 
 def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Case]:
+    """Yield questions of RULER's niah_single_2, with their answers."""
     lines = (ruler / str(length) / "niah_single_2.jsonl").read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, lines[:documents]):
         prompt = prompt_of(tokenizer, row["context"] + row["question"], row["answer_prefix"])
@@ -51,7 +53,7 @@ def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Cas
 
 
 def predictions(model, case: Case, sparse: Sparse | None) -> mx.array:
-    """Log-probabilities `(n, vocab_size)` of what follows a prompt."""
+    """Return log-probabilities `(n, vocab_size)` at the tokens after a prompt, read sparsely or with the full cache."""
     _, prompt, following = case
     if sparse is None:
         cache = make_prompt_cache(model)
@@ -62,6 +64,7 @@ def predictions(model, case: Case, sparse: Sparse | None) -> mx.array:
 
 
 def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield the KL and the share of right predictions, by the number of entries that a chunk chooses."""
     kind, _, following = case
     full = predictions(model, case, None)
     for top_k in top_ks:

@@ -1,11 +1,11 @@
-"""Runs an mlx-snapkv command, or a script, as quality is measured on a CPU: with attention's exponentials by NumPy.
+"""Run an mlx-snapkv command or a script with attention computed by NumPy, as quality is measured on a CPU.
 
     python scripts/numpy_attention.py eval fidelity --model real-models/smollm2-135m-instruct ...
     python scripts/numpy_attention.py scripts/evaluate.py data --model real-models/smollm2-135m-instruct ...
 
-MLX's CPU backend takes exponentials one by one: 75 ms for a softmax that NumPy's vectors finish in 3. With this a real
-model of 135 million parameters reads faster, in float32, and its log-probabilities change by less than
-1e-4. Scripts that measure quality use it; the package does not, and a Mac does not need it.
+MLX's CPU backend computes exponentials one by one: a softmax that takes it 75 ms takes NumPy 3 ms. A model of 135
+million parameters reads faster with NumPy in float32, and its log-probabilities change by less than 1e-4. Only scripts
+that measure quality use this module; a Mac does not need it.
 """
 
 import runpy
@@ -15,17 +15,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-FEW = 4096  # of logits, below which MLX is as fast
+MIN_LOGITS = 4096  # logits of a head, below which MLX is as fast
 
 _attention = mx.fast.scaled_dot_product_attention
 
 
 def attention(queries, keys, values, *, scale: float, mask: Any = None, **options) -> mx.array:
-    """`mx.fast.scaled_dot_product_attention` of float32 arrays, without sinks."""
+    """Compute `mx.fast.scaled_dot_product_attention` by NumPy, for float32 arrays without sinks; else call MLX's."""
     B, H, L, _ = queries.shape
     T = keys.shape[2]
     plain = queries.dtype == keys.dtype == mx.float32 and options.get("sinks") is None
-    if not plain or L * T < FEW:
+    if not plain or L * T < MIN_LOGITS:
         return _attention(queries, keys, values, scale=scale, mask=mask, **options)
     q, k, v = (np.asarray(x) for x in (queries, keys, values))
     hidden = _hidden(mask, (B, H, L, T))
@@ -42,7 +42,7 @@ def attention(queries, keys, values, *, scale: float, mask: Any = None, **option
 
 
 def _hidden(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    """What a mask hides: bool, or float32 to be added to the logits; `(B, n_heads, L, T)`."""
+    """Return a mask as an array `(B, n_heads, L, T)`: bool, true where hidden, or float32 to add to the logits."""
     if mask is None:
         return None
     L, T = shape[-2:]
@@ -53,7 +53,7 @@ def _hidden(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 def install() -> None:
-    """Let MLX and mlx-lm use it, unless they compute on a GPU."""
+    """Make MLX and mlx-lm use `attention`, unless they compute on a GPU."""
     if mx.default_device().type == mx.cpu:
         mx.fast.scaled_dot_product_attention = attention
 

@@ -1,4 +1,4 @@
-"""docs/policies.md and the README's table of policies, written from the registry and the classes' docstrings."""
+"""Make docs/policies.md and the README's table of policies from the registry and the docstrings of the policies."""
 
 import inspect
 import re
@@ -37,6 +37,7 @@ OPTION = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.M)
 
 
 def page() -> str:
+    """Return docs/policies.md."""
     shared = meanings(Policy)
     rows = [(f"`{name}`", shared[name]) for name in Policy.options() if name in shared]
     options = options_table(("option", "meaning"), rows)
@@ -45,7 +46,7 @@ def page() -> str:
 
 
 def summary_table(page_of_the_options: str) -> list[str]:
-    """Every policy, what it keeps, and its paper, as Markdown lines."""
+    """Return a Markdown table of all policies: name, how it chooses, and paper."""
     rows = [
         (f"[`{name}`]({page_of_the_options}#{name})", cls.summary, _paper_link(cls))
         for name, cls in POLICIES.items()
@@ -54,7 +55,7 @@ def summary_table(page_of_the_options: str) -> list[str]:
 
 
 def options_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Options, what each means in a sentence, and below the table what else is to be said of them."""
+    """Return a Markdown table of options with the first sentence of each meaning, and a list of the other sentences."""
     short, more = [], []
     for name, *values, meaning in rows:
         first, dot, rest = meaning.partition(". ")
@@ -65,12 +66,13 @@ def options_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[
 
 
 def meanings(cls: type[Policy]) -> dict[str, str]:
-    """What a class' docstring says about its options, one line each, without options only referred to `Policy`."""
+    """Return the meaning of each option that a policy's docstring explains, as one line."""
     section = _parts(cls)[1]
     return {name: _linked(" ".join(text.split())) for name, text in OPTION.findall(section)}
 
 
 def _section(cls: type[Policy]) -> str:
+    """Return the section of a policy."""
     found, values = meanings(cls), defaults(cls)
     own = [name for name in values if name in found or name not in Policy.options()]
     rows = [(f"`{name}`", f"`{values[name]}`", found.get(name, "")) for name in own]
@@ -91,7 +93,7 @@ def _section(cls: type[Policy]) -> str:
 
 
 def _parts(cls: type[Policy]) -> tuple[str, str, str]:
-    """A docstring before its options, the options, and after them; nothing of one that dataclasses make."""
+    """Split a policy's docstring into the parts before, in and after `Attributes:`; empty if dataclass generated it."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "")
     text = "" if text.startswith(f"{cls.__name__}(") else text
     before, _, rest = text.partition("\nAttributes:\n")
@@ -100,7 +102,7 @@ def _parts(cls: type[Policy]) -> tuple[str, str, str]:
 
 
 def _linked(text: str) -> str:
-    """With the pages of the docs as links."""
+    """Return the text with links to the pages of the docs."""
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
 
 

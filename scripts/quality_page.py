@@ -1,4 +1,4 @@
-"""docs/quality.md, written from the results of `measure_quality.py`."""
+"""Make docs/quality.md from the results of `measure_quality.py`."""
 
 import textwrap
 from pathlib import Path
@@ -65,7 +65,7 @@ SETTINGS = {
 
 
 def page(result: dict[str, Any]) -> str:
-    """The page, with a section for each part."""
+    """Return the page, with a section for each part."""
     lines = ["# How far answers move", "", written_by(result), "", HOW]
     for part in result["parts"]:
         show = _fidelity if part["task"] == "fidelity" else _scores
@@ -75,6 +75,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _title(part: dict[str, Any]) -> str:
+    """Return the title of a part's section."""
     kinds = {"fidelity": "Fidelity", "suite": "Embedded tasks"}
     title = f"{kinds.get(part['task'], 'RULER')}, {str(part['model']).rpartition('/')[2]}"
     title += WHAT.get(part["part"].partition("-")[0], "") + ", sparse" * (
@@ -89,12 +90,12 @@ def _title(part: dict[str, Any]) -> str:
 
 
 def _texts(part: dict[str, Any]) -> str:
-    """The folder's name: essays, code."""
+    """Return the names of the folders with the texts, such as "essays"."""
     return ", ".join(Path(text).name for text in part["text"])
 
 
 def _command(command: str) -> list[str]:
-    """A part's command as it is given now: parts measured earlier say `mlx-snapkv eval data` and `suite`."""
+    """Return a part's command as a code block, with today's names of the evaluations."""
     for task in ("data", "suite"):
         command = command.replace(f"mlx-snapkv eval {task}", f"python scripts/evaluate.py {task}")
     wrapped = textwrap.wrap(command, 110, break_long_words=False, break_on_hyphens=False)
@@ -102,13 +103,13 @@ def _command(command: str) -> list[str]:
 
 
 def _gpu(part: dict[str, Any]) -> list[str]:
-    """Which GPU computed a part; most were computed by a CPU."""
+    """Return a line that names the GPU which computed a part; nothing if a CPU did."""
     machine = part["machine"]
     return [f"Computed by an {machine['processor']}.", ""] if "gpu" in machine["device"] else []
 
 
 def _fidelity(part: dict[str, Any]) -> list[str]:
-    """KL and share of the same tokens by method, a pair of columns a setting."""
+    """Return a table of KL and the share of equal tokens by policy, with a pair of columns for each setting."""
     cells = {(s["method"], s["setting"]): s for s in part["summary"]}
     settings = [s for s in SETTINGS if any(setting == s for _, setting in cells)]
     one = part["summary"][0]
@@ -126,7 +127,7 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
 
 
 def _figures(own: dict[str, Any] | None) -> dict[str, str]:
-    """Nothing of a setting in which a policy was not measured."""
+    """Return the cells of a policy in a setting; empty if it was not measured."""
     if own is None:
         return dict.fromkeys(("KL", "same", "scored"), "")
     scored = f"{own['judged'] / own['tokens']:.2f}"
@@ -135,16 +136,18 @@ def _figures(own: dict[str, Any] | None) -> dict[str, str]:
     return {"KL": interval(own["kl"], ".3f"), "same": f"{own['same']:.3f}", "scored": scored}
 
 
-def _is_full_caches(s: dict[str, Any]) -> bool:
-    """Whether the full cache gave the answers: all that matters of them was decoded before the compression."""
+def _is_full_cache_answer(s: dict[str, Any]) -> bool:
+    """Return whether the full cache gave the answers, because their scored tokens came before the compression."""
     return s["setting"] == "known" and "lookahead=32" in s["method"]
 
 
 def _scores(part: dict[str, Any]) -> list[str]:
-    """Scores by task, and the mean's paired difference to the full cache's."""
+    """Return tables of scores by task, and of the mean's paired difference to the full cache."""
     lines = []
     for setting in dict.fromkeys(s["setting"] for s in part["summary"]):
-        own = [s for s in part["summary"] if s["setting"] == setting and not _is_full_caches(s)]
+        own = [
+            s for s in part["summary"] if s["setting"] == setting and not _is_full_cache_answer(s)
+        ]
         tasks = list(own[0]["by_task"])
         header = ["policy", "questions", "entries", *tasks, "mean", "against the full cache"]
         before = [before_compression(s) for s in own]

@@ -1,4 +1,4 @@
-"""README's tables of what was measured: how far predictions move, facts that are still found, speed."""
+"""Make the README's tables of results: predictions, facts found, speed and memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,10 @@ from mlx_snapkv.planning.units import format_bytes
 
 CONTEXT, LONG = 32768, 16384
 SNAPKV, STREAMING = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
-TEXTS = {"fidelity": "essays", "code": "Python code"}  # by a part's first word
+TEXTS = {
+    "fidelity": "essays",
+    "code": "Python code",
+}  # kind of text, by the first word of a part's name
 NAMES = {
     "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder 1.5B",
     "smollm2-135m-instruct": "SmolLM2 135M",
@@ -20,7 +23,7 @@ NAMES = {
 
 
 def results() -> list[str]:
-    """A table each, with what it shows above it."""
+    """Return the tables, each after a sentence that explains it."""
     return [
         "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after 1,400. SnapKV and StreamingLLM "
         "keep 1/8 of the entries; with sparse attention a token reads 1/16.",
@@ -38,12 +41,13 @@ def results() -> list[str]:
 
 
 def _parts() -> list[dict[str, Any]]:
+    """Return the results of docs/quality.json for the models in `NAMES`."""
     named = [(NAMES.get(p["model"].rpartition("/")[2]), p) for p in load("quality")["parts"]]
     return [{**part, "model": name} for name, part in named if name]
 
 
 def _predictions() -> list[tuple[str, ...]]:
-    """KL of texts that go on, a row a model and a kind of text."""
+    """Return the KL of texts, with a row for each model and kind of text."""
     parts = {p["part"]: p for p in _parts() if p["part"].split("-")[0] in TEXTS}
     rows = []
     for name, part in parts.items():
@@ -53,11 +57,11 @@ def _predictions() -> list[tuple[str, ...]]:
         kind = TEXTS[name.split("-")[0]]
         what = f"{part['model']}, {own[FULL_CACHE]['pieces']} pieces of {kind}"
         once = [interval(own[method]["kl"], ".3f") for method in (SNAPKV, STREAMING)]
-        rows.append((what, *once, _of_sparse(parts.get(f"{name}-sparse"))))
+        rows.append((what, *once, _sparse_kl(parts.get(f"{name}-sparse"))))
     return rows
 
 
-def _of_sparse(part: dict[str, Any] | None) -> str:
+def _sparse_kl(part: dict[str, Any] | None) -> str:
     if part is None:
         return ""
     _, chosen = part["summary"]
@@ -65,7 +69,7 @@ def _of_sparse(part: dict[str, Any] | None) -> str:
 
 
 def _scores() -> list[tuple[str, ...]]:
-    """RULER's scores, a row a model and a length."""
+    """Return RULER's scores, with a row for each model and length."""
     ruler = {p["part"]: p for p in _parts() if p["part"].startswith("ruler")}
     rows = []
     for name, part in ruler.items():
@@ -74,11 +78,13 @@ def _scores() -> list[tuple[str, ...]]:
             continue
         full, again = own[FULL_CACHE], ruler.get(f"{name}-sparse")
         what = f"{part['model']}, {full['length']:,} tokens ({full['asked']} questions)"
-        rows.append((what, _score(full), _score(own[SNAPKV]), (again and _sparse(again)) or ""))
+        rows.append(
+            (what, _score(full), _score(own[SNAPKV]), (again and _sparse_score(again)) or "")
+        )
     return rows
 
 
-def _sparse(part: dict[str, Any]) -> str:
+def _sparse_score(part: dict[str, Any]) -> str:
     full, chosen = part["summary"]
     return f"{_score(chosen)} (full cache {_score(full)}, {full['asked']} questions)"
 
@@ -88,6 +94,7 @@ def _score(own: dict[str, Any]) -> str:
 
 
 def _speed() -> list[tuple[str, ...]]:
+    """Return speed and memory of the random model."""
     result = load("benchmarks")
 
     def found(context: int, name: str) -> Row:
@@ -115,6 +122,7 @@ def _speed() -> list[tuple[str, ...]]:
 
 
 def _facts() -> tuple[str, ...]:
+    """Return the facts that conversations found."""
     result = load("facts")
     rows = {
         r["name"]: r for r in result["rows"] if (r["table"], r["model"]) == ("memories", "demo")

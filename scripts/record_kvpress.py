@@ -1,11 +1,11 @@
-"""Record what kvpress' presses keep on the embedded LLaMA: `tests/fixtures/kvpress.npz`.
+"""Record which entries kvpress' presses keep on the embedded LLaMA, in `tests/fixtures/kvpress.npz`.
 
-Run in an environment of its own, since kvpress wants a torch and transformers of its own:
+Run it in an environment of its own, since kvpress needs other versions of torch and transformers:
 
     python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install kvpress==0.5.5
     /tmp/kvpress/bin/python scripts/record_kvpress.py
 
-Only token ids, the kept positions (sorted, by layer and KV head) and the scores at the compression are stored.
+The file has the token ids, the kept positions (sorted, by layer and KV head) and the scores at the compression.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ for kept in (24, 96):
 
 
 def recording(press):
-    """The press, which keeps each layer's scores as it computes them, and where it keeps them."""
+    """Return the press, changed to record the scores that it computes, and the dict of these scores by layer."""
     recorded, score = {}, press.score
 
     def recording_score(module, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""What the results of all measurements have in common: how they were made, and where they are written."""
+"""Support for measurements: options, results in docs/*.json, Markdown tables, clocks and memory."""
 
 import argparse
 import contextlib
@@ -26,12 +26,13 @@ Row = dict[str, Any]
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows the description as it is."""
     raw = argparse.RawTextHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=raw)
 
 
 def shared_options(description: str | None, page: str) -> argparse.ArgumentParser:
-    """The options that the measurements share: the models, and where the result goes, by default docs/`page`."""
+    """Return a parser with the options of all measurements: the models, and the result's path, by default docs/PAGE."""
     parser = options(description)
     parser.add_argument("--models", nargs="+", default=["demo", "demo-qwen3-next"])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / page, help="without its suffix")
@@ -39,7 +40,7 @@ def shared_options(description: str | None, page: str) -> argparse.ArgumentParse
 
 
 def about(script: str, *arguments: str) -> dict[str, Any]:
-    """Command, date, commit and machine of a measurement."""
+    """Return command, date, commit and machine of a measurement."""
     here = setting()
     return {
         "command": shlex.join(["python", f"scripts/{script}", *arguments]),
@@ -51,21 +52,23 @@ def about(script: str, *arguments: str) -> dict[str, Any]:
 
 
 class Result:
-    """A measurement's rows, printed and written to OUT.json as they come; `make docs` writes their tables.
+    """The rows of a measurement, each printed and written to OUT.json at once; `make docs` writes their tables.
 
     Args:
-        fixed: what else is known of all rows.
+        out: path without suffix.
+        fixed: fields that all rows share.
     """
 
     def __init__(self, out: Path, **fixed: Any):
         script, *arguments = sys.argv
-        if "--out" in arguments:  # where it was written is nobody else's concern
+        if "--out" in arguments:  # a local path, which the result should not show
             place = arguments.index("--out")
             del arguments[place : place + 2]
         self._out, self._rows = out, []
         self._result = about(Path(script).name, *arguments) | fixed | {"rows": self._rows}
 
     def add(self, row: Row) -> None:
+        """Add a row, print it, and write the file."""
         print(row, flush=True)
         self._rows.append(row)
         self._out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +76,7 @@ class Result:
 
 
 def written_by(result: dict[str, Any]) -> str:
-    """The sentence with which a page or table begins."""
+    """Return the sentence with which a page or table begins."""
     where = [f"commit {result['commit']}", result["machine"]]
     where += [f"{name} {number}" for name, number in result.get("versions", {}).items()]
     made = f"`{result['command']}` on {result['date']}"
@@ -81,18 +84,18 @@ def written_by(result: dict[str, Any]) -> str:
 
 
 def measured(result: dict[str, Any]) -> list[str]:
-    """How a result was measured, and how its settings differ from today's."""
+    """Return the lines above a table: how it was measured, and notes."""
     return [written_by(result), *result.get("notes", []), ""]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table's lines."""
+    """Return the lines of a Markdown table."""
     ruled = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in ruled]
 
 
 class _Cells(string.Formatter):
-    """`str.format` that knows bytes and seconds, and leaves out what is None or not there."""
+    """`str.format` with the formats `bytes` and `seconds`; a value that is None or missing becomes empty."""
 
     def get_value(self, key, args, kwargs):
         return kwargs.get(key)
@@ -105,28 +108,28 @@ class _Cells(string.Formatter):
 
 
 def figures(rows: Iterable[Row], columns: dict[str, str]) -> list[str]:
-    """A Markdown table's lines: what each column's format says of each row."""
+    """Return the lines of a Markdown table; `columns` has a format of a row for each heading."""
     cells = [[_Cells().vformat(form, (), row) for form in columns.values()] for row in rows]
     return table([*columns], cells)
 
 
 def load(name: str) -> dict[str, Any]:
-    """The result docs/NAME.json."""
+    """Return the result in docs/NAME.json."""
     return json.loads((ROOT / "docs" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def right(row: Row) -> str:
-    """Right answers of those asked for."""
+    """Return the right answers and the number of questions, as `right/asked`."""
     return f"{row['right']}/{row['asked']}"
 
 
 def clock() -> float:
-    """Seconds: where the processor computes, its own, so that what else a machine does is left out."""
+    """Return a time in seconds: CPU time if a CPU computes, so that other processes do not count, else real time."""
     return time.process_time() if mx.default_device().type == mx.cpu else time.perf_counter()
 
 
-def look(pid: int) -> int:
-    """The bytes of memory that a process takes."""
+def memory_of(pid: int) -> int:
+    """Return the bytes of memory that a process holds; on Linux without cached files."""
     status = Path(f"/proc/{pid}/status")
     if not status.exists():
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
@@ -139,12 +142,12 @@ def look(pid: int) -> int:
 
 @contextlib.contextmanager
 def watched(pid: int) -> Iterator[list[int]]:
-    """The bytes that a process holds while the block runs, looked up now and then."""
-    held, over = [look(pid)], threading.Event()
+    """Yield a list of the bytes that a process holds, to which a thread adds a sample every 50 ms during the block."""
+    held, over = [memory_of(pid)], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.05):
-            held.append(look(pid))
+            held.append(memory_of(pid))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

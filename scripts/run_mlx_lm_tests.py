@@ -1,10 +1,10 @@
-"""mlx-lm's own tests of models, generation and caches, without this package and with it imported and patched in.
+"""Run mlx-lm's own tests of models, generation and caches, without this package and with its patches.
 
     python scripts/run_mlx_lm_tests.py
 
-The tests come from the source archive of the installed mlx-lm. Where they load a model from the Hugging Face hub, they
-find the embedded LLaMA under that name instead, so some fail for want of that model or of Metal; what counts is that
-the package changes no outcome.
+The tests come from the source archive of the installed mlx-lm. Tests that load a model from the Hugging Face hub get
+the embedded LLaMA instead. Some tests fail because they need the real model or Metal. The package must not change any
+outcome.
 """
 
 import os
@@ -24,7 +24,7 @@ PLUGIN = "import mlx_snapkv\n\nmlx_snapkv.patch_for_snapkv()\n"
 
 
 def outcomes(tests: Path, hub: Path, *options: str) -> set[str]:
-    """A line for each test, with its outcome."""
+    """Run the tests; return a line for each, with its outcome."""
     given = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tests)}
     pytest = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-p", "no:cacheprovider", *options]
     run = {"cwd": tests, "env": os.environ | given, "capture_output": True, "text": True}

@@ -1,4 +1,4 @@
-"""The tables of how near sparse attention comes to the full cache, in reading and in answers."""
+"""Make the tables of how close sparse attention comes to the full cache, in reading and in answers."""
 
 from results_page import load, measured, table
 
@@ -6,19 +6,19 @@ from mlx_snapkv.measure.tables import grouped
 
 
 def answers() -> list[str]:
-    """How near answers come to the full cache's, by when they choose."""
+    """Return the table of answers, by when and how entries are chosen."""
     result = load("answers")
     n = {row["kind"]: row["n"] for row in result["rows"]}
     body = []
     for (model, share, way), own in grouped(result["rows"], "model", "share", "way").items():
-        of = {row["kind"]: f"{row['kl']:.3f}, {row['same']:.3f}" for row in own}
-        body.append((f"`{model}`", f"1/{share}", way, of["needles"], of["essays"]))
+        cells = {row["kind"]: f"{row['kl']:.3f}, {row['same']:.3f}" for row in own}
+        body.append((f"`{model}`", f"1/{share}", way, cells["needles"], cells["essays"]))
     kinds = [f"{kind} ({n[kind]}): KL, same token" for kind in ("needles", "essays")]
     return [*measured(result), *table(("model", "entries read", "chosen by", *kinds), body)]
 
 
 def modes(name: str) -> list[str]:
-    """KL by mode, a column a span of an answer's places."""
+    """Return the KL by mode, with a column for each span of positions in an answer."""
     result = load(name)
     spans = {(row["start"], row["stop"]): row["n"] for row in result["rows"]}
     heads = [f"tokens {start + 1} to {stop} ({n})" for (start, stop), n in sorted(spans.items())]
@@ -30,7 +30,7 @@ def modes(name: str) -> list[str]:
 
 
 def reading() -> list[str]:
-    """What reading sparsely costs, a column for each number of entries that a chunk chooses."""
+    """Return the KL after reading sparsely, with a column for each number of entries that a chunk chooses."""
     result = load("reading")
     top_ks = sorted({row["top_k"] for row in result["rows"]})
     rows = []
@@ -43,7 +43,7 @@ def reading() -> list[str]:
 
 
 def rest() -> list[str]:
-    """KL by the means of what a token does not read, a column for each way to make them."""
+    """Return the KL by the means of unread entries, with a column for each way to make them."""
     results = [load(name) for name in ("rest", "rest-code")]
     found = [row for result in results for row in result["rows"]]
     ways = list(dict.fromkeys(row["way"] for row in found))

@@ -1,6 +1,6 @@
-"""The tables of README and docs, written from the results in docs/*.json into the places that name them.
+"""Make the tables of README and docs from the results in docs/*.json.
 
-A place is `<!-- NAME -->` and `<!-- /NAME -->` in a page; `make docs` writes what is between them.
+A page marks the place of a table by `<!-- NAME -->` and `<!-- /NAME -->`; `make docs` writes the table between them.
 """
 
 import re
@@ -23,7 +23,7 @@ from mlx_snapkv.planning.options import RequestOptions
 
 
 def filled(page: str) -> str:
-    """A page with its tables as they are now."""
+    """Return a page with up-to-date tables."""
     for name in re.findall(r"<!-- ([a-z-]+) -->", page):
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = page.split(start)
@@ -32,10 +32,11 @@ def filled(page: str) -> str:
     return page
 
 
-# What to take
+# Choosing a setting
 
 
 def choices() -> list[str]:
+    """Return the table of choices, with the pages that measure them."""
     rows = []
     for choice in CHOICES:
         pages = ", ".join(f"[{page.partition('.md')[0]}]({page})" for page in choice.pages.split())
@@ -55,7 +56,7 @@ def settings() -> list[str]:
 
 
 def commands() -> list[str]:
-    """A block of code for each choice."""
+    """Return the command of each choice as a code block."""
     lines: list[str] = []
     for choice in CHOICES:
         head = f"{choice.when[0].upper()}{choice.when[1:]}:"
@@ -64,7 +65,7 @@ def commands() -> list[str]:
 
 
 def _folded(command: str) -> str:
-    """A command in lines that fit a page, broken before its options."""
+    """Break a command before its options into lines that fit a page."""
     lines = [""]
     for word in command.replace(" --", "\n--").split("\n"):
         fits = len(lines[-1]) + len(word) < 100 or not lines[-1]
@@ -72,7 +73,7 @@ def _folded(command: str) -> str:
     return " \\\n    ".join(lines)
 
 
-# What it costs
+# Speed and memory
 
 BOOKS = (
     "A prompt of random tokens is read once, sparsely, and every entry goes to a file. "
@@ -84,13 +85,15 @@ BOOKS = (
 
 
 def speed(name: str) -> list[str]:
+    """Return the table of `mlx-snapkv bench`."""
     result = load(name)
-    made = speed_table(result["speed"])
-    return [setting_text(result), *result.get("notes", []), "", made.remark, "", as_markdown(made)]
+    speeds = speed_table(result["speed"])
+    lines = [setting_text(result), *result.get("notes", []), "", speeds.remark, ""]
+    return [*lines, as_markdown(speeds)]
 
 
 def books() -> list[str]:
-    """What reading a book and asking it costs."""
+    """Return the table of reading books and asking questions."""
     result = load("books")
     rows = [
         row
@@ -116,6 +119,7 @@ def books() -> list[str]:
 
 
 def batches() -> list[str]:
+    """Return the table of batches."""
     result = load("batches")
     full = {row["batch"]: row for row in result["rows"] if row["cache"] == "full cache"}
     rows = []
@@ -136,6 +140,7 @@ def batches() -> list[str]:
 
 
 def servers() -> list[str]:
+    """Return the table of mlx-lm's server and ours."""
     result = load("servers")
     base = {row["clients"]: row for row in result["rows"] if row["server"] == "mlx_lm.server"}
     rows = []
@@ -162,18 +167,19 @@ def servers() -> list[str]:
     return [*measured(result), *figures(rows, columns)]
 
 
-# What is remembered
+# Facts found
 
-REMEMBERED = {"model": "`{model}`", "cache": "{name}", "right": "{right}/{asked}"}
+FACT_COLUMNS = {"model": "`{model}`", "cache": "{name}", "right": "{right}/{asked}"}
 
 
 def _facts(name: str) -> list[Row]:
+    """Return the rows of one table of docs/facts.json."""
     return [row for row in load("facts")["rows"] if row["table"] == name]
 
 
 def memories() -> list[str]:
-    """Facts found, bytes and seconds, by memory and model."""
-    columns = REMEMBERED | {
+    """Return the facts found, bytes and seconds, by model and cache."""
+    columns = FACT_COLUMNS | {
         "held": "{held_bytes:bytes}",
         "in files": "{file_bytes:bytes}",
         "decoding": "{decoding_bytes:bytes}",
@@ -185,11 +191,12 @@ def memories() -> list[str]:
 
 
 def bits() -> list[str]:
-    return figures(_facts("bits"), REMEMBERED | {"KV memory": "{decoding_bytes:bytes}"})
+    """Return the facts found with quantised entries."""
+    return figures(_facts("bits"), FACT_COLUMNS | {"KV memory": "{decoding_bytes:bytes}"})
 
 
 def resident() -> list[str]:
-    """Facts found by the share of the entries in memory, a row for each model and way."""
+    """Return the facts found by share of the entries, with a row for each model and cache."""
     rows = _facts("resident")
     shares = list(dict.fromkeys(row["share"] for row in rows))
     body = [
@@ -200,7 +207,7 @@ def resident() -> list[str]:
 
 
 def lookahead() -> list[str]:
-    """What the lookahead buys behind it, a row a length: the first as it is, the others against it, too."""
+    """Return KL and scores after the lookahead, with a row for each length of the lookahead."""
     result = load("lookahead")
     body = []
     for (model,), rows in grouped(result["rows"], "model").items():
@@ -210,19 +217,26 @@ def lookahead() -> list[str]:
                 next((r for r in some if r["lookahead"] == name), None) for some in by_task.values()
             ]
             body.append((f"`{model}`", name, *map(_by_lookahead, own)))
-    heads = [f"{LOOKED_AT[task]} {setting} ({n})" for (task, setting), n in _asked(result).items()]
+    heads = [
+        f"{LOOKAHEAD_TASKS[task]} {setting} ({n})" for (task, setting), n in _asked(result).items()
+    ]
     return [*measured(result), *table(("model", "lookahead", *heads), body)]
 
 
-LOOKED_AT = {"text": "KL, tokens", "niah_single_3": "identifiers,", "niah_multivalue": "numbers,"}
+LOOKAHEAD_TASKS = {
+    "text": "KL, tokens",
+    "niah_single_3": "identifiers,",
+    "niah_multivalue": "numbers,",
+}
 
 
 def _asked(result: dict[str, Any]) -> dict[tuple[str, str], int]:
-    """Pieces or questions, by what is measured."""
+    """Return the number of pieces or questions, by task and setting."""
     return {(row["task"], row["setting"]): row["n"] for row in result["rows"]}
 
 
 def _by_lookahead(row: Row | None) -> str:
+    """Return the cell of a lookahead: its mean, and its difference to no lookahead."""
     if row is None:
         return ""
     key, form, scale = ("kl", ".3f", 1) if "kl" in row else ("score", ".0f", 100)
@@ -242,7 +256,7 @@ TEMPLATES = {
 
 
 def agents() -> list[str]:
-    """Turns answered by client, a column a family of templates."""
+    """Return the turns answered by client, with a column for each family of templates."""
     result = load("agents")
     warned = sorted({warning for row in result["rows"] for warning in row["warnings"]})
     rows = []
@@ -258,7 +272,7 @@ def agents() -> list[str]:
 
 
 def agents_context() -> list[str]:
-    """Agents whose conversations outgrew the context."""
+    """Return figures of agents whose conversations outgrew the context."""
     result = load("agents")
     rows = [row for row in result["rows"] if row["template"] == "chatml" and "longest" in row]
     columns = {

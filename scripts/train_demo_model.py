@@ -3,8 +3,8 @@
     python scripts/train_demo_model.py llama --out build/llama
     python scripts/train_demo_model.py qwen3-next --out build/qwen3-next
 
-The run is fixed by `--seed`; its shape and chat template are those of the shipped model. A stage ends when the running
-exact-match accuracy reaches its target or its steps are used up, and leaves the model's folder as it is then.
+`--seed` fixes the run. The model has the configuration and chat template of the shipped model. A stage ends when the
+running exact-match accuracy reaches its target, or after its last step; then the model's folder is written.
 """
 
 from __future__ import annotations
@@ -28,23 +28,33 @@ from training_tokenizer import train_tokenizer
 from mlx_snapkv.demo import MODELS
 
 SHIPPED = {"llama": MODELS["demo"], "qwen3-next": MODELS["demo-qwen3-next"]}
-PEAK_RATE = 0.02  # Muon's; AdamW's is a share of it
-ADAM_SHARE = 0.3
-FIRST_TOKEN_WEIGHT = 5.0
-TEXT_WEIGHT = 0.2
+PEAK_RATE = 0.02  # learning rate of Muon
+ADAM_SHARE = 0.3  # AdamW's learning rate, as a share of Muon's
+FIRST_TOKEN_WEIGHT = 5.0  # weight of an answer's first token in the loss
+TEXT_WEIGHT = 0.2  # weight of the text in the loss
 
 
 @dataclass
 class Stage:
+    """A stage of training.
+
+    Attributes:
+        mix: what the batches consist of.
+        tokens: tokens of a batch.
+        target: running exact-match accuracy that ends the stage.
+        lr: learning rate at the start, as a factor of the peak rate.
+        final_lr: learning rate after `max_steps`, as a factor of the rate at the start; it moves linearly.
+    """
+
     mix: Mix
-    tokens: int  # a batch
+    tokens: int
     max_steps: int
-    target: float  # running exact-match accuracy that ends the stage
+    target: float
     lr: float = 1.0
-    final_lr: float = 1.0  # factors of the peak rate; the rate moves linearly over max_steps
+    final_lr: float = 1.0
 
 
-# Short and dense documents first; the rate falls in the last, longest stages.
+# Documents are short and dense at first. The learning rate falls in the last and longest stages.
 FIRST = [
     Stage(Mix(96, facts=40, copy=0.3, made_up=0.05), 4096, 600, 0.90),
     Stage(Mix(192, facts=30, copy=0.1), 4096, 600, 0.94),
@@ -74,10 +84,10 @@ CURRICULUM = {
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised by a Newton-Schulz iteration (Keller Jordan, 2024).
+    """Momentum with updates that a Newton-Schulz iteration orthogonalises (Keller Jordan, 2024).
 
-    For the weight matrices of a small transformer it needs about half of AdamW's steps; embeddings, norms and vectors
-    stay with AdamW.
+    It needs about half of AdamW's steps for the weight matrices of a small transformer. Embeddings, norms and vectors
+    are trained by AdamW.
     """
 
     def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.01):
@@ -97,6 +107,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """Return an approximately orthogonal matrix near `update`."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = update / (update.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
@@ -109,7 +120,7 @@ def orthogonalised(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 def build(arch: str, config: dict[str, Any]) -> torch.nn.Module:
-    """The Hugging Face model of a shipped configuration."""
+    """Return a Hugging Face model with the configuration of a shipped model."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
     named = ("model_type", "architectures", "torch_dtype")
@@ -130,7 +141,7 @@ def build(arch: str, config: dict[str, Any]) -> torch.nn.Module:
 
 
 def mlx_weights(arch: str, state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """The checkpoint as mlx-lm keeps it: tied head dropped, Qwen3-Next's norms plus one, convolution transposed."""
+    """Convert weights to mlx-lm's: no tied head, 1 added to Qwen3-Next's norms, its convolutions transposed."""
     weights = {}
     for name, tensor in state.items():
         if name == "lm_head.weight" or "rotary_emb" in name:
@@ -145,7 +156,7 @@ def mlx_weights(arch: str, state: dict[str, torch.Tensor]) -> dict[str, np.ndarr
 
 
 def losses(model, ids: torch.Tensor, labels: torch.Tensor, generator) -> tuple[torch.Tensor, float]:
-    """Mean loss over answers and copies plus a share of the text's; exact-match accuracy of the answers."""
+    """Return the loss of answers and copies plus a share of the text's loss, and the answers' exact-match accuracy."""
     hidden = model.model(ids[:, :-1]).last_hidden_state
     targets, kinds = ids[:, 1:], labels[:, 1:]
     sampled = torch.rand(kinds.shape, generator=generator) < 0.25
@@ -153,7 +164,7 @@ def losses(model, ids: torch.Tensor, labels: torch.Tensor, generator) -> tuple[t
     logits = model.lm_head(hidden[picked])
     kind, target = kinds[picked], targets[picked]
     each = F.cross_entropy(logits, target, reduction="none")
-    # An answer's first token is the look-up, the rest follows it: it weighs as much as the rest.
+    # The first token of an answer needs the look-up, and the others follow from it, so it has a higher weight.
     first = ((kinds == ANSWER) & (labels[:, :-1] != ANSWER))[picked]
     hard = kind != TEXT
     weight = torch.where(first, FIRST_TOKEN_WEIGHT, 1.0)[hard]
@@ -164,7 +175,7 @@ def losses(model, ids: torch.Tensor, labels: torch.Tensor, generator) -> tuple[t
 
 
 class Run:
-    """A training run: the model, everything random about it, and how far it has come."""
+    """A training run: the model, its random generators, its optimizers and its progress."""
 
     def __init__(self, arch: str, seed: int, out: Path):
         torch.manual_seed(seed)
@@ -184,23 +195,26 @@ class Run:
         }
 
     def train(self, stage: Stage) -> None:
+        """Train until the stage reaches its target, or its last step."""
         accuracy = 0.0
         for step in range(stage.max_steps):
             self._set_rate(stage, step)
             loss, exact = self._step(stage)
             if not math.isnan(exact):
                 accuracy += (exact - accuracy) / min(step + 1, 20)
-            self.progress.tell(stage.mix, loss, accuracy)
+            self.progress.show(stage.mix, loss, accuracy)
             if step >= 40 and accuracy >= stage.target:
                 break
 
     def _set_rate(self, stage: Stage, step: int) -> None:
+        """Set the learning rates; they rise over the first 50 steps of the run."""
         factor = stage.lr + (stage.final_lr * stage.lr - stage.lr) * step / stage.max_steps
         warm = min(1.0, (self.progress.steps + 1) / 50)
         for optimizer, peak in self.optimizers.items():
             optimizer.param_groups[0]["lr"] = peak * factor * warm
 
     def _step(self, stage: Stage) -> tuple[float, float]:
+        """Train on one batch; return its loss and exact-match accuracy."""
         length = stage.mix.length
         mix = replace(stage.mix, length=self.maker.rng.randint(length // 2, length))
         ids, labels = self.maker.batch(mix, stage.tokens)
@@ -217,6 +231,7 @@ class Run:
         return loss.item(), exact
 
     def save(self) -> None:
+        """Write the model's folder, as mlx-lm loads it."""
         self.out.mkdir(parents=True, exist_ok=True)
         weights = mlx_weights(self.arch, self.model.state_dict())
         save_file(weights, self.out / "model.safetensors", metadata={"format": "mlx"})

@@ -1,11 +1,11 @@
-"""Teach the embedded LLaMA harder tasks, as a model of its own, `demo-tasks` (with MLX, on a CPU).
+"""Train `demo-tasks`: the embedded LLaMA with one more layer, on harder tasks (with MLX, on a CPU).
 
     python scripts/train_tasks_model.py --out build/tasks
 
-It starts from the weights of `demo` with one layer more, which does nothing at first. The run is fixed by `--seed`;
-each stage leaves the model's folder as it is then. It needs 10 GB of memory at the end. With glibc,
-MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000 before the command make it up to three times as
-fast: MLX then gets its large arrays without page faults.
+Training starts from the weights of `demo`; the new layer does nothing at first. `--seed` fixes the run. The model's
+folder is written after each stage. The last stages need 10 GB of memory. With glibc, the variables
+MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000 make training up to three times as fast, because
+MLX then gets its large arrays without page faults.
 """
 
 import json
@@ -28,24 +28,34 @@ from training_quick_exp import cross_entropy, quick_llama
 
 from mlx_snapkv.demo import MODELS
 
-TEXT_WEIGHT = 0.2
-FIRST_WEIGHT = 4.0
-AVERAGED = 2  # last stages, of whose final weights the model is the mean
-EMBEDDING_RATE = 0.3  # AdamW's rate, as a share of Muon's
+TEXT_WEIGHT = 0.2  # weight of the text in the loss
+FIRST_WEIGHT = 4.0  # weight of a document's first answer
+AVERAGED = 2  # number of last stages whose weights are averaged
+EMBEDDING_RATE = 0.3  # AdamW's learning rate, as a share of Muon's
 
 
 @dataclass
 class Stage:
+    """A stage of training.
+
+    Attributes:
+        mix: what the batches consist of.
+        tokens: tokens of a batch.
+        lr, final_lr: learning rate at the start and at the end; it moves linearly.
+        rope_base: RoPE's base, which is raised for longer documents.
+        spread: documents have between 1/spread of the mix's length and all of it.
+    """
+
     mix: Mix
-    tokens: int  # a batch
+    tokens: int
     steps: int
     lr: float = 0.01
-    final_lr: float = 0.01  # the rate moves linearly over the steps
-    rope_base: float = 1e8  # raised before documents are lengthened
-    spread: int = 2  # documents are between a share of the length and all of it
+    final_lr: float = 0.01
+    rope_base: float = 1e8
+    spread: int = 2
 
 
-# Those that are learned last are drawn twice as often.
+# Tasks that are learned last occur several times, so they are drawn more often.
 _TASKS = (*TASKS, "several", "several", "overwritten")
 
 CURRICULUM = [
@@ -61,7 +71,7 @@ CURRICULUM = [
 
 
 def start() -> tuple[dict, Model]:
-    """The embedded LLaMA with another layer at the end."""
+    """Return the configuration and the model: the embedded LLaMA with another layer at the end."""
     config = json.loads((MODELS["demo"] / "config.json").read_text())
     config |= {"num_hidden_layers": 4}
     model = Model(ModelArgs.from_dict(config))
@@ -74,7 +84,7 @@ def start() -> tuple[dict, Model]:
 
 
 def loss_and_hits(model: Model, ids: mx.array, picked: np.ndarray, weight: mx.array):
-    """Weighted loss at the picked positions, and whether each is predicted."""
+    """Return the weighted loss at the picked positions, and whether each token is predicted."""
     hidden = model.model(ids[:, :-1])
     logits = model.model.embed_tokens.as_linear(hidden.reshape(-1, hidden.shape[-1])[picked])
     target = ids[:, 1:].reshape(-1)[picked]
@@ -82,10 +92,10 @@ def loss_and_hits(model: Model, ids: mx.array, picked: np.ndarray, weight: mx.ar
 
 
 def picked_positions(kinds: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Flat positions that the loss looks at, and their weights: answers and copies, a quarter of the text.
+    """Return the positions that count in the loss, and their weights: answers, copies, and a quarter of the text.
 
-    A long answer weighs more than a short one, but less than its tokens one by one. The first answer, which people
-    ask for most, is the only one that follows the document at once.
+    Positions index the flattened batch. The weight of an answer grows with the square root of its length. The first
+    answer has a higher weight: it is the most common use, and the only answer directly after the document.
     """
     begins = (kinds == ANSWER) & (np.roll(kinds, 1, axis=1) != ANSWER)
     first = np.where(begins.cumsum(axis=1) == 1, FIRST_WEIGHT, 1.0).reshape(-1)
@@ -100,7 +110,7 @@ def picked_positions(kinds: np.ndarray, rng: np.random.Generator) -> tuple[np.nd
 
 
 class Run:
-    """A training run: the model, everything random about it, and how far it has come."""
+    """A training run: the model, its random generators, its optimizers and its progress."""
 
     def __init__(self, seed: int, out: Path):
         mx.random.seed(seed)
@@ -117,6 +127,7 @@ class Run:
         self.gradients = nn.value_and_grad(self.model, loss_and_hits)
 
     def train(self, stage: Stage) -> None:
+        """Train for the steps of a stage."""
         exact = math.nan
         self.config["rope_theta"] = stage.rope_base
         for layer in self.model.layers:
@@ -128,9 +139,10 @@ class Run:
                 optimizer.learning_rate = rate * share
             loss, hit = self._step(stage)
             exact = hit if math.isnan(exact) else exact + 0.05 * (hit - exact)
-            self.progress.tell(stage.mix, loss, exact)
+            self.progress.show(stage.mix, loss, exact)
 
     def _step(self, stage: Stage) -> tuple[float, float]:
+        """Train on one batch; return its loss and exact-match accuracy."""
         length = self.maker.rng.randint(stage.mix.length // stage.spread, stage.mix.length)
         ids, labels = self.maker.batch(replace(stage.mix, length=length), stage.tokens)
         kinds = labels[:, 1:]
@@ -149,6 +161,7 @@ class Run:
         return loss.item(), exact_match(correct.reshape(kinds.shape), kinds)
 
     def save(self) -> None:
+        """Write the model's folder, with weights in float16."""
         self.out.mkdir(parents=True, exist_ok=True)
         halves = tree_map(lambda weight: weight.astype(mx.float16), self.model.parameters())
         path = str(self.out / "model.safetensors")

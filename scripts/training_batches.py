@@ -1,6 +1,6 @@
-"""Training sequences: question answering over documents, and copying.
+"""Make training sequences: question answering over documents, and copying.
 
-A sequence is a list of token ids with a label for each: text, an answer, or the repeat of a copied segment.
+A sequence is a list of token ids, and a label for each token: text, answer, or repetition of a copied segment.
 """
 
 import json
@@ -21,21 +21,25 @@ from mlx_snapkv.demo import documents
 
 TEXT, ANSWER, COPY = 0, 1, 2
 
-# Share of documents whose facts differ in their subject alone, so that the subject must be matched.
+# Share of documents whose facts have the same attribute, so that the model must match the subject.
 SAME_ATTRIBUTE = 0.5
 
-TASK_SHARE = 0.75
+TASK_SHARE = 0.75  # share of harder tasks, where a mix has them
 
 Sequence = tuple[list[int], list[int]]  # ids, labels
 
 
 @dataclass
 class Mix:
-    """What a batch is made of.
+    """What a batch consists of.
 
-    length: tokens a sequence; facts: facts per 1,000 tokens (at least 2); questions: asked at most;
-    copy: share of copying sequences; made_up: chance that a word of a subject is an invented one;
-    tasks: harder ones that three quarters of the other sequences draw from.
+    Attributes:
+        length: tokens of a sequence.
+        facts: facts per 1,000 tokens; a document has at least 2.
+        questions: limit for the questions of a document.
+        copy: share of copying sequences.
+        made_up: probability that a word of a subject is invented.
+        tasks: harder tasks, for `TASK_SHARE` of the other sequences.
     """
 
     length: int
@@ -47,6 +51,8 @@ class Mix:
 
 
 class SequenceMaker:
+    """Makes random sequences, and batches of them."""
+
     def __init__(self, tokenizer: Tokenizer, seed: int):
         self.rng = random.Random(seed)
         self.tokenizer = tokenizer
@@ -55,12 +61,15 @@ class SequenceMaker:
         self.n_special = 2 + len(ROLES)
 
     def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def count(self, text: str) -> int:
+        """Return the number of tokens of a text."""
         return len(self.encode(text))
 
     def question_answering(self, mix: Mix) -> Sequence:
+        """Return a document with facts and questions, as a chat or as a text that continues."""
         rng, n_facts = self.rng, self._hidden(mix)
         attributes = list(documents.ATTRIBUTES)
         if rng.random() < SAME_ATTRIBUTE:
@@ -74,7 +83,7 @@ class SequenceMaker:
 
         if rng.random() < 0.6:
             return self._chat(mix, asked, document)
-        turns = []  # as a text that goes on
+        turns = []  # sentences that continue the text
         for i, fact in enumerate(asked):
             lead = f"The {fact.attribute} of the {fact.subject} is"
             begun = self.encode(("\n" if i else "\n\n") + lead)
@@ -82,7 +91,7 @@ class SequenceMaker:
         return self._sequence(mix, [self.bos], document, turns)
 
     def task(self, mix: Mix) -> Sequence:
-        """One of the harder tasks, as a chat."""
+        """Return one of the harder tasks, as a chat."""
         sentences, questions = TASKS[self.rng.choice(mix.tasks)](self.rng, self._hidden(mix))
 
         def document(n_tokens: int) -> str:
@@ -91,9 +100,11 @@ class SequenceMaker:
         return self._chat(mix, questions[: mix.questions], document)
 
     def _hidden(self, mix: Mix) -> int:
+        """Return a random number of sentences to hide."""
         return max(2, round(mix.facts * mix.length / 1000 * self.rng.uniform(0.5, 1.5)))
 
     def _chat(self, mix: Mix, asked, document: Callable[[int], str]) -> Sequence:
+        """Return a chat: the document and the first question in the first turn, then the other questions."""
         turns = []
         for i, question in enumerate(asked):
             separator = [self.user] if i else self.encode("\n\n")
@@ -107,7 +118,13 @@ class SequenceMaker:
     def _sequence(
         self, mix: Mix, head: list[int], document: Callable[[int], str], turns: list[Sequence]
     ) -> Sequence:
-        """Head, a document that fills what is left of the length, and turns up to half of it."""
+        """Return a sequence of `head`, a document and `turns`.
+
+        Turns are added until they exceed half of the length. The document fills the rest.
+
+        Args:
+            document: makes a document of a number of tokens.
+        """
         tail: list[int] = []
         labels: list[int] = []
         for prompt, answer in turns:
@@ -120,6 +137,7 @@ class SequenceMaker:
         return ids, [TEXT] * (len(head) + len(body)) + labels
 
     def copying(self, mix: Mix) -> Sequence:
+        """Return segments of random tokens or of text, each of them twice."""
         rng = self.rng
         ids, labels = [self.bos], [TEXT]
         while len(ids) < mix.length:
@@ -139,6 +157,7 @@ class SequenceMaker:
         return ids[: mix.length], labels[: mix.length]
 
     def _draw(self, mix: Mix) -> Sequence:
+        """Return a random sequence of a mix."""
         if self.rng.random() < mix.copy:
             return self.copying(mix)
         if mix.tasks and self.rng.random() < TASK_SHARE:
@@ -146,7 +165,7 @@ class SequenceMaker:
         return self.question_answering(mix)
 
     def batch(self, mix: Mix, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids and labels, `(sequences, length)` int64, padded with the end token, labelled -1."""
+        """Return ids and labels `(sequences, length)`, int64, padded with the end token and the label -1."""
         rows = [self._draw(mix) for _ in range(max(1, tokens // mix.length))]
         width = max(len(ids) for ids, _ in rows)
         ids = np.full((len(rows), width), self.end, np.int64)
@@ -158,7 +177,7 @@ class SequenceMaker:
 
 
 def exact_match(correct: np.ndarray, kinds: np.ndarray) -> float:
-    """Share of answers of which every token is predicted; nan without answers."""
+    """Return the share of answers whose tokens are all predicted; nan without answers."""
     hits = []
     for row_ok, row_kind in zip(correct, kinds):
         answer = np.flatnonzero(np.diff(np.concatenate([[0], row_kind == ANSWER, [0]])))
@@ -167,21 +186,24 @@ def exact_match(correct: np.ndarray, kinds: np.ndarray) -> float:
 
 
 class Progress:
-    """How far a run has come: it is told now and then, and written beside the weights."""
+    """The progress of a run, which is printed every 20 steps, and written beside the weights."""
 
     def __init__(self, seed: int):
         self.seed, self.steps, self.tokens, self.started = seed, 0, 0, time.time()
 
     def count(self, labels: np.ndarray) -> None:
+        """Count a batch."""
         self.steps += 1
         self.tokens += int((labels >= 0).sum())
 
-    def tell(self, mix: Mix, loss: float, exact: float) -> None:
+    def show(self, mix: Mix, loss: float, exact: float) -> None:
+        """Print the progress every 20 steps."""
         if self.steps % 20 == 0:
             minutes = (time.time() - self.started) / 60
-            told = f"step {self.steps}, {mix.length} tokens: loss {loss:.4f}, exact {exact:.4f}"
-            print(f"{told}, {minutes:.1f} minutes", flush=True)
+            line = f"step {self.steps}, {mix.length} tokens: loss {loss:.4f}, exact {exact:.4f}"
+            print(f"{line}, {minutes:.1f} minutes", flush=True)
 
     def write(self, out: Path, **more: Any) -> None:
+        """Write training.json."""
         about = {"seed": self.seed, "steps": self.steps, "tokens": self.tokens, **more}
         (out / "training.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -1,9 +1,9 @@
-"""A starting point from which look-up is learned in minutes on a CPU.
+"""Initialise weights so that a model learns to look facts up within minutes on a CPU.
 
-Random weights spend most of a small training budget on finding two circuits: attention to the previous
-tokens, and "attend to what followed the last time" (induction heads, Olsson et al. 2022). Here they are
-planted, roughly, and training does the rest. The residual stream starts out divided: coordinate 0 is a
-constant, `TOKEN` holds the token's embedding, `LAGS` a projection of the tokens one and two before.
+From random weights, most of a small training budget is spent on finding two circuits: attention to the previous tokens,
+and attention to what followed an earlier occurrence of the token (induction heads, Olsson et al. 2022). `prime` sets
+rough versions of them, and training improves them. The residual stream is divided at first: coordinate 0 is a constant,
+`TOKEN` is the token's embedding, and `LAGS` are projections of the embeddings of the tokens one and two before.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ HEAD_DIM, ROPE_BASE = 64, 1e7
 
 
 def prime(arch: str, model: torch.nn.Module) -> None:
+    """Set the weights of the first two layers of a model, "llama" or "qwen3-next"."""
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
         embedding.normal_(std=0.1)
@@ -34,7 +35,7 @@ def prime(arch: str, model: torch.nn.Module) -> None:
 
 
 def _llama_lags(attention, projection: torch.Tensor) -> None:
-    """Layer 0: the four heads look 1, 2, 3 and 4 tokens back; the first two write their projections."""
+    """Make the heads of layer 0 attend 1, 2, 3 and 4 tokens back; the first two write projections of these tokens."""
     amplitude, pairs = 1.7, 8
     frequency = ROPE_BASE ** (-torch.arange(32) / 32)[:pairs]
     heads = attention.q_proj.weight.view(4, HEAD_DIM, 128)
@@ -51,9 +52,10 @@ def _llama_lags(attention, projection: torch.Tensor) -> None:
 
 
 def _llama_induction(attention, projection: torch.Tensor) -> None:
-    """Layer 1: KV head 0 matches this token with the one before a row, KV head 1 the one before with two before.
+    """Make layer 1 attend to what followed an earlier occurrence of a token.
 
-    Content sits in the slowest rotations, 12 pairs of them, which hold over thousands of tokens.
+    KV head 0 compares the current token with each key's previous token. KV head 1 compares the previous token with each
+    key's token two before. Only the 12 slowest pairs of RoPE are used, which change little over thousands of tokens.
     """
     slow = torch.cat([torch.arange(20, 32), torch.arange(52, 64)])
     n = len(slow)
@@ -69,7 +71,7 @@ def _llama_induction(attention, projection: torch.Tensor) -> None:
 
 
 def _copying(attention) -> None:
-    """Values and output carry the attended token's embedding to where the output reads it."""
+    """Make the values and the output projection copy the attended token's embedding to `TOKEN`."""
     identity = torch.eye(63)
     values = attention.v_proj.weight.view(2, HEAD_DIM, 128)
     for kv_head in range(2):
@@ -80,9 +82,9 @@ def _copying(attention) -> None:
 
 
 def _qwen_lags(linear, projection: torch.Tensor) -> None:
-    """Layer 0: the short convolution delays values by 1 and 2 tokens; a fast decay forgets all else."""
+    """Make the convolution of layer 0 delay values by 1 and 2 tokens; a fast decay forgets older values."""
     d = 32
-    # By key head: q, k, v of 2 heads, z of 2 heads.
+    # Rows of a key head: q, k, v of 2 heads, z of 2 heads.
     rows = linear.in_proj_qkvz.weight.view(2, 6 * d, 128)
     rows[0, : 2 * d, CONSTANT] = torch.rand(d).repeat(2) + 0.5
     rows[0, 4 * d :, CONSTANT] = 0.5
@@ -100,7 +102,7 @@ def _qwen_lags(linear, projection: torch.Tensor) -> None:
 
 
 def _qwen_induction(attention, projection: torch.Tensor) -> None:
-    """Layer 1: as in the LLaMA, in the dimensions that partial RoPE leaves alone."""
+    """Make layer 1 like the LLaMA's, in the dimensions that partial RoPE does not rotate."""
     content = slice(16, 16 + LAG_DIMS)
     queries = attention.q_proj.weight.view(2, 2, 2, HEAD_DIM, 128)
     queries = queries[:, :, 0]  # the other half is the gate

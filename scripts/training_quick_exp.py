@@ -1,7 +1,7 @@
-"""Attention, SwiGLU and cross-entropy around an exponential that is quick on a CPU.
+"""Attention, SwiGLU and cross-entropy with an exponential that is fast on a CPU.
 
-MLX's own takes about 20 ns an element there, which is most of a training step of a small model. This one is
-right to about 1e-5, which training does not notice.
+MLX's exponential takes about 20 ns per element on a CPU, most of a training step of a small model. The error of this
+one is about 1e-5, which does not affect training.
 """
 
 from unittest.mock import patch
@@ -11,7 +11,7 @@ from mlx_lm.models import llama
 
 
 def _polynomial(x: mx.array) -> mx.array:
-    """exp(x / 256) by its series, squared eight times."""
+    """Return exp(x): the series of exp(x / 256), squared eight times."""
     x = mx.clip(x, -60, 60) * (1 / 256)
     power = 1 + x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24))))
     for _ in range(8):
@@ -25,6 +25,7 @@ _exp_below = mx.compile(lambda x, top: _polynomial(x - top), shapeless=True)
 
 @mx.custom_function
 def softmax(scores: mx.array) -> mx.array:
+    """Return the softmax over the last axis."""
     powers = _exp_below(scores, scores.max(-1, keepdims=True))
     return powers * (1 / powers.sum(-1, keepdims=True))
 
@@ -50,7 +51,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def attention(queries, keys, values, cache=None, *, scale: float, mask=None) -> mx.array:
-    """Causal attention of the newest tokens; `cache` and `mask` are what mlx-lm passes for that."""
+    """Compute causal attention of the newest tokens; mlx-lm also passes `cache` and `mask`, which are not used."""
     batch, _, length, size = queries.shape
     grouped = (queries * scale).reshape(batch, keys.shape[1], -1, length, size)
     n_keys = keys.shape[2]
@@ -75,5 +76,5 @@ def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
 
 
 def quick_llama():
-    """mlx-lm's LLaMA with these functions in the place of its own, while a `with` block lasts."""
+    """Return a context manager in which mlx-lm's LLaMA uses these functions."""
     return patch.multiple(llama, scaled_dot_product_attention=attention, swiglu=swiglu)

@@ -1,4 +1,4 @@
-"""The embedded models' tokenizer: byte-level BPE in which every digit is a token of its own."""
+"""Train the embedded models' tokenizer: a byte-level BPE in which every digit is a token."""
 
 import random
 
@@ -21,9 +21,10 @@ def _corpus(rng: random.Random, sentences: int = 60_000):
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
+    """Train a tokenizer on random sentences."""
     tokenizer = Tokenizer(models.BPE())
-    # One digit a token, with its leading space: " 482" is [" 4", "8", "2"], so that the token before a
-    # value predicts the value's first digit.
+    # A digit is a token, with its leading space: " 482" is [" 4", "8", "2"]. So the token before a value predicts
+    # the first digit.
     pieces = Regex(r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]|\s")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,10 +1,10 @@
-"""What coding agents and client libraries do with the server, in ten turns with tools under five families' templates.
+"""Test the server with coding agents and client libraries: ten turns with tools, under five families' chat templates.
 
     python scripts/try_agents.py      # writes docs/agents.json; then: make docs; needs npm
 
-Agents and libraries are installed at their newest. The embedded model can't program, so it is made
-to say what the user asks for. All else is real: the clients, their prompts, HTTP, what is read of the prompts and what
-was known of them, and the calls that the server finds.
+The newest versions of agents and libraries are installed. The embedded model can't program, so it is made to answer
+what the user's message contains. Everything else is real: clients, prompts, HTTP, the prefix cache, and the parsing of
+calls.
 """
 
 import contextlib
@@ -29,36 +29,38 @@ from server_helpers import Limits, Served
 
 from mlx_snapkv.server.log import log
 
-FOLDER = ROOT / "build" / "agents"  # of npm's, and of two virtual environments
+FOLDER = ROOT / "build" / "agents"  # installed packages of npm, and two virtual environments
 FILES = ROOT / "scripts" / "agents"
 TEMPLATES = ("chatml", "llama3", "mistral", "gemma", "thinking")
-CONTEXT = 24_000  # tokens of a prompt, at most
-N_NOTES = 330  # lines of a file that outgrows the context when it is read twice
-END = " END"  # of what the model is to say; agents put words of their own behind it
+CONTEXT = 24_000  # limit for the tokens of a prompt
+N_NOTES = 330  # lines of a file that exceeds the context when it is read twice
+END = " END"  # ends the text that the model should say; agents add words after it
 SUMMARY = re.compile("detailed summary|handoff summary|summary of the conversation", re.I)
-RESULT = re.compile(r"<\|tool\|>|\[RESULT |\[result\]")  # as the templates put a tool's
+RESULT = re.compile(r"<\|tool\|>|\[RESULT |\[result\]")  # a tool's result in the templates
 DONE = "It is done."
 NAMED = re.compile(r"\b(t) \| tojson(\(.*?\))?")
-OF_A_REQUEST = "of a request "  # what the server's log says that it left out
-TIMEOUT = 400  # seconds of a turn, and of a library's session
+OF_A_REQUEST = "a request: "  # begins the log's warnings about ignored fields
+TIMEOUT = 400  # seconds for a turn of an agent, and for a library's session
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model is to say: a text, or calls of commands, after whose results it says `DONE`.
+    """What the model should do in a turn.
 
     Attributes:
-        made: files that have been written afterwards.
+        text: what it says.
+        commands: commands that it calls; after their results it says `DONE`.
+        made: contents of the files that the commands write, by name.
     """
 
     text: str = ""
     commands: tuple[str, ...] = ()
     made: dict[str, str] = field(default_factory=dict)
 
-    def answered(self, said: str, work: Path) -> bool:
-        """Whether a client has shown the answer, and its tool has done what was asked."""
+    def answered(self, printed: str, work: Path) -> bool:
+        """Return whether a client printed the answer, and its tool has written the files."""
         written = (name for name, text in self.made.items() if _read(work / name) == text)
-        return (self.text or DONE) in said and len(list(written)) == len(self.made)
+        return (self.text or DONE) in printed and len(list(written)) == len(self.made)
 
 
 def _read(path: Path) -> str | None:
@@ -84,14 +86,18 @@ TURNS = [
 
 @dataclass
 class Agent:
-    """A program of npm's or pip's, the address that it asks, and how it is used.
+    """A coding agent, and how it is started.
+
+    In words, files and environment, SERVER is replaced by the server's URL.
 
     Attributes:
-        new, again: the words before a prompt, of a new conversation and of one that goes on.
-        tool: the call that runs a command, with ~ for quotes, which some agents escape; none where answers have files.
-        files: by name in its home folder, those of `agents/`.
-
-    In words, files and the environment, SERVER is the address.
+        package: package of npm or pip.
+        api: path of the API that it uses.
+        program: path of the program in `FOLDER`.
+        new, again: arguments before the prompt, for a new conversation and for the next turn.
+        tool: the model's call that runs a command, with ~ for quotes, since some agents escape quotes; empty if the
+            agent takes files from the answer's text.
+        files: name in the home folder, and name in `agents/`, of each file.
     """
 
     package: str
@@ -152,7 +158,7 @@ AGENTS = [
     ),
 ]
 PACKAGES = ["openai", "anthropic", "litellm", "langchain-openai"]
-CLIENTS = [  # of library_session.py
+CLIENTS = [  # arguments of library_session.py
     ("openai", "/v1/chat/completions"),
     ("openai", "/v1/responses"),
     ("anthropic", "/v1/messages"),
@@ -161,33 +167,37 @@ CLIENTS = [  # of library_session.py
     ("langchain-openai", "/v1/chat/completions"),
     ("langchain-openai", "/v1/responses"),
 ]
-CALL = "{~name~: ~run~, ~arguments~: {~command~: ~COMMAND~}}"  # of the libraries' tool
+CALL = "{~name~: ~run~, ~arguments~: {~command~: ~COMMAND~}}"  # the model's call of the libraries' tool
 
 
 def what_to_say(prompt: str) -> str:
-    """What the last message asks for."""
+    """Return the model's answer to a prompt: what the last message asks for."""
     last = prompt.rpartition("<|user|>")[2]
-    _, asked, text = last.rpartition(SAY)
-    text, _, behind = text.partition(END)
-    if SUMMARY.search(behind if asked else last):
+    _, says, text = last.rpartition(SAY)
+    text, _, after = text.partition(END)
+    if SUMMARY.search(after if says else last):
         return "<analysis>Notes.</analysis><summary>Notes were read.</summary>"
-    said = DONE if not asked or RESULT.search(behind) else text.strip().replace("~", '"')
-    return f"A tool may do.</think>{said}" if prompt.endswith("<think>") else said
+    answer = DONE if not says or RESULT.search(after) else text.strip().replace("~", '"')
+    return f"A tool may do.</think>{answer}" if prompt.endswith("<think>") else answer
 
 
-def asked(turn: Turn, call: str) -> str:
-    """What a user says, to have the model say what the turn wants; `call` is one of a COMMAND, or else files are."""
+def user_message(turn: Turn, call: str) -> str:
+    """Return the message that makes the model do a turn.
+
+    Args:
+        call: the call of a command, with COMMAND for it; if empty, the model answers with the files.
+    """
     calls = (f"<tool_call>{call.replace('COMMAND', each)}</tool_call>" for each in turn.commands)
     files = (f"{name}\n```\n{text}```\n\n" for name, text in turn.made.items())
-    said = turn.text or ("".join(calls) if call else "".join(files) + DONE)
-    return f"{SAY}{said}{END}"
+    answer = turn.text or ("".join(calls) if call else "".join(files) + DONE)
+    return f"{SAY}{answer}{END}"
 
 
 @contextlib.contextmanager
 def session(template: str, n_notes: int = 3) -> Iterator[tuple[Served, Path]]:
-    """A server with this family's template, and the folder of somebody's home, with one for work with notes.
+    """Run a server with a family's template; yield it, and a home folder that has a work folder with notes.
 
-    Of tools only the names are read: the embedded model has four tokens where others have one.
+    The template shows only the names of tools, since the embedded model needs four times the tokens of other models.
     """
     limits = Limits(context=CONTEXT)
     with tempfile.TemporaryDirectory() as home, acting(what_to_say, limits=limits) as served:
@@ -201,10 +211,10 @@ def session(template: str, n_notes: int = 3) -> Iterator[tuple[Served, Path]]:
         yield served, Path(home)
 
 
-def turn_by_turn(agent: Agent, template: str) -> Row:
-    """What became of an agent's turns, which outgrow the context under the first family's template."""
+def try_agent(agent: Agent, template: str) -> Row:
+    """Run an agent through all turns, and return a row; under the first template the turns outgrow the context."""
     n_notes = N_NOTES if template == TEMPLATES[0] else 3
-    with session(template, n_notes) as (served, home), left_out() as warnings:
+    with session(template, n_notes) as (served, home), logged() as warnings:
         for name, ours in agent.files.items():
             file, text = home / name, (FILES / ours).read_text()
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -213,8 +223,8 @@ def turn_by_turn(agent: Agent, template: str) -> Row:
         for number, turn in enumerate(TURNS):
             starts.append(len(served.prompts))
             words = agent.again if number else agent.new
-            said = _said(agent, [*words, asked(turn, agent.tool)], home, served)
-            n_answered += turn.answered(said, home / "work")
+            printed = _run_agent(agent, [*words, user_message(turn, agent.tool)], home, served)
+            n_answered += turn.answered(printed, home / "work")
         second = served.prompts[starts[1] : starts[2]] or [(0, 0)]  # if the agent has failed
         lengths = [n for n, _ in served.prompts] or [0]
         about = _row(agent.package, agent.api, template, n_answered, served, warnings)
@@ -222,36 +232,38 @@ def turn_by_turn(agent: Agent, template: str) -> Row:
         return about | context
 
 
-def _said(agent: Agent, words: list[str], home: Path, served: Served) -> str:
-    """What an agent prints."""
-    told = {name: text.replace("SERVER", served.url) for name, text in agent.environment.items()}
-    return _printed(
+def _run_agent(agent: Agent, words: list[str], home: Path, served: Served) -> str:
+    """Run an agent with these arguments, and return what it prints."""
+    environment = {
+        name: text.replace("SERVER", served.url) for name, text in agent.environment.items()
+    }
+    return _run(
         [str(FOLDER / agent.program), *(word.replace("SERVER", served.url) for word in words)],
         cwd=home / "work",
-        env={"HOME": str(home), "PATH": os.environ["PATH"], "TERM": "dumb", **told},
+        env={"HOME": str(home), "PATH": os.environ["PATH"], "TERM": "dumb", **environment},
         stdin=subprocess.DEVNULL,
     )
 
 
-def at_once(package: str, api: str, template: str) -> Row:
-    """What became of a library's turns."""
-    with session(template) as (served, home), left_out() as warnings:
+def try_library(package: str, api: str, template: str) -> Row:
+    """Run a client library through all turns, and return a row."""
+    with session(template) as (served, home), logged() as warnings:
         program = FOLDER / "libraries" / "bin" / "python"
-        printed = _printed(
+        printed = _run(
             [str(program), str(FILES / "library_session.py"), f"{package} {api}", served.url],
-            input=json.dumps([asked(turn, CALL) for turn in TURNS]),
+            input=json.dumps([user_message(turn, CALL) for turn in TURNS]),
             cwd=home / "work",
             env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # instead of a download
         )
         lines = (line for line in printed.splitlines() if line.startswith('"'))
-        said = [json.loads(line) for line in lines]  # litellm prints advice of its own
-        n_answered = sum(t.answered(text, home / "work") for t, text in zip(TURNS, said))
+        answers = [json.loads(line) for line in lines]  # litellm prints other lines, too
+        n_answered = sum(t.answered(text, home / "work") for t, text in zip(TURNS, answers))
         return _row(package, api, template, n_answered, served, warnings)
 
 
 @contextlib.contextmanager
-def left_out() -> Iterator[set[str]]:
-    """What the server says that it leaves out of requests, each once."""
+def logged() -> Iterator[set[str]]:
+    """Yield a set to which the messages of the server's log are added during the block."""
     found: set[str] = set()
     handler = logging.Handler()
     handler.emit = lambda record: found.add(record.getMessage())  # type: ignore[method-assign]
@@ -262,8 +274,8 @@ def left_out() -> Iterator[set[str]]:
         log.removeHandler(handler)
 
 
-def _printed(words: list[str], **options: Any) -> str:
-    """What a program prints, as far as it comes in time."""
+def _run(words: list[str], **options: Any) -> str:
+    """Run a program, and return what it prints within `TIMEOUT`."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, **options)
     except subprocess.TimeoutExpired as error:
@@ -276,6 +288,7 @@ def _printed(words: list[str], **options: Any) -> str:
 def _row(
     client: str, api: str, template: str, n_answered: int, served: Served, warnings: set[str]
 ) -> Row:
+    """Return the row of a client and template."""
     metrics = served.client.get("/metrics").text.splitlines()
     refused = [x for x in metrics if 'status="4' in x and "_total" in x]
     return {
@@ -285,22 +298,24 @@ def _row(
         "turns": len(TURNS),
         "answered": n_answered,
         "refused": int(sum(float(line.split()[-1]) for line in refused)),
-        "warnings": sorted(x.removeprefix(OF_A_REQUEST) for x in warnings if OF_A_REQUEST in x),
+        "warnings": sorted(
+            x.removeprefix(OF_A_REQUEST) for x in warnings if x.startswith(OF_A_REQUEST)
+        ),
     }
 
 
 def install() -> dict[str, str]:
-    """The agents and libraries, at their newest; their versions."""
+    """Install the newest agents and libraries, and return their versions."""
     packages = [agent.package for agent in AGENTS if "node_modules" in agent.program]
     FOLDER.mkdir(parents=True, exist_ok=True)
     subprocess.run(["npm", "install", "--silent", *packages], cwd=FOLDER, check=True)
     about = {name: FOLDER / "node_modules" / name / "package.json" for name in packages}
     versions = {name: json.loads(path.read_text())["version"] for name, path in about.items()}
-    return versions | installed("libraries", PACKAGES) | installed("aider", ["aider-chat"])
+    return versions | _pip_install("libraries", PACKAGES) | _pip_install("aider", ["aider-chat"])
 
 
-def installed(folder: str, packages: list[str]) -> dict[str, str]:
-    """Packages of pip's in a virtual environment; their versions."""
+def _pip_install(folder: str, packages: list[str]) -> dict[str, str]:
+    """Install packages in a new virtual environment, and return their versions."""
     subprocess.run([sys.executable, "-m", "venv", FOLDER / folder], check=True)
     pip = [FOLDER / folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", "--upgrade", *packages], check=True)
@@ -314,10 +329,10 @@ def main() -> None:
     result = Result(ROOT / "docs" / "agents", clients=install())
     for template in TEMPLATES:
         for package, api in CLIENTS:
-            result.add(at_once(package, api, template))
+            result.add(try_library(package, api, template))
     for template in TEMPLATES:
         for agent in AGENTS:
-            result.add(turn_by_turn(agent, template))
+            result.add(try_agent(agent, template))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the generated parts of the docs: whole pages about the package, and the tables of measurements in the others.
+"""Write the generated parts of the docs: pages about policies, commands and models, and the tables in other pages.
 
 python scripts/write_docs.py     # or: make docs
 """
@@ -60,7 +60,7 @@ says so in one line. A model is refused if its family has no name for one of the
 
 
 def pages() -> dict[str, str]:
-    """By path, the files as they should be."""
+    """Return the contents of all generated files, by path."""
     found = {
         "docs/policies.md": policies_page.page(),
         "docs/commands.md": commands_page(),
@@ -74,6 +74,7 @@ def pages() -> dict[str, str]:
 
 
 def models_page() -> str:
+    """Return docs/models.md."""
     return MODELS.format(
         n_supported=len(SUPPORTED),
         n_refused=len(REFUSED),
@@ -83,6 +84,7 @@ def models_page() -> str:
 
 
 def commands_page() -> str:
+    """Return docs/commands.md, from typer's generator without usage lines and types."""
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name=NAME), name=NAME)
     text = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*?```\n\n", "", text, flags=re.S)
@@ -95,6 +97,7 @@ def commands_page() -> str:
 
 
 def _example(found: re.Match[str]) -> str:
+    """Return an example of a help text as a code block."""
     lines = (line.removeprefix("  ") for line in found[1].splitlines())
     return "\n".join(["```", *lines, "```", ""])
 

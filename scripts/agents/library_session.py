@@ -1,9 +1,9 @@
-"""One library's session with the server, in a process that has the libraries and nothing of ours.
+"""Hold a conversation with the server through a client library, in an environment without mlx-snapkv.
 
     python library_session.py CLIENT SERVER < turns.json     # a line of JSON for each turn: the answer's text
 
-Turns are texts to send. What the model calls is run here, and its results are sent until it answers in text. Every
-other turn is streamed.
+Turns are texts to send. Commands that the model calls are run, and their results are sent, until the model answers in
+text. Every second turn is streamed.
 """
 
 import json
@@ -25,8 +25,8 @@ IN_CHAT = {"type": "function", "function": ABOUT}
 IN_RESPONSES = {"type": "function", "strict": True, **ABOUT}
 IN_MESSAGES = {"name": "run", "description": "Run a command.", "input_schema": PARAMETERS}
 
-Call = tuple[str, dict[str, Any]]  # its id and its arguments
-Answer = tuple[str, list[Call]]
+Call = tuple[str, dict[str, Any]]  # id, arguments
+Answer = tuple[str, list[Call]]  # text, tool calls
 
 
 def _openai(url: str) -> Any:
@@ -36,6 +36,12 @@ def _openai(url: str) -> Any:
 
 
 class OpenAIChat:
+    """A conversation by openai's chat completions.
+
+    All classes of conversations have these methods: `say` adds a message, `give` adds the result of a call, and
+    `answer` asks for the next answer.
+    """
+
     def __init__(self, url: str):
         self.client = _openai(url)
         self.messages: list[Any] = [{"role": "system", "content": SYSTEM}]
@@ -63,6 +69,8 @@ class OpenAIChat:
 
 
 class OpenAIResponses:
+    """A conversation by openai's responses."""
+
     def __init__(self, url: str):
         self.client = _openai(url)
         self.items: list[Any] = []
@@ -89,6 +97,8 @@ class OpenAIResponses:
 
 
 class Anthropic:
+    """A conversation by anthropic's messages."""
+
     def __init__(self, url: str):
         import anthropic
 
@@ -125,6 +135,8 @@ class Anthropic:
 
 
 class LiteLLM(OpenAIChat):
+    """A conversation by litellm, which uses the API of `model`."""
+
     def __init__(self, url: str, model: str = "openai/local"):
         super().__init__(url)
         self.where = {"model": model, "api_key": "any", "max_tokens": MAX_TOKENS}
@@ -144,6 +156,8 @@ class LiteLLM(OpenAIChat):
 
 
 class LangChain:
+    """A conversation by langchain-openai, with chat completions or responses."""
+
     def __init__(self, url: str, by_responses: bool = False):
         from langchain_core.messages import SystemMessage
         from langchain_openai import ChatOpenAI
@@ -196,6 +210,7 @@ CLIENTS: dict[str, Callable[[str], Any]] = {
 
 
 def _run(command: str) -> tuple[str, bool]:
+    """Run a command; return its output, and whether it failed."""
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     return done.stdout + done.stderr, done.returncode != 0
 
@@ -208,7 +223,7 @@ def main() -> None:
         said, calls = session.answer(number % 2 == 1)
         while calls:
             results = [(call_id, *_run(arguments["command"])) for call_id, arguments in calls]
-            for result in reversed(results):  # as they come, which may be in any order
+            for result in reversed(results):  # a client may send results in any order
                 session.give(*result)
             said, calls = session.answer(number % 2 == 1)
         print(json.dumps(said), flush=True)

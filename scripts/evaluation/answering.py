@@ -1,10 +1,10 @@
-"""Questions about documents, in two settings, answered by methods side by side.
+"""Answering questions about documents with several methods, in two settings.
 
-known   the question stands in the prompt that is compressed: the policy may look at it
-later   the document is read and compressed first, and each question comes to what is left
+known   the question is part of the prompt that is compressed: the policy may use it
+later   the document is compressed first, and each question is read on the compressed cache
 
-A document is read once for all methods that choose from full caches. Those that evict while they read, read twice or
-keep every entry read for themselves. No method's answer depends on which others are asked.
+A document is read once for all methods that compress a full cache. Methods that evict during prefill, read twice or
+use sparse attention read it themselves. The answer of a method does not depend on the other methods.
 """
 
 import copy
@@ -38,7 +38,7 @@ def run(
     results: Results,
     on_document: Callable[[bool], None] = lambda asked: None,
 ) -> list[Record]:
-    """Every method's answer to every question in every setting; see `Results.complete`."""
+    """Return a record of every method's answer to every question in every setting; see `Results.complete`."""
     named = {method.name: method for method in methods}
 
     def cells(place: Record):
@@ -54,7 +54,7 @@ def run(
             asked = [named[cell["method"]] for cell in missing]
             numbers = sorted({cell["question"] for cell in known})
             answers = Answers(model, dataset.tokenizer, document, asked, numbers)
-            # All answers to a prompt, then the next prompt; of documents, all answers of a method.
+            # Prompts with a question: one prompt after the other. Documents: one method after the other.
             for (i,), own in grouped(known, "question").items():
                 found = answers.known(i, [named[cell["method"]] for cell in own])
                 yield from map(operator.or_, own, found)
@@ -68,10 +68,11 @@ def run(
 
 
 class Answers:
-    """What is recorded of the answers to questions about one document.
+    """Records of the answers to questions about one document.
 
     Args:
-        known: the questions that may stand in the prompt.
+        methods: the methods that will answer.
+        known: numbers of the questions that will be asked in the setting "known".
     """
 
     def __init__(
@@ -86,14 +87,14 @@ class Answers:
         self._document = document.questions[0].prompt[: document.n_shared]
         self._suffixes = {i: self._questions[i].prompt[document.n_shared :] for i in known}
         self._policies = [m.policy for m in methods if m.shares_reading]
-        self._full: dict[int, Record] = {}  # by question: the same in both settings
+        self._full: dict[int, Record] = {}  # full cache's answer by question, for both settings
 
     @cached_property
     def _reading(self) -> Reading:
         return read_once(self._model, self._document, self._policies, self._suffixes.values())
 
     def known(self, i: int, methods: Iterable[Method]) -> Iterator[Record]:
-        """Methods' answers to the `i`th question, which stands in the prompt that they compress."""
+        """Yield records of the methods' answers to question `i`, which is part of the prompt that they compress."""
         prompt: Reading | None = None
         for method in methods:
             if not method.shares_reading:
@@ -105,12 +106,12 @@ class Answers:
             if method.policy is None:
                 self._full[i] = self._answer(method, i, cache, report, full)
                 yield self._full[i]
-            else:  # what its answer and a small cache's have in common is found in one pass over it
+            else:  # one forward pass finds how many tokens of the full cache's answer this cache repeats
                 n = Reference(prompt, full).n_agreed(copy.deepcopy(cache))
                 yield self._answer(method, i, cache, report, full[:n], ahead=True)
 
     def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Record]:
-        """A method's answers to questions that come when the document has been compressed."""
+        """Yield records of a method's answers to questions that are read after the document was compressed."""
         if method.policy is None:
             yield from map(self._of_full_cache, numbers)
             return
@@ -119,6 +120,7 @@ class Answers:
             yield self._answer(method, i, copy.deepcopy(cache), report)
 
     def _of_full_cache(self, i: int) -> Record:
+        """Return a record of the full cache's answer."""
         if i not in self._full:
             self._full[i] = self._answer(Method(), i, *self._reading.compressed(None))
         return self._full[i]
@@ -129,7 +131,7 @@ class Answers:
             return self._reading.compressed(method.policy)
         policy: Any = method.policy
         cache, report = prefill(self._model, self._document, policy)
-        # With sparse attention the question is read as a turn, which has a report of its own.
+        # Sparse attention reads the question as a new turn, which makes its own report.
         return cache, None if isinstance(policy, Sparse) else report
 
     def _answer(
@@ -141,7 +143,7 @@ class Answers:
         begun: Sequence[int] = (),
         ahead: bool = False,
     ) -> Record:
-        """Return the record of an answer.
+        """Decode the answer to question `i`, and return its record.
 
         Args:
             cache, report, begun: see `measure.compare.decode`.

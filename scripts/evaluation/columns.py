@@ -1,7 +1,8 @@
-"""Data whose rows have the columns that kvpress' data sets share, such as RULER's.
+"""Datasets with the columns of kvpress' datasets, such as RULER.
 
-A task that no column names is the file's name, or its folder's if the file is a split (`test-00000-of-00001`); a length
-that none gives is a folder's name (`4096/test.parquet`). Rows of one context are questions about one document.
+Without a column `task`, the task is the file's name, or the folder's name if the file is a split
+(`test-00000-of-00001`). Without a column `length`, the length is the name of a folder (`4096/test.parquet`). Rows with
+the same context are questions about one document.
 """
 
 import importlib
@@ -25,7 +26,7 @@ from mlx_snapkv.paths import path_of, reason
 from .datasets import Dataset, Document, Question
 from .scores import scores_page
 
-MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't separate
+MAX_LENGTHS = 8  # tables group documents by length only if there are no more lengths
 SPLIT = re.compile(r"(train|test|validation|data)\b")
 PAGE = scores_page(
     "Questions of a data set",
@@ -37,7 +38,13 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Row(BaseModel, strict=True, frozen=True):
-    """A question about a context; `answer_prefix` is what the answer begins with, `length` what tables call it."""
+    """A question about a context.
+
+    Attributes:
+        answer: texts that a right answer contains.
+        answer_prefix: first words of the answer, which the prompt ends with.
+        length: number of tokens by which tables group documents.
+    """
 
     context: Text
     question: str
@@ -55,9 +62,14 @@ class Row(BaseModel, strict=True, frozen=True):
 def read_columns(
     name: str, tasks: Sequence[str] | None = None, most: int | None = None
 ) -> tuple[list[list[Row]], str]:
-    """The rows of a file, or of all parquet and JSON-lines files in a folder and below; and a digest of the data.
+    """Read a file, or all parquet and JSON-lines files in a folder and its subfolders.
 
-    They are a list a document, by length and task: at most the first `most` of each, of these tasks or of all.
+    Args:
+        name: path of the file or folder.
+        tasks: tasks to read; None reads all.
+        most: number of documents to take of each length and task, from the first; None takes all.
+
+    Returns: a list of rows for each document, ordered by length and task; and a digest of the data.
 
     Raises: SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
     """
@@ -73,7 +85,7 @@ def read_columns(
     for task in tasks or []:
         if task not in found:
             raise SnapKVError(f"--task must be one of {', '.join(found)}, got {task!r}")
-    separate = len({row.length for row in rows}) <= MOST_LENGTHS
+    separate = len({row.length for row in rows}) <= MAX_LENGTHS
     groups: dict[tuple, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.task in (tasks or found):
@@ -84,7 +96,7 @@ def read_columns(
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """A file's rows, with every column checked or filled in."""
+    """Yield the rows of a file, with every column checked or filled in."""
     folder = next((int(p.name) for p in path.resolve().parents[:3] if p.name.isdecimal()), None)
     task = path.parent.name if SPLIT.match(path.stem) else path.stem
     number = 0
@@ -107,11 +119,14 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _lines(path: Path) -> Iterator[dict]:
+    """Yield the objects of a JSON-lines file."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if line.strip():
             try:
                 row = dict(json.loads(line.decode("utf-8-sig")))
-                json.dumps(row, ensure_ascii=False).encode()  # no halves of characters
+                json.dumps(
+                    row, ensure_ascii=False
+                ).encode()  # raises if a string has a lone surrogate
             except (ValueError, TypeError, RecursionError):
                 raise SnapKVError(
                     f"{path}: line {number} is not a JSON object in UTF-8: fix or delete it"
@@ -120,6 +135,7 @@ def _lines(path: Path) -> Iterator[dict]:
 
 
 def _parquet(path: Path) -> Iterator[dict]:
+    """Yield the rows of a parquet file."""
     try:
         arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
@@ -133,10 +149,15 @@ def _parquet(path: Path) -> Iterator[dict]:
 def columns(
     tokenizer: Any, documents: Sequence[list[Row]], digest: str, template: bool = True
 ) -> Dataset:
-    """Such data, put as kvpress puts it.
+    """Return a dataset whose prompts are built as kvpress builds them.
 
-    Document and question are tokenized apart, in the user's turn of the chat template, if there is one and `template`;
-    what the answer begins with stands behind where it starts. Without a template a line break ends the question.
+    Document and question are tokenised separately and form the user's turn. `answer_prefix` is the beginning of the
+    assistant's turn. Without a chat template, a line break ends the question.
+
+    Args:
+        documents: a list of rows for each document.
+        digest: digest of the data, part of the dataset's setting.
+        template: whether to use the tokenizer's chat template, if it has one.
     """
     before, after = "", "\n"
     if templated := template and tokenizer.has_chat_template:
@@ -163,7 +184,7 @@ def columns(
 
 
 def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -> None:
-    """Raises: SnapKVError: the longest document is longer than the model was trained to."""
+    """Raise SnapKVError if the longest prompt and its answer exceed the model's trained length."""
     most = trained_length(model)
     place, _ = max(zip(dataset.places, documents), key=lambda pair: len(pair[1][0].context))
     taken = max(len(q.prompt) + q.max_tokens for q in dataset.make(place).questions)
@@ -174,21 +195,23 @@ def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -
         )
 
 
-# Scores, 0 to 1, of an output given its references: those of RULER's own evaluation, as kvpress computes them.
+# RULER's scores of an output given its references, 0 to 1, as kvpress computes them.
+
+
 def string_match_all(references: Sequence[str], output: str) -> float:
-    """The share of the references that stand in the output, whatever their case (RULER's niah, vt, cwe and fwe)."""
+    """Return the share of the references that the output contains, ignoring case (niah, vt, cwe and fwe)."""
     text = re.sub(r"[\x00-\x1f]", "", output.strip()).lower()
     return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def string_match_part(references: Sequence[str], output: str) -> float:
-    """Whether one of the references stands in the output, whatever its case (RULER's qa)."""
+    """Return 1 if the output contains one of the references, ignoring case, else 0 (qa)."""
     return float(string_match_all(references, output) > 0)
 
 
-PARTIAL = {"qa_1", "qa_2"}  # RULER's questions, which one reference answers
+PARTIAL = {"qa_1", "qa_2"}  # tasks in which one of the references is enough
 
 
 def score_of(row: Row) -> Callable[[str], float]:
-    """Return a row's score of an output."""
+    """Return the function that scores an answer to a row's question."""
     return partial(string_match_part if row.task in PARTIAL else string_match_all, row.answer)

@@ -28,6 +28,8 @@ WHETHER = "When the policy sees the question: in the prompt (known), after the c
 
 @dataclass(frozen=True)
 class AskedOptions:
+    """Options of all evaluations."""
+
     model: Model = "demo"
     policy: Policies = None
     sparse: Sparses = None
@@ -35,10 +37,11 @@ class AskedOptions:
 
     @property
     def settings(self) -> list[str]:
+        """Settings to measure."""
         return [*ANSWER_SETTINGS] if self.setting == "both" else [self.setting]
 
     def load(self) -> tuple[Any, Any]:
-        """The model and its tokenizer; SnapKVError without a chat template."""
+        """Load the model and its tokenizer. Raises: SnapKVError: the model has no chat template."""
         model, tokenizer = load_model(self.model)
         if not tokenizer.has_chat_template:
             raise SnapKVError(

@@ -1,4 +1,4 @@
-"""Documents with questions, as the evaluations ask them."""
+"""Documents, and the questions that evaluations ask about them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,14 @@ from mlx_snapkv.measure.records import Record
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt's token ids, what a right answer contains, and the score (0 to 1) of an answer's text."""
+    """A question about a document.
+
+    Attributes:
+        prompt: token ids of document and question.
+        expected: what a right answer contains, for the record.
+        score: returns the score of an answer's text, 0 to 1.
+        max_tokens: limit for the answer.
+    """
 
     prompt: list[int]
     expected: Any
@@ -20,7 +27,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A document's questions, whose prompts share their first `n_shared` tokens: at least one, never all."""
+    """Questions about one document; their prompts share their first `n_shared` tokens, at least one and never all."""
 
     questions: list[Question]
     n_shared: int
@@ -28,15 +35,20 @@ class Document:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Documents, each of which is made when it is asked about."""
+    """Documents that are made when they are needed.
+
+    Attributes:
+        setting: what the prompts depend on besides the tokenizer, as a JSON object with the `task`.
+        places: for each document its `task`, `length` (or None), `document` and more, the arguments of `make`.
+        make: makes a document.
+    """
 
     tokenizer: Any
-    # What the prompts depend on besides the tokenizer, as a JSON object with the `task`.
     setting: dict[str, Any]
-    places: Sequence[Record]  # each document's `task`, `length` (or None), `document`, and more
+    places: Sequence[Record]
     make: Callable[[Record], Document]
 
 
 def n_shared(prompt: list[int], *others: list[int]) -> int:
-    """Tokens that a prompt shares with others about the same document: at least one, never all of them."""
+    """Return how many first tokens a prompt shares with others about its document: at least one, never all."""
     return max(1, min(common_prefix([prompt, *others]), len(prompt) - 1))

@@ -1,4 +1,4 @@
-"""What becomes of an evaluation's results."""
+"""Options for the result of an evaluation."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,6 +10,6 @@ PROGRAM = "python scripts/evaluate.py"
 
 @dataclass(frozen=True)
 class ScoreOptions(ResultOptions):
-    """As for a command of the package; the command line that a result shows is the script's."""
+    """The options of the package's commands; the result shows the command line of the script."""
 
     program: ClassVar[str] = PROGRAM

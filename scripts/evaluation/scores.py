@@ -1,4 +1,4 @@
-"""Answers' scores, summed up as JSON and shown as tables."""
+"""Summaries of the scores of answers, as JSON and as tables."""
 
 import itertools
 from collections.abc import Callable
@@ -25,10 +25,11 @@ BEFORE = (
 
 
 def summarise(records: list[Record]) -> Summary:
-    """One JSON object a method, setting and length; its scores are 0 to 1.
+    """Return a JSON object for each method, setting and length, with scores from 0 to 1.
 
-    `uncompressed` counts the prompts that a policy left as they were, the first of them for `reason`; `before` the
-    tokens of the `answer_tokens` that were decoded before the compression. Both are None where no record tells.
+    `uncompressed` is the number of prompts that the policy did not compress, and `reason` says why for the first one.
+    `before` is the number of answer tokens, of `answer_tokens`, that were decoded before the compression; None if the
+    records do not say.
     """
     place = itemgetter("setting", "length", "task", "document", "question")
     full = {place(r): r["score"] for r in records if r["method"] == FULL_CACHE}
@@ -62,17 +63,17 @@ def _total(records: list[Record], key: str) -> int | None:
 
 
 def tables(summary: Summary) -> list[Table]:
-    """For each length and setting all methods' figures, and their scores by task."""
-    made = []
+    """Return two tables for each length and setting: the figures of all methods, and their scores by task."""
+    result = []
     lengths = sorted({s["length"] for s in summary}, key=lambda n: n or 0)
     for length, setting in itertools.product(lengths, ANSWER_SETTINGS):
         own = [s for s in summary if (s["length"], s["setting"]) == (length, setting)]
         if own:
             heading = f"Question {setting}" + (f", {length:,} tokens" if length else "")
-            made.append(_scores(own, heading))
+            result.append(_scores(own, heading))
             if len(own[0]["by_task"]) > 1:
-                made.append(_by_task(own, f"{heading}, by task"))
-    return made
+                result.append(_by_task(own, f"{heading}, by task"))
+    return result
 
 
 def _scores(summary: Summary, heading: str) -> Table:
@@ -108,14 +109,14 @@ def _scores(summary: Summary, heading: str) -> Table:
 
 
 def before_compression(s: Record) -> str:
-    """The share of the answers' tokens that is not the compressed cache's; nothing where that is not known."""
+    """Return the share of answer tokens decoded before the compression, in percent; empty if it is not known."""
     if s["method"] == FULL_CACHE or s.get("before") is None:
         return ""
     return f"{s['before'] / s['answer_tokens']:.0%}"
 
 
 def _by_task(summary: Summary, heading: str) -> Table:
-    """Scores by task, a row each if there are more of them than methods."""
+    """Return a table of scores by task, with a row for each task if there are more tasks than methods."""
     names = list(dict.fromkeys(name for s in summary for name in s["by_task"]))
     cells = [["method", *names]]
     for s in summary:
@@ -128,5 +129,5 @@ def _by_task(summary: Summary, heading: str) -> Table:
 
 
 def scores_page(title: str, remark: str) -> Page:
-    """The page of an evaluation with scores; the remark says how an answer is scored."""
+    """Return the page of an evaluation; `remark` says how an answer is scored."""
     return Page(title, f"{remark} {SCORES}", summarise, tables)

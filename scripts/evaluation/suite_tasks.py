@@ -1,10 +1,10 @@
-"""Tasks that a compressed cache can fail: documents whose questions ask for more than one look-up.
+"""Tasks that are hard for a compressed cache: questions that need more than one look-up in a document.
 
     document, questions = make_task("three-links", random.Random(1), 2048, count_tokens)
 
-Each task is a function of a random source and of how many sentences to hide, about. It gives the sentences in
-the order in which the document has them, and questions about them in random order. Left out is what `demo-tasks` did
-not learn: the commonest of some votes.
+Each task is a function of a random generator and the approximate number of sentences to hide. It returns the sentences
+in the order in which the document has them, and questions about them in random order. One task was dropped because
+`demo-tasks` did not learn it: to name the most frequent of some votes.
 """
 
 import random
@@ -29,12 +29,14 @@ Sentences = list[str]
 
 @dataclass(frozen=True)
 class Question:
+    """A question, and the value that answers it."""
+
     question: str
     value: str
 
 
 def _look_alikes(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
-    """One attribute, and subjects that share their adjective or their noun with others."""
+    """Make facts with one attribute, whose subjects share their adjective or noun with other subjects."""
     side = int(n**0.5) + 1
     adjectives, nouns = rng.sample(ADJECTIVES, side), rng.sample(NOUNS, side)
     subjects = rng.sample([f"{a} {b}" for a in adjectives for b in nouns], n)
@@ -43,12 +45,13 @@ def _look_alikes(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]
 
 
 def _about_facts(rng: random.Random, facts: list[Fact]) -> tuple[Sentences, list[Question]]:
+    """Return a sentence and a question for each fact."""
     hidden = [fact_sentence(fact, rng) for fact in facts]
     return hidden, [Question(f.question, f.value) for f in rng.sample(facts, len(facts))]
 
 
 def _overwritten(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
-    """Half of the facts get a new value ("... is now ...") later in the document; these are asked for."""
+    """Make facts, half of which get a new value ("... is now ...") later in the document; questions ask for these."""
     facts = make_facts(rng, max(2, round(n / 1.5)))
     changed = facts[: len(facts) // 2]
     newer = {f.subject: replace(f, value=ATTRIBUTES[f.attribute](rng)) for f in changed}
@@ -64,7 +67,7 @@ def _overwritten(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]
 
 
 def _several(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
-    """Two or three facts asked for in one question; the answer names each."""
+    """Make questions that each ask for two or three facts; the answer names all of them."""
     attribute = rng.choice([name for name in ATTRIBUTES if name != "pass phrase"])
     facts = make_facts(rng, n, attributes=[attribute])
     hidden = [fact_sentence(fact, rng) for fact in facts]
@@ -80,7 +83,7 @@ def _several(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
 
 
 def _links(rng: random.Random, n: int, links: int) -> tuple[Sentences, list[Question]]:
-    """Chains of names up to a word; the answer writes the chain out."""
+    """Make chains of `links` names that end in a word; the answer spells out the chain."""
     chains = max(2, n // links)
     names = iter(rng.sample([f"x{i}" for i in range(10, 100)], chains * links))
     hidden, questions = [], []
@@ -110,7 +113,12 @@ def make_task(
     count_tokens: Callable[[str], int],
     hidden: int = 16,
 ) -> tuple[str, list[Question]]:
-    """A document of about `n_tokens` tokens with about `hidden` sentences that matter (90 at most), and questions
-    that can each be asked after the document, alone or after others."""
+    """Return a document and questions, which can be asked alone or one after the other.
+
+    Args:
+        name: key of `TASKS`.
+        n_tokens: approximate length of the document.
+        hidden: approximate number of sentences that matter, at most 90.
+    """
     sentences, questions = TASKS[name](rng, hidden)
     return hide(rng, sentences, n_tokens, count_tokens, in_order=True), questions

@@ -1,10 +1,10 @@
-"""The tasks that are made here: `needle` and `suite`.
+"""The datasets `needle` and `suite`, which are generated.
 
 Needle in a haystack: a fact in a long document (Kamradt, "Needle In A Haystack: Pressure Testing LLMs", 2023; SnapKV's
-section 4.1). The facts are those of `mlx_snapkv/demo/documents.py`: invented values of several tokens, which no model
-can guess.
+section 4.1). The facts come from `mlx_snapkv/demo/documents.py`: invented values of several tokens, which no model can
+guess.
 
-Suite: the tasks of `suite_tasks.py`, which tell policies apart, with many questions about each document.
+Suite: the tasks of `suite_tasks.py`, which show differences between policies, with many questions for each document.
 
 The same arguments always make the same documents.
 """
@@ -32,20 +32,27 @@ from .scores import scores_page
 RETRIEVAL = scores_page("Retrieval", "An answer is right if it contains the exact value.")
 ALONE = "An answer is right if it consists of the value and nothing else."
 SUITE = scores_page("Tasks that tell policies apart", ALONE)
-HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # of an answer
-QUESTION_TOKENS = 60  # of the suite's prompts, template included
+HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # limits for an answer
+QUESTION_TOKENS = 60  # tokens of a suite's question, including the chat template
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Which documents there are, with one question each."""
+    """Lengths and depths of the documents of `needle`; each document has one question.
 
-    lengths: Sequence[int]  # tokens of the prompts, at most
-    n_depths: int = 5  # evenly from the start, 0, to the end, 1; a single one is the middle
-    n_documents: int = 1  # of each length and depth
+    Attributes:
+        lengths: limits for the tokens of a prompt.
+        n_depths: number of depths, evenly spaced from the start, 0, to the end, 1; a single one is the middle.
+        n_documents: number of documents for each length and depth.
+    """
+
+    lengths: Sequence[int]
+    n_depths: int = 5
+    n_documents: int = 1
     seed: int = 0
 
     def places(self, task: str) -> list[Record]:
+        """Return a record for each document; see `Dataset`."""
         last = self.n_depths - 1
         depths = [round(i / last, 4) for i in range(self.n_depths)] if last else [0.5]
         each = itertools.product(self.lengths, depths, range(self.n_documents))
@@ -56,7 +63,7 @@ class Grid:
 
 
 def contains(answer: str, value: str) -> bool:
-    """The value stands in the answer by itself, not inside a longer word or number."""
+    """Return whether the answer contains the value as a whole word, not inside a longer word or number."""
     return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None
 
 
@@ -66,9 +73,14 @@ def filled(
     filler: Iterator[str],
     n_prompt: Callable[[str], int],
 ) -> str:
-    """The longest document with `parts` in it whose prompt has at most `length` tokens, as `n_prompt` counts them.
+    """Return the longest document whose prompt has at most `length` tokens.
 
-    Raises: SnapKVError: not even one piece of filler has room.
+    Args:
+        parts: depth, 0 to 1, and text of each part that the document must contain.
+        filler: pieces of text for the rest.
+        n_prompt: returns the number of tokens of a document's prompt.
+
+    Raises: SnapKVError: the prompt is too long even with one piece of filler.
     """
     pieces = [next(filler)]
     least = n_prompt(joined(pieces, parts))
@@ -82,7 +94,7 @@ def filled(
 
 
 def joined(pieces: Sequence[str], parts: Iterable[tuple[float, str]]) -> str:
-    """The pieces with each part at its depth among them; two of the same depth in the order given."""
+    """Join the pieces, with each part inserted at its depth; parts of equal depth keep their order."""
     text = list(pieces)
     for i, (depth, part) in enumerate(sorted(parts, key=lambda part: part[0])):
         text.insert(round(depth * len(pieces)) + i, part)
@@ -90,10 +102,12 @@ def joined(pieces: Sequence[str], parts: Iterable[tuple[float, str]]) -> str:
 
 
 def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None) -> Dataset:
-    """One fact is asked for; the other `needles - 1` are spread over the document.
+    """Return a dataset whose documents hide `needles` facts, of which the question asks for one.
 
-    The filler is `text`, cut to length between sentences and repeated if it is too short, or else the sentences that
-    the embedded models were trained on.
+    Args:
+        grid: lengths and depths; the fact that is asked for is at this depth, and the others are spread evenly.
+        text: filler, which is cut between sentences, and repeated if it is too short; by default sentences like those
+            that the embedded models were trained on.
     """
 
     def make(place: Record) -> Document:
@@ -101,8 +115,8 @@ def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None
         rng = random.Random(f"{grid.seed} {named}")
         facts = make_facts(rng, needles)
         sentences = [fact_sentence(fact, rng) + " " for fact in facts]
-        others = ((i + 0.5) / (needles - 1) for i in range(needles - 1))  # in the middles of parts
-        parts = list(zip([place["depth"], *others], sentences))
+        depths = ((i + 0.5) / (needles - 1) for i in range(needles - 1))  # depths of the others
+        parts = list(zip([place["depth"], *depths], sentences))
         filler: Iterator[str] = (f"{filler_sentence(rng)} " for _ in itertools.count())
         if text is not None:
             filler = itertools.cycle(sentences_of(text.strip() + "\n\n"))
@@ -128,7 +142,7 @@ def suite(
     n_questions: int,
     seed: int = 0,
 ) -> Dataset:
-    """Documents of every task and length, with at most `n_questions` about each."""
+    """Return a dataset of documents for every task and length, with at most `n_questions` for each."""
 
     def make(place: Record) -> Document:
         rng = random.Random("{} {task} {length} {document}".format(seed, **place))

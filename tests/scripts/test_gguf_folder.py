@@ -156,7 +156,7 @@ def test_a_llama_with_byte_level_pieces(tmp_path):
 def test_a_qwen_in_several_files_whose_output_is_its_own(tmp_path, monkeypatch):
     fields = byte_level() | {"tokenizer_pre": "qwen2"}
     del fields["unk_token_id"]
-    monkeypatch.setattr(gguf_folder, "SHARD", 10_000)  # the embeddings alone are larger
+    monkeypatch.setattr(gguf_folder, "SHARD_BYTES", 10_000)  # the embeddings alone are larger
     tokenizer = converted(tmp_path, "qwen2", a_qwen, fields)
     files = {path.name for path in (tmp_path / "folder").glob("model-*.safetensors")}
     index = json.loads((tmp_path / "folder" / "model.safetensors.index.json").read_text())

@@ -40,8 +40,8 @@ def test_facts_are_asked_for_one_a_turn(demo_llama):
 @pytest.mark.parametrize("way", ["pages of 256", "clusters of 32"])
 def test_entries_are_clustered_another_way_for_the_block(way):
     keys = mx.random.normal((1, 2, 2 * BLOCK_SIZE, 8), key=mx.random.key(1))
-    before, (together, size) = clusters.CLUSTER_SIZE, measure_rest.WAYS[way]
-    with measure_rest.means(together, size):
+    before, (group, size) = clusters.CLUSTER_SIZE, measure_rest.WAYS[way]
+    with measure_rest.grouping(group, size):
         made = clusters.clusters_of(Entries(keys, keys))
         assert made.n == 2 * BLOCK_SIZE // size
         # What is kept between turns counts clusters by the block.
@@ -114,7 +114,7 @@ def test_a_lookahead_is_judged_behind_the_longest(demo_llama):
         prompt = mx.array([*tokenizer.encode(""), *piece.tokens])
         return mx.stack([logprobs for _, logprobs in generate_step(prompt, model, **given)])
 
-    found = [*measure_lookahead.of_text(model, tokenizer, piece)]
+    found = [*measure_lookahead.measure_text(model, tokenizer, piece)]
     cells = [(r["method"], r["setting"]) for r in found]
     assert [c for c in cells if c[0] == "64"] == [("64", "66 to 129")] and len(cells) == 9
     full = predicted(None)
@@ -133,7 +133,7 @@ def test_a_fact_asked_for_later_is_behind_every_lookahead(demo_llama, monkeypatc
     text, facts = make_haystack(tokenizer, random.Random(0), 3, 600)
     asked, row = facts[0], {"context": f"{text}\n", "answer_prefix": f" {facts[0].value[:2]}"}
     row |= {"question": asked.question, "answer": [asked.value[2:]]}
-    found = [*measure_lookahead.of_question(model, tokenizer, row)]
+    found = [*measure_lookahead.measure_question(model, tokenizer, row)]
     first, later = ([r for r in found if r["setting"] == s] for s in ("first", "later"))
     assert [r["method"] for r in first] == [FULL_CACHE, "0", "8", "16", "32", "64"]
     assert first[0]["score"] == 1 and all(r["answer"] == first[0]["answer"] for r in first[3:])
