@@ -42,10 +42,8 @@ JUDGED = 64  # tokens scored after a lookahead
 # too, and predicts one more token, which is not scored.
 SPANS = {f"{n + 2} to {n + 1 + JUDGED}": n for n in LENGTHS[-2:]}
 TASKS = ("niah_single_3", "niah_multivalue")
-FIRST, LATER = (
-    "first",
-    "later",
-)  # settings: the fact is in the answer's first tokens, or after the preamble
+# Settings of a question: the fact is in the answer's first tokens, or after the preamble.
+FIRST, LATER = "first", "later"
 PREAMBLE = (
     "Thank you for the question. The text above is long and speaks of many different things, so I have gone through "
     "all of it with care, from its beginning to its end, before I answer. You ask me for something that stands "

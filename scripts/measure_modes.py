@@ -35,11 +35,8 @@ LOOKAHEADS = {
 }  # further modes for answers to a question
 # Bounds of the spans of positions in an answer. The full cache gives the first two tokens.
 EDGES = (2, 8, 32, 96, 256, 512)
-ASKED = (
-    2,
-    34,
-    66,
-)  # bounds for answers to a question: up to the end of the longest lookahead, and after it
+# Bounds for answers to a question: a span up to the end of the longest lookahead, and one after it.
+ASKED = (2, 34, 66)
 
 
 def predictions(model, prompt: list[int], following: list[int], **options: Any) -> mx.array:

@@ -29,11 +29,7 @@ OTHERS = (  # tasks for the full cache only
     *("niah_single_1", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("vt", "cwe"),
 )
-MORE = (
-    "niah_single_1",
-    "niah_single_3",
-    "niah_multikey_1",
-)  # those of OTHERS that SmolLM2 can solve
+MORE = ("niah_single_1", "niah_single_3", "niah_multikey_1")  # OTHERS that models can solve
 MORE_GEMMA = (*MORE, "niah_multikey_2")
 TASKS_QWEN = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "niah_multiquery")
 FEWER = ("niah_single_2", "fwe")  # tasks for methods that read the prompt again for every question

@@ -152,9 +152,8 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
     clients = [Client(tokenizer, seed, length) for seed in range(n_clients)]
     pool = ThreadPoolExecutor(n_clients)
     with running(command) as (url, pid), watched(pid) as held, pool:
-        ask(
-            url, [{"role": "user", "content": "Hello"}], {}
-        )  # the model may load at the first request
+        # A server may load the model at its first request.
+        ask(url, [{"role": "user", "content": "Hello"}], {})
         # All clients ask at once, and ask again when all have their answers.
         ask_next = lambda client: client.ask(url)  # noqa: E731
         rounds = [list(pool.map(ask_next, clients)) for _ in range(1 + FOLLOW_UPS)]

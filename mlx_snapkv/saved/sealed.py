@@ -16,9 +16,7 @@ from ..paths import refusing, replacing
 CHECKSUM_KEY = "checksum"
 UNKNOWN = "0" * 8  # takes the place of the digits until the checksum is known
 _CHECKSUM_FIELD = re.compile(rb'"0\.checksum": ?"([0-9a-f]{8})"')
-_IO_BYTES = (
-    1 << 20
-)  # bytes hashed and written at a time, few enough to stay in the processor's cache
+_IO_BYTES = 1 << 20  # bytes hashed and written at a time; they fit into a processor's cache
 
 
 def metadata(path: Path) -> dict[str, str]:

@@ -20,10 +20,8 @@ from .metrics import Metrics
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
-PUBLIC = (
-    "/health",
-    "/",
-)  # paths that need no key: for watchdogs, and for browsers, which send none
+# Paths that need no key: for watchdogs, and for browsers, which send none.
+PUBLIC = ("/health", "/")
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,8 @@ class Settings:
                 "127.0.0.1"
             )
         for origin in self.origins:
-            if not re.fullmatch(
-                "[^/A-Z]+://[^/A-Z]+|null", origin
-            ):  # a page from a file has the origin "null"
+            # A page from a file has the origin "null".
+            if not re.fullmatch("[^/A-Z]+://[^/A-Z]+|null", origin):
                 raise SnapKVError(
                     "--allow-origin must be a page's scheme, host and port in small letters, such as "
                     f"http://localhost:3000, got {origin!r}"

@@ -16,9 +16,8 @@ from .prefix_cache import PrefixCache
 from .requests import EngineRequest, Loaded
 
 MIN_CHECKPOINT = 128  # fewest prompt tokens whose caches are kept
-MAX_THINK_START = (
-    11  # last prompt tokens in which a template may open the reasoning, as in mlx-lm's server
-)
+# Last prompt tokens in which a template may open the reasoning, as in mlx-lm's server.
+MAX_THINK_START = 11
 
 
 class Checkpoints:
@@ -82,9 +81,7 @@ class Checkpoints:
     ) -> None:
         """Keep the caches of a request that has read its prompt up to `n`, one of its checkpoints."""
         self._prefixes.insert(tokens, caches)
-        if (
-            n == request.checkpoints[-1]
-        ):  # the caches of the whole prompt would serve no other prompt
+        if n == request.checkpoints[-1]:  # kept instead of the caches of the whole prompt
             request.kept_prefix = list(tokens), caches
 
     def keeps_cancelled(self, request: EngineRequest) -> bool:

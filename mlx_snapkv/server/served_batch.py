@@ -168,9 +168,7 @@ class ServedBatch:
 
     def _finish(self, request: EngineRequest, answer: Completion, response: Any) -> None:
         """Send the end of an answer, keep its caches, and remove the request."""
-        if (
-            response.finish_reason is None
-        ):  # a stop text ended the answer, which mlx-lm does not know
+        if response.finish_reason is None:  # a stop text ended the answer, not mlx-lm
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self.generator.remove([response.uid])
         else:

@@ -124,9 +124,7 @@ def _lines(path: Path) -> Iterator[dict]:
         if line.strip():
             try:
                 row = dict(json.loads(line.decode("utf-8-sig")))
-                json.dumps(
-                    row, ensure_ascii=False
-                ).encode()  # raises if a string has a lone surrogate
+                json.dumps(row, ensure_ascii=False).encode()  # fails with a lone surrogate
             except (ValueError, TypeError, RecursionError):
                 raise SnapKVError(
                     f"{path}: line {number} is not a JSON object in UTF-8: fix or delete it"

@@ -19,9 +19,7 @@ class Function(BodyModel):
     type: Literal["function", "custom"]
     name: Name
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = (
-        None  # `JsonValue` has only finite numbers, as the response needs
-    )
+    parameters: dict[str, JsonValue] | None = None  # no NaN or infinity: the response repeats it
 
 
 InNamespace = Annotated[
