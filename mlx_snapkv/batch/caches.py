@@ -155,14 +155,14 @@ class BatchedChoices(Batched, ChoosingCache):
         """Return the additive mask of the attention function's call: each request's bias, and its padding hidden."""
         if all(member.bias is None for member in self.members):
             return mask
-        n, shape = keys.shape[2], (1, queries.shape[1], 1, 0)
-        rows = []
+        n = keys.shape[2]
+        no_bias = mx.zeros((1, queries.shape[1], 1, 0), queries.dtype)
+        masks = []
         for member in self.members:
-            none = mx.zeros(shape, queries.dtype)
-            own = biased(none if member.bias is None else member.bias, member.n_seen)
+            bias = no_bias if member.bias is None else member.bias
             padding = [(0, 0)] * 3 + [(0, n - member.n_seen)]
-            rows.append(mx.pad(own, padding, constant_values=HIDDEN))
-        return mx.concatenate(rows)
+            masks.append(mx.pad(biased(bias, member.n_seen), padding, constant_values=HIDDEN))
+        return mx.concatenate(masks)
 
     @property
     def kind(self) -> tuple:

@@ -165,9 +165,7 @@ class Run:
             request, self._waiting = self._waiting or next(requests, None), None
             if request is None:
                 break
-            held, others = self._generator.prompt_cache_nbytes, self._active.values()
-            memory, need = self._memory, request.need
-            if memory and need and memory.admit(need, others, held) is None:
+            if not self._has_memory_for(request):
                 self._waiting = request
                 break
             completion = request.completion
@@ -182,6 +180,13 @@ class Run:
             except SnapKVError as error:  # the policy can't serve this prompt
                 self._fail(request.line, "invalid_request", error)
         return bool(self._active)
+
+    def _has_memory_for(self, request: Request) -> bool:
+        """Return whether the batch has memory for another request; True without a limit."""
+        if self._memory is None or request.need is None:
+            return True
+        held = self._generator.prompt_cache_nbytes
+        return self._memory.admit(request.need, self._active.values(), held) is not None
 
     def _step(self) -> None:
         """Decode a token of every answer, and read a chunk of a prompt."""

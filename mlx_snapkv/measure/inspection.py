@@ -94,14 +94,14 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection for JSON; lists of positions have no padding."""
-        each = zip(self.layers, self.positions, self.heads, self.shares, strict=True)
+        by_layer = zip(self.layers, self.positions, self.heads, self.shares, strict=True)
         layers = [
             {
                 "layer": layer,
                 "attention_share": share,
-                "positions": [row[row >= 0].tolist() for row in rows[:n_heads]],
+                "positions": [kept[kept >= 0].tolist() for kept in by_head[:n_heads]],
             }
-            for layer, rows, n_heads, share in each
+            for layer, by_head, n_heads, share in by_layer
         ]
         attended = self.attended
         # Layer -1 is the mean of all layers.

@@ -145,15 +145,15 @@ def _tokens_of_sentences(
         if is_special:
             continue
         run = list(group)
-        start, at = run[0], spans[run[0]][0]
-        words = text[at : spans[run[-1]][1]]
+        start, end = run[0], spans[run[0]][0]  # next token, and the characters up to it
+        words = text[end : spans[run[-1]][1]]
         role = _ROLE.match(words) if start and special[start - 1] else None
-        lead = [] if role is None else [role.group()]
-        for piece in (*lead, *sentences_of(words[role.end() :] if role else words)):
-            at += len(piece)
+        roles = [] if role is None else [role.group()]
+        for piece in (*roles, *sentences_of(words[role.end() :] if role else words)):
+            end += len(piece)
             stop = start
-            while stop <= run[-1] and spans[stop][1] <= at:
+            while stop <= run[-1] and spans[stop][1] <= end:
                 stop += 1
-            if piece not in lead and stop > start and any(map(str.isalnum, piece)):
+            if piece not in roles and stop > start and any(map(str.isalnum, piece)):
                 yield start, stop
             start = stop
