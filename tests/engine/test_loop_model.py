@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import steps
-from tiny_models import make_llama
+from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKV, prefill
 from mlx_snapkv.caches.adapter import layer_cache
@@ -18,18 +18,27 @@ from mlx_snapkv.models.patch import recording
 ROWS = {"budget": 24, "n_sink": 4, "n_window": 10, "block": 16}
 VOTED = {"top_k": 20, "n_sink": 4, "obs_window": 8}
 POLICIES = [
-    SnapKV(**VOTED, n_window=64, on_full="slide"),
-    SnapKV(**VOTED, n_window=64),
+    SnapKV(**VOTED, n_window=24, on_full="slide"),
+    SnapKV(**VOTED, n_window=24),
     H2O(**ROWS),
     KeyDiff(**ROWS),
 ]
-TURN = mx.array(np.random.default_rng(1).integers(1, 64, 90))
+TURN = mx.array(np.random.default_rng(1).integers(1, 64, 48))
 
 
 @pytest.mark.parametrize("before", [0, 5])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_generate_step_reads_a_turn_as_one_by_one(tiny_model, tokens, policy, before):
-    """Whether the caches have just chosen or chose some tokens ago."""
+@pytest.mark.parametrize(
+    "make, policy",
+    [
+        *((make_llama, policy) for policy in POLICIES),
+        (make_qwen, POLICIES[0]),
+        (make_qwen, H2O(**ROWS)),
+    ],
+    ids=str,
+)
+def test_generate_step_reads_a_turn_as_one_by_one(make, tokens, policy, before):
+    """Whether the caches have just chosen or chose some tokens ago; linear layers read every token once."""
+    tiny_model = make()
     caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
     with recording(attention_classes(tiny_model)):
         for cache in caches:

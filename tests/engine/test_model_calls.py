@@ -44,8 +44,13 @@ def watch(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("make", [make_llama, make_qwen])
-@pytest.mark.parametrize("options, chunks", CASES)
+@pytest.mark.parametrize(
+    "make, options, chunks",
+    [
+        *((make_llama, *case) for case in CASES),
+        *((make_qwen, *CASES[i]) for i in (1, 5, -1)),
+    ],
+)
 def test_a_prompt_is_computed_once_a_chunk_and_an_answer_once_a_token(
     make, options, chunks, tokens, watch
 ):
