@@ -11,7 +11,7 @@ from mlx_snapkv.measure.intervals import interval
 from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.planning.units import format_bytes
 
-HOW = """## How it was measured
+METHOD_SECTION = """## How it was measured
 
 **Fidelity** needs no labelled data. A piece of a text is read once with the full cache, and every policy gets a copy.
 *KL* is the divergence of the predictions with the compressed cache from those with the full cache, in nats per token.
@@ -48,7 +48,7 @@ and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A lar
 the same commands. The embedded `demo-tasks` was trained to look facts up. It reveals bugs, not quality: its
 KeyDiff finds facts that no policy finds with real models.
 """
-WHAT = {
+PART_TITLES = {
     "more": ", more tasks",
     "later": ", question later",
     "blocks": ", read in blocks",
@@ -66,7 +66,7 @@ SETTINGS = {
 
 def page(result: dict[str, Any]) -> str:
     """Return the page, with a section for each part."""
-    lines = ["# How far answers move", "", written_by(result), "", HOW]
+    lines = ["# How far answers move", "", written_by(result), "", METHOD_SECTION]
     for part in result["parts"]:
         show = _fidelity if part["task"] == "fidelity" else _scores
         lines += [f"## {_title(part)}", "", *_command(part["command"]), "", *_gpu(part)]
@@ -78,9 +78,9 @@ def _title(part: dict[str, Any]) -> str:
     """Return the title of a part's section."""
     kinds = {"fidelity": "Fidelity", "suite": "Embedded tasks"}
     title = f"{kinds.get(part['task'], 'RULER')}, {str(part['model']).rpartition('/')[2]}"
-    title += WHAT.get(part["part"].partition("-")[0], "") + ", sparse" * (
-        " --sparse " in part["command"]
-    )
+    title += PART_TITLES.get(part["part"].partition("-")[0], "")
+    if " --sparse " in part["command"]:
+        title += ", sparse"
     if part["task"] == "fidelity":
         title += f", {_texts(part)}"
         after = "" if part["continuation"] == 64 else f" and {part['continuation']} after them"

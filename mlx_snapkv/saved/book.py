@@ -40,7 +40,7 @@ _AT_A_TIME = 32  # pieces that are written together
 
 
 @contextlib.contextmanager
-def written(
+def write_book(
     target: Path, prompt_cache: list, progress: Progress | None
 ) -> Iterator[dict[str, str]]:
     """Write a book's entries to a new folder beside `target`, and yield the metadata for `target`.
@@ -53,7 +53,7 @@ def written(
     try:
         if caches:
             new.mkdir()
-        yield {BOOK_KEY: _write(new, caches, progress)} if caches else {}
+        yield {BOOK_KEY: _write_files(new, caches, progress)} if caches else {}
     finally:
         for folder in filter(None, folders - {named_folder(target)}):
             shutil.rmtree(folder, ignore_errors=True)
@@ -167,7 +167,7 @@ class _File:
         return checksums
 
 
-def _write(folder: Path, caches: list[StoredKVCache], progress: Progress | None) -> str:
+def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress | None) -> str:
     """Write the files of all layers to `folder`, and return the metadata that `open_book` takes."""
     n, n_codes = caches[0].offset, list(map(_n_codes, caches))
     files_by_layer = [

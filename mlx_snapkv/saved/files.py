@@ -100,8 +100,8 @@ def save(
     target = Path(os.path.realpath(path))
     try:
         with (
-            book.written(target, prompt_cache, progress) as book_metadata,
-            sealed.sealed(target) as file,
+            book.write_book(target, prompt_cache, progress) as book_metadata,
+            sealed.open_writer(target) as file,
         ):
             save_prompt_cache(file, prompt_cache, metadata | book_metadata)
     except (OSError, RuntimeError) as error:
@@ -133,7 +133,7 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
     if is_ours and metadata["fingerprint"] != (model_fingerprint or fingerprint(model)):
         why = f"was made with another model or other weights, or in another dtype (mlx-lm {metadata['mlx_lm']})"
         raise SnapKVError(f"{path} {why}: give the model it was made with")
-    notes, tokens = tokens_in(metadata) if is_ours else (metadata, None)
+    notes, tokens = notes_and_tokens(metadata) if is_ours else (metadata, None)
     try:
         if is_ours and book.BOOK_KEY in metadata:
             book.open_book(path, metadata[book.BOOK_KEY], prompt_cache)
@@ -155,14 +155,14 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
 
 def _require_readable(path: Path, metadata: dict[str, str]) -> None:
     """Raise SnapKVError if a file of `save` is damaged, or has another format."""
-    if not sealed.is_whole(path):
+    if not sealed.has_valid_checksum(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
     if metadata[_FORMAT_KEY] != str(FORMAT):
         why = f"has format {metadata[_FORMAT_KEY]}, but this version reads format {FORMAT}"
         raise SnapKVError(f"{path} {why}: save the prompt again with mlx-snapkv cache-prompt")
 
 
-def tokens_in(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
+def notes_and_tokens(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
     """Return the notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write them."""
     try:
         notes, ids = (zlib.decompress(base64.b64decode(metadata[name])) for name in _ZIPPED)

@@ -57,7 +57,7 @@ class SealedWriter(io.BufferedWriter):
 
 
 @contextlib.contextmanager
-def sealed(target: Path) -> Iterator[Any]:
+def open_writer(target: Path) -> Iterator[Any]:
     """Yield a writer; after the block, the checksum replaces UNKNOWN in the file, which then replaces `target`.
 
     Raises: OSError: the file can't be written; an earlier `target` is unchanged.
@@ -66,15 +66,15 @@ def sealed(target: Path) -> Iterator[Any]:
         with SealedWriter(temporary.open("wb", buffering=0)) as writer:
             yield writer
         with temporary.open("r+b") as file:
-            file.seek(_place(_head(file)))
+            file.seek(_checksum_place(_head(file)))
             file.write(_digits(writer.crc))
 
 
-def is_whole(path: Path) -> bool:
+def has_valid_checksum(path: Path) -> bool:
     """Return whether every byte is as it was when the file was sealed."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         head = _head(file)
-        place = _place(head)
+        place = _checksum_place(head)
         end = place + len(UNKNOWN)
         crc = zlib.crc32(head[:place] + UNKNOWN.encode() + head[end:])
         while piece := file.read(_IO_BYTES):
@@ -90,7 +90,7 @@ def _head(file: BinaryIO) -> bytes:
     return head + (file.read(length) if length < os.fstat(file.fileno()).st_size else b"")
 
 
-def _place(head: bytes) -> int:
+def _checksum_place(head: bytes) -> int:
     """Return the place of the checksum's first digit. Raises: ValueError: there is no checksum."""
     match = _CHECKSUM_FIELD.search(head)
     if match is None:

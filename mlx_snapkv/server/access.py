@@ -14,7 +14,7 @@ from ..errors import SnapKVError
 from . import BILLING
 from .anthropic.messages import MessageFormatter
 from .api_error import ApiError, as_api_error
-from .body_limits import limited
+from .body_limits import limit_body
 from .formatter import ResponseFormatter
 from .metrics import Metrics
 
@@ -90,7 +90,10 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
         self._app, self._settings, self._metrics = app, settings, metrics
-        self._hosts = {*LOCAL, *(_name(host.lower()) for host in (settings.host, *settings.hosts))}
+        self._hosts = {
+            *LOCAL,
+            *(_host_name(host.lower()) for host in (settings.host, *settings.hosts)),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +116,9 @@ class Gate:
             headers["content-type"] = "application/json"  # curl's -d says that the body is a form
             encoding = headers.get("content-encoding", "")
             await self._app(
-                scope, limited(receive, self._settings.body_bytes, encoding), send_and_note_status
+                scope,
+                limit_body(receive, self._settings.body_bytes, encoding),
+                send_and_note_status,
             )
         except Exception as error:
             if status:  # the response has begun, so the connection can only be closed
@@ -129,15 +134,15 @@ class Gate:
         Such a page sends its own name as the host (after DNS rebinding), or its origin.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
-        if _name(host) not in self._hosts:
+        if _host_name(host) not in self._hosts:
             raise ApiError(
                 403,
                 f"the Host header names {host[:80]!r}, which is not this server: if it is, start it with "
-                f"--allow-host {_name(host)[:80] or 'NAME'}",
+                f"--allow-host {_host_name(host)[:80] or 'NAME'}",
             )
         if origin is None or origin in self._settings.origins:
             return
-        if _name(origin.partition("://")[2]) not in self._hosts:
+        if _host_name(origin.partition("://")[2]) not in self._hosts:
             advice = "start the server with --allow-origin"
             raise ApiError(403, f"pages of {origin[:80]!r} may not send requests: {advice}")
 
@@ -183,7 +188,7 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     """Return a host in lower case, without its port."""
     host = host.lower()
     return host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]

@@ -9,7 +9,7 @@ from .api_error import ApiError
 ZLIB_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits` for each Content-Encoding
 
 
-def limited(receive: Receive, limit: int, encoding: str = "") -> Receive:
+def limit_body(receive: Receive, limit: int, encoding: str = "") -> Receive:
     """Return an ASGI `receive` function that decompresses the body.
 
     Args:

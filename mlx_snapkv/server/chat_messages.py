@@ -44,7 +44,7 @@ class ForeignTool(BodyModel):
     name: str | None = None
 
 
-def by_type(*types: str | None) -> Discriminator:
+def tag_by_type(*types: str | None) -> Discriminator:
     """Return pydantic's discriminator that tags tools of these types "own", and all others "foreign"."""
 
     def tag(tool: Any) -> str:
@@ -54,13 +54,13 @@ def by_type(*types: str | None) -> Discriminator:
     return Discriminator(tag)
 
 
-def unwrapped(tool: Any) -> Any:
+def unnest_function(tool: Any) -> Any:
     """Return a tool with the fields of its `function`, in which chat completions nest them, at the top level."""
     inner = tool.get("function") if isinstance(tool, dict) else None
     return {"type": "function", **inner} if isinstance(inner, dict) else tool
 
 
-MayBeNone = BeforeValidator(lambda value: [] if value is None else value)
+NoneAsEmpty = BeforeValidator(lambda value: [] if value is None else value)
 
 
 def function_tool(tool: Any, parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 from .. import saved
 from ..errors import SnapKVError
 from ..saved import book, sealed
-from ..saved.files import fingerprint, tokens_in
+from ..saved.files import fingerprint, notes_and_tokens
 from ..sparse.prompt_caches import saved_forms
 from .log import log
 from .prefix import Prefix, as_ids, longest_prefix
@@ -67,7 +67,7 @@ class PrefixFiles:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
         for path in paths:
             try:
-                notes, tokens = tokens_in(sealed.metadata(path))
+                notes, tokens = notes_and_tokens(sealed.metadata(path))
             except SnapKVError as error:
                 log.warning("a prefix is not used: %s", error)
                 continue

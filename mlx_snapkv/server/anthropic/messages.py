@@ -17,25 +17,25 @@ from ...completions.validation import required_for
 from ..api_error import ApiError
 from ..chat_messages import (
     ForeignTool,
-    MayBeNone,
+    NoneAsEmpty,
     OutputConfig,
     OutputFormat,
-    by_type,
     chat_body,
     function_tool,
-    unwrapped,
+    tag_by_type,
+    unnest_function,
 )
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent_event
 
-REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Kind of a block: the block's field, the type of its deltas, and their field.
 BLOCKS = {
     "reasoning": ("thinking", "thinking_delta", "thinking"),
     "text": ("text", "text_delta", "text"),
     "call": ("input", "input_json_delta", "partial_json"),
 }
-ERRORS = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -48,9 +48,9 @@ ERRORS = {
 router = APIRouter(tags=["Anthropic"])
 
 
-def _tool(value: Any) -> Any:
+def _anthropic_tool(value: Any) -> Any:
     """Return a tool in Anthropic's form; OpenAI's form has the schema in `parameters`."""
-    tool = unwrapped(value)
+    tool = unnest_function(value)
     if isinstance(tool, dict) and "parameters" in tool and "input_schema" not in tool:
         return tool | {"input_schema": tool["parameters"] or {}}
     return tool
@@ -64,19 +64,19 @@ class Tool(BodyModel):
 
 AnyTool = Annotated[
     Annotated[Tool, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
-    by_type(None, "custom", "function"),
-    BeforeValidator(_tool),
+    tag_by_type(None, "custom", "function"),
+    BeforeValidator(_anthropic_tool),
 ]
 
 
-def _choice(value: Any) -> Any:
+def _anthropic_choice(value: Any) -> Any:
     """Return a tool choice in Anthropic's form."""
     if isinstance(value, str):
         value = {"type": value}
     if isinstance(value, dict) and value.get("type") == "required":
         return {"type": "any"}
     if isinstance(value, dict) and value.get("type") == "function":
-        return unwrapped(value) | {"type": "tool"}
+        return unnest_function(value) | {"type": "tool"}
     return value
 
 
@@ -109,8 +109,8 @@ class CountedMessages(BodyModel):
     model: str | None = None
     messages: Messages
     system: Annotated[list[InstanceOf[Message]], BeforeValidator(_system_messages)] = Field([])
-    tools: Annotated[list[AnyTool], MayBeNone] = Field([])
-    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_choice)] = None
+    tools: Annotated[list[AnyTool], NoneAsEmpty] = Field([])
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_anthropic_choice)] = None
     thinking: Any = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -183,28 +183,28 @@ class MessageFormatter(BlockFormatter):
         yield self.keep_alive
 
     def end(self) -> Iterator[str]:
-        yield _event("message_delta", delta=self._ending(), usage=self._usage())
+        yield _event("message_delta", delta=self._stop_fields(), usage=self._usage())
         yield _event("message_stop")
 
     def response_body(self) -> dict[str, Any]:
         content = []
         for block in self.blocks:
             value = json.loads(block.text) if block.kind == "call" else block.text
-            content.append(_empty(block) | {BLOCKS[block.kind][0]: value})
-        ending = {**self._ending(), "usage": self._usage(), **self.warnings}
+            content.append(_empty_block(block) | {BLOCKS[block.kind][0]: value})
+        ending = {**self._stop_fields(), "usage": self._usage(), **self.warnings}
         return {**self._head, "content": content, **ending}
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
         other = "invalid_request_error" if error.status_code < 500 else "api_error"
-        kind = ERRORS.get(error.status_code, other)
+        kind = ERROR_TYPES.get(error.status_code, other)
         return {"type": "error", "error": {"type": kind, "message": error.detail}}
 
     def stream_error(self, error: ApiError) -> str:
         return server_sent_event(self.error(error), "error")
 
     def block_start(self, block: Block) -> Iterator[str]:
-        yield _event("content_block_start", index=block.index, content_block=_empty(block))
+        yield _event("content_block_start", index=block.index, content_block=_empty_block(block))
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
         _, kind, field = BLOCKS[block.kind]
@@ -213,10 +213,13 @@ class MessageFormatter(BlockFormatter):
     def block_stop(self, block: Block) -> Iterator[str]:
         yield _event("content_block_stop", index=block.index)
 
-    def _ending(self) -> dict[str, Any]:
+    def _stop_fields(self) -> dict[str, Any]:
         answer = self.finished[0].answer
         if answer.finish_reason == "tool_calls" or answer.stopped_by is None:
-            return {"stop_reason": REASONS[answer.finish_reason or "stop"], "stop_sequence": None}
+            return {
+                "stop_reason": STOP_REASONS[answer.finish_reason or "stop"],
+                "stop_sequence": None,
+            }
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
 
     def _usage(self) -> dict[str, Any]:
@@ -234,7 +237,7 @@ def _event(kind: str, **fields: Any) -> str:
     return server_sent_event({"type": kind, **fields}, kind)
 
 
-def _empty(block: Block) -> dict[str, Any]:
+def _empty_block(block: Block) -> dict[str, Any]:
     """Return a block without its content."""
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}

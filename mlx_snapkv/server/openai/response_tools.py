@@ -7,24 +7,27 @@ from pydantic import BeforeValidator, Field, JsonValue, Tag
 
 from ...completions.fields import BodyModel, Name
 from ...completions.messages import full_name
-from ..chat_messages import ForeignTool, MayBeNone, by_type, function_tool, unwrapped
+from ..chat_messages import ForeignTool, NoneAsEmpty, function_tool, tag_by_type, unnest_function
 
 # JSON schema of a custom tool's arguments.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class Function(BodyModel):
-    """A function, or a custom tool of Codex, which takes a text."""
+    """A function, or a custom tool of Codex, which takes a text.
+
+    `parameters` have `JsonValue`, without NaN and infinity, because the response repeats them.
+    """
 
     type: Literal["function", "custom"]
     name: Name
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None  # no NaN or infinity: the response repeats it
+    parameters: dict[str, JsonValue] | None = None
 
 
 InNamespace = Annotated[
     Annotated[Function, Tag("own")] | Annotated[ForeignTool, Tag("foreign")],
-    by_type("function", "custom"),
+    tag_by_type("function", "custom"),
 ]
 
 
@@ -34,18 +37,18 @@ class Namespace(BodyModel):
     type: Literal["namespace"]
     name: Name
     description: str | None = None
-    tools: Annotated[list[InNamespace], MayBeNone] = Field([])
+    tools: Annotated[list[InNamespace], NoneAsEmpty] = Field([])
 
 
 AnyTool = Annotated[
     Annotated[Annotated[Function | Namespace, Field(discriminator="type")], Tag("own")]
     | Annotated[ForeignTool, Tag("foreign")],
-    by_type("function", "custom", "namespace"),
-    BeforeValidator(unwrapped),
+    tag_by_type("function", "custom", "namespace"),
+    BeforeValidator(unnest_function),
 ]
 
 
-class Offered(NamedTuple):
+class OfferedTool(NamedTuple):
     """A tool that the model may call, and the client's namespace for it."""
 
     tool: Function
@@ -60,24 +63,24 @@ class Offered(NamedTuple):
 def chat_tools(tools: list[Function | Namespace | ForeignTool]) -> list[dict[str, Any]]:
     """Return the tools in the form of chat completions."""
     return [
-        each.model_dump() if isinstance(each, ForeignTool) else _function(each)
-        for each in _each(tools)
+        each.model_dump() if isinstance(each, ForeignTool) else _chat_tool(each)
+        for each in _flatten(tools)
     ]
 
 
-def by_name(tools: list[Function | Namespace | ForeignTool]) -> dict[str, Offered]:
+def tools_by_name(tools: list[Function | Namespace | ForeignTool]) -> dict[str, OfferedTool]:
     """Return the tools that the model may call, by their full names."""
-    return {each.full_name: each for each in _each(tools) if isinstance(each, Offered)}
+    return {each.full_name: each for each in _flatten(tools) if isinstance(each, OfferedTool)}
 
 
-def _each(tools: list[Any]) -> Iterator[Offered | ForeignTool]:
+def _flatten(tools: list[Any]) -> Iterator[OfferedTool | ForeignTool]:
     """Yield all tools, those in namespaces included."""
     for tool in tools:
         namespace = tool.name if isinstance(tool, Namespace) else None
         for each in tool.tools if isinstance(tool, Namespace) else [tool]:
-            yield Offered(each, namespace) if isinstance(each, Function) else each
+            yield OfferedTool(each, namespace) if isinstance(each, Function) else each
 
 
-def _function(each: Offered) -> dict[str, Any]:
+def _chat_tool(each: OfferedTool) -> dict[str, Any]:
     parameters = INPUT if each.tool.type == "custom" else each.tool.parameters
     return function_tool(each.tool.model_copy(update={"name": each.full_name}), parameters)

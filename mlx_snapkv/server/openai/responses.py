@@ -17,23 +17,23 @@ from ...completions.fields import BodyModel, MaxTokens, Probability, Temperature
 from ...completions.messages import Message, messages_of
 from ...completions.validation import must, require
 from ..api_error import ApiError
-from ..chat_messages import ForeignTool, MayBeNone, OutputConfig, chat_body
+from ..chat_messages import ForeignTool, NoneAsEmpty, OutputConfig, chat_body
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent_event
-from .response_tools import AnyTool, by_name, chat_tools
+from .response_tools import AnyTool, chat_tools, tools_by_name
 
 PART_TYPES = {
     "reasoning": "reasoning_text",
     "text": "output_text",
     "call": "function_call_arguments",
 }
-REPEATED = {"instructions", "max_output_tokens", "temperature", "top_p"}
-PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+REPEATED_FIELDS = {"instructions", "max_output_tokens", "temperature", "top_p"}
+ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 router = APIRouter(tags=["OpenAI"])
 
 
-def _items(value: Any) -> Any:
+def _input_items(value: Any) -> Any:
     """Return the input as a list of items; text becomes a user's message."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -50,7 +50,7 @@ def _system_messages(instructions: Any) -> list[Message]:
     return messages
 
 
-def _readable(instructions: Any) -> Any:
+def _require_readable(instructions: Any) -> Any:
     """Return the instructions. Raises: SnapKVError: they can't be read."""
     _system_messages(instructions)
     return instructions
@@ -61,21 +61,24 @@ Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 
 
 class ResponsesBody(BodyModel):
-    """The body of `/v1/responses`; unknown fields are passed to the chat completion."""
+    """The body of `/v1/responses`; unknown fields are passed to the chat completion.
+
+    `instructions` and `metadata` are `JsonValue`, without NaN and infinity, because the response repeats them.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    input: Annotated[Messages, BeforeValidator(_items)]
-    instructions: Annotated[JsonValue, AfterValidator(_readable)] = None  # the response repeats it
-    tools: Annotated[list[AnyTool], MayBeNone] = Field([])
+    input: Annotated[Messages, BeforeValidator(_input_items)]
+    instructions: Annotated[JsonValue, AfterValidator(_require_readable)] = None
+    tools: Annotated[list[AnyTool], NoneAsEmpty] = Field([])
     tool_choice: Any = None
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     stream: bool | None = None
     reasoning: Any = None
-    metadata: JsonValue = None  # the response repeats it
+    metadata: JsonValue = None
     text: OutputConfig | None = None
     previous_response_id: Stored = None
     conversation: Stored = None
@@ -114,7 +117,7 @@ class ResponsesFormatter(BlockFormatter):
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
         self._model, self._body = model, body
         self._numbers = itertools.count()
-        self._tools = by_name(body.tools)
+        self._tools = tools_by_name(body.tools)
 
     def begin(self) -> Iterator[str]:
         yield self._event("response.created", response=self._response("in_progress"))
@@ -153,24 +156,26 @@ class ResponsesFormatter(BlockFormatter):
     def block_start(self, block: Block) -> Iterator[str]:
         yield self._output_item("added", block)
         if block.kind != "call":
-            yield self._block_event("content_part.added", block, part=_part(block))
+            yield self._block_event("content_part.added", block, part=_content_part(block))
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
         kind = f"{PART_TYPES[block.kind]}.delta"
         if self._is_custom(block):
-            kind, text = "custom_tool_call_input.delta", _input(block)
+            kind, text = "custom_tool_call_input.delta", _custom_input(block)
         yield self._block_event(kind, block, delta=text, **_logprobs(block))
 
     def block_stop(self, block: Block) -> Iterator[str]:
         done = f"{PART_TYPES[block.kind]}.done"
         if self._is_custom(block):
-            yield self._block_event("custom_tool_call_input.done", block, input=_input(block))
+            yield self._block_event(
+                "custom_tool_call_input.done", block, input=_custom_input(block)
+            )
         elif block.call is not None:
-            name = self._called(block)["name"]
+            name = self._tool_fields(block)["name"]
             yield self._block_event(done, block, name=name, arguments=block.text)
         else:
             yield self._block_event(done, block, text=block.text, **_logprobs(block))
-            yield self._block_event("content_part.done", block, part=_part(block))
+            yield self._block_event("content_part.done", block, part=_content_part(block))
         yield self._output_item("done", block)
 
     def _output_item(self, what: str, block: Block) -> str:
@@ -181,7 +186,7 @@ class ResponsesFormatter(BlockFormatter):
         found = self._tools.get(block.call["function"]["name"]) if block.call else None
         return found is not None and found.tool.type == "custom"
 
-    def _called(self, block: Block) -> dict[str, Any]:
+    def _tool_fields(self, block: Block) -> dict[str, Any]:
         """Return the name of a call's tool, and its namespace if it has one."""
         assert block.call is not None
         name = block.call["function"]["name"]
@@ -191,20 +196,20 @@ class ResponsesFormatter(BlockFormatter):
 
     def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
         """Return a block as an item of the output, without content if it is new."""
-        head = {"id": _id(block), "status": "in_progress" if is_new else "completed"}
+        head = {"id": _item_id(block), "status": "in_progress" if is_new else "completed"}
         if block.call is not None:
-            call = {"call_id": block.call["id"], **self._called(block)}
+            call = {"call_id": block.call["id"], **self._tool_fields(block)}
             if self._is_custom(block):
-                text = "" if is_new else _input(block)
+                text = "" if is_new else _custom_input(block)
                 return {"type": "custom_tool_call", **head, **call, "input": text}
             return {"type": "function_call", **head, **call, "arguments": block.text}
-        content = [] if is_new else [_part(block)]
+        content = [] if is_new else [_content_part(block)]
         if block.kind == "reasoning":
             return {"type": "reasoning", **head, "summary": [], "content": content}
         return {"type": "message", **head, "role": "assistant", "content": content}
 
     def _block_event(self, kind: str, block: Block, **fields: Any) -> str:
-        place = {"output_index": block.index, "item_id": _id(block)}
+        place = {"output_index": block.index, "item_id": _item_id(block)}
         content = {} if block.kind == "call" else {"content_index": 0}
         return self._event(f"response.{kind}", **place, **content, **fields)
 
@@ -221,7 +226,7 @@ class ResponsesFormatter(BlockFormatter):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            **replace_surrogates_in(body.model_dump(include=REPEATED)),
+            **replace_surrogates_in(body.model_dump(include=REPEATED_FIELDS)),
             "tools": replace_surrogates_in(
                 [t.model_dump() for t in body.tools if not isinstance(t, ForeignTool)]
             ),
@@ -238,17 +243,17 @@ class ResponsesFormatter(BlockFormatter):
         }
 
 
-def _id(block: Block) -> str:
-    return f"{PREFIXES[block.kind]}_{block.id}"
+def _item_id(block: Block) -> str:
+    return f"{ID_PREFIXES[block.kind]}_{block.id}"
 
 
-def _input(block: Block) -> str:
+def _custom_input(block: Block) -> str:
     """Return the text with which a custom tool is called."""
     arguments = json.loads(block.text)
     return arguments["input"] if isinstance(arguments.get("input"), str) else block.text
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _content_part(block: Block) -> dict[str, Any]:
     more: dict[str, Any] = {"annotations": []} if block.kind == "text" else {}
     return {"type": PART_TYPES[block.kind], "text": block.text, **more, **_logprobs(block)}
 
