@@ -44,6 +44,9 @@ and RoPE. All policies are therefore defined as usual. Statistics of queries (`e
 large: per layer, `n_heads` times the square of a key's size.
 - **Layers that read other layers' entries.** Their queries vote together with those of the layer that owns the \
 entries. All reading heads have the same weight.
+- **No sparse attention.** Sparse attention replaces mlx-lm's attention function for one layer's cache. Model types \
+marked "no sparse attention" compute with the entries before they call this function, or call another one. `--sparse` \
+is then refused in one sentence; policies work.
 - **Capped logits** (gemma2). Votes are computed from the capped logits; `expected_attention` is refused.
 - **Quantised entries** (`kv_bits`, `store=8bit`) are refused if mlx-lm's forward pass reads plain entries: \
 with latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing layers.

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, _BaseCache
+from mlx_lm.models.cache import BatchKVCache, CacheList, _BaseCache
 
 from ..caches.adapter import layer_cache
 from ..caches.contract import keys_of
 from ..caches.layers import members
 from ..compress.evicting import EvictingCache
-from ..entries.attention import HIDDEN
 from ..entries.quantization import (
     Quantised,
     Stored,
@@ -29,22 +28,22 @@ from ..entries.quantization import (
     with_room,
     write,
 )
-from ..entries.queries import Captured, OnQueries
-from ..sparse.bias import biased
+from ..entries.queries import Captured
 from ..sparse.cache import SparseKVCache
-from ..sparse.choosing import ChoosingCache
 
 
-class BatchCache(OnQueries, ABC):
+class BatchCache(ABC):
     """The interface of one layer's batched cache, which `MlxLmBatch` gives to mlx-lm's own caches.
 
     Attributes:
-        observes: whether the cache records queries, so that the attention class must be patched.
+        observes: whether the cache receives the queries of later tokens, so that the attention class must be patched.
         chooses: whether each request's queries choose the entries that a step reads.
+        pads: whether the entries of shorter requests are hidden by a mask.
     """
 
     observes: bool
     chooses: bool
+    pads: bool = False
 
     @property
     def recorded(self) -> Sequence[mx.array]:
@@ -68,6 +67,7 @@ class MlxLmBatch(BatchCache):
 
     def __init__(self, cache: Any):
         self._cache = cache
+        self.pads = isinstance(cache, BatchKVCache)
 
     @property
     def kind(self) -> tuple:
@@ -120,53 +120,44 @@ class Batched(BatchCache, _BaseCache):
         return False
 
 
-class BatchedChoices(Batched, ChoosingCache):
-    """Caches of several requests under sparse attention.
+class BatchedChoices(Batched):
+    """Caches of several requests under sparse attention: each attends to its own entries, one after the other."""
 
-    Every token chooses among the entries of its own request, and one call of the attention function reads the entries
-    that all requests chose.
-    """
-
+    chooses = observes = True
     members: list[SparseKVCache]
     keys = keys_of(lambda batch: batch.members[0])
 
-    def __init__(self, members: Sequence[SparseKVCache]):
-        super().__init__(members)
-        self.layer = members[0].layer
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """Return None: a token reads all entries that it chooses."""
+        assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
 
-    def move(self, n: int) -> None:
-        for member in self.members:
-            member.move(n)
-
-    def add(self, keys: mx.array, values: mx.array) -> None:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append a token's keys and values of each request, `(B, n_kv_heads, 1, head_dim)`, and return them."""
         for i, member in enumerate(self.members):
-            member.add(keys[i : i + 1], values[i : i + 1])
+            member.update_and_fetch(keys[i : i + 1], values[i : i + 1])
+        return keys, values
 
-    def choice(self, captured: Captured) -> Stored:
-        """Return the entries that each request's query chooses, stacked along the batch axis."""
-        chosen: list[Stored] = []
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Return the attention of one token of each request; see `SparseKVCache.attend`."""
+        outputs: list[mx.array] = []
         for i, member in enumerate(self.members):
-            # The dependency makes requests choose one after the other, so that only one needs memory at a time.
-            own = mx.depends(captured.heads[i : i + 1], arrays(chosen[-1:]))
-            chosen.append(member.choice(captured._replace(heads=own)))
-        return _stacked(chosen)
-
-    def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> Any:
-        """Return the additive mask of the attention function's call: each request's bias, and its padding hidden."""
-        if all(member.bias is None for member in self.members):
-            return mask
-        n = keys.shape[2]
-        no_bias = mx.zeros((1, queries.shape[1], 1, 0), queries.dtype)
-        masks = []
-        for member in self.members:
-            bias = no_bias if member.bias is None else member.bias
-            padding = [(0, 0)] * 3 + [(0, n - member.n_seen)]
-            masks.append(mx.pad(biased(bias, member.n_seen), padding, constant_values=HIDDEN))
-        return mx.concatenate(masks)
+            # The dependency makes requests attend one after the other, so that only one needs memory at a time.
+            own = mx.depends(queries[i : i + 1], outputs[-1:])
+            new = keys[i : i + 1], values[i : i + 1]
+            outputs.append(member.attend(own, *new, scale, mask, sinks))
+        return mx.concatenate(outputs)
 
     @property
     def kind(self) -> tuple:
-        return "chosen", self.members[0].n_after_next.bit_length()
+        return ("chosen",)
 
     def extract(self, idx: int) -> SparseKVCache:
         """Return a copy of a request's cache."""
@@ -323,9 +314,9 @@ def batch_caches(prompt_cache: list) -> list[BatchCache]:
 def kind_of(prompt_cache: list) -> tuple:
     """Return the kinds of a request's caches: requests of equal kinds can decode together."""
     caches = batch_caches(prompt_cache)
-    counts = {cache.size() for cache in caches if cache.chooses}
-    # Layers that read different numbers of entries need different masks: such a request decodes alone.
-    return id(prompt_cache[0]) if len(counts) > 1 else None, *(cache.kind for cache in caches)
+    # mlx-lm makes one mask for all layers. A sparse request's layers that read all entries would need their own.
+    alone = any(x.chooses for x in caches) and any(x.pads for x in caches)
+    return id(prompt_cache[0]) if alone else None, *(cache.kind for cache in caches)
 
 
 def batched(cache: Any) -> Any:

@@ -116,6 +116,14 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     return [AttentionLayer(*layer, number) for number, layer in enumerate(full)]
 
 
+def choosing_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
+    """Return the layers whose queries choose which entries they read under sparse attention.
+
+    A layer that lends its entries gives them to the other layers as arrays, so all of these layers read all entries.
+    """
+    return [layer for layer in layers if not layer.borrowers]
+
+
 def token_caches(model) -> list:
     """Return a model's caches after one token, for the shapes of their arrays; nothing is computed."""
     caches = make_prompt_cache(model)

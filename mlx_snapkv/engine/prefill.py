@@ -7,7 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.layers import file_bytes, kv_bytes, kv_dtype, layer_caches, members
+from ..caches.layers import (
+    choosing_layers,
+    file_bytes,
+    kv_bytes,
+    kv_dtype,
+    layer_caches,
+    members,
+)
 from ..compress.policy import Policy
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.trained_length import warn_beyond_trained_length
@@ -130,7 +137,7 @@ def _leave_entries(request: Request) -> None:
     """Store all entries of a text that was read sparsely, for later requests, and note their bytes in the report."""
     caches, layers, report = request.prompt_cache, request.layers, request.report
     offload(layers, caches)
-    note_chunks(request.plan, layers, request.caches, report)
+    note_chunks(request.plan, choosing_layers(layers)[0].cache_in(request.caches), report)
     report.entries_kept = [None] * len(caches)
     for layer in layers:
         report.entries_kept[layer.index] = layer.cache_in(caches).n_entries

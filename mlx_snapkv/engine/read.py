@@ -27,7 +27,7 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
         everything = layer.cache_in(prompt_cache)
         everything.observe(plan.first, plan.last, plan.capacity)
         everything.layer = layer
-        if (reading := plan.sparse_reading) is not None:
+        if (reading := plan.sparse_reading) is not None and not layer.borrowers:
             view = FullView([everything.store], layer)
             # Page means of entries in files are kept for later turns, which would read all keys again.
             means = everything.page_means if everything.in_files else PageMeans()

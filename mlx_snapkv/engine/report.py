@@ -44,7 +44,6 @@ class CompressionReport:
         read_per_token: entries per KV head, the most of any layer, that every answer token chooses again, if it does.
         means: the mean entries that every such token reads for the rest, the most of any layer; 0 where it sees nothing
             of the rest.
-        no_means: why there are none, where there were to be.
         auto: the setting that `policy="auto"` chose, and why.
         full_token_seconds, token_seconds: time of a token on the full cache, before the compression, and after it.
     """
@@ -65,7 +64,6 @@ class CompressionReport:
     read_per_chunk: int | None = None
     read_per_token: int | None = None
     means: int = 0
-    no_means: str | None = None
     auto: str | None = None
     full_token_seconds: float | None = None
     token_seconds: float | None = None
@@ -111,8 +109,7 @@ class CompressionReport:
             chunk = (
                 "" if self.read_per_chunk is None else f", at most {self.read_per_chunk} by a chunk"
             )
-            none = "" if self.no_means is None else f", no means of the rest {self.no_means}"
-            return f"{self.read_per_token} entries{means} read by every token{chunk}{none}"
+            return f"{self.read_per_token} entries{means} read by every token{chunk}"
         kept = [n for n in self.entries_kept if n is not None] or [0]
         least, most = min(kept), max(kept)
         return (

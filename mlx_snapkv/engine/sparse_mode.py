@@ -1,11 +1,11 @@
 """Sparse attention: all entries stay, and the prompt's chunks and the answer's tokens read few of them."""
 
-from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import mlx.core as mx
 
-from ..caches.layers import AttentionLayer, copies_but_entries
+from ..caches.adapter import full_cache
+from ..caches.layers import AttentionLayer, choosing_layers, copies_but_entries
 from ..entries.attention import nan_scores
 from ..entries.queries import Queries
 from ..planning.request_plan import Plan
@@ -30,10 +30,11 @@ class SparseMode:
         assert plan.sparse is not None
         self.plan, self.layers, self._sparse = plan, layers, plan.sparse
         self._prompt_cache, self._pieces = prompt_cache, pieces
+        self._choosing = choosing_layers(layers)
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model for a chunk `(1, L)`, and again for the last tokens of the prompt, which read more."""
-        reading, first = self.plan.sparse_reading, self.layers[0].cache_in(cache)
+        reading, first = self.plan.sparse_reading, self._choosing[0].cache_in(cache)
         if reading is not None and first.reads_some:
             n = reading.last_from - first.offset
             if 0 < n < inputs.shape[1]:
@@ -45,16 +46,21 @@ class SparseMode:
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace `caches` by those whose tokens choose among all entries; nothing is evicted."""
         self._require_numbers()
-        note_chunks(self.plan, self.layers, caches, report)
+        note_chunks(self.plan, self._choosing[0].cache_in(caches), report)
         caches[:] = copies_but_entries(caches, self.layers)
         offload(self.layers, self._prompt_cache)
         report.entries_kept, report.attention_share = [None] * len(caches), [None] * len(caches)
         for layer in self.layers:
+            if (
+                layer.borrowers
+            ):  # the other layers get their entries as arrays, so every token reads them all
+                stored = layer.cache_in(self._prompt_cache)
+                layer.put(caches, full_cache(stored.stored_entries().packed(None)))
+        for layer in self._choosing:
             cache = SparseKVCache(self._ranking(layer))
             layer.put(caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
-        report.no_means = self.no_means
         report.read_per_token = max(filter(None, report.entries_kept))
 
     def _require_numbers(self) -> None:
@@ -78,23 +84,11 @@ class SparseMode:
         """Return the ranking by which the answer's tokens choose among a layer's entries."""
         cache, view = layer.cache_in(self._prompt_cache), self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)
-        if self._sparse.residual is not None and self.no_means is None and cache.n_queries:
+        if self._sparse.residual is not None and cache.n_queries:
             ranking.weigh_residual(self._voters(layer, view), cache.clusters)
         if ranking.residual is not None:
             cache.clusters = ranking.residual.clusters.whole_blocks()
         return ranking
-
-    @cached_property
-    def no_means(self) -> str | None:
-        """Return why tokens see no means of the rest though they were asked for, or None.
-
-        Either all layers have means or none has, since mlx-lm makes one mask for all.
-        """
-        if self._sparse.residual is None:
-            return None
-        if not all(map(TokenRanking.can_weigh, self.layers)):
-            return "with latent, capped or borrowed attention"
-        return None
 
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:
         """Return the prompt's last queries as voters over all of a layer's entries."""
@@ -102,12 +96,10 @@ class SparseMode:
         return cache.voters(cache.queries, cache.query_positions, view.blocks().shape)
 
 
-def note_chunks(
-    plan: Plan, layers: list[AttentionLayer], caches: list, report: CompressionReport
-) -> None:
-    """Note in the report how many earlier entries a chunk read at most, if chunks chose."""
+def note_chunks(plan: Plan, cache: Any, report: CompressionReport) -> None:
+    """Note in the report how many earlier entries a chunk read at most, if chunks chose; `cache` is a layer's."""
     if plan.sparse_reading is not None:
-        report.read_per_chunk = layers[0].cache_in(caches).n_read
+        report.read_per_chunk = cache.n_read
 
 
 def offload(layers: list[AttentionLayer], prompt_cache: list) -> None:

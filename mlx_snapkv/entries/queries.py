@@ -85,25 +85,7 @@ def on_queries(callback: Callback) -> Iterator[None]:
         _callback.reset(token)
 
 
-class OnQueries:
-    """Base of the KV caches that receive the queries of an attention module's call through `record`.
-
-    Attributes:
-        waits_for_readers: whether some of the layers that read the newest entries have yet to record their queries.
-    """
-
-    waits_for_readers: bool = False
-
-    def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Return the entries for the attention function, in place of the `keys` and `values` that it was given."""
-        return keys, values
-
-    def asks_again(self) -> bool:
-        """Return whether the attention module must be called again, with the entries that its queries chose."""
-        return False
-
-
-class Recorder(OnQueries):
+class Recorder:
     """Base of the KV caches that record queries; `start_recording` describes the arguments.
 
     Attributes:
@@ -148,7 +130,7 @@ class Recorder(OnQueries):
         self.moments = QueryMoments()
 
     @property
-    def waits_for_readers(self) -> bool:  # type: ignore[override]
+    def waits_for_readers(self) -> bool:
         """Return whether some of the layers that read the newest entries have yet to record their queries."""
         return bool(self._by_reader)
 

@@ -61,6 +61,8 @@ class Contender:
             cache.update_and_fetch(keys, values)
             return cache if self.bits is None else cache.to_quantized(self.group_size, self.bits)
         if isinstance(self.policy, Sparse):
+            if layer.borrowers:
+                return full_cache(entries)
             quota = self.policy.quota(context)
             view = FullView([MemoryStore(cache=full_cache(entries))], layer)
             view.index = view.make_index(None)

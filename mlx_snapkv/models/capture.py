@@ -26,12 +26,13 @@ from .family import AttentionFamily
 
 @dataclass
 class Call:
-    """A call of an attention module that was given a recording cache.
+    """A call of an attention module whose queries are recorded.
 
     Attributes:
         recorder: the recording cache.
         attention: the attention module.
         arguments: the call's positional arguments.
+        borrowed: whether the module reads the entries of an earlier layer.
         captured: results of the module's RoPE or splits during the call, in order.
     """
 
@@ -39,19 +40,17 @@ class Call:
     attention: Any
     family: AttentionFamily
     arguments: tuple
+    borrowed: bool = False
     captured: list[Any] = field(default_factory=list)
 
-    def record(
-        self, queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
-    ) -> tuple[Any, Any]:
-        """Record the queries of a call of the attention function, and return the keys and values to attend to."""
-        captured = Captured(queries, scale, sinks, borrowed=self.family.borrows(self.attention))
+    def record(self, queries: mx.array, scale: float, sinks: Any, absorbed: bool) -> None:
+        """Record the queries of a call of the attention function; `absorbed` as in `_latent`."""
+        captured = Captured(queries, scale, sinks, borrowed=self.borrowed)
         if self.family.latent:
-            captured = self._latent(captured, absorbed=keys is values)
+            captured = self._latent(captured, absorbed)
         self.recorder.record(captured)
-        if self.recorder.waits_for_readers:
-            _thread.lent[id(keys)] = keys, self.recorder
-        return self.recorder.attended(keys, values)
+        others = [x for x in _thread.lenders if x is not self.recorder]
+        _thread.lenders = [*others, self.recorder] if self.recorder.waits_for_readers else others
 
     def _latent(self, captured: Captured, absorbed: bool) -> Captured:
         """Return the queries of an MLA module's call with their positional part, `(B, n_heads, L, width)`.
@@ -82,12 +81,12 @@ class _Thread(threading.local):
 
     Attributes:
         call: the current call.
-        lent: keys that other layers have yet to read: id of the array -> the array, and its recorder.
+        lenders: recording caches whose newest entries later layers have yet to read.
     """
 
     def __init__(self):
         self.call: Call | None = None
-        self.lent: dict[int, tuple[Any, Any]] = {}
+        self.lenders: list[Any] = []
 
 
 _thread = _Thread()
@@ -111,26 +110,21 @@ def capturing(call: Call) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Drop keys that layers should have read, but did not."""
-    _thread.lent.clear()
+    """Forget the recording caches whose entries later layers should have read, but did not."""
+    _thread.lenders = []
 
 
-def record(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) -> tuple[Any, Any]:
-    """Record queries with the recorder of the keys, if there is one, and return the keys and values to attend to."""
+def lender_to(attention: Any) -> Any:
+    """Return the recording cache whose newest entries an attention module has yet to read; None if there is none."""
+    return next(
+        (x for x in _thread.lenders if any(attention is y for y in x.layer.borrowers)), None
+    )
+
+
+def record(queries: mx.array, scale: float, sinks: Any, absorbed: bool = False) -> None:
+    """Record the queries of a call of the attention function for the current call of an attention module."""
     if _thread.call is not None:
-        return _thread.call.record(queries, keys, values, scale, sinks)
-    if id(keys) in _thread.lent:
-        _, recorder = _thread.lent[id(keys)]
-        recorder.record(Captured(queries, scale, sinks, borrowed=True))
-        if not recorder.waits_for_readers:
-            del _thread.lent[id(keys)]
-    return keys, values
-
-
-def masked(queries: mx.array, keys: Any, mask: Any) -> Any:
-    """Return the mask for a call of the attention function; the recording cache's `hide` may change it."""
-    hide = getattr(_thread.call and _thread.call.recorder, "hide", None)
-    return mask if hide is None else hide(queries, keys, mask)
+        _thread.call.record(queries, scale, sinks, absorbed)
 
 
 class _Namespace:
@@ -148,7 +142,7 @@ def attention_of_mlx(mlx: Any) -> Any:
     """Return `mlx.core` with an attention function that records queries, for modules that call MLX's."""
 
     def attend(queries, keys, values, **kwargs):
-        keys, values = record(queries, keys, values, kwargs["scale"], kwargs.get("sinks"))
+        record(queries, kwargs["scale"], kwargs.get("sinks"))
         return mlx.fast.scaled_dot_product_attention(queries, keys, values, **kwargs)
 
     return _Namespace(mlx, fast=_Namespace(mlx.fast, scaled_dot_product_attention=attend))

@@ -67,9 +67,19 @@ class AttentionFamily:
     again: int = 0
 
     @property
-    def asks_to_hide(self) -> bool:
-        """Return whether every reader of a cache calls its `hide` for the mask while the class is patched."""
-        return not self.latent and not self.again and self.attends == "scaled_dot_product_attention"
+    def no_sparse(self) -> str | None:
+        """Return why a cache can't compute the attention of these modules (`models/patch.py`); None if it can."""
+        if self.latent:
+            return "its layers multiply latents before they call mlx-lm's attention function (MLA)"
+        if self.cap:
+            return "its layers cap their logits, which mlx-lm's attention function can't"
+        if self.again:
+            return "its layers read their entries twice"
+        if self.tiled:
+            return "its layers tile the entries before they call mlx-lm's attention function"
+        if self.attends != "scaled_dot_product_attention":
+            return "its layers do not call mlx-lm's attention function"
+        return None
 
     def attention_class(self) -> type:
         """Return the class, imported."""

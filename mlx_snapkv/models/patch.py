@@ -1,11 +1,14 @@
-"""Patches of attention classes that record the queries which the attention uses.
+"""Patches of attention classes: they give caches the queries that the attention uses.
 
-A `Recorder` (entries/queries.py) is a KV cache that records the queries of some positions. While an attention class is
-patched, a call that is given a recording cache leaves its queries with the cache; any other call is the original call.
-Queries are taken where the module calls mlx-lm's `scaled_dot_product_attention`, so no forward code is copied, and the
-recorded queries are bit-equal. If that function is not given the whole queries, the result of the module's RoPE or
-first split is recorded, too. A layer that reads an earlier layer's entries is recognised by its cache, or because it is
-given the same array of keys.
+All patches act where an attention module calls mlx-lm's `scaled_dot_product_attention`, so no forward code is copied.
+While a class is patched, that function does two things more:
+
+- If the module was called with a `Recorder` (entries/queries.py), the cache records the queries, which are bit-equal to
+  the attention's. If the function is not given the whole queries, the result of the module's RoPE or first split is
+  recorded, too. A layer that reads an earlier layer's entries is recognised by its cache or by its module.
+- If the cache has a method `attend`, `attend` computes the attention (sparse/attending.py).
+
+With other caches a patched class computes what the original computes.
 """
 
 import contextlib
@@ -27,14 +30,15 @@ _SDPA = "scaled_dot_product_attention"
 _lock = threading.RLock()
 
 
-def _attend_and_record(attend):
-    """Wrap mlx-lm's attention function so that it records queries."""
+def _record_and_attend(attention):
+    """Wrap mlx-lm's attention function so that it records queries, and leaves the attention to a cache's `attend`."""
 
-    @functools.wraps(attend)
-    def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, *args, **kwargs):
-        keys, values = capture.record(queries, keys, values, scale, kwargs.get("sinks"))
-        mask = capture.masked(queries, keys, mask)
-        return attend(queries, keys, values, cache, scale, mask, *args, **kwargs)
+    @functools.wraps(attention)
+    def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
+        capture.record(queries, scale, sinks, absorbed=keys is values)
+        if (attend := getattr(cache, "attend", None)) is not None:
+            return attend(queries, keys, values, scale, mask, sinks)
+        return attention(queries, keys, values, cache, scale, mask, sinks)
 
     return scaled_dot_product_attention
 
@@ -56,20 +60,19 @@ def _recorder_among(values: Iterable[Any]) -> Any:
 
 
 def _call_and_record(call):
-    """Wrap an attention class's `__call__` so that it records queries if it is given a recording cache.
-
-    A cache that chooses entries by the recorded queries may be unable to give them to the attention function in the
-    same call, and asks for a second call. MLX never evaluates what the first call computed besides the queries.
-    """
+    """Wrap an attention class's `__call__` so that it records queries if it reads the entries of a recording cache."""
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
-        recorder = _recorder_among((*args, *kwargs.values()))
+        recorder, borrowed = _recorder_among((*args, *kwargs.values())), False
+        if recorder is None:
+            recorder, borrowed = capture.lender_to(self), True
         if recorder is None:
             return call(self, *args, **kwargs)
-        with capture.capturing(Call(recorder, self, family_of(type(self)), args)):  # type: ignore[arg-type]
-            result = call(self, *args, **kwargs)
-        return call(self, *args, **kwargs) if recorder.asks_again() else result
+        family = family_of(type(self))  # type: ignore[arg-type]
+        borrowed |= family.borrows(self)
+        with capture.capturing(Call(recorder, self, family, args, borrowed)):
+            return call(self, *args, **kwargs)
 
     return __call__
 
@@ -99,7 +102,7 @@ def _targets(cls: type) -> list[tuple]:
     if family.attends == _SDPA:
         if _SDPA not in vars(module):
             raise UnsupportedModelError(f"{cls.__name__} does not call mlx-lm's {_SDPA}")
-        targets.append((module, _SDPA, _attend_and_record))
+        targets.append((module, _SDPA, _record_and_attend))
     if family.attends == "mx.fast":
         targets.append((module, "mx", capture.attention_of_mlx))
     if family.captures == "split":

@@ -16,7 +16,10 @@ _SLIDING_NOTE = "sliding-window layers stay as they are"
 _LINEAR = "linear and state-space layers stay as they are"
 _PER_HEAD = "keys and values are stored per head"
 ROTARY_TAIL = "qk_rope_head_dim"  # config field: dimensions of a head that are rotated
-_BORROWED = "layers without entries of their own vote for those that they read"
+_BORROWED = (
+    "layers without entries of their own vote for those that they read; "
+    "a layer that lends its entries reads all of them under sparse attention"
+)
 _LATENTS = "latents and positional keys are one head's entries (MLA)"
 _LENT = "this model's layers lend each other entries past mlx-lm's quantised attention"
 
@@ -229,10 +232,12 @@ REFUSED: dict[str, str] = {
 
 def supported() -> list[tuple[str, str, str]]:
     """Return for each supported type its name, other `model_type`s that mlx-lm loads with it, and a note."""
-    return [
-        (name, _aliases(name), "; ".join(filter(None, dict.fromkeys(f.note for f in families))))
-        for name, families in SUPPORTED.items()
-    ]
+    found = []
+    for name, families in SUPPORTED.items():
+        notes = [f.note for f in families]
+        notes += ["no sparse attention" for f in families if f.no_sparse]
+        found.append((name, _aliases(name), "; ".join(filter(None, dict.fromkeys(notes)))))
+    return found
 
 
 def refused() -> list[tuple[str, str, str]]:

@@ -120,13 +120,15 @@ class CompressionConfig(RequestOptions):
     def require(self, model) -> None:
         """Raise SnapKVError if options exclude each other, or the model does not support them."""
         require_compatible(self, When.CHOSEN)
-        if self.sparse is not None and any(
-            x.family.method != "__call__" for x in attentions(model) if x.family
-        ):
-            raise UnsupportedModelError(
-                f"sparse attention is not possible on model type {type_of(model)!r}, whose attention reads its cache "
-                "by itself: give a policy, such as snapkv"
-            )
+        if self.sparse is not None:
+            owners = attentions(model)
+            reason = next(filter(None, (owner.family.no_sparse for owner in owners)), None)
+            if reason or all(owner.borrowers for owner in owners):
+                raise UnsupportedModelError(
+                    f"sparse attention is not possible on model type {type_of(model)!r}: "
+                    f"{reason or 'other layers read the entries of all its layers'}. "
+                    "Give a policy, such as snapkv"
+                )
         self._require_heads(model)
 
     def _require_heads(self, model) -> None:

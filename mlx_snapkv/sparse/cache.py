@@ -14,7 +14,6 @@ from ..entries.entries import Entries
 from ..entries.quantization import n_bytes, rows
 from ..entries.queries import Captured
 from .bias import biased
-from .choosing import ChoosingCache
 from .gathered import Gathered
 from .token_ranking import TokenRanking
 
@@ -22,20 +21,15 @@ from .token_ranking import TokenRanking
 MAX_RECENT = 512
 
 
-class SparseKVCache(ChoosingCache, LayerCache):
+class SparseKVCache(LayerCache):
     """A layer's cache while an answer is decoded: a token reads the sink, the entries that its own queries rank
     highest, the window, and the newest entries of the answer.
 
     It chooses among the prompt's entries and the older entries of the answer; see `TokenRanking`.
-
-    Attributes:
-        n_seen: entries that the last token read, means included.
-        bias: of the logits of the means that the newest tokens read; see `Residual.bias`.
     """
 
-    is_compressed = True
+    is_compressed = observes = chooses = True
     keys = keys_of(attrgetter("_gathered"))
-    bias: mx.array | None = None
 
     def __init__(self, ranking: TokenRanking):
         self.ranking, self.layer = ranking, ranking.view.layer
@@ -44,9 +38,7 @@ class SparseKVCache(ChoosingCache, LayerCache):
         self._gathered = Gathered()
         if n:
             self._gathered.append(*ranking.always_read())
-            self._last_read = self._gathered.always()
-            mx.eval(self._last_read)
-        self.n_seen = self.size()
+            mx.eval(self._gathered.always())
 
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
         """Copy the cache; the copy shares the prompt's entries."""
@@ -55,19 +47,48 @@ class SparseKVCache(ChoosingCache, LayerCache):
         other.ranking = copy.deepcopy(self.ranking, memo)
         return other
 
-    def add(self, keys: mx.array, values: mx.array) -> None:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append keys and values `(B, n_kv_heads, L, head_dim)` of new tokens, and return them for `attend`."""
         self._gathered.append(keys, values)
+        self.offset += keys.shape[2]
+        return keys, values
 
-    def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
-        self.n_seen, self.bias = self.size(), None
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Return the attention of the newest tokens to the entries that their queries choose together.
+
+        Args:
+            queries: of the newest tokens, `(B, n_heads, L, head_dim)`.
+            keys, values: of the newest tokens, which the cache has already.
+            mask: None or "causal", aligned with the newest token.
+            sinks: `(n_heads,)` logits of attention sinks.
+
+        Returns: `(B, n_heads, L, head_dim)`.
+        """
+        keys, values, bias = self._choose(Captured(queries, scale, sinks))
+        if bias is not None:
+            mask = biased(bias, keys.shape[2], mask)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+
+    def _choose(self, captured: Captured) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Return the keys and values that the newest tokens read, and the bias of the means that come first."""
         if self.ranking.n_read == 0:
-            return self._gathered.always()
+            return *self._gathered.always(), None
         start = self.offset - captured.heads.shape[2]
-        chosen, self.bias = self.ranking.choose(captured, start)
-        entries = self._gathered.read(chosen, self.ranking.residual)
+        chosen, bias = self.ranking.choose(captured, start)
+        keys, values = self._gathered.read(chosen, self.ranking.residual)
         if self._n_recent > self._most_recent:
             self._move_recent(MAX_RECENT // 2)
-        return entries
+        return keys, values, bias
 
     @property
     def _n_recent(self) -> int:
@@ -79,12 +100,6 @@ class SparseKVCache(ChoosingCache, LayerCache):
         start = self.ranking.n_first
         self.ranking.choose_among(rows(self._gathered.always(), start, start + n))
         self._gathered.remove(start, n)
-
-    def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> Any:
-        """Return the mask of the attention function's call, with the bias of the cluster means."""
-        if self.bias is None:
-            return mask
-        return biased(self.bias, keys.shape[2], mask)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.n_entries, return_array, window_size)

@@ -8,6 +8,8 @@ that a chunk is one ordinary call of the attention function.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
@@ -15,12 +17,11 @@ from ..caches.contract import LayerCache, keys_of
 from ..entries.entries import Entries
 from ..entries.quantization import join
 from ..entries.queries import Captured
-from .choosing import ChoosingCache
 from .page_ranking import PageRanking
 from .stored_cache import StoredKVCache
 
 
-class SparsePrefillKVCache(ChoosingCache, LayerCache):
+class SparsePrefillKVCache(LayerCache):
     """A layer's cache while a prompt is read sparsely: appends to the cache of all entries, and reads few of them.
 
     Args:
@@ -31,14 +32,17 @@ class SparsePrefillKVCache(ChoosingCache, LayerCache):
         n_read: the most entries before it that a chunk has read by choice; None if no chunk has chosen.
     """
 
+    observes = chooses = True
     keys = keys_of(lambda cache: cache.stored.growing)
     n_read: int | None = None
-    _reads_all = False  # the newest tokens read all entries
-    _again = False  # the newest tokens came a second time
+    _reads_all = True  # the newest tokens read all entries
 
     def __init__(self, stored: StoredKVCache, ranking: PageRanking):
-        self.stored, self.layer, self._ranking = stored, stored.layer, ranking
-        self.offset = stored.offset
+        self.stored, self._ranking = stored, ranking
+
+    @property
+    def offset(self) -> int:  # type: ignore[override]
+        return self.stored.offset
 
     @property
     def reads_some(self) -> bool:
@@ -50,38 +54,47 @@ class SparsePrefillKVCache(ChoosingCache, LayerCache):
         return self._ranking.n_read(self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._again = self._chosen is not None
-        self._reads_all = not self._again and not self.reads_some
+        """Append keys and values `(B, n_kv_heads, L, head_dim)`; return those of all entries if a chunk reads all.
+
+        Otherwise return the new ones: `attend` reads the others.
+        """
+        self._reads_all = not self.reads_some
         if self._reads_all:
-            self.move(keys.shape[2])
             return self.stored.update_and_fetch(keys, values)
-        return super().update_and_fetch(keys, values)
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        return self.stored.keys_and_values() if self._reads_all else super().keys_and_values()
-
-    def add(self, keys: mx.array, values: mx.array) -> None:
-        self._new = keys, values
         self.stored.add(keys, values)
+        return keys, values
 
-    def size(self) -> int:
-        return self._ranking.n_read(self.offset - self._n_new) + self._n_new
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Return the attention of a chunk to itself and to the entries before it that its queries choose together.
 
-    def record(self, captured: Captured) -> None:
-        if captured.borrowed or not self._again:
-            self.stored.record(captured)
-        super().record(captured)
+        The queries of the prompt's last tokens are recorded. Arguments and result as in `SparseKVCache.attend`.
+        """
+        captured = Captured(queries, scale, sinks)
+        self.stored.record(captured)
+        if not self._reads_all:
+            keys, values = join(self._choose(captured), (keys, values))
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
 
-    @property
-    def waits_for_readers(self) -> bool:  # type: ignore[override]
-        return self.stored.waits_for_readers
-
-    def choice(self, captured: Captured) -> tuple[mx.array, mx.array]:
-        start = self.offset - self._n_new
+    def _choose(self, captured: Captured) -> tuple[mx.array, mx.array]:
+        """Return the keys and values before the chunk that it reads."""
+        start = self.offset - captured.heads.shape[2]
         self.n_read = max(self.n_read or 0, self._ranking.n_read(start))
         if self.stored.sparse_from is None:
             self.stored.sparse_from = start
-        return join(self._ranking.read(captured, start), self._new)
+        return self._ranking.read(captured, start)
+
+    def size(self) -> int:
+        return self.n_before_next
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.n_before_next, return_array, window_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import mlx.core as mx
 
@@ -51,12 +50,6 @@ class TokenRanking:
         ends = [mx.arange(self.n_first), mx.arange(self._stop, len(self._prompt))]
         places = mx.concatenate(ends).astype(mx.uint32)
         return self._prompt.gather(mx.broadcast_to(places, (*self._heads, places.size)))
-
-    @staticmethod
-    def can_weigh(layer: Any) -> bool:
-        """Return whether a layer's attention function takes a bias for each of its query heads."""
-        family = layer.family
-        return family.asks_to_hide and not (family.tiled or layer.borrowers or layer.cap)
 
     @property
     def n_window(self) -> int:
@@ -134,14 +127,13 @@ class TokenRanking:
     def weigh_residual(self, queries: Queries, earlier: WholeBlocks | None = None) -> None:
         """Cluster all entries and find each head's mass and temperature for the prompt's last queries.
 
-        Does nothing if a token reads all entries, or if the attention function takes no bias.
+        Does nothing if a token reads all entries.
 
         Args:
             queries: the prompt's last queries, which see all entries before them.
             earlier: clusters of the first entries, if an earlier turn has made them.
         """
-        reads_all = self.n_read in (0, self._stop - self.n_first)
-        if reads_all or not self.can_weigh(self.view.layer):
+        if self.n_read in (0, self._stop - self.n_first):
             return
         clusters, queries = self._clusters(earlier), queries.latest(WEIGHING_QUERIES)
         read = []

@@ -58,8 +58,8 @@ def sparse_caches(model, reach, store="memory", last_from=1 << 30):
         stored.layer = layer
         views.append(FullView([stored.store], layer))
         ranking = PageRanking(views[-1], PageMeans(), reach, ALL, last_from)
-        chooses = SparsePrefillKVCache(stored, ranking)
-        layer.put(caches, chooses)
+        if not layer.borrowers:
+            layer.put(caches, SparsePrefillKVCache(stored, ranking))
     return caches, views
 
 
@@ -192,7 +192,7 @@ def test_attention_is_that_of_numpy_over_what_was_chosen():
     assert np.allclose(out, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3", "gemma2", "gemma3n"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3n"])
 def test_chunks_that_may_read_everything_are_mlx_lms_bit_for_bit(name):
     model = make_model(name)
     ends, plain = (START // 2, START, N), make_prompt_cache(model)
@@ -211,11 +211,8 @@ def test_the_last_chunk_reads_everything_after_chunks_that_did_not():
     assert same == [True, False, True]
 
 
-# Grouped queries, linear layers, latents (alone and beside linear layers), sinks, borrowed entries, capped logits,
-# entries handed on to borrowers, keys of other modules.
-FAMILIES = (
-    "llama qwen3_next deepseek_v3 kimi_linear gpt_oss gemma3n gemma2 gemma4_text minicpm3 gpt2"
-)
+# Grouped queries, linear layers, sinks, entries that later layers borrow, keys wider than values, learned positions.
+FAMILIES = "llama qwen3_next gpt_oss gemma3n gemma4_text minicpm3 gpt2"
 
 
 @pytest.mark.parametrize("name", FAMILIES.split())
@@ -233,10 +230,9 @@ def test_the_more_a_chunk_reads_the_nearer_it_is_to_all(name):
     assert 0 < nearly.mean() < 0.4 * little.mean()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
-def test_linear_states_are_those_of_each_token_read_once(name):
+def test_linear_states_are_those_of_each_token_read_once():
     """Exactly before the first layer that reads sparsely, and nearly behind it."""
-    model = make_model(name)
+    model = make_model("qwen3_next")
     plain = make_prompt_cache(model)
     full = {layer.index for layer in attention_layers(model, plain)}
     sparse, _ = sparse_caches(model, REACH)
@@ -272,7 +268,7 @@ def requested(model, tokens, cache=None, store="memory", sparse=OPTIONS):
     return request
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "gemma3n", "gemma4_text"])
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "gemma4_text"])
 def test_the_last_queries_are_recorded_of_all_readers(name):
     """For the index of the answer, and for what it sees of the rest: one for each query head, in order."""
     model = make_model(name)
@@ -325,7 +321,7 @@ def after_follow_up(name, answer):
 
 
 @pytest.mark.parametrize(
-    "name, store", [("llama", "memory"), ("qwen3_next", "file"), ("deepseek_v3", "memory")]
+    "name, store", [("llama", "memory"), ("qwen3_next", "file"), ("gemma4_text", "memory")]
 )
 def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, store):
     """They read sparsely in what earlier requests have read, as one request would that had read both."""
@@ -367,9 +363,9 @@ def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
     )
 
 
-def test_what_can_not_be_read_sparsely_is_one_sentence():
-    model = make_model("iquestloopcoder")
-    sentence = r"^sparse attention is not possible on model type 'iquestloopcoder'.*: give a policy"
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "iquestloopcoder", "plamo", "plamo2"])
+def test_what_can_not_be_read_sparsely_is_one_sentence(name):
+    sentence = rf"^sparse attention is not possible on model type '{name}': its .*\. Give a policy"
     for options in ({}, {"store": "file"}):
         with pytest.raises(SnapKVError, match=sentence):
-            generate_step(TOKENS, model, sparse=True, **options)
+            generate_step(TOKENS, make_model(name), sparse=True, **options)

@@ -7,17 +7,16 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
 from request_helpers import steps
 from tiny_models import make_llama
 
-from mlx_snapkv import batch_generate, generate_step
+from mlx_snapkv import batch_generate
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
-from mlx_snapkv.entries.queries import Captured, Queries
+from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.entries.quota import Quota
 from mlx_snapkv.entries.spans import spans
 from mlx_snapkv.sparse import clusters, residual, token_ranking
@@ -141,12 +140,8 @@ def test_factors_and_outputs_are_those_of_a_reference(small_clusters, quantizati
     # A token of the answer, through the steps of a patched attention module.
     query, new = normal(1, H * GROUP, 1, D, seed=4), normal(1, H, 1, D, seed=5)
     mask = cache.make_mask(1)
-    given = cache.update_and_fetch(new, new)
-    cache.record(Captured(query, SCALE))
-    given = cache.attended(*given)
-    mask = cache.hide(query, given[0], mask)
-    out = scaled_dot_product_attention(query, *given, cache, SCALE, mask)
-    assert given[0].shape[2] == cache.n_entries == QUOTA.entries + 1 + cache.n_means
+    out = cache.attend(query, *cache.update_and_fetch(new, new), SCALE, mask)
+    assert cache.n_entries == QUOTA.entries + 1 + cache.n_means
     (asked,), (new,) = float64(query * SCALE), float64(new)
     for head in range(H * GROUP):
         kv = head // GROUP
@@ -259,16 +254,3 @@ def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(demo_llama, sm
     together = batch_generate(model, tokenizer, prompts, max_tokens=12, **options).texts
     alone = [batch_generate(model, tokenizer, [p], max_tokens=12, **options).texts for p in prompts]
     assert together == [text for (text,) in alone]
-
-
-def test_where_attention_can_not_be_told_nothing_is_weighed():
-    for name in ("deepseek_v3", "gemma2", "plamo", "gemma3n"):
-        model = make_model(name)
-        layers = attention_layers(model, make_prompt_cache(model))
-        special = [layer for layer in layers if layer.borrowers or name != "gemma3n"]
-        assert special and not any(map(TokenRanking.can_weigh, special))
-        reports = []
-        how = {"sparse": "budget=24,n_sink=2,n_window=6", "on_report": reports.append}
-        list(generate_step(mx.arange(80) % 60, model, max_tokens=3, **how))
-        assert reports[0].means == 0
-        assert "no means of the rest with latent, capped" in str(reports[0])

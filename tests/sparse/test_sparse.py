@@ -76,9 +76,9 @@ def test_a_token_reads_no_more_of_a_long_answer(index, monkeypatch):
     model, together = make_llama(), 8
     answer = mx.random.randint(0, 64, (1400,), key=mx.random.key(1))
     full = model(mx.concatenate([TOKENS[:N], answer])[None])[0, N:]
-    read, choose = [], SparseKVCache.choice
+    read, attend = [], SparseKVCache.attend
     monkeypatch.setattr(
-        SparseKVCache, "choice", lambda self, asked: read.append(self.size()) or choose(self, asked)
+        SparseKVCache, "attend", lambda self, *args: read.append(self.size()) or attend(self, *args)
     )
     most = LITTLE.entries - LITTLE.n_window + MAX_RECENT + together
     moved = away(said(model, choosing(model, LITTLE), answer, together), full)
