@@ -34,7 +34,7 @@ TURN = mx.array(np.random.default_rng(1).integers(1, 64, 48))
         (make_qwen, POLICIES[0]),
         (make_qwen, H2O(**ROWS)),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_generate_step_reads_a_turn_as_one_by_one(make, tokens, policy, before):
     """Whether the caches have just chosen or chose some tokens ago; linear layers read every token once."""
