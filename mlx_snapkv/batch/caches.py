@@ -103,7 +103,8 @@ class Batched(BatchCache, _BaseCache):
         counts = [member.n_after_next for member in self.members]
         if len(set(counts)) == 1:
             return None
-        return (mx.arange(max(counts)) < mx.array(counts)[:, None])[:, None, None, :]
+        is_entry = mx.arange(max(counts)) < mx.array(counts)[:, None]  # (B, rows)
+        return is_entry[:, None, None, :]
 
     def extend(self, other: Any) -> None:
         """Append the requests of another batch, which is not used afterwards."""
@@ -150,9 +151,11 @@ class BatchedChoices(Batched):
         outputs: list[mx.array] = []
         for i, member in enumerate(self.members):
             # The dependency makes requests attend one after the other, so that only one needs memory at a time.
-            own = mx.depends(queries[i : i + 1], outputs[-1:])
-            new = keys[i : i + 1], values[i : i + 1]
-            outputs.append(member.attend(own, *new, scale, mask, sinks))
+            member_queries = mx.depends(queries[i : i + 1], outputs[-1:])
+            new_keys = keys[i : i + 1]
+            new_values = values[i : i + 1]
+            output = member.attend(member_queries, new_keys, new_values, scale, mask, sinks)
+            outputs.append(output)
         return mx.concatenate(outputs)
 
     @property
@@ -194,21 +197,22 @@ class BatchedEntries(Batched, Quantised):
         """Add an entry of each request, `(B, n_kv_heads, 1, head_dim)`, and return all entries for the attention."""
         for i, member in enumerate(self.members):
             if member.is_due():
-                with self._own_slot(i, changes=True):
+                with self._lend_slot(i, write_back=True):
                     member.evict()
-        places = [member.place() for member in self.members]
-        self._make_room(max(places) + 1)
+        next_rows = [member.place() for member in self.members]
+        self._make_room(max(next_rows) + 1)
         entries = pack(keys, self.quantization), pack(values, self.quantization)
-        if len(set(places)) == 1:
-            write(self._stored, places[0], entries)
-        else:
-            index = mx.array(places)[:, None, None, None]
+        if len(set(next_rows)) == 1:
+            write(self._stored, next_rows[0], entries)
+        else:  # `write` takes one row for all requests
+            index = mx.array(next_rows)[:, None, None, None]
             self.keys, self.values = each(
                 lambda held, new: mx.put_along_axis(held, index, new, axis=2), self._stored, entries
             )
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
+        """Return the arrays up to the last entry of any request, without the buffers' spare room."""
         n = self.size()
         return self._stored if n == n_rows(self.keys) else rows(self._stored, 0, n)
 
@@ -216,8 +220,9 @@ class BatchedEntries(Batched, Quantised):
         """Let each request's cache that observes record its query; see `Recorder.record`."""
         for i, member in enumerate(self.members):
             if member.observes:
-                with self._own_slot(i):
-                    member.record(captured._replace(heads=captured.heads[i : i + 1]))
+                member_queries = captured._replace(heads=captured.heads[i : i + 1])
+                with self._lend_slot(i):
+                    member.record(member_queries)
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
@@ -235,8 +240,10 @@ class BatchedEntries(Batched, Quantised):
     def kind(self) -> tuple:
         """Requests of equal kinds can share arrays, and mlx-lm's one mask for all layers."""
         member = self.members[0]
-        n, fixed = member.n_after_next, member.n_after_next == member.n_entries
-        return fixed, n.bit_length(), self.quantization
+        n_next = member.n_after_next
+        is_fixed = n_next == member.n_entries
+        # Equal bit lengths: the numbers of entries differ by less than a factor of 2, which bounds the padding.
+        return is_fixed, n_next.bit_length(), self.quantization
 
     def extend(self, other: BatchedEntries) -> None:
         super().extend(other)
@@ -244,40 +251,41 @@ class BatchedEntries(Batched, Quantised):
 
     def filter(self, keep: Sequence[int]) -> None:
         super().filter(keep)
-        chosen, n = mx.array(list(keep)), self._n_needed()
+        index = mx.array(list(keep))
+        n = self._n_needed()
         self.keys, self.values = each(
-            lambda x: mx.contiguous(mx.take(x, chosen, axis=0)[:, :, :n]), self._stored
+            lambda slots: mx.contiguous(mx.take(slots, index, axis=0)[:, :, :n]), self._stored
         )
 
     def extract(self, idx: int) -> EvictingCache:
         """Return a copy of a request's cache, with its entries."""
         member = copy.deepcopy(self.members[idx])
-        member.keys, member.values = self._slot_of(idx, member.n_entries)
+        member.keys, member.values = self._copy_entries(idx, member.n_entries)
         return member
 
     @contextlib.contextmanager
-    def _own_slot(self, i: int, changes: bool = False) -> Iterator[None]:
+    def _lend_slot(self, i: int, write_back: bool = False) -> Iterator[None]:
         """Give a request's cache its entries for the block.
 
         Args:
-            changes: whether the block changes the entries, so that they are written back.
+            write_back: whether the block changes the entries, so that they are written into the shared arrays.
         """
         member = self.members[i]
-        member.keys, member.values = self._slot_of(i, member.n_entries)
+        member.keys, member.values = self._copy_entries(i, member.n_entries)
         try:
             yield
-            if changes:
+            if write_back:
                 n = member.n_entries
                 self._make_room(n)
                 changed = arrays(rows((member.keys, member.values), 0, n))
-                for held, new in zip(arrays(self._stored), changed):
-                    held[i : i + 1, :, :n] = new
+                for shared, new in zip(arrays(self._stored), changed):
+                    shared[i : i + 1, :, :n] = new
         finally:
             member.keys = member.values = None
 
-    def _slot_of(self, i: int, n: int) -> Stored:
-        """Return a copy of the first `n` entries of a request."""
-        return each(lambda x: mx.contiguous(x[i : i + 1, :, :n]), self._stored)
+    def _copy_entries(self, i: int, n: int) -> Stored:
+        """Return a copy of the first `n` entries of a request, with a batch axis of 1."""
+        return each(lambda slots: mx.contiguous(slots[i : i + 1, :, :n]), self._stored)
 
     def _n_needed(self) -> int:
         """Return the rows that the longest request needs, now or for its next token."""
@@ -287,7 +295,8 @@ class BatchedEntries(Batched, Quantised):
         """Grow the arrays if they have fewer than `n` rows."""
         n_now = n_rows(self.keys)
         if n > n_now:
-            self.keys, self.values = grown(self._stored, with_room(n) - n_now)
+            n_added = with_room(n) - n_now
+            self.keys, self.values = grown(self._stored, n_added)
 
     @property
     def _stored(self) -> Stored:
@@ -301,7 +310,10 @@ class BatchedEntries(Batched, Quantised):
 def _stacked(slots: list[Stored]) -> Stored:
     """Concatenate slots along the batch axis, padded to the rows of the longest."""
     n = max(map(n_rows, slots))
-    padded = (slot if n_rows(slot) == n else grown(slot, n - n_rows(slot)) for slot in slots)
+    padded = []
+    for slot in slots:
+        n_missing = n - n_rows(slot)
+        padded.append(grown(slot, n_missing) if n_missing else slot)
     return each(lambda *parts: mx.concatenate(list(parts)), *padded)
 
 
@@ -314,9 +326,12 @@ def batch_caches(prompt_cache: list) -> list[BatchCache]:
 def kind_of(prompt_cache: list) -> tuple:
     """Return the kinds of a request's caches: requests of equal kinds can decode together."""
     caches = batch_caches(prompt_cache)
-    # mlx-lm makes one mask for all layers. A sparse request's layers that read all entries would need their own.
-    alone = any(x.chooses for x in caches) and any(x.pads for x in caches)
-    return id(prompt_cache[0]) if alone else None, *(cache.kind for cache in caches)
+    has_choosing = any(cache.chooses for cache in caches)
+    has_padded = any(cache.pads for cache in caches)
+    # mlx-lm makes one mask for all layers. A sparse request's layers that read all entries would need their own, so
+    # such a request decodes alone: the identity of its first cache makes its kind different from all others.
+    own_identity = id(prompt_cache[0]) if has_choosing and has_padded else None
+    return own_identity, *(cache.kind for cache in caches)
 
 
 def batched(cache: Any) -> Any:
@@ -326,4 +341,6 @@ def batched(cache: Any) -> Any:
     layer = layer_cache(cache)
     if layer.stacks:
         return BatchedEntries([cache])
-    return BatchedChoices([cache]) if layer.chooses else cache.merge([cache])
+    if layer.chooses:
+        return BatchedChoices([cache])
+    return cache.merge([cache])

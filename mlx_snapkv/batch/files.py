@@ -65,7 +65,7 @@ class RequestsFile:
             shutil.copyfileobj(stream, self._stream)
             self._stream.seek(0)
         self._start = self._stream.tell()
-        self.n_lines = sum(1 for _ in self._raw())
+        self.n_lines = sum(1 for _ in self._raw_lines())
         if self.n_lines and all(line.code == NO_OBJECT for line in self):
             first = next(iter(self))
             raise SnapKVError(
@@ -74,17 +74,17 @@ class RequestsFile:
 
     def __iter__(self) -> Iterator[Line]:
         """Yield every line that isn't blank; a line that repeats an earlier `custom_id` has a problem."""
-        seen: dict[str, int] = {}
-        for number, raw in self._raw():
-            line = _line(number, raw)
+        first_lines: dict[str, int] = {}  # by `custom_id` the number of its first line
+        for number, raw in self._raw_lines():
+            line = _parse_line(number, raw)
             if line.custom_id is not None:
-                first = seen.setdefault(line.custom_id, number)
+                first = first_lines.setdefault(line.custom_id, number)
                 if first != number:
-                    what = f"custom_id {line.custom_id!r} is line {first}'s already"
-                    line = Line(number, line.custom_id, problem=what, code=DUPLICATE)
+                    problem = f"custom_id {line.custom_id!r} is line {first}'s already"
+                    line = Line(number, line.custom_id, problem=problem, code=DUPLICATE)
             yield line
 
-    def _raw(self) -> Iterator[tuple[int, bytes]]:
+    def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield the number and the bytes of every line that isn't blank, without a byte order mark."""
         self._stream.seek(self._start)
         for number, raw in enumerate(self._stream, start=1):
@@ -93,23 +93,26 @@ class RequestsFile:
                 yield number, text
 
 
-def _line(number: int, raw: bytes) -> Line:
-    """Parse a line."""
+def _parse_line(number: int, raw: bytes) -> Line:
+    """Return the parsed line with this number; what is wrong with it is its `problem`."""
     try:
-        found = json.loads(raw.decode())
+        record = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "is not JSON"
-        return Line(number, None, problem=problem, code=NO_OBJECT)
-    if not isinstance(found, dict):
-        return Line(number, None, problem="is not an object", code=NO_OBJECT)
-    custom_id, method = found.get("custom_id"), found.get("method", "POST")
+        return Line(number, custom_id=None, problem=problem, code=NO_OBJECT)
+    if not isinstance(record, dict):
+        return Line(number, custom_id=None, problem="is not an object", code=NO_OBJECT)
+    custom_id = record.get("custom_id")
+    if custom_id is None:
+        return Line(number, custom_id=None, problem="custom_id is missing")
     if not isinstance(custom_id, str) or not custom_id:
-        got = "is missing" if custom_id is None else f"must be text, got {str(custom_id)[:60]!r}"
-        return Line(number, None, problem=f"custom_id {got}")
+        problem = f"custom_id must be text, got {str(custom_id)[:60]!r}"
+        return Line(number, custom_id=None, problem=problem)
     try:
+        method = record.get("method", "POST")
         if method != "POST":
             raise SnapKVError(f"method must be POST, got {str(method)[:60]!r}")
-        body = parse(found.get("url"), found.get("body"))
+        body = parse(record.get("url"), record.get("body"))
         if body.stream:
             raise SnapKVError("stream must be false, since a batch file holds whole answers")
     except SnapKVError as error:
@@ -136,7 +139,8 @@ class AnswersFile:
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
-        self.path, self._run = path, run
+        self.path = path
+        self._run = run
         self._lines = JsonLines(path, START)
         self._read()
 
@@ -148,32 +152,38 @@ class AnswersFile:
             self._note(number, line)
 
     def _note(self, number: int, raw: bytes) -> None:
-        """Note a line of the file. Raises: SnapKVError: it is damaged, or belongs to another run."""
+        """Note the key of a line of the file, and count the line as an answer or an error.
+
+        Raises: SnapKVError: the line is damaged, or belongs to another run.
+        """
         try:
-            if not raw.startswith(START):
-                raise ValueError
-            found = json.loads(raw)
-            custom_id, error = found["custom_id"], found["error"]
-            has_own_id = custom_id is not None and (error is None or error["code"] != DUPLICATE)
-            self._keys.add(custom_id if has_own_id else error["line"])
-            body = found["response"]["body"] if error is None else {}
-            about = {"model": body["model"], **body["mlx_snapkv"]} if body else {}
+            key, run, is_error = _parse_outcome(raw)
+            self._keys.add(key)
         except (ValueError, TypeError, KeyError):
             if number == 1:
                 why = " exists, and mlx-snapkv did not write it: give another --output"
             else:
                 why = f": line {number} is damaged: delete that line"
             raise SnapKVError(f"{self.path}{why}") from None
-        for name, wanted in self._run.items():
-            if about and about.get(name) != wanted:
-                was, now = ("none" if x is None else repr(x) for x in (about.get(name), wanted))
+        if run:
+            self._require_same(run)
+        if is_error:
+            self.n_errors += 1
+        else:
+            self.n_answered += 1
+
+    def _require_same(self, run: dict[str, Any]) -> None:
+        """Raise SnapKVError if the fields of an answer's run differ from the fields of this run."""
+        for name, value in self._run.items():
+            earlier = run.get(name)
+            if earlier != value:
+                was = "none" if earlier is None else repr(earlier)
+                now = "none" if value is None else repr(value)
                 raise SnapKVError(
                     f"{self.path} belongs to another run, with {{}} {was} instead of {now}: "
                     "give another --output, or delete the file",
                     Option(name),
                 )
-        self.n_answered += error is None
-        self.n_errors += error is not None
 
     def __enter__(self) -> AnswersFile:
         self._lines.open(self._read)
@@ -203,3 +213,27 @@ class AnswersFile:
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
         self._lines.append(record)
         self._keys.add(line.key)
+
+
+def _parse_outcome(raw: bytes) -> tuple[str | int, dict[str, Any], bool]:
+    """Parse a line of a file of answers.
+
+    Returns: The key of the request's line, the fields of the answer's run, and whether the line is an error. An error
+    has no fields of its run.
+
+    Raises: ValueError, TypeError, KeyError: the line is damaged, or is not an answer of this package.
+    """
+    if not raw.startswith(START):
+        raise ValueError
+    record = json.loads(raw)
+    custom_id = record["custom_id"]
+    error = record["error"]
+    if error is not None:
+        has_own_id = custom_id is not None and error["code"] != DUPLICATE
+        key = custom_id if has_own_id else error["line"]
+        return key, {}, True
+    if custom_id is None:  # only errors may lack it
+        raise ValueError
+    body = record["response"]["body"]
+    run = {"model": body["model"], **body["mlx_snapkv"]} if body else {}
+    return custom_id, run, False

@@ -74,7 +74,7 @@ def batch_generate(
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     longest = max(map(len, token_lists), default=0)
     warn_beyond_trained_length(model, longest)
-    config, options, taken = resolve(
+    config, options, recommendation = resolve(
         model,
         longest,
         BATCH,
@@ -84,9 +84,10 @@ def batch_generate(
         sparse=sparse,
         max_tokens=max(limits, default=0),
     )
-    report_to = explaining(taken, on_report)
+    report_to = explaining(recommendation, on_report)
     if config.setting is None:
         config.require(model)
+        _, mlx_options = taken_from(options)  # mlx-lm's batches don't quantise
         for prompt in token_lists:
             report_to(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
         return mlx_batch_generate(
@@ -99,7 +100,7 @@ def batch_generate(
             return_prompt_caches,
             return_token_ids,
             return_logprobs,
-            **taken_from(options)[1],
+            **mlx_options,
         )
     answers, stats = _answer_all(
         model, tokenizer, token_lists, limits, prompt_caches, config, options, return_logprobs
@@ -126,7 +127,8 @@ class _Answer:
 
     def add(self, response: Any, with_logprobs: bool) -> None:
         """Add a response of the generator; its token belongs to the answer unless it ended the answer."""
-        self.prompt_cache, self.error = response.prompt_cache or [], response.error
+        self.prompt_cache = response.prompt_cache or []
+        self.error = response.error
         if response.finish_reason in (None, "length"):
             self.tokens.append(response.token)
             if with_logprobs:
@@ -175,11 +177,12 @@ def _response(
     with_token_ids: bool,
     with_logprobs: bool,
 ) -> BatchResponse:
+    """Return mlx-lm's response for these answers; the parts that are not wanted are None."""
     return BatchResponse(
-        [tokenizer.decode(answer.tokens) for answer in answers],
-        stats,
-        [answer.prompt_cache for answer in answers] if with_prompt_caches else None,
-        [answer.tokens for answer in answers] if with_token_ids else None,
-        [answer.logprobs for answer in answers] if with_logprobs else None,
-        [answer.error for answer in answers],
+        texts=[tokenizer.decode(answer.tokens) for answer in answers],
+        stats=stats,
+        caches=[answer.prompt_cache for answer in answers] if with_prompt_caches else None,
+        token_ids=[answer.tokens for answer in answers] if with_token_ids else None,
+        logprobs=[answer.logprobs for answer in answers] if with_logprobs else None,
+        errors=[answer.error for answer in answers],
     )

@@ -90,16 +90,20 @@ class CompressedBatchGenerator(BatchGenerator):
         if config.setting is None and not turns:
             config.require(model)
             self._settings = None
-            super().__init__(model, **taken_from(kwargs)[1])
+            _, mlx_options = taken_from(kwargs)  # mlx-lm's generator does not quantise
+            super().__init__(model, **mlx_options)
             return
         require_servable(model, config)
         require_together(model)
-        self._settings, self._config = BatchSettings(model, on_report, on_read), config
-        super().__init__(model, **taken_from(kwargs)[1] | {"prefill_batch_size": 1})
+        self._settings = BatchSettings(model=model, on_report=on_report, on_read=on_read)
+        self._config = config
+        _, mlx_options = taken_from(kwargs)  # the config has the quantisation
+        super().__init__(model, **mlx_options | {"prefill_batch_size": 1})
         self._max_step_size = self.prefill_step_size
         self._prompt_batch = PromptBatch.empty(model, self.sampler)
         self._generation_batch = Groups()
-        self._reads_first, self._on_pause = reads_first, on_pause
+        self._reads_first = reads_first
+        self._on_pause = on_pause
 
     def insert_segments(
         self,
@@ -120,19 +124,11 @@ class CompressedBatchGenerator(BatchGenerator):
         """
         plans: list[Plan] = []
         if self._settings is not None:
-            config = CompressionConfig(turns=self._config.turns) if in_full else self._config
-            caches = [
-                cache or make_prompt_cache(self.model) for cache in caches or [[] for _ in segments]
-            ]
+            caches = caches or [[] for _ in segments]
+            caches = [cache or make_prompt_cache(self.model) for cache in caches]
             max_tokens = max_tokens or [self.max_tokens] * len(segments)
             lengths = [sum(map(len, parts)) for parts in segments]
-            plans = [
-                plan_request(self.model, config, n, cache, max_tokens=most)
-                for n, cache, most in zip(lengths, caches, max_tokens)
-                if n  # mlx-lm refuses empty prompts below
-            ]
-            if in_full:
-                plans = [replace(plan, reason=FULL_CACHE_REASON) for plan in plans]
+            plans = self._make_plans(lengths, caches, max_tokens, in_full)
             samplers = [s and Guard(s, greedy_sampler) for s in samplers or []]
             logits_processors = [
                 [Guard(processor, lambda logits: logits) for processor in processors or ()]
@@ -144,13 +140,34 @@ class CompressedBatchGenerator(BatchGenerator):
         self._plans.update(zip(uids, plans))
         return uids
 
+    def _make_plans(
+        self, lengths: list[int], caches: list[list[Any]], max_tokens: list[int], in_full: bool
+    ) -> list[Plan]:
+        """Return the plan of each request, except requests with an empty prompt, which mlx-lm refuses.
+
+        Args:
+            lengths: tokens of each prompt.
+            in_full: see `insert_segments`.
+
+        Raises: SnapKVError: a request can't be served.
+        """
+        config = CompressionConfig(turns=self._config.turns) if in_full else self._config
+        plans = []
+        for n_prompt, cache, limit in zip(lengths, caches, max_tokens):
+            if n_prompt == 0:
+                continue
+            plan = plan_request(self.model, config, n_prompt, cache, max_tokens=limit)
+            plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
+        return plans
+
     def _next(self) -> Any:
         """Return the responses of a step, as mlx-lm does; with `reads_first`, requests decode after all are read."""
         if self._settings is not None and self._reads_first:
             groups = self._generation_batch
+            is_reading = len(self._prompt_batch) > 0
             has_room = len(groups) < self.completion_batch_size
-            unread = len(self._prompt_batch) or (has_room and self._unprocessed_sequences)
-            groups.waits = bool(unread)
+            will_read = has_room and len(self._unprocessed_sequences) > 0
+            groups.waits = is_reading or will_read
         prompts, responses = super()._next()
         if any(response.finish_reason is not None for response in responses):
             mx.clear_cache()  # the remaining groups need buffers of other sizes
@@ -177,14 +194,15 @@ class CompressedBatchGenerator(BatchGenerator):
         """Return a batch with the next waiting request, which reads its prompt by its `Job`."""
         if self._settings is None:
             return super()._make_batch(n)
-        uid, segments, most, cache, *more = self._unprocessed_sequences[0]
+        uid, segments, limit, cache, *others = self._unprocessed_sequences[0]
         # The job has the caches; mlx-lm would merge them.
-        self._unprocessed_sequences[0] = (uid, segments, most, [], *more)
+        self._unprocessed_sequences[0] = (uid, segments, limit, [], *others)
         job = Job(self._settings, uid, self._plans.pop(uid), cache)
         self.prefill_step_size = job.plan.chunk_size(self._max_step_size)
         batch = super()._make_batch(n)
         batch.model = PacedModel(job.loop_model, self._on_pause)
-        batch.job, batch.prompt_cache = job, job.caches
+        batch.job = job
+        batch.prompt_cache = job.caches
         return batch
 
 
@@ -227,7 +245,9 @@ class PromptBatch(PromptProcessingBatch):
         """Read the last tokens of the prompt, and return the request, ready to decode or to report a failure."""
         job = self.job
         single: Any = Single.empty(job.model, self.fallback_sampler)
-        single.job, single.uids, single.tokens = job, self.uids, self.tokens
+        single.job = job
+        single.uids = self.uids
+        single.tokens = self.tokens
         if job.error is None:
             try:
                 self.model, self.prompt_cache = decoding(job)
@@ -238,4 +258,4 @@ class PromptBatch(PromptProcessingBatch):
         return single
 
     def extract_cache(self, idx: int) -> list[Any]:
-        return self.job.extracted()
+        return self.job.copy_caches()

@@ -32,7 +32,8 @@ class Guard:
     error: Exception | None = None
 
     def __init__(self, function: Callable[..., mx.array], fallback: Callable[[mx.array], mx.array]):
-        self._function, self._fallback = function, fallback
+        self._function = function
+        self._fallback = fallback
 
     def __call__(self, *args: Any) -> mx.array:
         fallback = self._fallback(args[-1])
@@ -60,7 +61,7 @@ class Group(GenerationBatch):
     """mlx-lm's batch of requests that decode, in which a request that fails ends alone.
 
     Attributes:
-        joins: whether the group can be joined with another one.
+        can_join: whether the group can be joined with another one.
     """
 
     @dataclass
@@ -69,7 +70,7 @@ class Group(GenerationBatch):
 
         error: Exception | None = None
 
-    joins = True
+    can_join = True
     job: Job | None = None
 
     @cached_property
@@ -79,8 +80,8 @@ class Group(GenerationBatch):
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the model's attention classes for the block, if a request captures queries."""
-        observed = any(cache.observes for cache in batch_caches(self.prompt_cache))
-        return recording(self._attention_classes if observed else [])
+        captures_queries = any(cache.observes for cache in batch_caches(self.prompt_cache))
+        return recording(self._attention_classes if captures_queries else [])
 
     def next(self) -> list[Any]:
         """Decode a token of each request, and return the responses.
@@ -100,11 +101,11 @@ class Group(GenerationBatch):
 
     def _errors(self, responses: list[Any]) -> dict[int, Exception]:
         """Return the errors of a step by request: NaN logits, or a failure of its sampler or processors."""
-        errors: dict[int, Exception] = {
-            r.uid: FloatingPointError("the model gave NaN instead of logits")
-            for r in responses
-            if _is_nan(r.logprobs)
-        }
+        errors: dict[int, Exception] = {}
+        for response in responses:
+            if _is_nan(response.logprobs):
+                error = FloatingPointError("the model gave NaN instead of logits")
+                errors[response.uid] = error
         for uid, sampler, processors in zip(self.uids, self.samplers, self.logits_processors):  # type: ignore[arg-type]
             for function in (sampler, *processors):
                 if isinstance(function, Guard) and function.error is not None:
@@ -115,7 +116,7 @@ class Group(GenerationBatch):
         """Return the arrays that the caches recorded of the step's queries."""
         return [cache.recorded for cache in batch_caches(self.prompt_cache)]
 
-    def extracted(self, idx: int) -> list:
+    def copy_caches(self, idx: int) -> list:
         """Return copies of a request's caches, from which other requests can continue."""
         return self.extract_cache(idx)
 
@@ -123,13 +124,24 @@ class Group(GenerationBatch):
         """End the requests with errors, and return the responses with a `failure` for each of these requests."""
         if errors:
             self.filter([i for i, uid in enumerate(self.uids) if uid not in errors])
-        return [failure(r.uid, errors[r.uid]) if r.uid in errors else r for r in responses]
+        return [
+            failure(response.uid, errors[response.uid]) if response.uid in errors else response
+            for response in responses
+        ]
 
 
 def failure(uid: int, error: Exception) -> Any:
     """Return the last response of a request that failed."""
     nothing: Any = None
-    return Group.Response(uid, -1, nothing, "error", None, None, error)
+    return Group.Response(
+        uid=uid,
+        token=-1,
+        logprobs=nothing,
+        finish_reason="error",
+        prompt_cache=None,
+        all_tokens=None,
+        error=error,
+    )
 
 
 def _is_nan(logprobs: mx.array) -> bool:
@@ -150,8 +162,8 @@ class Single(Group):
     _n_fed = 0
 
     @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return self.job.joins
+    def can_join(self) -> bool:  # type: ignore[override]
+        return self.job.can_join
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         return self.job.recording()
@@ -164,7 +176,8 @@ class Single(Group):
             return [failure(job.uid, job.error)]
         responses = super().next()
         self._n_fed += 1
-        if self.uids and not job.joins and self._n_fed >= job.plan.n_ahead:
+        has_all_votes = self._n_fed >= job.plan.n_ahead
+        if self.uids and not job.can_join and has_all_votes:
             try:
                 job.compress(self.tokens[0])
                 self.model, self.prompt_cache = decoding(job)
@@ -180,13 +193,13 @@ class Single(Group):
         self.job.compress(self.tokens[idx])
         return list(self.job.caches)
 
-    def extracted(self, idx: int) -> list:
-        return self.job.extracted()
+    def copy_caches(self, idx: int) -> list:
+        return self.job.copy_caches()
 
 
 def decoding(job: Job) -> tuple[Any, list]:
     """Return the model and the caches with which a request's next token is decoded."""
-    if job.joins:
+    if job.can_join:
         return job.model, list(map(batched, job.caches))
     return job.loop_model, job.caches
 
@@ -219,12 +232,12 @@ class Groups:
 
     def extend(self, group: Group) -> None:
         """Add a group's requests: to a group of the same kind if there is one and both can be joined."""
-        if not group.joins:
+        if not group.can_join:
             self._groups.append(group)
             return
         kind = kind_of(group.prompt_cache)
         for other in self._groups:
-            if other.joins and kind_of(other.prompt_cache) == kind:
+            if other.can_join and kind_of(other.prompt_cache) == kind:
                 other.extend(group)
                 return
         new = Group.empty(group.model, group.fallback_sampler)
@@ -233,31 +246,32 @@ class Groups:
 
     def next(self) -> list[Any]:
         """Decode a step of each group, and return the responses."""
-        groups = [group for group in self._groups if not (self.waits and group.joins)]
+        groups = [group for group in self._groups if not (self.waits and group.can_join)]
         responses = [response for group in groups for response in group.next()]
         self._regroup()
         return responses
 
     def extract_cache(self, idx: int) -> list:
-        group, i = self._place(idx)
-        return group.extracted(i)
+        group, i = self._locate(idx)
+        return group.copy_caches(i)
 
     def filter(self, keep: list[int]) -> None:
-        places = [self._place(idx) for idx in keep]
+        kept = [self._locate(idx) for idx in keep]
         for group in self._groups:
-            kept = [i for found, i in places if found is group]
-            if len(kept) < len(group):
-                group.filter(kept)
+            kept_of_group = [i for owner, i in kept if owner is group]
+            if len(kept_of_group) < len(group):
+                group.filter(kept_of_group)
         self._regroup()
 
-    def _place(self, idx: int) -> tuple[Group, int]:
+    def _locate(self, idx: int) -> tuple[Group, int]:
         """Return the group of the request at `idx`, and the request's index in the group."""
-        return [(group, i) for group in self._groups for i in range(len(group))][idx]
+        places = [(group, i) for group in self._groups for i in range(len(group))]
+        return places[idx]
 
     def _regroup(self) -> None:
         """Drop empty groups, and join requests that have been compressed with others."""
         groups = [group for group in self._groups if len(group)]
-        ready = [group for group in groups if isinstance(group, Single) and group.joins]
+        ready = [group for group in groups if isinstance(group, Single) and group.can_join]
         self._groups = [group for group in groups if group not in ready]
         for group in ready:
             self.extend(group)

@@ -42,7 +42,10 @@ class Job:
     """
 
     def __init__(self, settings: BatchSettings, uid: int, plan: Plan, prompt_cache: list):
-        self.uid, self.model, self.plan, self._settings = uid, settings.model, plan, settings
+        self.uid = uid
+        self.model = settings.model
+        self.plan = plan
+        self._settings = settings
         self.error: Exception | None = None
         self.request: Request | None = None
         self.caches = copy.deepcopy(prompt_cache)
@@ -53,11 +56,11 @@ class Job:
             else:
                 self.caches = plain_forms(self.model, self.caches)
                 self._report(CompressionReport.of_full_cache(plan))
-        except Exception as error:
+        except Exception as error:  # ends only this request, with its first response
             self.error = error
 
     @property
-    def joins(self) -> bool:
+    def can_join(self) -> bool:
         """Whether the request can decode together with others: its prompt is compressed, or left to mlx-lm."""
         return self.error is None and self.request is None
 
@@ -84,17 +87,20 @@ class Job:
         Args:
             tokens: the tokens that the request has read.
         """
-        if (request := self.request) is None:
+        request = self.request
+        if request is None:
             return
         on_read = self._settings.on_read
         # Without `on_read` nothing else refers to the full entries, so each layer's are freed when it is compressed.
         read_caches = None if on_read is None else self._all_entries(request)
         report = request.compress()
-        self.request, self.caches = None, request.caches
+        self.request = None
+        self.caches = request.caches
         if on_read is not None and read_caches is not None:
-            n, *more = {layer.entries_in(read_caches).offset for layer in request.layers}
-            if not more:  # layers differ if a call of the model was interrupted
-                on_read(self.uid, read_caches, list(tokens[:n]))
+            lengths = {layer.entries_in(read_caches).offset for layer in request.layers}
+            if len(lengths) == 1:  # layers differ if a call of the model was interrupted
+                (n_tokens,) = lengths
+                on_read(self.uid, read_caches, list(tokens[:n_tokens]))
         self._report(report)
 
     def _all_entries(self, request: Request) -> list | None:
@@ -105,7 +111,7 @@ class Job:
             return None
         return saved_forms(self.model, copies_but_entries(request.caches, request.layers))
 
-    def extracted(self) -> list:
+    def copy_caches(self) -> list:
         """Return copies of the caches of the tokens read so far, from which other requests can continue."""
         read_caches = self.caches if self.request is None else self.request.read_caches
         caches = saved_forms(self.model, copy.deepcopy(read_caches))

@@ -28,7 +28,8 @@ class Memory:
     def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int):
         config, _ = CompressionConfig.taken_from(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
-        self._footprint, self.limit = Footprint(sizes, config, step_size), limit
+        self._footprint = Footprint(sizes, config, step_size)
+        self.limit = limit
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """Return the memory that a request needs.
@@ -49,16 +50,23 @@ class Memory:
     def admit(self, new: Need, active: Iterable[Any], held: int) -> int | None:
         """Return the bytes that the batch takes at most with another request; None if the request has to wait.
 
+        Take the larger of two bounds: the bytes held now with all that the request needs, and the bytes that all
+        requests will hold together with what each takes beyond that. A batch without requests admits any request.
+
         Args:
             new: the need of the other request.
             active: the batch's requests, each with its `need`, and with its `report` once its prompt is compressed.
             held: bytes of their caches now.
         """
-        active = [request for request in active if request.need is not None]
-        beyond_held = sum(r.need.reading if r.report is None else r.need.stays for r in active)
-        planned = self._held_together([*(r.need for r in active), new])
-        taken = max(held + new.most, planned + beyond_held + new.reading)
-        return None if active and taken > self.limit else taken
+        others = [request for request in active if request.need is not None]
+        beyond_held = new.reading
+        for request in others:
+            is_reading = request.report is None
+            beyond_held += request.need.reading if is_reading else request.need.stays
+        planned = self._held_together([*(request.need for request in others), new])
+        taken = max(held + new.most, planned + beyond_held)
+        has_to_wait = bool(others) and taken > self.limit
+        return None if has_to_wait else taken
 
     def _held_together(self, needs: list[Need]) -> int:
         """Return the bytes of the caches of requests that decode together.
@@ -67,9 +75,11 @@ class Memory:
         are one group of mlx-lm. Otherwise the requests of a group differ by at most a factor of 2, and by a factor of 4
         if their buffers grow, with the buffers' spare room.
         """
+        has_policy = self._footprint.config.setting is not None
         total = 0
-        for fixed, factor in ((True, 2), (False, 4)):
-            max_padding = math.inf if self._footprint.config.setting is None else factor
-            group = [need.held for need in needs if need.fixed == fixed]
-            total += sum(int(min(max_padding * held, max(group))) for held in group)
+        for is_fixed, factor in ((True, 2), (False, 4)):
+            max_padding = factor if has_policy else math.inf
+            sizes = [need.held for need in needs if need.fixed == is_fixed]
+            longest = max(sizes, default=0)
+            total += sum(int(min(max_padding * size, longest)) for size in sizes)
         return total

@@ -138,31 +138,48 @@ class Run:
                 self.progress.before += 1
                 continue
             try:
-                yield self._request(line)
+                completion = self._completion_of(line)
+                self.progress.longest = max(self.progress.longest, len(completion.prompt))
+                request = self._request(line, completion)
             except Exception as error:  # a bad line must not end the run
                 self._fail(line, line.code, error)
+            else:
+                yield request
 
-    def _request(self, line: Line) -> Request:
-        """Return the request of a line. Raises: SnapKVError: the line or its body is invalid."""
+    def _completion_of(self, line: Line) -> CompletionRequest:
+        """Return the completion that a line asks for. Raises: SnapKVError: the line or its body is invalid."""
         if line.body is None:
             raise SnapKVError(line.problem or "")
-        seed = secrets.randbits(64)
-        if self.seed is not None:
-            name = f"{self.seed} {line.custom_id}".encode(errors="replace")
-            seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-        completion = completion_request(
-            line.body, self.tokenizer, self.defaults, seed, self._bounds
-        )
-        self.progress.longest = max(self.progress.longest, len(completion.prompt))
+        seed = self._seed_of(line)
+        return completion_request(line.body, self.tokenizer, self.defaults, seed, self._bounds)
+
+    def _seed_of(self, line: Line) -> int:
+        """Return the sampling seed for a line whose body sets none: 64 bits.
+
+        The run's seed and the line's `custom_id` determine it, so that neither the order of the lines nor a second run
+        changes an answer. Without the run's seed it is random.
+        """
+        if self.seed is None:
+            return secrets.randbits(64)
+        name = f"{self.seed} {line.custom_id}".encode(errors="replace")
+        return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
+
+    def _request(self, line: Line, completion: CompletionRequest) -> Request:
+        """Return the batch's request for a completion. Raises: SnapKVError: it would never fit, or can't be served."""
         need = None
         if self._memory is not None:
             need = self._memory.need(len(completion.prompt), completion.max_tokens)
-        return Request(line, completion, need, Completion(completion, self.tokenizer))
+        answer = Completion(completion, self.tokenizer)
+        return Request(line=line, completion=completion, need=need, answer=answer)
 
     def _admit(self, requests: Iterator[Request]) -> bool:
-        """Add requests to the batch while they fit, and return whether the batch has any."""
+        """Add requests to the batch while they fit, and return whether the batch has any.
+
+        The first request that does not fit is kept in `_waiting` for the next call.
+        """
         while len(self._active) < self.concurrency:
-            request, self._waiting = self._waiting or next(requests, None), None
+            request = self._waiting or next(requests, None)
+            self._waiting = None
             if request is None:
                 break
             if not self._has_memory_for(request):
@@ -193,21 +210,23 @@ class Run:
         try:
             prompts, responses = self._generator.next()
         except Exception as error:  # without a policy, the request that failed is unknown: all fail
-            failed, self._active = list(self._active.values()), {}
+            failed = list(self._active.values())
+            self._active = {}
             self._generator.close()
             self._generator = self._new_generator()
             for request in failed:
                 self._fail(request.line, "failed", error)
             return
-        for read in prompts:
-            request = self._active[read.uid]
-            self.progress.prompt_tokens += read.progress[0] - request.n_read
-            request.n_read = read.progress[0]
+        for prompt in prompts:
+            request = self._active[prompt.uid]
+            n_read, _ = prompt.progress
+            self.progress.prompt_tokens += n_read - request.n_read
+            request.n_read = n_read
         for response in responses:
-            self._take(response)
+            self._add_response(response)
 
-    def _take(self, response: Any) -> None:
-        """Add a response to its answer, and write the answer if it is complete."""
+    def _add_response(self, response: Any) -> None:
+        """Add a response to its answer, and write the answer if it is complete, or an error if it failed."""
         request = self._active[response.uid]
         if response.finish_reason == "error":
             del self._active[response.uid]
@@ -217,31 +236,45 @@ class Run:
         self.progress.answer_tokens += 1
         if request.answer.finish_reason is None:
             return
-        if (
-            response.finish_reason is None
-        ):  # a stop string ended the answer, and the generator would continue
+        if response.finish_reason is None:
+            # A stop string ended the answer, and the generator would continue.
             self._generator.remove([response.uid])
         del self._active[response.uid]
         if request.report is not None:
             self.progress.warnings.update(request.report.warnings)
-        body = answer_body(request.answer, self.name, self._extra(request))
+        body = answer_body(request.answer, self.name, self._extra_field(request))
         self.answers.answer(request.line, body)
         self.progress.lines += 1
 
-    def _extra(self, request: Request) -> dict[str, Any]:
-        """Return the field `mlx_snapkv` of an answer."""
-        extra, report = dict(self.about), request.report
+    def _extra_field(self, request: Request) -> dict[str, Any]:
+        """Return the field `mlx_snapkv` of an answer: `about`, what was compressed or why not, and ignored fields."""
+        extra = dict(self.about)
         if extra.get("policy") is not None:
-            if report is None or not report.compressed:
-                extra["reason"] = report.reason if report else ENDED_EARLY
-            else:
-                extra |= {"entries": report.entries, "kv_bytes": report.kv_bytes_after}
-                extra |= {"kv_bytes_before": report.kv_bytes_before}
-                extra |= {name: n for name in STAYING if (n := getattr(report, name))}
-        ignored = request.completion.ignored
-        return extra | ({"ignored": ignored} if ignored else {})
+            extra |= _compression_fields(request.report)
+        if request.completion.ignored:
+            extra["ignored"] = request.completion.ignored
+        return extra
 
     def _fail(self, line: Line, code: str, error: Exception) -> None:
+        """Write an error with this code for a line."""
         why = str(error) if isinstance(error, SnapKVError) else brief(error)
         self.answers.error(line, code, why)
         self.progress.lines += 1
+
+
+def _compression_fields(report: CompressionReport | None) -> dict[str, Any]:
+    """Return the figures of a report, or why nothing was compressed; without a report the answer ended before."""
+    if report is None:
+        return {"reason": ENDED_EARLY}
+    if not report.compressed:
+        return {"reason": report.reason}
+    fields = {
+        "entries": report.entries,
+        "kv_bytes": report.kv_bytes_after,
+        "kv_bytes_before": report.kv_bytes_before,
+    }
+    for name in STAYING:
+        figure = getattr(report, name)
+        if figure:
+            fields[name] = figure
+    return fields
