@@ -34,11 +34,12 @@ def _require_options(options: dict[str, Any]) -> None:
 
     Raises: UnknownOptionError: an option belongs neither to `RequestOptions` nor to mlx-lm's `generate_step`.
     """
-    reserved = {"prompt_cache", "input_embeddings"}  # set by the conversation itself
-    known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs, *OPTIONS} - reserved
-    for name in options.keys() - known:
-        why = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
-        raise UnknownOptionError(f"unknown option {name!r} of a conversation{why}")
+    known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs, *OPTIONS}
+    known -= {"prompt_cache", "input_embeddings"}  # set by the conversation itself
+    for name in options:
+        if name not in known:
+            advice = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
+            raise UnknownOptionError(f"unknown option {name!r} of a conversation{advice}")
 
 
 class Conversation:
@@ -91,9 +92,12 @@ class Conversation:
             sparse=sparse,
             max_tokens=options.get("max_tokens", MAX_TOKENS),
         )
-        self.model, self.tokenizer, self.generation = model, tokenizer, generation
+        self.model = model
+        self.tokenizer = tokenizer
+        self.generation = generation
         self._render = Rendering(tokenizer)
-        self.policy, self.options = config.setting, config.keywords
+        self.policy = config.setting
+        self.options = config.keywords
         if self.policy is None:
             self._config.require(model)
         else:
@@ -191,13 +195,18 @@ class Conversation:
             raise SnapKVError(
                 "this turn can't be undone: the file that the conversation began with does not hold its text"
             )
-        messages, said = self.messages[:-2], self.said[:-1]
+        messages = self.messages[:-2]  # without a message of the user and its answer
+        said = self.said[:-1]
         remaining = self._render(messages, add_generation_prompt=False) if said else []
-        read, caches = self.read[: common_prefix([remaining, self.read])], self.prompt_cache
+        n_shared = common_prefix([remaining, self.read])
+        read = self.read[:n_shared]
+        caches = self.prompt_cache
         self._empty_cache()
-        self.messages, self.said = messages, said
-        if read and not is_compressed(caches) and trimmed_to(len(read), caches):
-            self.read, self.prompt_cache = read, caches
+        self.messages = messages
+        self.said = said
+        if read and not is_compressed(caches) and trimmed_to(n_shared, caches):
+            self.read = read
+            self.prompt_cache = caches
 
     @property
     def undo_nbytes(self) -> int:
@@ -211,9 +220,8 @@ class Conversation:
         """
         if not self.read:
             raise SnapKVError("the conversation is empty, so there is nothing to save")
-        notes = {name: getattr(self, name) for name in STATE_FIELDS} | {
-            "options": noted(self.options)
-        }
+        notes = {name: getattr(self, name) for name in STATE_FIELDS}
+        notes["options"] = noted(self.options)
         caches = saved_forms(self.model, self.prompt_cache)
         saved.save(path, self.model, caches, self.read, self.policy or NO_POLICY, notes)
 
@@ -250,13 +258,16 @@ class Conversation:
     ) -> Iterator[GenerationResponse]:
         """Yield the responses to `tokens`, and then note the turn, or restore the conversation without an answer.
 
+        The turn before can be undone exactly until the first token of this answer.
+
         Args:
             messages: the chat with the new user message.
             parts: the documents and the text of that message.
             tokens: the chat's tokens that the cache has not read.
             options: keywords of mlx-lm's `stream_generate`.
         """
-        before, text = StateBefore(self), ""
+        before = StateBefore(self)
+        text = ""
         answered: list[int] = []
         responses = served(
             partial(
@@ -272,7 +283,7 @@ class Conversation:
         try:
             for response in responses:
                 if not answered:
-                    self._before_last = None
+                    self._before_last = None  # frees its copy of the caches
                 answered.append(response.token)
                 text += response.text
                 yield response
@@ -307,10 +318,11 @@ class Conversation:
         trimmed, they are restored, and the next turn reads this turn again.
         """
         sequence = self.read + tokens
-        n = len(sequence)
-        if not trimmed_to(n, self.prompt_cache):
+        n_read = len(sequence)
+        if not trimmed_to(len(sequence), self.prompt_cache):
             before.caches.restore()
-            n = len(self.read)
+            n_read = len(self.read)
         elif self.policy is not None:
-            n = held_tokens(self.model, self.prompt_cache)
-        self.read, self.pending_tokens = sequence[:n], sequence[n:]
+            n_read = held_tokens(self.model, self.prompt_cache)
+        self.read = sequence[:n_read]
+        self.pending_tokens = sequence[n_read:]

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain, compress, count, pairwise
-from operator import ne
+from itertools import pairwise
 from typing import Any
 
 from ..completions.chat_template import apply_template
@@ -17,12 +16,18 @@ MARKER = "<query>"  # placeholder for the question in the chat template
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """Return the number of tokens that all prompts have in common from the start."""
     first, *others = prompts
+    n_common = len(first)
+    for other in others:
+        n_common = min(n_common, _n_equal(first, other))
+    return n_common
 
-    def n_equal(other: Sequence[int]) -> int:
-        differences = compress(count(), map(ne, first, other))
-        return next(differences, min(len(first), len(other)))
 
-    return min(map(n_equal, others), default=len(first))
+def _n_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens before the first that differs, or before the end of the shorter prompt."""
+    for n, (token, other) in enumerate(zip(first, second)):
+        if token != other:
+            return n
+    return min(len(first), len(second))
 
 
 class Rendering:
@@ -51,14 +56,19 @@ class Rendering:
         text = apply_template(self._tokenizer, messages, tokenize=False, **options)
         starts = [match.start() for match in self._cuts.finditer(text)]
         pieces = [text[start:end] for start, end in pairwise([0, *starts, len(text)])]
+        known = self._tokens_by_piece
+        # Only the pieces of this text are remembered, so that those of earlier texts leave memory.
         self._tokens_by_piece = {
-            piece: self._tokens_by_piece.get(piece) or self._encoded(piece)
-            for piece in pieces
-            if piece
+            piece: known.get(piece) or self._encode(piece) for piece in pieces if piece
         }
-        return [*chain.from_iterable(self._tokens_by_piece.get(piece, ()) for piece in pieces)]
+        tokens: list[int] = []
+        for piece in pieces:
+            if piece:
+                tokens += self._tokens_by_piece[piece]
+        return tokens
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without a beginning-of-text token."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     @cached_property
@@ -78,22 +88,25 @@ class Rendering:
             chat = apply_template(self._tokenizer, [*turn, turn[0]], add_generation_prompt=True)
         except SnapKVError:
             return None
-        contents = [token.content for token in added.values()]
-
-        def is_cut(index: int) -> bool:
-            """Return whether a special token's text always becomes exactly this token."""
-            token = added[index]
-            beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))
-            # Another token that ends like this one begins would be found first.
-            overlaps = any(other.endswith(beginnings) for other in contents)
-            return (
-                not (token.normalized or token.lstrip or overlaps)
-                and sum(token.content in other for other in contents) == 1
-                and self._encoded(token.content) == [index]
-            )
-
-        cuts = [re.escape(added[n].content) for n in added.keys() & set(chat) if is_cut(n)]
+        special_in_chat = added.keys() & set(chat)
+        cuts = [re.escape(added[i].content) for i in special_in_chat if self._is_cut(i)]
         return re.compile("|".join(cuts)) if cuts else None
+
+    def _is_cut(self, index: int) -> bool:
+        """Return whether the text of the special token with this id always becomes exactly this token."""
+        added = self._tokenizer.added_tokens_decoder
+        token = added[index]
+        if token.normalized or token.lstrip:  # its text may be changed, or take spaces before it
+            return False
+        contents = [other.content for other in added.values()]
+        beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))
+        # Another token that ends like this one begins would be found first.
+        if any(content.endswith(beginnings) for content in contents):
+            return False
+        # A token that contains this one's text would be found instead; one of `contents` is the token itself.
+        if sum(token.content in content for content in contents) > 1:
+            return False
+        return self._encode(token.content) == [index]
 
 
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
@@ -104,10 +117,14 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
     Raises: SnapKVError: the chat template fails, or leaves the question out.
     """
     if not ignore_chat_template and tokenizer.has_chat_template:
-        options = {"tokenize": False, "add_generation_prompt": True}
-        chats = ([{"role": "user", "content": text}] for text in (MARKER, question))
-        marked, with_question = (apply_template(tokenizer, chat, **options) for chat in chats)
+
+        def render(text: str) -> str:
+            messages = [{"role": "user", "content": text}]
+            return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
+
+        marked = render(MARKER)
         if MARKER not in marked:
             raise SnapKVError("this model's chat template drops the question")
-        question = with_question[marked.index(MARKER) :]
+        # The saved prompt ends where the question begins.
+        question = render(question)[marked.index(MARKER) :]
     return tokenizer.encode(question, add_special_tokens=False)

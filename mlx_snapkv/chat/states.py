@@ -59,12 +59,19 @@ def load(
     """
     prompt = saved.load(path, model)
     # Files of mlx-lm have no tokens, and their notes have other meanings.
-    notes = {} if prompt.tokens is None else prompt.notes
-    if prompt.tokens is not None and not {"messages", "text"} & set(notes):
+    is_from_mlx_lm = prompt.tokens is None
+    notes = {} if is_from_mlx_lm else prompt.notes
+    if not is_from_mlx_lm and "messages" not in notes and "text" not in notes:
         raise SnapKVError(
             f"{path} holds a prompt, but neither a conversation nor a text to ask about"
         )
-    setting, request_options = _resumed(path, prompt, notes, policy, options)
+    setting = _resumed_setting(path, prompt, policy)
+    noted = notes.get("options", {})
+    store = _resumed_store(path, prompt, setting, options.get("store"), noted.get("store"))
+    # The noted options say how the entries in the file were read.
+    request_options: dict[str, Any] = {name: options.get(name) for name in OPTIONS}
+    request_options |= {name: value for name, value in noted.items() if value is not None}
+    request_options["store"] = store
     config = CompressionConfig(setting, **request_options)
     caches = list(prompt.prompt_cache)
     try:
@@ -78,37 +85,51 @@ def load(
     state |= {"prompt_cache": caches, "read": prompt.tokens}
     if "text" in notes:
         state["attached"] = [notes["text"]]
-    if prompt.tokens is None:
-        # The tokens in a file of mlx-lm are unknown.
+    if is_from_mlx_lm:  # its tokens are unknown
         n = n_tokens(prompt.prompt_cache)
         state |= {"n_unknown": n, "read": [0] * n}
     return {"policy": setting, "sparse": None, "system": system, **config.keywords}, state
 
 
-def _resumed(
-    path, prompt: saved.SavedPrompt, notes: dict[str, Any], policy, options: dict[str, Any]
-) -> tuple[Setting | None, dict[str, Any]]:
-    """Return the setting and the `RequestOptions` to continue a file with.
+def _resumed_setting(
+    path: str | Path, prompt: saved.SavedPrompt, policy: Policy | Setting | str | None
+) -> Setting | None:
+    """Return the setting to continue a file with: the file's own, or `policy` for a file without one.
 
-    The file's own policy and options take precedence over `policy` and `options`.
-
-    Raises: SnapKVError: the file's caches can't be continued with them.
+    Raises: SnapKVError: the entries are in files, of which only sparse attention reads few.
     """
-    book = book_store(prompt.prompt_cache)
-    given, noted = {name: options.get(name) for name in OPTIONS}, notes.get("options", {})
-    store, has_policy = given["store"], prompt.policy != NO_POLICY
-    policy = prompt.policy if has_policy else policy
+    if prompt.policy != NO_POLICY:
+        policy = prompt.policy
     setting = setting_named(policy) if isinstance(policy, str) else resolve_setting(policy=policy)
-    if has_policy:
-        store = store or noted.get("store") if isinstance(setting, Sparse) else None
-    if book is not None:
-        if not isinstance(setting, Sparse):
-            raise SnapKVError(
-                "{} holds a book, of which all entries stay: give {} instead of a policy",
-                path,
-                Option("sparse"),
-            )
-        store = store or book
+    if book_store(prompt.prompt_cache) is not None and not isinstance(setting, Sparse):
+        raise SnapKVError(
+            "{} holds a book, of which all entries stay: give {} instead of a policy",
+            path,
+            Option("sparse"),
+        )
+    return setting
+
+
+def _resumed_store(
+    path: str | Path,
+    prompt: saved.SavedPrompt,
+    setting: Setting | None,
+    store: str | None,
+    noted_store: str | None,
+) -> str | None:
+    """Return the name of the store to continue a file with.
+
+    Args:
+        setting: the setting to continue with.
+        store: the store that the caller asks for; it takes precedence over the file's own.
+        noted_store: the store in the file's notes.
+
+    Raises: SnapKVError: the file's entries are compressed, and `setting` is None or needs all entries.
+    """
+    if prompt.policy != NO_POLICY:
+        # The file's setting is continued, whatever the caller asks for, and only sparse attention has a store.
+        store = store or noted_store if isinstance(setting, Sparse) else None
+    store = store or book_store(prompt.prompt_cache)
     if is_compressed(prompt.prompt_cache):
         if setting is None:
             raise SnapKVError(f"{path} holds a compressed prompt, which needs a policy to continue")
@@ -118,6 +139,4 @@ def _resumed(
                 path,
                 Option("sparse") if store is None else Option("store", store),
             )
-    # The noted options say how the entries in the file were read.
-    in_file = {name: value for name, value in noted.items() if value is not None}
-    return setting, given | in_file | {"store": store}
+    return store
