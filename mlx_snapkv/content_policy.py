@@ -15,5 +15,6 @@ def content_policy(html: str, **more: str) -> str:
     """
     rules = ALLOW_NONE | {name.replace("_", "-"): value for name, value in more.items()}
     for tag, text in re.findall(r"<(script|style)>(.*?)</\1>", html, re.S):
-        rules[f"{tag}-src"] = f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+        digest = sha256(text.encode()).digest()
+        rules[f"{tag}-src"] = f"'sha256-{b64encode(digest).decode()}'"
     return "; ".join(f"{name} {value}" for name, value in rules.items())

@@ -29,7 +29,8 @@ class SnapKVError(ValueError):
 
     def __init__(self, message: str = "", *values: Any):
         super().__init__(message, *values)
-        self._message, self._values = message, values
+        self._message = message
+        self._values = values
 
     def message(self, written: Callable[[Option], str] = str) -> str:
         """Return the sentence, in which `written` writes each option."""
@@ -39,7 +40,9 @@ class SnapKVError(ValueError):
                 return value.message(written)
             return written(value) if isinstance(value, Option) else value
 
-        return self._message.format(*map(text, self._values)) if self._values else self._message
+        if not self._values:  # then the message is no format string, and may contain braces
+            return self._message
+        return self._message.format(*map(text, self._values))
 
     def __str__(self) -> str:
         return self.message()
@@ -55,7 +58,9 @@ class OptionError(SnapKVError):
 
     def __init__(self, option: str, allowed: str, got: Any):
         super().__init__("{} must be {}, got {!r}", Option(option), allowed, got)
-        self.option, self.allowed, self.got = option, allowed, got
+        self.option = option
+        self.allowed = allowed
+        self.got = got
 
 
 class ConflictError(SnapKVError):

@@ -61,24 +61,29 @@ def is_whole(value: object) -> bool:
 
 def is_amount(value: Any, least: int = 0) -> bool:
     """Return whether `value` is a whole number of at least `least`, or a share of more than 0 and at most 100%."""
-    return 0 < _share(value) <= 1 if isinstance(value, str) else is_whole(value) and value >= least
+    if isinstance(value, str):
+        return 0 < _share(value) <= 1
+    return is_whole(value) and value >= least
 
 
 def amount(value: int | str, whole: int) -> int:
     """Return the number of entries for a number, or for a share of `whole`, which is rounded down."""
-    return int(_share(value) * whole + 1e-9) if isinstance(value, str) else int(value)
+    if isinstance(value, str):
+        return int(_share(value) * whole + 1e-9)  # a product just below an integer is that integer
+    return int(value)
 
 
 def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
     """Return the smallest budget with room for `top_k` entries beside sink and window; None if the window is 100%."""
-    fixed = n_sink + top_k
+    n_beside_window = n_sink + top_k
     if not isinstance(n_window, str):
-        return fixed + n_window
+        return n_beside_window + n_window
     share = _share(n_window)
     if share == 1:
         return None
-    budget = int((fixed - 1) / (1 - share))
-    while budget - amount(n_window, budget) < fixed:
+    # The window is rounded down, so the budget is more than (n_beside_window - 1) / (1 - share).
+    budget = int((n_beside_window - 1) / (1 - share))
+    while budget - amount(n_window, budget) < n_beside_window:
         budget += 1
     return budget
 
@@ -136,7 +141,9 @@ class Hyperparameters:
     def from_string(cls, text: str) -> Self:
         """Make an object from a string such as `"budget=25%,n_sink=4"`. Raises: SnapKVError."""
         options: dict[str, Any] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
+        for part in map(str.strip, text.split(",")):
+            if not part:
+                continue
             name, sign, value = (word.strip() for word in part.partition("="))
             if not sign:
                 raise SnapKVError(
@@ -174,20 +181,21 @@ class Hyperparameters:
     def __str__(self) -> str:
         """Return the command-line string: the name, and the fields that differ from their defaults."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        values = {
-            name: getattr(self, name) for name in self.options() if name != self.implied_option
-        }
-        changed = [f"{name}={value}" for name, value in values.items() if value != defaults[name]]
+        changed = []
+        for name in self.options():
+            value = getattr(self, name)
+            if name != self.implied_option and value != defaults[name]:
+                changed.append(f"{name}={value}")
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
     def _check_options(self) -> None:
         """Check the values of all fields. Raises: SnapKVError: a value is not allowed."""
         for name, check in self._checks().items():
             value = getattr(self, name)
-            is_default_none = value is None and getattr(type(self), name) is None
-            self._require(name, is_default_none or check["is_allowed"](value), check["allowed"])
-            is_small = not isinstance(value, int) or value <= MAX_NUMBER
-            self._require(name, is_small, f"at most {MAX_NUMBER}")
+            is_unset = value is None and getattr(type(self), name) is None  # None is the default
+            self._require(name, is_unset or check["is_allowed"](value), check["allowed"])
+            is_too_large = isinstance(value, int) and value > MAX_NUMBER
+            self._require(name, not is_too_large, f"at most {MAX_NUMBER}")
 
     @classmethod
     def _checks(cls) -> dict[str, Any]:
@@ -199,6 +207,7 @@ class Hyperparameters:
         return checks
 
     def _require(self, name: str, is_allowed: bool, allowed: str) -> None:
+        """Raise SnapKVError unless a field's value is allowed; `allowed` describes the allowed values."""
         if not is_allowed:
             got = getattr(self, name)
             raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {got!r}")

@@ -32,22 +32,24 @@ class JsonLines:
     def read(self) -> Iterator[tuple[int, bytes]]:
         """Yield every line with its number, from 1; an incomplete last line of this package is left out.
 
+        The size of the complete lines is noted, so that `open` can cut off the rest.
+
         Raises: SnapKVError: the file can't be written.
         """
         self._size = 0
         if not require_place(self.path):
             return
-        number, line = 0, b""
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):
                     yield number, line
                     self._size += len(line)
-        rest = (
-            b"" if line.endswith(b"\n") else line.rstrip(b"\0")
-        )  # a power cut may leave zero bytes
-        if not (rest.startswith(self._start) or self._start.startswith(rest)):
-            yield number, rest
+                    continue
+                # Only the last line can be incomplete. A power cut may leave zero bytes at its end.
+                written = line.rstrip(b"\0")
+                is_own = written.startswith(self._start) or self._start.startswith(written)
+                if not is_own:
+                    yield number, written
 
     def open(self, read: Callable[[], None]) -> None:
         """Lock the file, call `read`, and cut an incomplete last line off.
@@ -67,7 +69,7 @@ class JsonLines:
                 raise SnapKVError(f"{self.path} {why}") from None
             read()
             os.ftruncate(self._file, self._size)
-            undo.pop_all()
+            undo.pop_all()  # the file stays open
 
     @property
     def is_empty(self) -> bool:
@@ -92,7 +94,7 @@ class JsonLines:
                 _sync(self._file)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._size)
+                os.ftruncate(self._file, self._size)  # drop what was written of the line
             raise
         self._size += len(data)
 

@@ -24,8 +24,8 @@ def path_of(name: str | Path, option: str | None = None) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        given = name if option is None else f"{option} {name}"
-        raise SnapKVError(f"{given}: no such home folder") from error
+        named = name if option is None else f"{option} {name}"
+        raise SnapKVError(f"{named}: no such home folder") from error
 
 
 def require_place(path: Path) -> bool:
@@ -99,15 +99,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refusing(what: str) -> Iterator[None]:
+def refusing(beginning: str) -> Iterator[None]:
     """Turn an OSError or ValueError of the block into a SnapKVError.
 
     Args:
-        what: the beginning of the error's sentence, such as "FILE can't be written".
+        beginning: the beginning of the error's sentence, such as "FILE can't be written".
     """
     try:
         yield
     except SnapKVError:
         raise
     except (OSError, ValueError) as error:  # ValueError: the name has a zero byte
-        raise SnapKVError(f"{what}: {reason(error)}") from error
+        raise SnapKVError(f"{beginning}: {reason(error)}") from error

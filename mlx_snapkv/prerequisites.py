@@ -32,9 +32,10 @@ def complaint(
         has_metal: whether MLX found a GPU; used on a Mac only.
     """
     if tuple(version[:2]) < PYTHON:
-        needed, found = (".".join(map(str, v[:3])) for v in (PYTHON, version))
+        needed = ".".join(str(part) for part in PYTHON)
+        running = ".".join(str(part) for part in version[:3])
         return (
-            f"Python {needed} or later is needed, and this is {found}: install one, for example from python.org or "
+            f"Python {needed} or later is needed, and this is {running}: install one, for example from python.org or "
             "with brew install python, and name it, as in make demo PYTHON=python3.12"
         )
     if system == "Darwin":
@@ -47,10 +48,8 @@ def complaint(
         if release and release < MACOS:
             return f"MLX needs macOS {MACOS[0]} or later, and this is {macos}: update macOS"
     if mlx_error is not None:
-        return (
-            f"MLX can't be imported ({mlx_error}): install it again, with pip install --force-reinstall mlx"
-            f"{'' if system == 'Darwin' else '[cpu]'}"
-        )
+        package = "mlx" if system == "Darwin" else "mlx[cpu]"
+        return f"MLX can't be imported ({mlx_error}): install it again, with pip install --force-reinstall {package}"
     if system == "Darwin" and not has_metal:
         return (
             "MLX finds no GPU with Metal on this Mac: run it outside of virtual machines, with the MLX that "
@@ -59,14 +58,19 @@ def complaint(
     return None
 
 
-def complaint_here(**found: object) -> str | None:
+def complaint_here(**mlx_findings: object) -> str | None:
     """Return the `complaint` about this machine and Python.
 
     Args:
-        **found: the keywords of `complaint`.
+        **mlx_findings: `mlx_error` and `has_metal` of `complaint`.
     """
-    here = platform.system(), platform.machine(), sys.version_info, platform.mac_ver()[0]
-    return complaint(*here, **found)  # type: ignore[arg-type]
+    return complaint(
+        system=platform.system(),
+        machine=platform.machine(),
+        version=sys.version_info,  # type: ignore[arg-type]
+        macos=platform.mac_ver()[0],
+        **mlx_findings,  # type: ignore[arg-type]
+    )
 
 
 def require() -> None:

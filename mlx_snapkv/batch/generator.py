@@ -85,7 +85,7 @@ class CompressedBatchGenerator(BatchGenerator):
         **kwargs: Any,
     ):
         setting: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
-        config, kwargs = CompressionConfig.taken_from(kwargs | setting, turns=turns)
+        config, kwargs = CompressionConfig.from_keywords(kwargs | setting, turns=turns)
         self._plans: dict[int, Plan] = {}  # waiting requests' plans, by request number
         if config.setting is None and not turns:
             config.require(model)

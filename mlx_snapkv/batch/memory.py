@@ -26,7 +26,7 @@ class Memory:
     """
 
     def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int):
-        config, _ = CompressionConfig.taken_from(options)
+        config, _ = CompressionConfig.from_keywords(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint = Footprint(sizes, config, step_size)
         self.limit = limit

@@ -101,7 +101,7 @@ class Conversation:
         if self.policy is None:
             self._config.require(model)
         else:
-            require_servable(model, self._config.beside(generation))
+            require_servable(model, self._config.with_mlx_options(generation))
         self.system = system
         self.reset()
 

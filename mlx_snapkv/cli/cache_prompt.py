@@ -50,7 +50,9 @@ def cache_prompt(
     from .progress import writing_bar
 
     setting = policy.resolve()
-    config = CompressionConfig(setting, **request.keywords, is_text=True).beside(vars(cache))
+    config = CompressionConfig(setting, **request.keywords, is_text=True).with_mlx_options(
+        vars(cache)
+    )
     require_compatible(config, When.CHOSEN)
     path, text = saved.require_writable(output), prompt.read()
     loaded, tokenizer = model.load()

@@ -240,7 +240,7 @@ def _load(session: Session, path: str) -> None:
     options: Any = {**session.options, **current.generation}
     loaded = Conversation.load(path, current.model, current.tokenizer, **options)
     session.replace(loaded)
-    config, _ = CompressionConfig.taken_from(session.options)
+    config, _ = CompressionConfig.from_keywords(session.options)
     is_same = (config.setting, config.keywords) == (loaded.policy, loaded.options)
     note = "" if is_same else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{note}")

@@ -130,7 +130,7 @@ class Plans:
 
         The user's policy is recommended if it fits, and otherwise the choice of --policy auto.
         """
-        from ..planning.auto import SNAPKV, SPARSE, AutoRequest, recommended
+        from ..planning.auto import SNAPKV, SPARSE, AutoRequest, recommend
 
         planner, usable = self.planner, self.machine.usable
         if self.policy is not None:
@@ -148,7 +148,7 @@ class Plans:
         if self.policy is not None and asked.peak <= usable:
             return ContextPlans(n, plans, asked, "you asked for it, and it fits")
         request = AutoRequest(n, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
-        recommendation = recommended(planner, request, usable)
+        recommendation = recommend(planner, request, usable)
         if not recommendation.fits:
             return ContextPlans(n, plans)
         best, why = recommendation.plan, recommendation.why

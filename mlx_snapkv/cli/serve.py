@@ -173,7 +173,7 @@ def serve(
         model.model, "conversation", PromptConsole().say, vars(cache)
     )
     generation = keywords | vars(cache)
-    identity = CompressionConfig.taken_from(generation)[0].identity
+    identity = CompressionConfig.from_keywords(generation)[0].identity
     prefix_cache = PrefixCache(sys.maxsize)
     names = model.model, *(http.alias or ())
     loader = _Loader(model, names, sampling, limits, prefixes, generation, prefix_cache)

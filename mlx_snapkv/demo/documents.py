@@ -91,17 +91,24 @@ def make_facts(
 
 def fact_sentence(fact: Fact, rng: random.Random) -> str:
     """Return a sentence that states a fact, half of the time after an introduction."""
-    intro = rng.choice(("", "", "", *_INTRODUCTIONS))
-    return intro + fact.clause if intro else fact.clause[0].upper() + fact.clause[1:]
+    introduction = rng.choice(("", "", "", *_INTRODUCTIONS))
+    if introduction:
+        return introduction + fact.clause
+    return fact.clause[0].upper() + fact.clause[1:]
 
 
 def filler_sentence(rng: random.Random) -> str:
     """Return a sentence that states no fact."""
-    pick = rng.choice
-    template = pick(_SENTENCES)
-    twice = {f"{kind}{n}": pick(words) for kind, words in _TWICE.items() for n in ("", "2")}
-    once = {"time": pick(_TIMES), "adjective": pick(ADJECTIVES), "noun": pick(NOUNS)}
-    return template.format(**twice, **once, number=rng.randint(2, 99), number2=rng.randint(2, 999))
+    template = rng.choice(_SENTENCES)
+    words = {}
+    # All words are drawn, whether the sentence has places for them or not, so that a seed keeps its texts.
+    for kind, choices in _TWICE.items():
+        words[kind] = rng.choice(choices)
+        words[f"{kind}2"] = rng.choice(choices)
+    words["time"] = rng.choice(_TIMES)
+    words["adjective"] = rng.choice(ADJECTIVES)
+    words["noun"] = rng.choice(NOUNS)
+    return template.format(**words, number=rng.randint(2, 99), number2=rng.randint(2, 999))
 
 
 def hide(
@@ -120,16 +127,18 @@ def hide(
         count_tokens: returns the number of tokens of a text.
         in_order: whether the hidden sentences keep their order.
     """
-    left = max(0, n_tokens - sum(count_tokens(" " + sentence) for sentence in hidden))
+    n_hidden_tokens = sum(count_tokens(" " + sentence) for sentence in hidden)
+    n_left = max(0, n_tokens - n_hidden_tokens)
     document: list[str] = []
-    while left >= 0:  # the last sentence is dropped, but drawing it keeps the texts of a seed
+    while n_left >= 0:
         document.append(filler_sentence(rng))
-        left -= count_tokens(" " + document[-1])
-    document.pop()
+        n_left -= count_tokens(" " + document[-1])
+    document.pop()  # It is too much, and only drawn to keep the texts of a seed.
     if in_order:
         places = sorted(rng.randint(0, len(document)) for _ in hidden)
-        for n_before, (place, sentence) in enumerate(zip(places, hidden)):
-            document.insert(place + n_before, sentence)
+        # Each hidden sentence moves the places of the following ones by one.
+        for n_inserted, (place, sentence) in enumerate(zip(places, hidden)):
+            document.insert(place + n_inserted, sentence)
     else:
         for sentence in hidden:
             document.insert(rng.randint(0, len(document)), sentence)

@@ -30,5 +30,8 @@ def question_prompt(tokenizer, document: str, question: str) -> list[int]:
 
 def is_right(fact: Fact, answer: str) -> bool:
     """Return whether an answer begins with the fact's value, and not with a longer number or word."""
-    rest = answer.strip().removeprefix(fact.value)
-    return rest != answer.strip() and not rest[:1].isalnum()
+    text = answer.strip()
+    if not text.startswith(fact.value):
+        return False
+    next_character = text[len(fact.value) :][:1]  # "" at the end
+    return not next_character.isalnum()

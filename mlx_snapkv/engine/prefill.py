@@ -72,7 +72,7 @@ def prefill(
             NaN.
     """
     method = {"policy": policy, "sparse": sparse}
-    config, quantised = CompressionConfig.taken_from(options | method, is_text=True)
+    config, quantised = CompressionConfig.from_keywords(options | method, is_text=True)
     for name in quantised.keys() - {"kv_bits", "kv_group_size"}:
         raise UnknownOptionError(f"unknown option {name!r} of prefill{suggestion(name, OPTIONS)}")
     if config.setting is None:

@@ -52,7 +52,7 @@ def served(
     """
     start = pacing(start)
     report_to = on_report or (lambda report: None)
-    config = config.beside(options)
+    config = config.with_mlx_options(options)
     given, turns = options.get("prompt_cache"), config.turns
     if config.max_kv_size is None:
         warn_beyond_trained_length(model, n_tokens(given or []) + n_prompt)

@@ -79,12 +79,12 @@ class AutoRequest:
 
     def completed(self, candidate: CompressionConfig) -> CompressionConfig:
         """Return a candidate with the request's own options. Raises: SnapKVError: options conflict."""
-        own = {name: value for name, value in self.options.items() if name != "store"}
+        other_options = {name: value for name, value in self.options.items() if name != "store"}
         if self.n_prompt is None and candidate == SNAPKV:
-            return replace(
-                SNAPKV, setting=Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT)), **own
-            )
-        return replace(candidate, **own)
+            # The prompts to come may be short, and little would be evicted from short ones.
+            long_only = Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT))
+            return replace(SNAPKV, setting=long_only, **other_options)
+        return replace(candidate, **other_options)
 
 
 class Recommendation(NamedTuple):
@@ -114,13 +114,13 @@ class Recommendation(NamedTuple):
 
 
 def explaining(
-    found: Recommendation | None, on_report: Callable[[Any], None] | None
+    recommendation: Recommendation | None, on_report: Callable[[Any], None] | None
 ) -> Callable[[Any], None]:
     """Return a callback that notes in a report what "auto" chose, if it was asked, and hands it to `on_report`."""
 
     def receive(report: Any) -> None:
-        if found is not None:
-            found.explain(report)
+        if recommendation is not None:
+            recommendation.explain(report)
         if on_report is not None:
             on_report(report)
 
@@ -129,89 +129,102 @@ def explaining(
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A config that a request could have, and what it would take."""
+    """A config that a request could have, and what it would take.
+
+    Attributes:
+        kv_bytes: the most bytes of entries at once.
+    """
 
     config: CompressionConfig
     plan: MemoryPlan
     kv_bytes: int
 
-    def recommended(self, why: str, fits: bool = True) -> Recommendation:
-        return Recommendation(self.config, self.plan, why, fits)
+    def recommendation(self, why: str, fits: bool = True) -> Recommendation:
+        return Recommendation(config=self.config, plan=self.plan, why=why, fits=fits)
 
 
-def recommended(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
+def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
     """Return the best setting for the task that fits in `usable` bytes.
 
     For few tokens that is the full cache. For more it is the full cache only if that leaves memory to spare.
 
     Raises: SnapKVError: no setting can be combined with the request's options.
     """
-    n = request.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
-    candidates = _candidates(planner, request, n)
-    first = candidates[0]
+    n_prompt = request.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
+    candidates = _candidates(planner, request, n_prompt)
+    best = candidates[0]
     if not planner.can_compress:
-        return first.recommended("this model's entries can't be compressed")
-    kv_most = usable if request.kv_memory is None else request.kv_memory
-    spared = usable if n < MIN_TOKENS_TO_EVICT else int(COMFORTABLE * usable)
+        return best.recommendation("this model's entries can't be compressed")
+    kv_limit = usable if request.kv_memory is None else request.kv_memory
+    is_short = n_prompt < MIN_TOKENS_TO_EVICT
+    full_cache_limit = usable if is_short else int(COMFORTABLE * usable)
 
-    def fits(x: _Candidate) -> bool:
-        return (
-            x.plan.peak <= (spared if x.config.setting is None else usable)
-            and x.kv_bytes <= kv_most
-        )
+    def fits(candidate: _Candidate) -> bool:
+        peak_limit = full_cache_limit if candidate.config.setting is None else usable
+        return candidate.plan.peak <= peak_limit and candidate.kv_bytes <= kv_limit
 
-    fit = [x for x in candidates if fits(x)]
-    if not fit:
-        room = format_bytes(min(usable, kv_most))
-        least = min(candidates, key=lambda x: max(x.plan.peak / usable, x.kv_bytes / kv_most))
-        return least.recommended(f"no setting fits {room}, and it takes the least memory", False)
-    best = fit[0]
-    if best is first:
-        return best.recommended(_why_first(first.config, n))
-    of_kv, of_all = (first.kv_bytes, kv_most), (first.plan.peak, usable)
-    need, limit = of_kv if first.kv_bytes > kv_most else of_all
-    would = f"{first.config} would take {format_bytes(need)}"
-    if need <= limit:
-        return best.recommended(f"{would} of the {format_bytes(limit)} for models")
-    return best.recommended(f"{would}, and {format_bytes(limit)} is available")
+    chosen = next((candidate for candidate in candidates if fits(candidate)), None)
+    if chosen is None:
+        smallest = min(candidates, key=lambda x: max(x.plan.peak / usable, x.kv_bytes / kv_limit))
+        limit = format_bytes(min(usable, kv_limit))
+        why = f"no setting fits {limit}, and it takes the least memory"
+        return smallest.recommendation(why, fits=False)
+    if chosen is best:
+        return best.recommendation(_why_best(best.config, n_prompt))
+    return chosen.recommendation(_why_not_best(best, usable, kv_limit))
 
 
-def _candidates(planner: Planner, request: AutoRequest, n: int) -> list[_Candidate]:
-    """Return the settings that change how `n` tokens are read, and for few tokens the full cache; the best come first.
+def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
+    """Return the settings that change how a prompt is read, and for a short one the full cache; the best come first.
 
     Raises: SnapKVError: none can be combined with the request's options.
     """
-    candidates = request.candidates() if planner.can_compress else ()
-    found: list[_Candidate] = []
+    configs = request.candidates() if planner.can_compress else ()
+    if not configs or n_prompt < MIN_TOKENS_TO_EVICT:
+        configs = (KEEP_ALL, *configs)
+    candidates: list[_Candidate] = []
     refusal = None
-    tried = candidates if candidates and n >= MIN_TOKENS_TO_EVICT else (KEEP_ALL, *candidates)
-    for candidate in tried:
+    for config in configs:
         try:
-            config = request.completed(candidate)
-            config.require(planner.model)
-            plan, kv_bytes = planner.planned(n, config, request.kv_bits)
+            completed = request.completed(config)
+            completed.require(planner.model)
+            plan, kv_bytes = planner.planned(n_prompt, completed, request.kv_bits)
         except SnapKVError as error:
             refusal = error
             continue
-        if config.setting is None or plan.reason is None:  # else it would change nothing
-            found.append(_Candidate(config, plan, kv_bytes))
-    if refusal is not None and not found:
+        would_change_nothing = completed.setting is not None and plan.reason is not None
+        if not would_change_nothing:
+            candidates.append(_Candidate(completed, plan, kv_bytes))
+    if refusal is not None and not candidates:
         raise refusal
-    return found
+    return candidates
 
 
-def _why_first(config: CompressionConfig, n: int) -> str:
-    """Return why the first of the candidates for a prompt of `n` tokens is the best."""
-    if config.setting is None and n < MIN_TOKENS_TO_EVICT:
-        return f"at {n:,} tokens reading all entries costs little"
+def _why_best(config: CompressionConfig, n_prompt: int) -> str:
+    """Return why a config, the first of the candidates for a prompt of `n_prompt` tokens, is the best."""
+    if config.setting is None and n_prompt < MIN_TOKENS_TO_EVICT:
+        return f"at {n_prompt:,} tokens reading all entries costs little"
     if config.setting is None:
-        return f"all entries of {n:,} tokens fit in memory"
+        return f"all entries of {n_prompt:,} tokens fit in memory"
     if config.sparse is None:
         return "the question chooses the entries that the answer needs from a long prompt"
-    bits = re.search(r"(\d+)bit", config.store or "")
     where = "stay in files" if in_files(config.store) else "fit in memory"
-    how = f" in {bits[1]} bits" if bits else ""
-    return f"all entries {where}{how}, so that every token can choose which few it reads"
+    bits = re.search(r"(\d+)bit", config.store or "")
+    if bits is not None:
+        where += f" in {bits[1]} bits"
+    return f"all entries {where}, so that every token can choose which few it reads"
+
+
+def _why_not_best(best: _Candidate, usable: int, kv_limit: int) -> str:
+    """Return why the best candidate is not recommended: the bytes that it would take, and the bytes that there are."""
+    if best.kv_bytes > kv_limit:
+        need, limit = best.kv_bytes, kv_limit
+    else:
+        need, limit = best.plan.peak, usable
+    would_take = f"{best.config} would take {format_bytes(need)}"
+    if need <= limit:  # it fits, but leaves too little for other programs
+        return f"{would_take} of the {format_bytes(limit)} for models"
+    return f"{would_take}, and {format_bytes(limit)} is available"
 
 
 def resolve(
@@ -237,23 +250,38 @@ def resolve(
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
     if not asks_for_auto(snapkv, policy):
-        how: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
-        return *CompressionConfig.taken_from(options | how), None
+        methods: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
+        config, mlx_options = CompressionConfig.from_keywords(options | methods)
+        return config, mlx_options, None
     if sparse is not None:
         raise SnapKVError(
             "{} chooses how entries are used, and so does {}: give only one of them",
             Option("policy", "auto"),
             Option("sparse"),
         )
-    given = {name: options[name] for name in OPTIONS if name in options}
-    others = {name: value for name, value in options.items() if name not in OPTIONS}
-    CompressionConfig(**given)  # raises for invalid options
-    own = (others.get(name) is None for name in ("prompt_cache", "draft_model"))
-    request = AutoRequest(n_prompt, task, given, all(own), others.get("kv_bits"), kv_memory)
-    how = {name: others[name] for name in ("prefill_step_size", "kv_group_size") if name in others}
-    planner = Planner(model, max_tokens=min(max(0, max_tokens), TYPICAL), **how)
-    found = recommended(planner, request, this_machine().usable)
-    return found.config.beside(others), others, found
+    own_options = {name: options[name] for name in OPTIONS if name in options}
+    mlx_options = {name: value for name, value in options.items() if name not in OPTIONS}
+    CompressionConfig(**own_options)  # raises for invalid options
+    request = AutoRequest(
+        n_prompt=n_prompt,
+        task=task,
+        options=own_options,
+        may_be_sparse=(
+            mlx_options.get("prompt_cache") is None and mlx_options.get("draft_model") is None
+        ),
+        kv_bits=mlx_options.get("kv_bits"),
+        kv_memory=kv_memory,
+    )
+    planner_options = {
+        name: mlx_options[name]
+        for name in ("prefill_step_size", "kv_group_size")
+        if name in mlx_options
+    }
+    n_answer = min(max(0, max_tokens), TYPICAL)  # -1, for no limit, is planned as 0
+    planner = Planner(model, max_tokens=n_answer, **planner_options)
+    recommendation = recommend(planner, request, this_machine().usable)
+    config = recommendation.config.with_mlx_options(mlx_options)
+    return config, mlx_options, recommendation
 
 
 def worth_comparing(n_prompt: int) -> list[str]:
@@ -262,7 +290,9 @@ def worth_comparing(n_prompt: int) -> list[str]:
     Below about 20,000 tokens the budgets are smaller, so that something is evicted.
     """
     top_k = 4096
-    while top_k > 16 and 16 * top_k > 3 * n_prompt:  # 4/3 of top_k are kept: at most a quarter
+    # SnapKV keeps 4/3 of top_k, and that should be at most a quarter of the prompt.
+    while top_k > 16 and 16 * top_k > 3 * n_prompt:
         top_k //= 2
-    within = f"keydiff:budget={2 * top_k} then snapkv:top_k={top_k // 2}"
-    return [f"snapkv:top_k={top_k}", within]
+    evicting_once = f"snapkv:top_k={top_k}"
+    within_budget = f"keydiff:budget={2 * top_k} then snapkv:top_k={top_k // 2}"
+    return [evicting_once, within_budget]

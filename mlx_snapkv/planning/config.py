@@ -57,21 +57,33 @@ class CompressionConfig(RequestOptions):
         require_compatible(self, When.GIVEN)
 
     @classmethod
-    def taken_from(
-        cls, keywords: dict[str, Any], **more: Any
+    def from_keywords(
+        cls, keywords: dict[str, Any], **fields: Any
     ) -> tuple[CompressionConfig, dict[str, Any]]:
         """Return the config that the keywords of `generate_step` ask for, and the keywords that are mlx-lm's own.
 
+        Args:
+            **fields: fields of the config that are no keywords, such as `turns`.
+
         Raises: SnapKVError: one is invalid or conflicts with another.
         """
-        method = resolve_setting(*map(keywords.get, METHODS))
-        own = {name: keywords[name] for name in OPTIONS if name in keywords}
-        taken = {*METHODS, *OPTIONS}
-        others = {name: value for name, value in keywords.items() if name not in taken}
-        return cls(method, **own, **more).beside(others), others
+        setting = resolve_setting(
+            snapkv=keywords.get("snapkv"),
+            policy=keywords.get("policy"),
+            sparse=keywords.get("sparse"),
+        )
+        own_options = {name: keywords[name] for name in OPTIONS if name in keywords}
+        mlx_options = {
+            name: value for name, value in keywords.items() if name not in (*METHODS, *OPTIONS)
+        }
+        config = cls(setting=setting, **own_options, **fields)
+        return config.with_mlx_options(mlx_options), mlx_options
 
-    def beside(self, options: dict[str, Any]) -> CompressionConfig:
-        """Return the config with the limits that mlx-lm's own options of `generate_step` set."""
+    def with_mlx_options(self, options: dict[str, Any]) -> CompressionConfig:
+        """Return the config with the limits that mlx-lm's own options of `generate_step` set.
+
+        Raises: SnapKVError: an option is invalid or conflicts with the config.
+        """
         require_step_size(options.get("prefill_step_size"))
         quantization, _ = taken_from(options)
         return replace(
@@ -84,8 +96,9 @@ class CompressionConfig(RequestOptions):
     @property
     def identity(self) -> dict[str, str]:
         """Return everything but the model and the tokens that entries depend on. A server finds prefixes by it."""
-        what = {"setting": self.setting, "quantization": self.quantization, **noted(self.keywords)}
-        return {name: str(value) for name, value in what.items()}
+        values = {"setting": self.setting, "quantization": self.quantization}
+        values |= noted(self.keywords)
+        return {name: str(value) for name, value in values.items()}
 
     def __str__(self) -> str:
         store = "" if self.store in (None, "memory") else f", store {self.store}"
@@ -96,11 +109,13 @@ class CompressionConfig(RequestOptions):
         """Return the options of a command that ask for this; none for the full cache."""
         if self.setting is None:
             return ""
-        flag, text = "--policy", str(self.setting)
-        if self.sparse is not None:
-            flag, text = "--sparse", text.partition(":")[2] or "read=sparse"  # the default
-        store = "" if self.store in (None, "memory") else f" --store {self.store}"
-        return f"{flag} {shlex.quote(text)}{store}"
+        if self.sparse is None:
+            flags = f"--policy {shlex.quote(str(self.setting))}"
+        else:
+            options = str(self.sparse).partition(":")[2]
+            # The flag needs a value, and this one is the default.
+            flags = f"--sparse {shlex.quote(options or 'read=sparse')}"
+        return flags if self.store in (None, "memory") else f"{flags} --store {self.store}"
 
     @property
     def compress(self) -> Compress | None:
@@ -121,14 +136,7 @@ class CompressionConfig(RequestOptions):
         """Raise SnapKVError if options exclude each other, or the model does not support them."""
         require_compatible(self, When.CHOSEN)
         if self.sparse is not None:
-            owners = attentions(model)
-            reason = next(filter(None, (owner.family.no_sparse for owner in owners)), None)
-            if reason or all(owner.borrowers for owner in owners):
-                raise UnsupportedModelError(
-                    f"sparse attention is not possible on model type {type_of(model)!r}: "
-                    f"{reason or 'other layers read the entries of all its layers'}. "
-                    "Give a policy, such as snapkv"
-                )
+            _require_sparse_support(model)
         self._require_heads(model)
 
     def _require_heads(self, model) -> None:
@@ -141,3 +149,16 @@ class CompressionConfig(RequestOptions):
                 "give each Mac whole layers (--pipeline), or choose another policy",
                 agreeing[0].name,
             )
+
+
+def _require_sparse_support(model) -> None:
+    """Raise UnsupportedModelError if a layer of a model can't choose which entries its tokens read."""
+    owners = attentions(model)
+    reason = next((owner.family.no_sparse for owner in owners if owner.family.no_sparse), None)
+    if reason is None and all(owner.borrowers for owner in owners):
+        reason = "other layers read the entries of all its layers"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"sparse attention is not possible on model type {type_of(model)!r}: {reason}. "
+            "Give a policy, such as snapkv"
+        )

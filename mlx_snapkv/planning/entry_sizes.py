@@ -42,13 +42,20 @@ class EntrySizes:
             self.refusal = error
         compressed = [layer.cache_in(self.caches) for layer in self.layers]
         self._entries = [cache.keys_and_values() for cache in compressed]
-        mine = {id(cache) for cache in compressed}
-        others = [c for c in members(self.caches) if id(c) not in mine and not c.empty()]
-        windows = [c for c in others if window_of(c) is not None]
-        plain = [c for c in others if has_all_entries(c) and window_of(c) is None]
-        self.plain = [n_bytes(cache.keys_and_values()) for cache in plain]
-        self.sliding = [(c.nbytes // c.keys.shape[2], window_of(c) or 0) for c in windows]
-        self.states = sum(c.nbytes for c in others if c not in plain and c not in windows)
+        compressed_ids = {id(cache) for cache in compressed}
+        self.plain: list[int] = []
+        self.sliding: list[tuple[int, int]] = []
+        self.states = 0
+        for cache in members(self.caches):
+            if id(cache) in compressed_ids or cache.empty():
+                continue
+            window = window_of(cache)
+            if window is not None:
+                self.sliding.append((cache.nbytes // cache.keys.shape[2], window))
+            elif has_all_entries(cache):
+                self.plain.append(n_bytes(cache.keys_and_values()))
+            else:
+                self.states += cache.nbytes
 
     @cached_property
     def shapes(self) -> set[LayerShape]:
@@ -76,10 +83,10 @@ class EntrySizes:
         """Return the bytes of `n` tokens in files: entries, and for a long text also the index and means."""
         if not in_files(store):
             return 0
-        stored = n * self.stored(store)
-        return stored + (
-            int(n * (self.of_index() + self.of_means())) if n > ENTRIES_IN_MEMORY else 0
-        )
+        entries = n * self.stored(store)
+        if n <= ENTRIES_IN_MEMORY:
+            return entries
+        return entries + int(n * (self.of_index() + self.of_means()))
 
     def of_index(self) -> int:
         """Return the bytes of a token in the key indexes of `layers`."""
@@ -96,16 +103,30 @@ class EntrySizes:
         return ids + sum(self.of_token()) / CLUSTER_SIZE
 
     def full(self, quantization: Quantization | None) -> int:
-        """Return the bytes of a token's entries in all full caches; mlx-lm quantises caches outside a `CacheList`."""
-        alone = [c for c in self.caches if isinstance(c, KVCache) and not c.empty()]
-        stored = [c.keys_and_values() for c in alone if quantization is not None]
-        saved = n_bytes(stored) - n_bytes([pack(x, quantization) for kv in stored for x in kv])
-        return sum(self.of_token()) + sum(self.plain) - saved
+        """Return the bytes of a token's entries in all full caches, quantised if asked.
+
+        mlx-lm does not quantise the caches in a `CacheList`.
+        """
+        unquantised = sum(self.of_token()) + sum(self.plain)
+        if quantization is None:
+            return unquantised
+        entries = [
+            cache.keys_and_values()
+            for cache in self.caches
+            if isinstance(cache, KVCache) and not cache.empty()
+        ]
+        packed = [pack(array, quantization) for pair in entries for array in pair]
+        return unquantised - n_bytes(entries) + n_bytes(packed)
 
     def rest(self, n: int, chunk: int) -> int:
-        """Return the bytes of linear states and sliding windows after `n` tokens, read `chunk` at a time."""
-        return self.states + sum(size * min(n, most + chunk) for size, most in self.sliding)
+        """Return the bytes of linear states and sliding windows after `n` tokens, read `chunk` at a time.
+
+        A window's cache holds the window and the chunk that is read.
+        """
+        windows = sum(size * min(n, window + chunk) for size, window in self.sliding)
+        return self.states + windows
 
 
 def weight_bytes(model) -> int:
+    """Return the bytes of a model's weights."""
     return sum(x.nbytes for _, x in cast(list, tree_flatten(model.parameters())))

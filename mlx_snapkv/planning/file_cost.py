@@ -13,15 +13,22 @@ from .units import format_bytes
 
 
 class Disk(NamedTuple):
-    """A disk that entries are written to: `each` bytes into each of its `folders`; `free` bytes are free."""
+    """A disk that entries are written to.
+
+    Attributes:
+        folders: the folders on it that entries are written to.
+        folder_bytes: bytes that are written to each of them.
+        free: bytes that are free on the disk.
+    """
 
     folders: tuple[Path, ...]
-    each: int
+    folder_bytes: int
     free: int
 
     @property
     def need(self) -> int:
-        return self.each * len(self.folders)
+        """Return the bytes that are written to the disk."""
+        return self.folder_bytes * len(self.folders)
 
 
 @dataclass(frozen=True)
@@ -32,15 +39,16 @@ class FileCost:
     disks: tuple[Disk, ...]
 
     def __str__(self) -> str:
-        where = " and ".join(
-            " and ".join(f"{format_bytes(disk.each)} in {folder}" for folder in disk.folders)
-            + f" ({format_bytes(disk.free)} free)"
-            for disk in self.disks
-        )
-        return f"reading {self.tokens:,} tokens will write at most {where}"
+        disks = []
+        for disk in self.disks:
+            size = format_bytes(disk.folder_bytes)
+            folders = " and ".join(f"{size} in {folder}" for folder in disk.folders)
+            disks.append(f"{folders} ({format_bytes(disk.free)} free)")
+        return f"reading {self.tokens:,} tokens will write at most {' and '.join(disks)}"
 
     @property
     def warnings(self) -> list[str]:
+        """Return a sentence for each disk that has too little room."""
         return [
             f"{disk.folders[0]} does not have enough room: {format_bytes(disk.need)} will be written and "
             f"{format_bytes(disk.free)} is free; set --store-dir to another folder, "
@@ -58,7 +66,9 @@ def file_cost(
     folder: str | None = None,
     saved_in: Path | None = None,
 ) -> FileCost | None:
-    """Return the bytes that reading `n_new` tokens will write; None if entries don't go to files.
+    """Return the bytes that reading `n_new` tokens will write.
+
+    Return None if entries don't go to files, or no disk says what is free.
 
     Args:
         folder: the folder for temporary files; None is TMPDIR.
@@ -66,11 +76,17 @@ def file_cost(
     """
     if n_new == 0 or not in_files(store):
         return None
-    stored = EntrySizes(model).of_files(store, n_new)
-    disks: dict[int, Disk] = {}
-    for place in filter(None, (Path(folder or tempfile.gettempdir()), saved_in)):
+    folder_bytes = EntrySizes(model).of_files(store, n_new)
+    folders = [Path(folder or tempfile.gettempdir())]
+    if saved_in is not None:
+        folders.append(saved_in)
+    disks: dict[int, Disk] = {}  # by the number of the device
+    for path in folders:
         with contextlib.suppress(OSError):  # some file systems don't say what is free
-            device = place.stat().st_dev
-            before = disks.get(device) or Disk((), stored, shutil.disk_usage(place).free)
-            disks[device] = before._replace(folders=(*before.folders, place))
-    return FileCost(n_new, tuple(disks.values())) if disks else None
+            device = path.stat().st_dev
+            if device not in disks:
+                free = shutil.disk_usage(path).free
+                disks[device] = Disk(folders=(), folder_bytes=folder_bytes, free=free)
+            disk = disks[device]
+            disks[device] = disk._replace(folders=(*disk.folders, path))
+    return FileCost(tokens=n_new, disks=tuple(disks.values())) if disks else None

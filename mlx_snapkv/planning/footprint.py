@@ -86,39 +86,50 @@ class Footprint:
         """Return the bytes that a request with an answer of `max_tokens` takes."""
         if plan.reason is not None:
             return self._need_of_full(plan, max_tokens)
-        sizes, n_prompt = self.sizes, plan.n_prompt
-        whole = n_prompt + max_tokens + KVCache.step  # by which full caches grow
-        rest, plain = sizes.rest(whole, self.step_size), sum(sizes.plain)
-        chosen = self.kept(plan)
-        kept = self.row_bytes * chosen
-        held = self.row_bytes * _grown(chosen, plan, max_tokens)
-        stored = self.stored(n_prompt + max_tokens)
-        # Entries of a sparsely read prompt are in their store before the answer's first token.
-        gone = plan.sparse_reading is not None and self.config.store != "memory"
-        reading = max(0, self.bytes_read(plan) + kept * (not gone) - held)
+        sizes = self.sizes
+        n_prompt = plan.n_prompt
+        n_total = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
+        plain = sum(sizes.plain)
+        n_kept = self.kept(plan)
+        kept = self.row_bytes * n_kept
+        held = self.row_bytes * _grown(n_kept, plan, max_tokens)
+        at_compression = self.bytes_read(plan)
+        # Entries of a sparsely read prompt are in their store before the answer's first token. All others are in memory
+        # together with the kept ones, which are copies.
+        if plan.sparse_reading is None or self.config.store == "memory":
+            at_compression += kept
+        stays = 0
+        if self.config.sparse is not None:
+            stays = self.stored(n_prompt + max_tokens) + self.means(plan)
+        n_copied = n_prompt if sizes.plain else n_kept
         return Need(
-            reading=reading,
+            reading=max(0, at_compression - held),
             kept=kept + n_prompt * plain,
-            held=held + whole * plain + rest,
+            held=held + n_total * plain + sizes.rest(n_total, self.step_size),
             fixed=plan.keeps_shape and not sizes.plain,
-            stays=stored + self.means(plan) if self.config.sparse is not None else 0,
+            stays=stays,
             chunk=self._chunk(plan),
-            step=int(MARGIN * sizes.of_widest * (n_prompt if sizes.plain else chosen)),
+            step=int(MARGIN * sizes.of_widest * n_copied),
         )
 
     def _need_of_full(self, plan: Plan, max_tokens: int) -> Need:
         """Return the bytes of a request whose prompt is left to mlx-lm."""
-        sizes, n_prompt = self.sizes, plan.n_prompt
-        whole = n_prompt + max_tokens + KVCache.step  # by which full caches grow
+        sizes = self.sizes
+        n_prompt = plan.n_prompt
+        n_total = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
         is_quantised = self.quantises_full and n_prompt > DEFAULT_QUANTIZED_KV_START
-        size = sizes.full(self.quantization if is_quantised else None)
-        held = whole * size + sizes.rest(whole, self.step_size)
-        plain = min(n_prompt, DEFAULT_QUANTIZED_KV_START + self.step_size) * sizes.full(None)
+        token_bytes = sizes.full(self.quantization if is_quantised else None)
+        held = n_total * token_bytes + sizes.rest(n_total, self.step_size)
+        reading = 0
+        if is_quantised:
+            # mlx-lm quantises after the first chunk that reaches DEFAULT_QUANTIZED_KV_START.
+            n_unquantised = min(n_prompt, DEFAULT_QUANTIZED_KV_START + self.step_size)
+            reading = max(0, n_unquantised * sizes.full(None) - held)
         chunk = min(n_prompt, self.step_size)
         copied = int(MARGIN * sizes.of_widest * n_prompt)  # a cache that grows is copied
         return Need(
-            reading=max(0, plain - held) if is_quantised else 0,
-            kept=n_prompt * size,
+            reading=reading,
+            kept=n_prompt * token_bytes,
             held=held,
             chunk=max(x.held(chunk, n_prompt, margin=MARGIN) for x in sizes.shapes) + copied,
             step=copied,
@@ -126,16 +137,24 @@ class Footprint:
 
     def _chunk(self, plan: Plan) -> int:
         """Return the bytes that a chunk holds beside entries: activations, scores, and a copy of a layer's entries."""
-        sizes, n, reading = self.sizes, plan.n_prompt, plan.sparse_reading
-        chunk, seen, means = min(n, plan.chunk_size(self.step_size)), self.rows_read(plan), 0
-        if reading is not None:
-            seen = min(n, max(reading.reach.most, reading.last.most)) + chunk
-            means = int(sizes.of_means() * self.with_rows(n))
+        sizes = self.sizes
+        n_prompt = plan.n_prompt
+        reading = plan.sparse_reading
+        chunk = min(n_prompt, plan.chunk_size(self.step_size))
+        if reading is None:
+            n_seen = self.rows_read(plan)
+            means = 0
+        else:
+            n_seen = min(n_prompt, max(reading.reach.most, reading.last.most)) + chunk
+            means = int(sizes.of_means() * self.with_rows(n_prompt))
+        copied = sizes.of_widest * n_seen
+        # Layers whose entries can't be compressed see the whole prompt.
+        most_seen = n_prompt if sizes.plain else n_seen
+        # Blocks are never read in pieces, so nothing limits their scores.
         limit = None if plan.options.evicts_in_blocks else scores_limit()
-        most = n if sizes.plain else seen
-        held = max(x.held(chunk, most, limit, MARGIN) for x in sizes.shapes)
-        received = ONE_PASS_BYTES if plan.accumulates_attention else 0
-        return held + int(MARGIN * (sizes.of_widest * seen + means)) + received
+        held = max(x.held(chunk, most_seen, limit, margin=MARGIN) for x in sizes.shapes)
+        counting = ONE_PASS_BYTES if plan.accumulates_attention else 0
+        return held + int(MARGIN * (copied + means)) + counting
 
     def of_prefix(self, n: int) -> int:
         """Return the bytes, in memory and files, of a prefix of `n` tokens that requests can continue from."""
@@ -152,18 +171,22 @@ class Footprint:
         """Return the bytes in memory of `n` tokens and their index under sparse attention."""
         if self.config.store is None:
             return 0
-        indexed = with_room(self.with_rows(n)) if ranks_by_index(n) else 0
-        return n * self.sizes.in_memory(self.config.store) + indexed * self.sizes.of_index()
+        entries = n * self.sizes.in_memory(self.config.store)
+        if not ranks_by_index(n):
+            return entries
+        return entries + with_room(self.with_rows(n)) * self.sizes.of_index()
 
     def means(self, plan: Plan) -> int:
         """Return the bytes in memory of cluster means and page means."""
-        return self._of_rest(plan) + self._of_pages(plan)
+        return self._cluster_means(plan) + self._page_means(plan)
 
-    def _of_rest(self, plan: Plan) -> int:
-        weighs = plan.sparse is not None and plan.sparse.residual is not None
-        return int(plan.n_prompt * self.sizes.of_clusters()) if weighs else 0
+    def _cluster_means(self, plan: Plan) -> int:
+        """Return the bytes of cluster means, which stand for the entries that a token does not read."""
+        if plan.sparse is None or plan.sparse.residual is None:
+            return 0
+        return int(plan.n_prompt * self.sizes.of_clusters())
 
-    def _of_pages(self, plan: Plan) -> int:
+    def _page_means(self, plan: Plan) -> int:
         """Return the bytes of page means, which stay with entries in files if chunks choose by them."""
         reading = plan.sparse_reading
         if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.store):
@@ -183,23 +206,30 @@ class Footprint:
         reading = plan.sparse_reading
         if reading is not None:
             # Entries go to their store chunk by chunk, from the first chunk that chooses.
-            stay = plan.n_prompt * self.sizes.in_memory(self.config.store)
+            stored = plan.n_prompt * self.sizes.in_memory(self.config.store)
             if self.config.store == "memory":
-                return stay
-            return stay + reading.n_before * sum(self.sizes.of_token())
-        size = self.row_bytes if self.config.evicts_in_blocks else sum(self.sizes.of_token())
-        return size * self.rows_read(plan)
+                return stored
+            return stored + reading.n_before * sum(self.sizes.of_token())
+        # A cache that evicts while it reads is quantised from the start, others at the compression.
+        is_quantised = self.config.evicts_in_blocks
+        row_bytes = self.row_bytes if is_quantised else sum(self.sizes.of_token())
+        return row_bytes * self.rows_read(plan)
 
     def rows_read(self, plan: Plan) -> int:
         """Return how many entries the prompt is read with in each layer whose entries the policy chooses."""
         block = 1 if plan.compress is None else plan.compress.policy.block
-        more = max(block, plan.n_ahead + 1)
-        return min(plan.n_prompt + plan.n_ahead + 1, plan.prefill_quota.entries + more)
+        n_answer = plan.n_ahead + 1  # answer tokens before the compression
+        return min(
+            plan.n_prompt + n_answer,
+            plan.prefill_quota.entries + max(block, n_answer),
+        )
 
 
 def _grown(n: int, plan: Plan, max_tokens: int) -> int:
-    """Return the rows of a cache of `n` entries when an answer of `max_tokens` ends."""
+    """Return the rows of a cache of `n` entries, spare room included, when an answer of `max_tokens` ends."""
     if plan.keeps_shape:
         return n
-    evicts = plan.compress is not None and not plan.compress.decode_policy.grows
-    return with_room(n + (min(max_tokens, plan.decode_policy.block) if evicts else max_tokens))
+    n_new = max_tokens
+    if plan.compress is not None and not plan.compress.decode_policy.grows:
+        n_new = min(max_tokens, plan.decode_policy.block)  # evicts after each block
+    return with_room(n + n_new)

@@ -13,8 +13,8 @@ _MEMINFO = Path("/proc/meminfo")  # Linux's
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's limit
 
 
-_BUFFERS = 16  # MLX may keep freed buffers of one part in 16 of the usable memory
-_LEAST_BUFFERS = 256 << 20  # bytes, in which every chunk makes its activations
+_BUFFERS_SHARE = 16  # MLX may keep freed buffers of 1/16 of the usable memory
+_MIN_BUFFERS = 256 << 20  # bytes, in which every chunk makes its activations
 
 
 class Machine(NamedTuple):
@@ -26,24 +26,32 @@ class Machine(NamedTuple):
     @property
     def buffers(self) -> int:
         """Return the bytes of freed buffers that MLX may keep. By default MLX keeps all of them."""
-        return max(_LEAST_BUFFERS, self.usable // _BUFFERS)
+        return max(_MIN_BUFFERS, self.usable // _BUFFERS_SHARE)
 
 
 def this_machine() -> Machine:
-    """Return this machine. Usable is Metal's recommended maximum for the GPU; without Metal, the memory that is
-    available or in use by MLX now."""
+    """Return this machine's memory.
+
+    Usable is Metal's recommended maximum for the GPU; without Metal, the memory that is available or in use by MLX now.
+    """
     if mx.metal.is_available():
         info = mx.device_info()
-        return Machine(int(info["memory_size"]), int(info["max_recommended_working_set_size"]))
+        return Machine(
+            memory=int(info["memory_size"]),
+            usable=int(info["max_recommended_working_set_size"]),
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if _LIMIT.exists() and (limit := _LIMIT.read_text().strip()).isdecimal():
         memory = min(memory, int(limit))
     text = _MEMINFO.read_text() if _MEMINFO.exists() else ""
-    found = re.search(r"MemAvailable: +(\d+) kB", text)
-    free = int(found[1]) * 1024 + mx.get_active_memory() if found else memory
-    return Machine(memory, min(memory, free))
+    match = re.search(r"MemAvailable: +(\d+) kB", text)
+    if match is None:
+        return Machine(memory=memory, usable=memory)
+    available = int(match[1]) * 1024 + mx.get_active_memory()
+    return Machine(memory=memory, usable=min(memory, available))
 
 
 def mac(memory: int) -> Machine:
     """Return a Mac of `memory` bytes, with the part of it that the GPU may use by default."""
-    return Machine(memory, memory * 2 // 3 if memory <= _SMALL_MEMORY else memory * 3 // 4)
+    usable = memory * 2 // 3 if memory <= _SMALL_MEMORY else memory * 3 // 4
+    return Machine(memory=memory, usable=usable)

@@ -51,12 +51,15 @@ class Planner:
         max_tokens: int = MAX_TOKENS,
         prefill_step_size: int = PREFILL_STEP_SIZE,
     ):
-        self.model, self._group_size = model, kv_group_size
+        self.model = model
         self.trained_length = trained_length(model)
-        self._max_tokens, self._step_size = max_tokens, prefill_step_size
-        self._sizes, self._weights = EntrySizes(model), weight_bytes(model)
+        self._group_size = kv_group_size
+        self._max_tokens = max_tokens
+        self._step_size = prefill_step_size
+        self._sizes = EntrySizes(model)
+        self._weights = weight_bytes(model)
         self.can_compress = self._sizes.refusal is None
-        self._footprint = functools.cache(self._made)
+        self._footprint = functools.cache(self._make_footprint)
 
     def plan(
         self, context: int, policy: Setting | str | None = None, kv_bits: int | None = None
@@ -64,12 +67,11 @@ class Planner:
         """Return the bytes that a prompt of `context` tokens takes; see `plan_memory`."""
         if context < 1:
             raise SnapKVError(f"context must be at least 1 token, got {context}")
-        plan, _ = self.planned(
-            context,
-            CompressionConfig(setting_named(policy) if isinstance(policy, str) else policy),
-            kv_bits,
-        )
-        return replace(plan, policy=policy) if isinstance(policy, str) else plan
+        setting = setting_named(policy) if isinstance(policy, str) else policy
+        plan, _ = self.planned(context, CompressionConfig(setting), kv_bits)
+        if isinstance(policy, str):  # the plan names it as the caller wrote it
+            return replace(plan, policy=policy)
+        return plan
 
     def planned(
         self, context: int, config: CompressionConfig, kv_bits: int | None = None
@@ -86,10 +88,12 @@ class Planner:
 
     def counted(self, plan: Plan) -> tuple[MemoryPlan, int]:
         """Return the bytes that a planned request takes, and the most bytes of entries at once."""
-        setting, quantization = plan.options.setting, plan.options.quantization
-        used = plan.options if plan.reason is None else replace(plan.options, setting=None)
-        need = self._footprint(used).need(plan, self._max_tokens)
-        found = MemoryPlan(
+        setting = plan.options.setting
+        quantization = plan.options.quantization
+        # A prompt that is left to mlx-lm takes the memory of the full cache.
+        config = plan.options if plan.reason is None else replace(plan.options, setting=None)
+        need = self._footprint(config).need(plan, self._max_tokens)
+        memory_plan = MemoryPlan(
             context=plan.n_prompt,
             policy=None if setting is None else str(setting),
             store=plan.options.store,
@@ -100,17 +104,17 @@ class Planner:
             answering=self._weights + need.in_answer,
             reason=None if setting is None else plan.reason,
         )
-        return found, need.most
+        return memory_plan, need.most
 
-    def _made(self, config: CompressionConfig) -> Footprint:
+    def _make_footprint(self, config: CompressionConfig) -> Footprint:
         return Footprint(self._sizes, config, self._step_size, quantises_full=True)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:
         if kv_bits is None:
             return None
-        found = Quantization(kv_bits, self._group_size)
-        require_quantizable(self.model, self._sizes.layers, found)
-        return found
+        quantization = Quantization(kv_bits, self._group_size)
+        require_quantizable(self.model, self._sizes.layers, quantization)
+        return quantization
 
 
 def plan_memory(
@@ -133,6 +137,7 @@ def plan_memory(
 
     Raises: SnapKVError: the setting can't serve the model or a prompt of this length.
     """
-    chosen = resolve_setting(snapkv, policy, sparse)
-    named = policy if isinstance(policy, str) else chosen
-    return Planner(model, **options).plan(context, named, kv_bits)
+    setting = resolve_setting(snapkv, policy, sparse)
+    # A string is passed on as it is, since the plan repeats it.
+    policy_or_setting = policy if isinstance(policy, str) else setting
+    return Planner(model, **options).plan(context, policy_or_setting, kv_bits)

@@ -37,12 +37,14 @@ class PrefixRoom:
         room = f"prefix cache: {format_bytes(self.limit)}"
         if not self.each:
             return room
-        if n := self.limit // self.each:
-            return f"{room} hold {n:,} prompt{'s' * (n > 1)} of {self.context:,} tokens"
-        most = self.context * self.limit // self.each
+        n_prompts = self.limit // self.each
+        if n_prompts:
+            prompts = "prompt" if n_prompts == 1 else "prompts"
+            return f"{room} hold {n_prompts:,} {prompts} of {self.context:,} tokens"
+        max_tokens = self.context * self.limit // self.each
         return (
             f"{room} hold no prompt of {self.context:,} tokens, which takes {format_bytes(self.each)}, but one of "
-            f"{most:,}; --prefix-bytes gives more, and --sparse with --store 4bit needs less"
+            f"{max_tokens:,}; --prefix-bytes gives more, and --sparse with --store 4bit needs less"
         )
 
 
@@ -63,7 +65,7 @@ def prefix_room(
         options: the options of the `CompressedBatchGenerator`.
         max_kv_bytes, max_context: the server's own limits.
     """
-    config, _ = CompressionConfig.taken_from(options)
+    config, _ = CompressionConfig.from_keywords(options)
     longest = trained_length(model) or max_context or DEFAULT_CONTEXT
     context = min(longest, max_context or longest)
     try:
@@ -71,10 +73,16 @@ def prefix_room(
     except SnapKVError:  # the setting can't serve a prompt of this length
         each = 0
     if in_files(config.store):
-        least, free = IN_FILES, shutil.disk_usage(config.store_dir or tempfile.gettempdir()).free
+        default = IN_FILES
+        free = shutil.disk_usage(config.store_dir or tempfile.gettempdir()).free
     else:
-        least, free = IN_MEMORY, machine.usable - weight_bytes(model)
-    limit = given or min(max(least, each), max(MIN_PREFIX_BYTES, free // 2))
+        default = IN_MEMORY
+        free = machine.usable - weight_bytes(model)
+    if given:
+        limit = given
+    else:
+        half = max(MIN_PREFIX_BYTES, free // 2)
+        limit = min(max(default, each), half)
     if max_kv_bytes is not None and not in_files(config.store):
         limit = min(limit, max_kv_bytes)
-    return PrefixRoom(limit, context, each)
+    return PrefixRoom(limit=limit, context=context, each=each)

@@ -15,9 +15,10 @@ def entries_for(share: float, model: Any, layers: list[AttentionLayer]) -> int:
     The products of an entry are estimated from the weights of its attention module, which is slightly too much, since
     keys and values are computed once. The output layer is not counted: a prompt's tokens don't go through it.
     """
-    readers = (reader for layer in layers for reader in layer.readers)
-    of_attention = sum(map(_products, readers))
-    return int(share * hidden_size(model) * sum(map(_products, model.layers)) / of_attention)
+    all_products = sum(_products(layer) for layer in model.layers)
+    attention_products = sum(_products(reader) for layer in layers for reader in layer.readers)
+    # An entry's products are about those of its attention module, divided by the hidden size.
+    return int(share * hidden_size(model) * all_products / attention_products)
 
 
 def _products(module: nn.Module) -> int:
@@ -29,6 +30,9 @@ def _products(module: nn.Module) -> int:
         weight = x.get("weight")
         if weight is None or weight.ndim < 2:
             continue
-        size = weight.size * 32 // x.bits if "scales" in x else weight.size
-        products += size // weight.shape[0] * experts if hasattr(x, "num_experts") else size
+        # A quantised weight is an array of 32-bit integers with several values each.
+        n_weights = weight.size * 32 // x.bits if "scales" in x else weight.size
+        if hasattr(x, "num_experts"):  # its first axis; a token goes through some of them
+            n_weights = n_weights // weight.shape[0] * experts
+        products += n_weights
     return products

@@ -1,5 +1,6 @@
 """The parts of a plan that follow from a setting and a prompt's length: whether to compress, voters, chunk sizes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,7 @@ def reason_to_leave(
 
 
 def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
+    """Return why a prompt is not read sparsely: a share of it is too little, or it fits the budget."""
     try:
         sparse.quota(n_prompt)
     except SnapKVError as error:
@@ -97,6 +99,7 @@ def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
 
 
 def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str | None:
+    """Return why a prompt is not compressed: it is short, a share of it is too little, or it fits the budget."""
     min_ctx = compress.policy.min_ctx
     if n_prompt < min_ctx:
         return (
@@ -108,9 +111,13 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
             compress.prefill_quota(n_prompt)
         except SnapKVError as error:
             return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
+    if not compress.fits(n_prompt):
+        return None
+    # A block policy evicts during the answer, too, unless the answer fits as well.
     answer_fits = max_tokens >= 0 and compress.fits(n_prompt + max_tokens)
-    stays = compress.decode_policy.schedule == "once" or answer_fits
-    return fits_reason(n_prompt, compress.policy) if compress.fits(n_prompt) and stays else None
+    if compress.decode_policy.schedule == "once" or answer_fits:
+        return fits_reason(n_prompt, compress.policy)
+    return None
 
 
 def fits_reason(n_prompt: int, policy: Policy) -> str:
@@ -144,10 +151,17 @@ def compressed_chunk_size(
 
 
 def size_before_voters(size: int, plan: PromptPlan, n_new: int) -> int:
-    """Return a chunk size near `size` that leaves the voters, or little more, to a short last chunk."""
-    n_before = plan.first - (plan.n_prompt - n_new)
-    if n_new - 1 <= size or not 0 < n_before < n_new:
+    """Return a chunk size near `size` that leaves the voters, or little more, to a short last chunk.
+
+    Args:
+        n_new: tokens of the prompt that are still to be read.
+    """
+    n_read = plan.n_prompt - n_new
+    n_before_voters = plan.first - n_read
+    if n_new - 1 <= size or not 0 < n_before_voters < n_new:  # one chunk, or no border to meet
         return size
     if size % MULTIPLE == 0 and size >= 8 * MULTIPLE:
-        return min(range(size, size // 2 - 1, -MULTIPLE), key=lambda n: n_before % n)
-    return n_before // -(-n_before // size)
+        sizes = range(size, size // 2 - 1, -MULTIPLE)
+        return min(sizes, key=lambda chunk: n_before_voters % chunk)
+    n_chunks = math.ceil(n_before_voters / size)
+    return n_before_voters // n_chunks

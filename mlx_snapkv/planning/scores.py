@@ -43,10 +43,13 @@ def scores_limit() -> int:
 def tokens_at_once(n_before: int, pair_bytes: int, limit: int) -> int:
     """Return how many tokens to read at once after `n_before` entries, for scores of at most `limit` bytes a layer.
 
-    They see those entries and each other. It is a multiple of `MIN_TOKENS_AT_ONCE`, and never less.
+    They see those entries and each other: n tokens have n * (n_before + n) pairs of a query and an entry. The result is
+    a multiple of `MIN_TOKENS_AT_ONCE`, and never less.
 
     Args:
         pair_bytes: bytes of the scores of one query and one entry in all of a layer's heads; see `shapes.score_bytes`.
     """
-    n = (math.isqrt(n_before * n_before + 4 * (limit // pair_bytes)) - n_before) // 2
-    return max(MIN_TOKENS_AT_ONCE, n // MIN_TOKENS_AT_ONCE * MIN_TOKENS_AT_ONCE)
+    max_pairs = limit // pair_bytes
+    # The positive root of n**2 + n_before * n = max_pairs.
+    n_tokens = (math.isqrt(n_before * n_before + 4 * max_pairs) - n_before) // 2
+    return max(MIN_TOKENS_AT_ONCE, n_tokens // MIN_TOKENS_AT_ONCE * MIN_TOKENS_AT_ONCE)

@@ -35,13 +35,14 @@ def resolve_setting(
     """
     if isinstance(policy, Sparse):  # a setting that was resolved before
         return policy
-    compress, reads = resolve_compress(snapkv, policy), Sparse.from_keyword(sparse)
-    if compress is not None and reads is not None:
+    compress = resolve_compress(snapkv, policy)
+    sparse_setting = Sparse.from_keyword(sparse)
+    if compress is not None and sparse_setting is not None:
         raise SnapKVError(
             "a policy says which entries stay, and {} says which are read while all stay: give only one of them",
             Option("sparse"),
         )
-    return compress or reads
+    return compress or sparse_setting
 
 
 def resolve_compress(
@@ -63,8 +64,8 @@ def resolve_compress(
             "(mlx-snapkv policies)"
         )
     if policy is None:
-        chosen = SnapKV.from_keyword(snapkv)
-        return None if chosen is None else Compress(chosen)
+        snapkv_policy = SnapKV.from_keyword(snapkv)
+        return None if snapkv_policy is None else Compress(snapkv_policy)
     if isinstance(policy, Compress):
         return policy
     if isinstance(policy, Policy):

@@ -43,10 +43,13 @@ class LayerShape:
         if self.window != UNLIMITED:
             seen = min(seen, self.window + chunk - 1)
         scores = self.scores * chunk * seen
+        n_at_once = chunk
         if limit is not None and self.scores:
-            scores = min(scores, max(limit, self.scores * MIN_TOKENS_AT_ONCE * seen))
-            chunk = min(chunk, tokens_at_once(0, self.scores, limit))
-        return scores + int(margin * (self.per_entry * seen + self.per_token * chunk))
+            smallest_piece = self.scores * MIN_TOKENS_AT_ONCE * seen
+            scores = min(scores, max(limit, smallest_piece))
+            # Pieces become shorter as the prompt grows, so the first of them makes the most activations.
+            n_at_once = min(chunk, tokens_at_once(0, self.scores, limit))
+        return scores + int(margin * (self.per_entry * seen + self.per_token * n_at_once))
 
 
 def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
@@ -55,10 +58,13 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
     The last layer is left out: a chunk does not compute its attention.
     """
     layers = list(model.layers)
-    windows, key_sizes = [*map(_window, caches)], [*map(_key_size, caches)]
-    if len(caches) != len(layers):  # some layers have no cache of their own, or several
-        windows, key_sizes = ([max(x)] * len(layers) for x in (windows, key_sizes))
-    item = min((c.keys.dtype.size for c in _holding(caches)), default=4)
+    windows = [_window(cache) for cache in caches]
+    key_sizes = [_key_size(cache) for cache in caches]
+    if len(caches) != len(layers):
+        # Some layers have no cache of their own, or several: all are counted as the largest.
+        windows = [max(windows)] * len(layers)
+        key_sizes = [max(key_sizes)] * len(layers)
+    item = min((c.keys.dtype.size for c in _holding(caches)), default=4)  # bytes of a number
     families = _families(model)
     shapes = {LayerShape(0)}
     for layer, window, key_size in zip(layers[:-1], windows, key_sizes):
@@ -81,26 +87,34 @@ def window_of(cache: Any) -> int | None:
 
 def _window(cache: Any) -> int:
     """Return how many entries a layer's queries see at most, 0 without attention."""
-    found = _holding([cache])
-    return (window_of(found[0]) or UNLIMITED) if found else 0
+    holding = _holding([cache])
+    if not holding:
+        return 0
+    return window_of(holding[0]) or UNLIMITED
 
 
 def _key_size(cache: Any) -> int:
-    found = _holding([cache])
-    return found[0].keys.shape[-1] if found else 0
+    """Return the size of a layer's keys, 0 without attention."""
+    holding = _holding([cache])
+    return holding[0].keys.shape[-1] if holding else 0
 
 
 def _holding(caches: Any) -> list[Any]:
+    """Return the caches, and the members of cache lists, that hold keys."""
     return [c for c in members(caches) if not isinstance(c, ArraysCache) and not c.empty()]
 
 
 def _families(model: Any) -> dict[int, AttentionFamily | None]:
     """Return the families of a model's attention modules by the modules' ids; None for unknown families."""
     try:
-        found = attentions(model)
+        owners = attentions(model)
     except UnsupportedModelError:
         return {id(module): None for module in model.modules() if query_heads(module)}
-    return {id(module): x.family for x in found for module in (x.attention, *x.borrowers)}
+    return {
+        id(module): owner.family
+        for owner in owners
+        for module in (owner.attention, *owner.borrowers)
+    }
 
 
 def _attending(
@@ -111,12 +125,19 @@ def _attending(
     key_size: int,
     item: int,
 ) -> LayerShape:
-    """Return a layer's shape with its attention."""
-    heads, size, per_entry = query_heads(attention), key_size, 0
+    """Return a layer's shape with its attention.
+
+    Args:
+        window: entries that a query sees at most.
+        key_size: size of the keys in the layer's cache.
+        item: bytes of a number.
+    """
+    head_size = key_size
+    per_entry = 0
     if hasattr(attention, "embed_q"):  # MLA's latents, expanded for every head
-        size = attention.qk_nope_head_dim
-        per_entry = item * heads * (size + attention.v_head_dim)
-    scores = score_bytes(attention, family, size, item)
+        head_size = attention.qk_nope_head_dim
+        per_entry = item * query_heads(attention) * (head_size + attention.v_head_dim)
+    scores = score_bytes(attention, family, head_size, item)
     return replace(shape, scores=scores, window=window, per_entry=per_entry)
 
 
@@ -132,22 +153,23 @@ def score_bytes(attention: Any, family: AttentionFamily | None, head_size: int, 
     elif family is not None and family.sinks_of(attention) is not None:
         arrays = 3  # a column is joined to them for the sinks, and taken off again
     if is_fused(head_size):
-        arrays = int(arrays == 2)
+        arrays = 1 if arrays == 2 else 0  # only the separate scores of positional parts are stored
     return item * query_heads(attention) * arrays
 
 
 def _projected(modules: list[Any]) -> int:
     """Return how many numbers the projections of a layer make of a token."""
     experts = max(1, *map(experts_per_token, modules))
-    made = 0
+    n_numbers = 0
     for module in modules:
-        name, weight = type(module).__name__, module.get("weight")
+        name = type(module).__name__
+        weight = module.get("weight")
         if weight is None or weight.ndim < 2 or "Embedding" in name:
             continue
         # An expert's projection has a third axis; a convolution makes a number of each channel.
         outputs = weight.shape[0] if "Conv" in name else weight.shape[-2]
-        made += outputs * (experts if "Switch" in name else 1)
-    return made
+        n_numbers += outputs * (experts if "Switch" in name else 1)
+    return n_numbers
 
 
 def without_weights(folder: str | Path) -> nn.Module:
@@ -168,14 +190,13 @@ def repository_without_weights(name: str) -> nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(config.read_bytes())
         for file, header in headers.items():
-            _write_empty(
-                Path(folder) / Path(file).name, {k: vars(x) for k, x in header.tensors.items()}
-            )
+            tensors = {name: vars(tensor) for name, tensor in header.tensors.items()}
+            _write_empty(Path(folder) / Path(file).name, tensors)
         return without_weights(folder)
 
 
 def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
-    """Write a safetensors file with a header, and a sparse hole instead of the data."""
+    """Write a safetensors file with the header of `tensors`, and a sparse hole instead of the data."""
     header = json.dumps(tensors).encode()
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     with path.open("wb") as file:

@@ -8,6 +8,7 @@ and values.
 import base64
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -48,15 +49,20 @@ def write_book(
     The block writes `target`. After the block, the folder that `target` does not name is removed: the old folder, or
     the new folder if the block failed.
     """
-    new = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
-    folders, caches = {new, named_folder(target)}, books(prompt_cache)
+    old_folder = named_folder(target)
+    new_folder = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
+    caches = books(prompt_cache)
     try:
         if caches:
-            new.mkdir()
-        yield {BOOK_KEY: _write_files(new, caches, progress)} if caches else {}
+            new_folder.mkdir()
+            yield {BOOK_KEY: _write_files(new_folder, caches, progress)}
+        else:
+            yield {}
     finally:
-        for folder in filter(None, folders - {named_folder(target)}):
-            shutil.rmtree(folder, ignore_errors=True)
+        used_folder = named_folder(target)  # still the old one if the block failed
+        for folder in (old_folder, new_folder):
+            if folder is not None and folder != used_folder:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def named_folder(target: Path) -> Path | None:
@@ -91,26 +97,44 @@ def remove_unfinished(folder: Path, before: float) -> None:
     """
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            match, is_folder = _FOLDER_NAME.fullmatch(path.name), path.is_dir()
-            if match and is_folder:
-                unfinished = named_folder(path.with_name(f"{match[1]}.safetensors")) != path
+            if not _is_unfinished(path) or _last_written(path) >= before:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
             else:
-                unfinished = bool(UNFINISHED.fullmatch(path.name)) and not is_folder
-            parts = [path, *(path.iterdir() if is_folder else [])]
-            if unfinished and max(part.stat().st_mtime for part in parts) < before:
-                (shutil.rmtree if is_folder else os.unlink)(path)
+                path.unlink()
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Return whether `path` is a file that was not renamed, or a folder of entries that no book names."""
+    if not path.is_dir():
+        return UNFINISHED.fullmatch(path.name) is not None
+    match = _FOLDER_NAME.fullmatch(path.name)
+    if match is None:
+        return False
+    return named_folder(path.with_name(f"{match[1]}.safetensors")) != path
+
+
+def _last_written(path: Path) -> float:
+    """Return when a file, or a folder or any file in it, was written to last, in seconds since the epoch."""
+    paths = [path]
+    if path.is_dir():
+        paths += path.iterdir()
+    return max(each.stat().st_mtime for each in paths)
 
 
 def open_book(path: Path, text: str, prompt_cache: list) -> None:
     """Give a book's caches the entries in the folder beside it.
 
     Args:
+        path: the book's file.
         text: metadata of `BOOK_KEY`, JSON.
+        prompt_cache: the caches in the book's file, which are changed.
 
-    Raises: SnapKVError: the entries are missing.
+    Raises: SnapKVError: the folder is missing, or a cache holds another number of tokens.
     """
     book = json.loads(text)
-    n = book["entries"]
+    n_entries = book["entries"]
     checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
     if not folder.is_dir():
@@ -120,17 +144,18 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     caches = books(prompt_cache)
     for number, (cache, n_codes) in enumerate(zip(caches, book["codes"], strict=True)):
         opened = []
-        for file in _files(folder, number, cache, n, n_codes):
-            n_pieces = -(-file.n // file.piece)
-            of_file, checksums = np.split(checksums, [n_pieces])
-            opened.append(SavedFile(file.path, file.layout, file.n, of_file, file.piece))
+        for file in _files(folder, number, cache, n_entries, n_codes):
+            # The checksums of all files follow each other, in the order of `_write_files`.
+            file_checksums, checksums = np.split(checksums, [file.n_pieces])
+            opened.append(SavedFile(file.path, file.layout, file.n, file_checksums, file.piece))
         keys, values, *codes = opened
-        first_entry = cache.store.first_entry
-        cache.store = FileStore(files=[keys, values], n_entries=n, first_entry=first_entry)
+        cache.store = FileStore(
+            files=[keys, values], n_entries=n_entries, first_entry=cache.store.first_entry
+        )
         if codes and cache.index is not None:
             cache.index.fill(codes[0].read(*span) for span in spans(0, n_codes))
-        if cache.offset != n:
-            raise SnapKVError(f"its layers should hold {n} tokens")
+        if cache.offset != n_entries:
+            raise SnapKVError(f"its layers should hold {n_entries} tokens")
 
 
 @dataclass(frozen=True)
@@ -146,6 +171,10 @@ class _File:
         """Return the number of rows that share a checksum."""
         return max(1, CHECKSUM_BYTES // self.layout.token)
 
+    @property
+    def n_pieces(self) -> int:
+        return math.ceil(self.n / self.piece)
+
     def write(
         self, stored: Callable[[int, int], Stored], written: Callable[[int], None]
     ) -> list[int]:
@@ -155,12 +184,14 @@ class _File:
             stored: `stored(start, stop)` returns the rows `[start, stop)`.
             written: called with the number of bytes after each write.
         """
-        checksums, size = [], self.piece * self.layout.token
+        checksums = []
+        piece_bytes = self.piece * self.layout.token
         with self.path.open("xb") as file:
             for span in spans(0, self.n, self.piece * _AT_A_TIME):
                 data = self.layout.to_bytes(stored(*span))
                 file.write(data)
-                checksums += [zlib.crc32(data[i : i + size]) for i in range(0, len(data), size)]
+                for start in range(0, len(data), piece_bytes):
+                    checksums.append(zlib.crc32(data[start : start + piece_bytes]))
                 written(len(data))
             file.flush()
             os.fsync(file.fileno())
@@ -169,25 +200,29 @@ class _File:
 
 def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress | None) -> str:
     """Write the files of all layers to `folder`, and return the metadata that `open_book` takes."""
-    n, n_codes = caches[0].offset, list(map(_n_codes, caches))
+    n_entries = caches[0].offset
+    n_codes = [_n_codes(cache) for cache in caches]
     files_by_layer = [
-        _files(folder, number, cache, n, n_codes[number]) for number, cache in enumerate(caches)
+        _files(folder, number, cache, n_entries, n_codes[number])
+        for number, cache in enumerate(caches)
     ]
-    total = sum(file.n * file.layout.token for files in files_by_layer for file in files)
-    done, checksums = 0, []
+    total_bytes = sum(file.n * file.layout.token for files in files_by_layer for file in files)
+    n_written = 0
 
     def written(n_bytes: int) -> None:
-        nonlocal done
-        done += n_bytes
+        nonlocal n_written
+        n_written += n_bytes
         if progress is not None:
-            progress(done, total)
+            progress(n_written, total_bytes)
+
+    checksums: list[int] = []
 
     for cache, files in zip(caches, files_by_layer):
         for file, stored in zip(files, _stored(cache)):
             checksums += file.write(stored, written)
     metadata = {
         "folder": folder.name,
-        "entries": n,
+        "entries": n_entries,
         "codes": n_codes,
         "checksums": base64.b64encode(np.array(checksums, np.uint32).tobytes()).decode(),
     }

@@ -35,7 +35,7 @@ FORMAT = 1
 SAMPLES = 64  # values of each parameter in the fingerprint
 _FORMAT_KEY = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # position of the first entry computed with sparse attention, or None
-_ZIPPED = ("notes", "tokens")  # metadata that is compressed by zlib and written as base64
+_NOTES, _TOKENS = "notes", "tokens"  # metadata that is written by `_packed`
 
 
 @dataclass
@@ -86,9 +86,9 @@ def save(
     path = require_writable(path)
     ids = np.asarray(tokens, dtype=np.uint32)
     require_tokens(prompt_cache, ids.size)
-    packed = (json.dumps(notes or {}).encode(), ids.tobytes())
     metadata = {
-        **{k: base64.b64encode(zlib.compress(x)).decode() for k, x in zip(_ZIPPED, packed)},
+        _NOTES: _packed(json.dumps(notes or {}).encode()),
+        _TOKENS: _packed(ids.tobytes()),
         _FORMAT_KEY: str(FORMAT),
         "mlx_snapkv": __version__,
         "mlx_lm": mlx_lm.__version__,
@@ -124,16 +124,14 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
     is_ours = not {_FORMAT_KEY, sealed.CHECKSUM_KEY}.isdisjoint(metadata)
     if is_ours:
         _require_readable(path, metadata)
-    try:
-        prompt_cache = load_prompt_cache(str(path))
-        mx.eval([cache.state for cache in prompt_cache])
-    except Exception as error:  # a foreign or damaged file may hold anything
-        why = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
-        raise SnapKVError(f"{path} {why}") from error
+    prompt_cache = _read_caches(path)
     if is_ours and metadata["fingerprint"] != (model_fingerprint or fingerprint(model)):
         why = f"was made with another model or other weights, or in another dtype (mlx-lm {metadata['mlx_lm']})"
         raise SnapKVError(f"{path} {why}: give the model it was made with")
-    notes, tokens = notes_and_tokens(metadata) if is_ours else (metadata, None)
+    notes: dict[str, Any] = metadata
+    tokens: list[int] | None = None
+    if is_ours:
+        notes, tokens = notes_and_tokens(metadata)
     try:
         if is_ours and book.BOOK_KEY in metadata:
             book.open_book(path, metadata[book.BOOK_KEY], prompt_cache)
@@ -153,6 +151,17 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
     return SavedPrompt(prompt_cache, tokens, metadata["policy"], notes)
 
 
+def _read_caches(path: Path) -> list:
+    """Read a file's caches with mlx-lm. Raises: SnapKVError: mlx-lm can't read them."""
+    try:
+        prompt_cache = load_prompt_cache(str(path))
+        mx.eval([cache.state for cache in prompt_cache])  # arrays are read here
+    except Exception as error:  # a foreign or damaged file may hold anything
+        why = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
+        raise SnapKVError(f"{path} {why}") from error
+    return prompt_cache
+
+
 def _require_readable(path: Path, metadata: dict[str, str]) -> None:
     """Raise SnapKVError if a file of `save` is damaged, or has another format."""
     if not sealed.has_valid_checksum(path):
@@ -165,10 +174,21 @@ def _require_readable(path: Path, metadata: dict[str, str]) -> None:
 def notes_and_tokens(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
     """Return the notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write them."""
     try:
-        notes, ids = (zlib.decompress(base64.b64decode(metadata[name])) for name in _ZIPPED)
-        return json.loads(notes), np.frombuffer(ids, np.uint32).tolist()
+        notes = json.loads(_unpacked(metadata[_NOTES]))
+        tokens = np.frombuffer(_unpacked(metadata[_TOKENS]), np.uint32).tolist()
+        return notes, tokens
     except Exception as error:  # a foreign or damaged header may hold anything
         raise SnapKVError("the header is damaged, or mlx-lm wrote this prompt cache") from error
+
+
+def _packed(data: bytes) -> str:
+    """Return bytes as text for a file's metadata: compressed by zlib, in base64."""
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    """Return the bytes that `_packed` was given."""
+    return zlib.decompress(base64.b64decode(text))
 
 
 def require_writable(path: str | Path) -> Path:
@@ -203,10 +223,13 @@ def fingerprint(model) -> str:
     samples = []
     for _, values in parameters:
         n = min(SAMPLES, values.size)
+        # From the first value to the last, evenly spaced; one value has no space.
         places = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
-        samples.append(values.reshape(-1)[mx.array(places, mx.int64)].view(mx.uint8))
+        sample = values.reshape(-1)[mx.array(places, mx.int64)]
+        samples.append(sample.view(mx.uint8))  # as bytes, since NumPy has no bfloat16
     mx.eval(samples)
     digest = hashlib.sha256(f"{type(model)} {getattr(model, 'args', None)!r}".encode())
     for (name, values), sample in zip(parameters, samples):
-        digest.update(f"{name} {values.shape} {values.dtype}".encode() + bytes(np.asarray(sample)))
+        digest.update(f"{name} {values.shape} {values.dtype}".encode())
+        digest.update(bytes(np.asarray(sample)))
     return digest.hexdigest()

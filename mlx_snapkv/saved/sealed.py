@@ -25,20 +25,23 @@ def metadata(path: Path) -> dict[str, str]:
     Raises: SnapKVError: the file can't be read, is cut off, or is not a saved prompt cache.
     """
     with refusing(f"{path} can't be read"), path.open("rb") as file:
-        size, head = os.fstat(file.fileno()).st_size, _head(file)
+        size = os.fstat(file.fileno()).st_size
+        head = _head(file)
     try:
-        entries = json.loads(head[8:])
-        texts = entries.pop("__metadata__")
-        end = len(head) + max(entry["data_offsets"][1] for entry in entries.values())
+        arrays = json.loads(head[8:])
+        texts = arrays.pop("__metadata__")
+        expected_size = len(head) + max(array["data_offsets"][1] for array in arrays.values())
         # mlx-lm puts the caller's metadata under "0.", and the names of the caches' classes under "1.".
-        found = {k.removeprefix("0."): v for k, v in texts.items() if k.startswith("0.")}
         if "1.0" not in texts or not all(isinstance(value, str) for value in texts.values()):
             raise ValueError("it names no caches")
+        own_texts = {k.removeprefix("0."): v for k, v in texts.items() if k.startswith("0.")}
     except Exception as error:  # a foreign or damaged file may hold anything
         raise SnapKVError(f"{path} is not a saved prompt cache, or it is damaged") from error
-    if size != end:
-        raise SnapKVError(f"{path} is damaged: it should have {end:,} bytes, but has {size:,}")
-    return found
+    if size != expected_size:
+        raise SnapKVError(
+            f"{path} is damaged: it should have {expected_size:,} bytes, but has {size:,}"
+        )
+    return own_texts
 
 
 class SealedWriter(io.BufferedWriter):
@@ -71,7 +74,7 @@ def open_writer(target: Path) -> Iterator[Any]:
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Return whether every byte is as it was when the file was sealed."""
+    """Return whether every byte is as it was when the file was sealed; False if the file can't be read."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         head = _head(file)
         place = _checksum_place(head)
@@ -84,10 +87,15 @@ def has_valid_checksum(path: Path) -> bool:
 
 
 def _head(file: BinaryIO) -> bytes:
-    """Return the bytes before the arrays; the first 8 bytes are the length of the others."""
+    """Return the bytes before the arrays; the first 8 bytes are the length of the others.
+
+    A length beyond the file's end, as another kind of file may have, is not read.
+    """
     head = file.read(8)
     length = int.from_bytes(head, "little")
-    return head + (file.read(length) if length < os.fstat(file.fileno()).st_size else b"")
+    if length >= os.fstat(file.fileno()).st_size:
+        return head
+    return head + file.read(length)
 
 
 def _checksum_place(head: bytes) -> int:

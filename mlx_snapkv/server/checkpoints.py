@@ -29,7 +29,7 @@ class Checkpoints:
 
     def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
         self._prefixes, self._tokenizer = prefixes, loaded.tokenizer
-        config, _ = CompressionConfig.taken_from(options)
+        config, _ = CompressionConfig.from_keywords(options)
         self._setting, compress, sparse = config.setting, config.compress, config.sparse
         # Entries that were read sparsely are not for requests that are answered from the full cache.
         self._reads_sparsely = sparse is not None and sparse.reads_sparsely

@@ -90,7 +90,7 @@ WAYS = [
 def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, monkeypatch):
     """Every array once: what a token reads, the index among it, and beside that what stays."""
     exact_up_to(monkeypatch, few)
-    config, _ = CompressionConfig.taken_from(options, turns=True)
+    config, _ = CompressionConfig.from_keywords(options, turns=True)
     caches, found = make_caches(wide, config.store), []
 
     def compressed(report):

@@ -29,7 +29,7 @@ from mlx_snapkv.planning.auto import (
     SPARSE,
     SPARSE_4BIT,
     AutoRequest,
-    recommended,
+    recommend,
     resolve,
     worth_comparing,
 )
@@ -83,7 +83,7 @@ def test_what_is_taken(planner, n, task, lacks, setting, why):
     first = KEEP_ALL if n < MIN_TOKENS_TO_EVICT else CANDIDATES[task][0]
     _, kv = cost(planner, n, first)
     most = kv - 1 if lacks == "KV memory" else None
-    taken = recommended(planner, AutoRequest(n, task, kv_memory=most), GB)
+    taken = recommend(planner, AutoRequest(n, task, kv_memory=most), GB)
     assert taken.config == setting and taken.fits
     assert why.format(module.format_bytes(most or GB)) in str(taken)
 
@@ -92,10 +92,8 @@ def test_what_is_taken(planner, n, task, lacks, setting, why):
 def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
     peak, _ = cost(planner, MIN_TOKENS_TO_EVICT, KEEP_ALL)
     enough = math.ceil(peak / COMFORTABLE)
-    assert (
-        recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), enough + 1).config == KEEP_ALL
-    )
-    taken = recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), enough - 2)
+    assert recommend(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), enough + 1).config == KEEP_ALL
+    taken = recommend(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), enough - 2)
     assert (
         taken.config == second
         and f"of the {module.format_bytes(enough - 2)} for models" in taken.why
@@ -110,17 +108,17 @@ def test_less_memory_takes_the_next_setting_that_fits(planner, task):
     }
     for setting, peak in peaks.items():
         before = CANDIDATES[task][: CANDIDATES[task].index(setting)]
-        taken = recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), peak)
+        taken = recommend(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), peak)
         if setting is not KEEP_ALL and all(peaks[other] > peak for other in before):
             assert taken.config == setting
         assert taken.config is not KEEP_ALL
 
 
 def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
-    taken = recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT), 10**6)
+    taken = recommend(planner, AutoRequest(MIN_TOKENS_TO_EVICT), 10**6)
     assert not taken.fits and taken.config in CANDIDATES[QUESTION][1:]
     monkeypatch.setattr(planner, "can_compress", False)
-    assert recommended(planner, AutoRequest(MIN_TOKENS_TO_EVICT), GB).config == KEEP_ALL
+    assert recommend(planner, AutoRequest(MIN_TOKENS_TO_EVICT), GB).config == KEEP_ALL
 
 
 @pytest.mark.parametrize("n", [MIN_TOKENS_TO_EVICT - 8000, MIN_TOKENS_TO_EVICT])
@@ -128,7 +126,7 @@ def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
 def test_what_takes_the_least_does(planner, n, store):
     """Not the last of a list, which may even leave the prompt as it is."""
     request = AutoRequest(n, options={"store": store}, kv_memory=10**6)
-    taken, sizes = recommended(planner, request, GB), {}
+    taken, sizes = recommend(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
     for setting in request.candidates():
         _, sizes[setting] = planner.planned(n, request.completed(setting))

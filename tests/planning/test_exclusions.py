@@ -25,7 +25,7 @@ REFUSED = [  # in the table's order
 def _required(policy, options, when):
     more = {name: options[name] for name in ("is_text",) if name in options}
     given = {name: value for name, value in options.items() if name not in more}
-    config, _ = CompressionConfig.taken_from(given | {"policy": policy}, **more)
+    config, _ = CompressionConfig.from_keywords(given | {"policy": policy}, **more)
     require_compatible(config, when)
 
 

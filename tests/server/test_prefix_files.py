@@ -79,7 +79,7 @@ def test_prefixes_are_told_apart_by_all_that_entries_depend_on():
         {"sparse": "budget=256,read_top_k=16"},
         sparse | {"store": "8bit"},
     ]
-    identities = [CompressionConfig.taken_from(each)[0].identity for each in settings]
+    identities = [CompressionConfig.from_keywords(each)[0].identity for each in settings]
     assert all(identities.count(each) == 1 for each in identities)
 
 
