@@ -54,120 +54,8 @@ class KeyBlocks:
 Keys = mx.array | KeyBlocks
 
 
-def attention_votes(keys: Keys, observed: Queries) -> mx.array:
-    """Return SnapKV's votes (section 3, "Voting"), `(B, n_kv_heads, T)` float32.
-
-    They are softmax weights over all entries up to a query's own position, summed over the observed queries and
-    averaged over the query heads of a GQA group.
-    """
-    return latest_votes(keys, observed, [len(observed.places)])[0]
-
-
-def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.array:
-    """Return `attention_votes` of the last queries, for each number of queries in `counts`, in one pass over the keys.
-
-    The result is `(len(counts), B, n_kv_heads, T)` float32.
-    """
-    n, group = len(observed.places), _group(keys, observed)
-    B, H, T, D = keys.shape
-    floats_per_entry = group * n + (0 if keys.dtype == mx.float32 else D)
-    in_one_pass = not _waits(keys) and 4 * B * H * T * floats_per_entry <= ONE_PASS_BYTES
-    is_late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
-    is_late = mx.tile(is_late.astype(mx.float32), (1, group))
-    if in_one_pass:
-        weights, factors = _weights(keys, observed, T)
-        factors = factors[..., None, :]
-        if list(counts) != [
-            n
-        ]:  # for a decoded token, all queries vote, and each operation takes time
-            factors = factors * is_late
-        votes = factors @ weights
-    else:
-        votes = _sums(keys, observed, lambda logs: is_late @ mx.power(2, logs))
-    return mx.moveaxis(votes, 2, 0) / group
-
-
-def above_average(keys: Keys, observed: Queries) -> mx.array:
-    """Return how many queries give each entry at least the average weight: 1/t for a query that sees t entries.
-
-    The result is `(B, n_kv_heads, T)` float32, averaged over the query heads of a GQA group.
-    """
-    group = _group(keys, observed)
-    n_seen = mx.minimum(_own_places(observed, group) + 1, keys.shape[2])
-    log_average = -mx.log2(n_seen.astype(mx.float32))[:, None]
-    return _sums(keys, observed, lambda logs: (logs >= log_average).sum(axis=2)) / group
-
-
-def attention_weights(keys: Keys, observed: Queries) -> mx.array:
-    """Return the softmax weights of each query, `(B, n_heads, n, T)` float32."""
-    weights, factors = _weights(keys, observed, _block(_grouped(keys, observed)))
-    return (weights * factors[..., None]).reshape(*observed.heads.shape[:3], -1)
-
-
-def _weights(keys: Keys, observed: Queries, block: int) -> tuple[mx.array, mx.array]:
-    """Return weights `(B, n_kv_heads, group * n, T)`, and factors `(B, n_kv_heads, group * n)` that make a softmax.
-
-    Args:
-        block: number of entries whose logits are computed at a time.
-    """
-    queries, T = _grouped(keys, observed), keys.shape[2]
-    parts: list[mx.array] = []
-    for span in [(0, T)] if block >= T else _spans(observed, T, block):
-        parts.append(_logits(keys, observed, queries, span, parts[-1:]))
-    logits = mx.concatenate(parts, axis=-1)
-    top = logits.max(axis=-1)
-    weights = mx.power(2, logits - top[..., None])
-    if observed.sinks is None:
-        return weights, 1 / weights.sum(axis=-1)
-    total = _with_sinks(observed, LogSum(top, mx.log2(weights.sum(axis=-1))))
-    return weights, mx.power(2, total.share(top[..., None]))[..., 0]
-
-
-def _sums(keys: Keys, observed: Queries, summed: Callable[[mx.array], mx.array]) -> mx.array:
-    """Return `summed` of the weights' logarithms to base 2, block by block, joined along the last axis.
-
-    The keys are read once for the softmax's denominators and once more for the sums, unless all logits can be kept.
-
-    Args:
-        summed: takes logarithms `(B, n_kv_heads, group * n, block)`; its result's last axis is `block`, too.
-    """
-
-    def computed(x: mx.array) -> mx.array:
-        if waits:
-            mx.eval(x)
-        return x
-
-    B, H, T, D = keys.shape
-    queries = _grouped(keys, observed)
-    n, waits = queries.shape[2], _waits(keys)
-    keeps = n <= D // 4 and 4 * B * H * n * T <= KEPT_BYTES
-    block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries)
-    # With few queries, one array can hold the logits of several blocks of keys.
-    together = max(1, D // 2 // n) if keeps else 1
-    spans = list(_spans(observed, T, block))
-    groups = [spans[i : i + together] for i in range(0, len(spans), together)]
-    kept: list[mx.array] = []
-    sums: list[LogSum] = []
-    for group in groups:
-        parts: list[mx.array] = []
-        for span in group:
-            after = parts[-1:] or list(sums[-1] if sums else ())
-            parts.append(computed(_logits(keys, observed, queries, span, after)))
-        logits = mx.concatenate(parts, axis=-1)
-        sums.append(LogSum(*map(computed, _log_sum(logits))))
-        if keeps:
-            kept.append(logits)
-    total = _with_sinks(observed, _joined(sums))
-    votes: list[mx.array] = []
-    for i, (span, *_) in enumerate(groups):
-        after = votes[-1:] or list(total)
-        logits = kept[i] if keeps else _logits(keys, observed, queries, span, after)
-        votes.append(computed(summed(total.share(logits))))
-    return mx.concatenate(votes, axis=-1)
-
-
 class LogSum(NamedTuple):
-    """The logarithm to base 2 of a softmax's denominator, as the sum of two numbers.
+    """The logarithm to base 2 of a softmax's denominator, as the sum of two numbers, `top + rest`.
 
     One float32 would not do: next to a logit of 10^5 it has no digits left for the other number.
 
@@ -184,28 +72,184 @@ class LogSum(NamedTuple):
         return (logits - self.top[..., None]) - self.rest[..., None]
 
 
-def _log_sum(logits: mx.array) -> LogSum:
-    """Return the denominator of a softmax along the last axis."""
+def attention_votes(keys: Keys, observed: Queries) -> mx.array:
+    """Return SnapKV's votes (section 3, "Voting"), `(B, n_kv_heads, T)` float32.
+
+    They are softmax weights over all entries up to a query's own position, summed over the observed queries and
+    averaged over the query heads of a GQA group.
+    """
+    return latest_votes(keys, observed, [len(observed.places)])[0]
+
+
+def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.array:
+    """Return `attention_votes` of the last queries, for each number of queries in `counts`, in one pass over the keys.
+
+    The result is `(len(counts), B, n_kv_heads, T)` float32.
+    """
+    n_queries = len(observed.places)
+    group = _group(keys, observed)
+    B, H, T, D = keys.shape
+    floats_per_copied_key = 0 if keys.dtype == mx.float32 else D
+    floats_per_entry = group * n_queries + floats_per_copied_key
+    fits_one_block = not _waits(keys) and 4 * B * H * T * floats_per_entry <= ONE_PASS_BYTES
+    # `(len(counts), group * n_queries)`: 1 for a query that a count includes, otherwise 0.
+    is_late = mx.arange(n_queries) >= n_queries - mx.array(list(counts))[:, None]
+    late = mx.tile(is_late.astype(mx.float32), (1, group))
+    if fits_one_block:
+        weights, factors = _unnormalised_weights(keys, observed, block=T)
+        factors = factors[..., None, :]
+        # For a decoded token all queries vote, and each operation takes time.
+        if list(counts) != [n_queries]:
+            factors = factors * late
+        votes = factors @ weights
+    else:
+        votes = _sums(keys, observed, lambda logs: late @ mx.power(2, logs))
+    return mx.moveaxis(votes, 2, 0) / group
+
+
+def above_average(keys: Keys, observed: Queries) -> mx.array:
+    """Return how many queries give each entry at least the average weight: 1/t for a query that sees t entries.
+
+    The result is `(B, n_kv_heads, T)` float32, averaged over the query heads of a GQA group.
+    """
+    group = _group(keys, observed)
+    n_seen = mx.minimum(_own_places(observed, group) + 1, keys.shape[2])
+    log_average = -mx.log2(n_seen.astype(mx.float32))[:, None]
+    return _sums(keys, observed, lambda logs: (logs >= log_average).sum(axis=2)) / group
+
+
+def attention_weights(keys: Keys, observed: Queries) -> mx.array:
+    """Return the softmax weights of each query, `(B, n_heads, n, T)` float32."""
+    block = _block(_grouped(keys, observed))
+    weights, factors = _unnormalised_weights(keys, observed, block)
+    return (weights * factors[..., None]).reshape(*observed.heads.shape[:3], -1)
+
+
+def _unnormalised_weights(keys: Keys, observed: Queries, block: int) -> tuple[mx.array, mx.array]:
+    """Return unnormalised weights `2 ** (logit - top)`, and the factor per query that normalises them.
+
+    `top` is the query's largest logit. The product of both is the softmax, in which attention sinks take part.
+
+    Args:
+        block: number of entries whose logits are computed at a time.
+
+    Returns:
+        The weights, `(B, n_kv_heads, group * n, T)`, and the factors, `(B, n_kv_heads, group * n)`.
+    """
+    queries = _grouped(keys, observed)
+    T = keys.shape[2]
+    blocks = [(0, T)] if block >= T else _spans(observed, T, block)
+    parts: list[mx.array] = []
+    for span in blocks:
+        parts.append(_logits(keys, observed, queries, span, after=parts[-1:]))
+    logits = mx.concatenate(parts, axis=-1)
     top = logits.max(axis=-1)
-    return LogSum(top, mx.log2(mx.power(2, logits - top[..., None]).sum(axis=-1)))
+    weights = mx.power(2, logits - top[..., None])
+    sums = weights.sum(axis=-1)
+    if observed.sinks is None:
+        factors = 1 / sums
+    else:
+        total = _with_sinks(observed, LogSum(top=top, rest=mx.log2(sums)))
+        factors = mx.power(2, total.share(top[..., None]))[..., 0]
+    return weights, factors
 
 
-def _joined(sums: Sequence[LogSum]) -> LogSum:
-    """Return the denominator of all logits from the denominators of their parts."""
-    tops = mx.stack([part.top for part in sums])
+def _sums(keys: Keys, observed: Queries, sum_queries: Callable[[mx.array], mx.array]) -> mx.array:
+    """Return `sum_queries` of the weights' logarithms to base 2, block by block, joined along the last axis.
+
+    The keys are read once for the softmax's denominators and once more for the sums, unless all logits can be kept.
+
+    Args:
+        sum_queries: takes logarithms `(B, n_kv_heads, group * n, block)`; its result's last axis is `block`, too.
+    """
+    queries = _grouped(keys, observed)
+    B, H, n_per_kv_head, D = queries.shape
+    T = keys.shape[2]
+    keeps_logits = n_per_kv_head <= D // 4 and 4 * B * H * n_per_kv_head * T <= KEPT_BYTES
+    block = min(READ_TOKENS, _block(queries, READ_BYTES)) if _waits(keys) else _block(queries)
+    spans = list(_spans(observed, T, block))
+    # With few queries, one array can hold the logits of several blocks of keys.
+    blocks_per_group = max(1, D // 2 // n_per_kv_head) if keeps_logits else 1
+    groups = [spans[i : i + blocks_per_group] for i in range(0, len(spans), blocks_per_group)]
+    total, kept_logits = _denominators(keys, observed, queries, groups, keeps_logits)
+    latest = list(total)  # results that the next block waits for
+    sums: list[mx.array] = []
+    for i, group in enumerate(groups):
+        if keeps_logits:
+            logits = kept_logits[i]
+        else:
+            [span] = group
+            logits = _logits(keys, observed, queries, span, after=latest)
+        sums.append(sum_queries(total.share(logits)))
+        latest = sums[-1:]
+        _finish_block(keys, latest)
+    return mx.concatenate(sums, axis=-1)
+
+
+def _denominators(
+    keys: Keys,
+    observed: Queries,
+    queries: mx.array,
+    groups: Sequence[Sequence[tuple[int, int]]],
+    keeps_logits: bool,
+) -> tuple[LogSum, list[mx.array]]:
+    """Return the denominators of the softmax over all entries, and the logits of each group if `keeps_logits`.
+
+    Args:
+        queries: as `_grouped` returns them.
+        groups: successive blocks `[start, stop)`; the logits of a group's blocks are joined in one array.
+    """
+    kept_logits: list[mx.array] = []
+    of_groups: list[LogSum] = []
+    latest: list[mx.array] = []  # results that the next block waits for
+    for group in groups:
+        parts: list[mx.array] = []
+        for span in group:
+            parts.append(_logits(keys, observed, queries, span, after=latest))
+            latest = parts[-1:]
+            _finish_block(keys, latest)
+        logits = mx.concatenate(parts, axis=-1)
+        of_groups.append(_log_sum(logits))
+        latest = list(of_groups[-1])
+        _finish_block(keys, latest)
+        if keeps_logits:
+            kept_logits.append(logits)
+    return _with_sinks(observed, _log_sum_of_parts(of_groups)), kept_logits
+
+
+def _finish_block(keys: Keys, results: list[mx.array]) -> None:
+    """Compute the results of a block of keys, if this must precede the next block's reading."""
+    if _waits(keys):
+        mx.eval(results)
+
+
+def _log_sum(logits: mx.array) -> LogSum:
+    """Return the log-sum-exp to base 2 of logits along the last axis: `log2(sum(2 ** logits))`."""
+    top = logits.max(axis=-1)
+    powers = mx.power(2, logits - top[..., None])
+    return LogSum(top=top, rest=mx.log2(powers.sum(axis=-1)))
+
+
+def _log_sum_of_parts(parts: Sequence[LogSum]) -> LogSum:
+    """Return the log-sum-exp to base 2 of all logits from those of their parts: `log2(sum(2 ** (top + rest)))`."""
+    tops = mx.stack([part.top for part in parts])
+    rests = mx.stack([part.rest for part in parts])
     top = tops.max(axis=0)
-    powers = mx.power(2, tops - top + mx.stack([part.rest for part in sums]))
-    return LogSum(top, mx.log2(powers.sum(axis=0)))
+    powers = mx.power(2, tops - top + rests)
+    return LogSum(top=top, rest=mx.log2(powers.sum(axis=0)))
 
 
 def _with_sinks(observed: Queries, total: LogSum) -> LogSum:
     """Return the denominators with the part of the attention sinks added."""
     if observed.sinks is None:
         return total
-    _, H, n = total.top.shape
-    sinks = (observed.sinks.astype(mx.float32) * LOG2_E).reshape(1, H, -1)
-    sinks = mx.broadcast_to(mx.repeat(sinks, n // sinks.shape[2], axis=2), total.top.shape)
-    return _joined([total, LogSum(sinks, mx.zeros_like(sinks))])
+    _, n_kv_heads, n_per_kv_head = total.top.shape
+    by_head = (observed.sinks.astype(mx.float32) * LOG2_E).reshape(1, n_kv_heads, -1)
+    n_queries = n_per_kv_head // by_head.shape[2]
+    by_query = mx.repeat(by_head, n_queries, axis=2)
+    logits = mx.broadcast_to(by_query, total.top.shape)
+    sinks = LogSum(top=logits, rest=mx.zeros_like(logits))
+    return _log_sum_of_parts([total, sinks])
 
 
 def _group(keys: Keys, observed: Queries) -> int:
@@ -249,7 +293,10 @@ def _logits(
     span: tuple[int, int],
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Return causally masked logits of a span, `(B, n_kv_heads, group * n, stop - start)`, computed after `after`."""
+    """Return causally masked logits of a span, `(B, n_kv_heads, group * n, stop - start)`, computed after `after`.
+
+    They are multiplied by log2(e), so that powers of two make the softmax.
+    """
     start, stop = span
     if isinstance(keys, KeyBlocks):
         part = keys.read(start, stop, after)
@@ -261,10 +308,12 @@ def _logits(
     if observed.cap is not None:
         cap = observed.cap * LOG2_E
         logits = cap * mx.tanh(logits / cap)
-    if stop <= observed.places.start + 1:
+    first_sees_all = stop <= observed.places.start + 1  # and the queries after it do, too
+    if first_sees_all:
         return logits
-    own = _own_places(observed, queries.shape[2] // len(observed.places))
-    return mx.where(mx.arange(start, stop) <= own[:, None], logits, HIDDEN)
+    own_places = _own_places(observed, group=queries.shape[2] // len(observed.places))
+    is_seen = mx.arange(start, stop) <= own_places[:, None]
+    return mx.where(is_seen, logits, HIDDEN)
 
 
 def _own_places(observed: Queries, group: int) -> mx.array:

@@ -95,16 +95,18 @@ class Entries:
         keys = self._read(KEYS, start, stop, after)
         if not self.layer.latent:
             return keys
-        return mx.concatenate([keys, self._read(VALUES, start, stop)], axis=-1)
+        positional = self._read(VALUES, start, stop)  # an MLA cache stores it in place of values
+        return mx.concatenate([keys, positional], axis=-1)
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """Return the values of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after `after`."""
         return self._read(KEYS if self.layer.latent else VALUES, start, stop, after)
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return what is stored of `[start, stop)`, unquantised; `which` is `KEYS` or `VALUES`."""
+        """Return the stored keys or values of `[start, stop)`, unquantised; `which` is `KEYS` or `VALUES`."""
         stored = rows((self.stored_keys, self.stored_values)[which], start, stop)
-        stored = each(lambda x: mx.depends(x, list(after)), stored) if after else stored
+        if after:
+            stored = each(lambda x: mx.depends(x, list(after)), stored)
         return unpack(stored, self.quantization)
 
     def by_block(self, function: ByBlock, blocks: Iterable[tuple[int, int]]) -> mx.array:
@@ -123,7 +125,12 @@ class Entries:
         """Return all keys in a form that is read a block at a time."""
         first_key = self.read_keys(0, 1)
         B, H, _, D = first_key.shape
-        return KeyBlocks((B, H, len(self), D), first_key.dtype, self.read_keys, self.waits)
+        return KeyBlocks(
+            shape=(B, H, len(self), D),
+            dtype=first_key.dtype,
+            read=self.read_keys,
+            waits=self.waits,
+        )
 
     def of_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
         """Return the results of `function` for all blocks of float32 keys, joined along axis 2.
@@ -132,12 +139,13 @@ class Entries:
             function: takes keys `(B, n_kv_heads, n, head_dim)`.
             width: numbers that `function` computes for each key, which limits the size of a block.
         """
+
+        def of_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
+            return function(self.read_keys(start, stop, after).astype(mx.float32))
+
         B, H, _, D = self.blocks().shape
         size = block_size(4 * B * H * max(D, width))
-        return self.by_block(
-            lambda *block: function(self.read_keys(*block).astype(mx.float32)),
-            spans(0, len(self), size),
-        )
+        return self.by_block(of_block, spans(0, len(self), size))
 
     @cached_property
     def positions(self) -> mx.array:
@@ -165,9 +173,11 @@ class Entries:
     def raw_queries(self) -> mx.array:
         """Return the observed queries as they were before the layer's RoPE, `(B, n_heads, n, head_dim)` float32."""
         start = self.voters.start
-        if start is None and self.given_positions is not None:
-            raise SnapKVError("a layer's queries have no positions: give Queries a start")
-        start = self.voters.places.start if start is None else start
+        if start is None:
+            # Places are positions only if no entry has been evicted.
+            if self.given_positions is not None:
+                raise SnapKVError("a layer's queries have no positions: give Queries a start")
+            start = self.voters.places.start
         return self.layer.undo_rope(self.queries, start)
 
     @cached_property
@@ -189,13 +199,14 @@ class Entries:
         The votes of all queries are computed with them, and kept as `votes`.
         """
         votes, *latest = self._votes_of_last(len(self.voters.places), *counts)
-        vars(self).setdefault("votes", votes)
+        vars(self).setdefault("votes", votes)  # where the cached property looks first
         return latest
 
     def _votes_of_last(self, *counts: int) -> mx.array:
         """Return the votes of the last queries, `(len(counts), B, n_kv_heads, T)` float32."""
         shared = {} if self.shared_votes is None else self.shared_votes
-        key = len(self), self.voters.places.start, self.voters.places.stop, *counts
+        places = self.voters.places
+        key = (len(self), places.start, places.stop, *counts)
         if key not in shared:
             shared[key] = latest_votes(self.blocks(), self.voters, counts)
         return shared[key]
@@ -216,7 +227,8 @@ class Entries:
         if (start, stop) == (0, len(self)):
             return self
         part = self._map(lambda x: x[:, :, start:stop])
-        return replace(part, shared_votes=None if start else self.shared_votes)
+        # The key of shared votes has the number of entries, but not the first of them.
+        return part if start == 0 else replace(part, shared_votes=None)
 
     def _map(self, function: Callable[[mx.array], mx.array]) -> Entries:
         """Return entries with `function` applied to each of their arrays `(B, n_kv_heads, T, ...)`."""

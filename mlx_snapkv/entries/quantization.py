@@ -15,7 +15,8 @@ KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # arguments of ml
 KEYS, VALUES = 0, 1
 
 # A buffer without a limit grows by an eighth of its rows, within these bounds.
-LEAST, MOST = 16, 256
+LEAST_NEW_ROWS = 16
+MOST_NEW_ROWS = 256
 
 # Entries as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or packed values, scales and biases,
 # `(B, n_kv_heads, T, ...)` each, as `mx.quantize` makes them.
@@ -51,9 +52,13 @@ class Quantised:
 
 def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, Any]]:
     """Return the quantisation in mlx-lm's keyword arguments, and the other arguments."""
-    bits = options.get("kv_bits")
+    quantization = None
+    if options.get("kv_bits") is not None:
+        quantization = Quantization(
+            bits=options["kv_bits"], group_size=options.get("kv_group_size", 64)
+        )
     others = {name: value for name, value in options.items() if name not in KEYWORDS}
-    return None if bits is None else Quantization(bits, options.get("kv_group_size", 64)), others
+    return quantization, others
 
 
 def pack(entries: mx.array, quantization: Quantization | None) -> Stored:
@@ -67,7 +72,7 @@ def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
         return stored
     packed, scales, _ = stored
     if packed.shape[2] == 0:  # mx.dequantize takes no empty array
-        head_dim = packed.shape[3] * 32 // quantization.bits
+        head_dim = packed.shape[3] * 32 // quantization.bits  # values are packed into 32-bit words
         return mx.zeros((*packed.shape[:3], head_dim), scales.dtype)
     return mx.dequantize(*stored, **vars(quantization))
 
@@ -104,15 +109,15 @@ def rows(stored: Stored, start: int, stop: int) -> Stored:
     return each(lambda x: x[:, :, start:stop], stored)
 
 
-def write(stored: Stored, where: int | mx.array, entries: Stored) -> None:
+def write(stored: Stored, row: int | mx.array, entries: Stored) -> None:
     """Write `entries` into `stored` in place.
 
     Args:
-        where: the first row, or uint32 `(n,)`, a row for each of `n` entries.
+        row: the row of the first entry, which the others follow, or uint32 `(n,)`, a row for each of `n` entries.
     """
+    target = slice(row, row + n_rows(entries)) if isinstance(row, int) else row
     for buffer, new in zip(arrays(stored), arrays(entries)):
-        places = slice(where, where + new.shape[2]) if isinstance(where, int) else where
-        buffer[..., places, :] = new
+        buffer[..., target, :] = new
 
 
 def join(*stored: Stored) -> Stored:
@@ -120,14 +125,15 @@ def join(*stored: Stored) -> Stored:
     return each(lambda *parts: mx.concatenate(list(parts), axis=2), *stored)
 
 
-def grown(stored: Stored, more: int) -> Stored:
-    """Return a copy with `more` rows of zeros at the end."""
-    return each(lambda x: mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)]), stored)
+def grown(stored: Stored, n_new: int) -> Stored:
+    """Return a copy with `n_new` rows of zeros at the end."""
+    return each(lambda x: mx.pad(x, [(0, 0), (0, 0), (0, n_new), (0, 0)]), stored)
 
 
 def with_room(n: int) -> int:
     """Return how many rows to allocate for `n` entries if more will follow: few copies, and little unused memory."""
-    return n + min(MOST, max(LEAST, n // 8))
+    n_new = min(MOST_NEW_ROWS, max(LEAST_NEW_ROWS, n // 8))
+    return n + n_new
 
 
 def groups_dividing(head_sizes: Iterable[int]) -> list[int]:

@@ -59,9 +59,10 @@ class Queries:
 
     def between(self, first: int, stop: int) -> Queries:
         """Return the queries `[first, stop)`."""
-        heads, places = self.heads[:, :, first:stop], self.places[first:stop]
         start = None if self.start is None else self.start + first
-        return replace(self, heads=heads, places=places, start=start)
+        return replace(
+            self, heads=self.heads[:, :, first:stop], places=self.places[first:stop], start=start
+        )
 
     def latest(self, n: int) -> Queries:
         """Return the last `n` queries, or all if there are fewer."""
@@ -144,14 +145,20 @@ class Recorder:
             raise SnapKVError(
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
-        by_reader = [*self._by_reader, captured.heads] if captured.borrowed else [captured.heads]
-        self._by_reader = by_reader if len(by_reader) < n_readers else []
-        if not self._by_reader:
+        # The layer's own call comes first, and starts anew.
+        earlier = self._by_reader if captured.borrowed else []
+        by_reader = [*earlier, captured.heads]
+        if len(by_reader) < n_readers:
+            self._by_reader = by_reader
+        else:
+            self._by_reader = []
             self._take_queries(captured._replace(heads=mx.concatenate(by_reader, axis=1)))
 
     def _take_queries(self, captured: Captured) -> None:
         """Keep the queries of the newest tokens that are to be recorded, and count them in the statistics."""
-        queries, self.scale, self.sinks = captured.heads, captured.scale, captured.sinks
+        queries = captured.heads
+        self.scale = captured.scale
+        self.sinks = captured.sinks
         if (callback := _callback.get()) is not None:
             callback(self, captured.read(queries))
         chunk_start = self.offset - queries.shape[2]
@@ -162,10 +169,8 @@ class Recorder:
         if start >= stop:
             return
         if chunk_start < self._stop:  # tokens were trimmed since the last call
-            n_kept = max(0, self.n_queries - (self._stop - chunk_start))
-            earlier = [mx.concatenate(self._queries, axis=2)[:, :, :n_kept]] if n_kept else []
-            self._queries = [mx.contiguous(x) for x in earlier]
-        elif start > self._stop:
+            self._drop_newest_queries(self._stop - chunk_start)
+        elif start > self._stop:  # recorded queries are of successive positions
             self._queries = []
         recorded = queries[:, :, int(start) - chunk_start : int(stop) - chunk_start]
         # A slice would keep the whole chunk alive.
@@ -173,6 +178,12 @@ class Recorder:
         self._stop = int(stop)
         while self.n_queries - self._queries[0].shape[2] >= self.newest:
             self._queries.pop(0)
+
+    def _drop_newest_queries(self, n: int) -> None:
+        """Drop the `n` newest recorded queries, or all if there are fewer."""
+        n_kept = max(0, self.n_queries - n)
+        kept = mx.concatenate(self._queries, axis=2)[:, :, :n_kept] if n_kept else None
+        self._queries = [] if kept is None else [mx.contiguous(kept)]
 
     def _count_queries(self, queries: mx.array, chunk_start: int, read: Read) -> None:
         """Add the queries of a chunk to the statistics, each position once."""
@@ -191,18 +202,29 @@ class Recorder:
         return self.moments.statistics(self.scale, int(min(self.last, self.offset)))
 
     def voters(self, queries: mx.array, positions: range, shape: tuple[int, ...]) -> Queries:
-        """Return queries as voters for the cache's entries.
+        """Return queries as voters for the cache's entries; their positions become indices of entries.
 
         Args:
             queries: `(B, n_heads, n, head_dim)`, heads in the model's order.
-            positions: the logical positions of the queries.
+            positions: the queries' positions in the prompt.
             shape: `(B, n_kv_heads, T)` of the entries, the last of which is the newest token's.
         """
-        first, cap = self.offset - shape[2], None
+        # The newest token has position `offset - 1` and index `T - 1`.
+        n_evicted = self.offset - shape[2]
+        places = range(positions.start - n_evicted, positions.stop - n_evicted)
+        heads = queries
+        cap = None
         if self.layer is not None:
-            queries, cap = self.layer.grouped(queries, shape[1]), self.layer.cap
-        places = range(positions.start - first, positions.stop - first)
-        return Queries(queries, places, self.scale, self.sinks, positions.start, cap=cap)
+            heads = self.layer.grouped(queries, shape[1])
+            cap = self.layer.cap
+        return Queries(
+            heads=heads,
+            places=places,
+            scale=self.scale,
+            sinks=self.sinks,
+            start=positions.start,
+            cap=cap,
+        )
 
     @property
     def queries(self) -> mx.array:
@@ -212,7 +234,8 @@ class Recorder:
     @property
     def query_positions(self) -> range:
         """Return the positions of `queries`."""
-        return range(self._stop - int(min(self.n_queries, self.newest)), self._stop)
+        n = int(min(self.n_queries, self.newest))
+        return range(self._stop - n, self._stop)
 
     @property
     def n_queries(self) -> int:
@@ -225,8 +248,13 @@ class Recorder:
         return [*self._queries, *self.moments.sums]
 
     def inherit(self, recorder: Any) -> None:
-        """Let the queries of another cache vote, as queries of the newest tokens, until this cache records its own."""
+        """Let the queries of another cache vote, as queries of the newest tokens, until this cache records its own.
+
+        A `recorder` that records no queries changes nothing.
+        """
         if isinstance(recorder, Recorder):
-            self._queries, self._stop = list(recorder._queries), self.offset
-            self.scale, self.sinks = recorder.scale, recorder.sinks
+            self._queries = list(recorder._queries)
+            self._stop = self.offset
+            self.scale = recorder.scale
+            self.sinks = recorder.sinks
             self.moments = self.moments.inherited_from(recorder.moments)

@@ -48,16 +48,19 @@ class QueryMoments:
         Args:
             raw: `(B, n_heads, n, head_dim)` float32.
         """
-        sums = self.sums
-        if not sums:
-            B, n_heads, _, D = raw.shape
+        B, n_heads, n, D = raw.shape
+        if self.sums:
+            shift, total, products = self.sums
+        else:
             shift = raw.mean(axis=2, keepdims=True)  # so that a large mean costs no digits
-            sums = [shift, mx.zeros((B, n_heads, 1, D)), mx.zeros((B, n_heads, D, D))]
-        shift, total, products = sums
-        raw = raw - shift
-        products = products + raw.swapaxes(-1, -2) @ raw
-        sums = [shift, total + raw.sum(axis=2, keepdims=True), products]
-        return QueryMoments(sums, self.n_counted + raw.shape[2], stop)
+            total = mx.zeros((B, n_heads, 1, D))
+            products = mx.zeros((B, n_heads, D, D))
+        shifted = raw - shift
+        products = products + shifted.swapaxes(-1, -2) @ shifted
+        total = total + shifted.sum(axis=2, keepdims=True)
+        return QueryMoments(
+            sums=[shift, total, products], n_counted=self.n_counted + n, counted_to=stop
+        )
 
     def inherited_from(self, other: QueryMoments) -> QueryMoments:
         """Return the sums of another cache, which then take the place of sums over this cache's own queries."""
@@ -68,6 +71,11 @@ class QueryMoments:
         if not self.sums:
             return None
         shift, total, products = self.sums
-        mean = total / self.n_counted  # relative to the shift
-        covariance = products / self.n_counted - mean.swapaxes(-1, -2) @ mean
-        return Statistics((shift + mean).squeeze(2), covariance, scale, stop)
+        shifted_mean = total / self.n_counted
+        square_of_mean = shifted_mean.swapaxes(-1, -2) @ shifted_mean
+        return Statistics(
+            mean=(shift + shifted_mean).squeeze(2),
+            covariance=products / self.n_counted - square_of_mean,
+            scale=scale,
+            stop=stop,
+        )

@@ -16,9 +16,13 @@ class Quota:
     n_window: int
 
     def shrunk(self) -> Quota:
-        """Return the same number of entries with sink and window cut to half of it, if both together exceed it."""
-        both, half = self.n_sink + self.n_window, max(1, self.entries // 2)
-        if both <= self.entries:
+        """Return the same number of entries with sink and window cut to half of it, if both together exceed it.
+
+        They share the half in proportion to their sizes.
+        """
+        n_always_kept = self.n_sink + self.n_window
+        if n_always_kept <= self.entries:
             return self
-        n_window = max(1, half * self.n_window // both) if self.n_window else 0
-        return Quota(self.entries, half - n_window, n_window)
+        half = max(1, self.entries // 2)
+        n_window = max(1, half * self.n_window // n_always_kept) if self.n_window else 0
+        return Quota(entries=self.entries, n_sink=half - n_window, n_window=n_window)
