@@ -24,8 +24,10 @@ def has_all_entries(cache: Any) -> bool:
 
 def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
     """Return mlx-lm's cache with these entries, quantised if they are; `sparse_from` as in `LayerCache`."""
-    how = entries.quantization
-    cache: Any = KVCache() if how is None else QuantizedKVCache(how.group_size, how.bits)
+    form = entries.quantization
+    cache: Any = KVCache()
+    if form is not None:
+        cache = QuantizedKVCache(group_size=form.group_size, bits=form.bits)
     cache.keys, cache.values = entries.stored_keys, entries.stored_values
     cache.offset = len(entries)
     cache.sparse_from = sparse_from
@@ -67,6 +69,7 @@ class FullCache(LayerCache):
         return self.offset
 
     def held(self, n_queries: int = 0) -> Entries:
+        """Return the entries, without queries whatever `n_queries`: mlx-lm's caches record none."""
         keys, values = rows(self.sample, 0, self.offset)
         return Entries(keys, values, quantization=self.quantization)
 
@@ -100,6 +103,7 @@ class StateCache(LayerCache):
         return self.cache
 
     def held(self, n_queries: int = 0) -> Entries:
+        """Raises: TypeError: no policy can choose from this cache."""
         raise TypeError(f"a {type(self.cache).__name__} has no entries to choose from")
 
     def restorer(self) -> Callable[[], None]:

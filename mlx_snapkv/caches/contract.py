@@ -85,15 +85,21 @@ class LayerCache(ABC):
 
     def validate(self) -> str | None:
         """Return what is inconsistent in a loaded cache; None if nothing is."""
-        least, *more = {x.shape[2] for x in arrays(self.sample)}
-        if more or type(self.offset) is not int or not 0 < self.n_entries <= least:
-            return "has numbers that contradict each other"
-        return None
+        n_rows, *other_numbers = {x.shape[2] for x in arrays(self.sample)}
+        is_sound = (
+            not other_numbers
+            and type(self.offset) is int  # a file may say true or 1.5
+            and 0 < self.n_entries <= n_rows
+        )
+        return None if is_sound else "has numbers that contradict each other"
 
     @property
     def full_nbytes(self) -> int:
         """Return the bytes of a full cache of all tokens, without eviction and packing."""
-        return self.offset * n_bytes(rows(self.held().plain(), 0, 1)) if self.offset else 0
+        if not self.offset:
+            return 0
+        first_entry = rows(self.held().plain(), 0, 1)
+        return self.offset * n_bytes(first_entry)
 
     def restorer(self) -> Callable[[], None]:
         """Return a function that restores the cache to its present state, any number of times.
@@ -101,10 +107,10 @@ class LayerCache(ABC):
         A cache that `grows` is trimmed; other caches override this method.
         """
         assert self.grows, f"a {type(self).__name__} can't be restored"
-        n = self.offset
+        offset_before = self.offset
 
         def restore() -> None:
-            self.trim(self.offset - n)
+            self.trim(self.offset - offset_before)
 
         return restore
 
@@ -112,10 +118,13 @@ class LayerCache(ABC):
 def keys_of(owner: Callable[[Any], Any]) -> Any:
     """Return a property `keys`, the key buffer of a cache's `owner`: mlx-lm's pipelines add a dependency to it."""
 
-    def wait(cache: Any, keys: mx.array) -> None:
+    def get_keys(cache: Any) -> mx.array:
+        return owner(cache).keys
+
+    def set_keys(cache: Any, keys: mx.array) -> None:
         owner(cache).keys = keys
 
-    return property(lambda cache: owner(cache).keys, wait)
+    return property(get_keys, set_keys)
 
 
 def restorer_of(cache: Any) -> Callable[[], None]:

@@ -69,22 +69,27 @@ class AttentionLayer:
     def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
         """Return queries `(B, n_heads, n, head_dim)` of positions from `offset` on before the RoPE, float32."""
         rope = self.rope
-        return self.family.turned(self.attention, queries, lambda x: undo_rope(rope, x, offset))
+        return self.family.map_rotary(self.attention, queries, lambda x: undo_rope(rope, x, offset))
 
     def mean_rotation(self, head_dim: int, start: int, n: int) -> mx.array:
         """Return the mean rotation matrix of the positions `[start, start + n)`, float32 `(head_dim, head_dim)`."""
-        rope, units = self.rope, mx.eye(head_dim)[None, None]
-        turned = self.family.turned(
-            self.attention, units, lambda x: x @ mean_rotation(rope, x.shape[3], start, n).T
-        )
-        return turned[0, 0].T
+        rope = self.rope
+
+        def rotate(x: mx.array) -> mx.array:
+            return x @ mean_rotation(rope, x.shape[3], start, n).T
+
+        # A matrix's columns are what it makes of the unit vectors.
+        units = mx.eye(head_dim)[None, None]
+        rotated = self.family.map_rotary(self.attention, units, rotate)
+        return rotated[0, 0].T
 
     def grouped(self, heads: mx.array, n_kv_heads: int) -> mx.array:
         """Reorder `(B, n_heads, ...)`, the heads of all `readers`, so that the heads of a KV head are together."""
-        parts = mx.split(heads, len(self.readers), axis=1)
-        grouped = (self.family.grouped(x, n_kv_heads) for x in parts)
-        groups = [mx.unflatten(x, 1, (n_kv_heads, -1)) for x in grouped]
-        return mx.concatenate(groups, axis=2).flatten(1, 2)
+        by_kv_head: list[mx.array] = []
+        for of_reader in mx.split(heads, len(self.readers), axis=1):
+            neighbours = self.family.grouped(of_reader, n_kv_heads)
+            by_kv_head.append(mx.unflatten(neighbours, 1, (n_kv_heads, -1)))
+        return mx.concatenate(by_kv_head, axis=2).flatten(1, 2)
 
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
         return self  # a copied cache serves the same model
@@ -95,25 +100,35 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 
     Raises: UnsupportedModelError: there is none, or the model type can't be compressed.
     """
-    found = attentions(model)
+    owners = attentions(model)
+    # Linear layers have an `ArraysCache`, without entries.
     holding = [slot for slot in slots(prompt_cache) if not isinstance(slot[2], ArraysCache)]
     # A model that loops over its layers has caches for each pass.
-    if len(holding) % len(found):
+    if len(holding) % len(owners):
         raise UnsupportedModelError(
-            f"{len(holding)} caches with entries for {len(found)} attention layers: "
+            f"{len(holding)} caches with entries for {len(owners)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
-    full = [
-        (index, member, owner.attention, owner.family, tuple(owner.borrowers))
-        for (index, member, cache), owner in zip(holding, itertools.cycle(found))
-        if owner.attention is not None and has_all_entries(cache)
-    ]
-    if not full:
-        where = " on this Mac: start fewer" if split_of(model) == PIPELINE else ""
-        raise UnsupportedModelError(
-            f"model type {type_of(model)!r} has no full-attention layer with a plain KV cache to compress{where}"
+    layers: list[AttentionLayer] = []
+    for (index, member, cache), owner in zip(holding, itertools.cycle(owners)):
+        if owner.attention is None or not has_all_entries(cache):
+            continue
+        layers.append(
+            AttentionLayer(
+                index=index,
+                member=member,
+                attention=owner.attention,
+                family=owner.family,
+                borrowers=tuple(owner.borrowers),
+                number=len(layers),
+            )
         )
-    return [AttentionLayer(*layer, number) for number, layer in enumerate(full)]
+    if not layers:
+        remedy = " on this Mac: start fewer" if split_of(model) == PIPELINE else ""
+        raise UnsupportedModelError(
+            f"model type {type_of(model)!r} has no full-attention layer with a plain KV cache to compress{remedy}"
+        )
+    return layers
 
 
 def choosing_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
@@ -133,8 +148,8 @@ def token_caches(model) -> list:
 
 def first_sparse(prompt_cache: list) -> int | None:
     """Return the first position that was read by sparse attention; None if there is none."""
-    found = (cache.sparse_from for cache in layer_caches(prompt_cache))
-    return min((n for n in found if n is not None), default=None)
+    positions = (cache.sparse_from for cache in layer_caches(prompt_cache))
+    return min((position for position in positions if position is not None), default=None)
 
 
 def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
@@ -146,12 +161,16 @@ def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
 def require_quantised_attention(layers: list[AttentionLayer], remedy: str, option: Option) -> None:
     """Check that the model can read quantised entries.
 
+    Args:
+        remedy: end of the error's sentence, with `{}` for the user's `option`.
+
     Raises: UnsupportedModelError: its forward pass in mlx-lm reads plain entries only.
     """
     for layer in layers:
         plain_only = layer.family.plain_only
-        if why := plain_only and plain_only(list(layer.readers)):
-            raise UnsupportedModelError(f"{{}}: {remedy}", why, option)
+        reason = None if plain_only is None else plain_only(list(layer.readers))
+        if reason:
+            raise UnsupportedModelError(f"{{}}: {remedy}", reason, option)
 
 
 def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
@@ -178,11 +197,13 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
 
 def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
     """Return `(index, member, cache)` for every cache; `member` is its index in a `CacheList`, else None."""
-    return [
-        (index, member if isinstance(entry, CacheList) else None, cache)
-        for index, entry in enumerate(prompt_cache)
-        for member, cache in enumerate(entry.caches if isinstance(entry, CacheList) else [entry])
-    ]
+    result: list[tuple[int, int | None, Any]] = []
+    for index, entry in enumerate(prompt_cache):
+        if isinstance(entry, CacheList):
+            result += [(index, member, cache) for member, cache in enumerate(entry.caches)]
+        else:
+            result.append((index, None, entry))
+    return result
 
 
 def members(prompt_cache: list) -> list:
@@ -202,9 +223,11 @@ def held_tokens(model, prompt_cache: list) -> int:
 
 def kv_dtype(cache: LayerCache) -> str:
     """Return the dtype of a layer's entries, such as "float16" or "8 bits"."""
-    stored = None if cache.store is None else cache.store.quantization
-    if (how := cache.quantization or stored) is not None:
-        return f"{how.bits} bits"
+    quantization = cache.quantization
+    if quantization is None and cache.store is not None:
+        quantization = cache.store.quantization
+    if quantization is not None:
+        return f"{quantization.bits} bits"
     return str(arrays(cache.sample)[0].dtype).removeprefix("mlx.core.")
 
 
@@ -226,7 +249,9 @@ def file_bytes(prompt_cache: list) -> int:
 
 def copies_but_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
     """Return a prompt cache with copies of all caches except those of the full-attention `layers`."""
-    memo = {id(cache): cache for cache in (layer.cache_in(prompt_cache) for layer in layers)}
+    uncopied = [layer.cache_in(prompt_cache) for layer in layers]
+    # deepcopy takes an object that is in the memo for its own copy.
+    memo = {id(cache): cache for cache in uncopied}
     return [copy.deepcopy(cache, memo) for cache in prompt_cache]
 
 

@@ -17,24 +17,28 @@ _REPLACES_KV_CACHE = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 
 def require_match(prompt_cache: list, model) -> None:
     """Check layers, kinds, heads, head size and dtype of the caches. Raises: SnapKVError: they are not the model's."""
-    loaded, wanted = slots(prompt_cache), slots(token_caches(model))
+    loaded = slots(prompt_cache)
+    wanted = slots(token_caches(model))
     if [slot[:2] for slot in loaded] != [slot[:2] for slot in wanted]:
         raise SnapKVError(
             f"it has {len(loaded)} caches, the model {len(wanted)}, or in other lists"
         )
-    for n, ((*_, cache), (*_, like)) in enumerate(zip(loaded, wanted)):
+    pairs = zip(members(prompt_cache), (cache for _, _, cache in wanted))
+    for number, (cache, model_cache) in enumerate(pairs):
         try:
-            problem = problem_of(cache, like)
+            problem = problem_of(cache, model_cache)
         except Exception:  # the state is not one of this class
             problem = "holds something else than its class says"
         if problem is not None:
-            raise SnapKVError(f"cache {n}, a {type(cache).__name__}, {problem}")
+            raise SnapKVError(f"cache {number}, a {type(cache).__name__}, {problem}")
 
 
 def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
     """Check the number of tokens. Raises: SnapKVError: layers hold different numbers, or not `n_tokens`."""
-    filled = [c for c in members(prompt_cache) if not c.empty()]
-    counts = sorted({c.offset for c in filled if isinstance(c, _REPLACES_KV_CACHE)})
+    filled = [cache for cache in members(prompt_cache) if not cache.empty()]
+    # Caches of linear layers don't count tokens.
+    with_entries = [cache for cache in filled if isinstance(cache, _REPLACES_KV_CACHE)]
+    counts = sorted({cache.offset for cache in with_entries})
     if len(counts) > 1:
         raise SnapKVError(f"its layers hold different numbers of tokens: {counts}")
     if n_tokens == 0 or not filled:
@@ -56,30 +60,45 @@ def adopt(prompt_cache: list, model) -> None:
                 layer.cache_in(prompt_cache).layer = layer
 
 
-def problem_of(cache: Any, like: Any) -> str | None:
-    """Return what is wrong with a loaded cache; None if nothing. `like` is the model's own cache after one token."""
-    replaces = type(like) is KVCache and isinstance(cache, _REPLACES_KV_CACHE)
-    if type(cache) is not type(like) and not replaces:
-        return f"is where the model has a {type(like).__name__}"
-    if cache.empty() or like.empty():
-        return None if cache.empty() == like.empty() else "holds other tokens than other caches"
+def problem_of(cache: Any, model_cache: Any) -> str | None:
+    """Return what is wrong with a loaded cache; None if nothing.
+
+    Args:
+        model_cache: the model's own cache in its place, after one token.
+    """
+    replaces = type(model_cache) is KVCache and isinstance(cache, _REPLACES_KV_CACHE)
+    if type(cache) is not type(model_cache) and not replaces:
+        return f"is where the model has a {type(model_cache).__name__}"
+    if cache.empty() or model_cache.empty():
+        both_empty = cache.empty() == model_cache.empty()
+        return None if both_empty else "holds other tokens than other caches"
     if not isinstance(cache, _REPLACES_KV_CACHE):
-        return _difference(cache.state, like.state, exact=hasattr(cache, "cache"))
+        # The state of an `ArraysCache` has the same shape after any number of tokens.
+        return _difference(cache.state, model_cache.state, exact=hasattr(cache, "cache"))
     loaded = layer_cache(cache)
-    if (how := loaded.quantization) is not None:
-        like = like.to_quantized(how.group_size, how.bits)
-    return _difference(loaded.sample, (like.keys, like.values)) or loaded.validate()
+    quantization = loaded.quantization
+    if quantization is not None:
+        model_cache = model_cache.to_quantized(quantization.group_size, quantization.bits)
+    wanted = (model_cache.keys, model_cache.values)
+    return _difference(loaded.sample, wanted) or loaded.validate()
 
 
 def _difference(loaded: Any, wanted: Any, exact: bool = False) -> str | None:
     """Describe the first array that differs in dtype or shape; numbers of rows are compared only if `exact`."""
-    have, want = _forms(loaded, exact), _forms(wanted, exact)
-    differ = (n for n in sorted(have.keys() | want.keys()) if have.get(n) != want.get(n))
-    return next((f"holds {have.get(n)} where the model has {want.get(n)}" for n in differ), None)
+    loaded_forms = _forms(loaded, exact)
+    wanted_forms = _forms(wanted, exact)
+    for path in sorted(loaded_forms.keys() | wanted_forms.keys()):
+        loaded_form, wanted_form = loaded_forms.get(path), wanted_forms.get(path)
+        if loaded_form != wanted_form:
+            return f"holds {loaded_form} where the model has {wanted_form}"
+    return None
 
 
 def _forms(tree: Any, exact: bool) -> dict[str, str]:
     """Return dtype and shape of each array of a tree by its path, without the number of rows unless `exact`."""
-    arrays = {n: x for n, x in dict(tree_flatten(tree)).items() if isinstance(x, mx.array)}
-    shapes = {n: x.shape if exact else x.shape[:-2] + x.shape[-1:] for n, x in arrays.items()}
-    return {n: f"{x.dtype} {shapes[n]}".removeprefix("mlx.core.") for n, x in arrays.items()}
+    forms: dict[str, str] = {}
+    for path, x in dict(tree_flatten(tree)).items():
+        if isinstance(x, mx.array):
+            shape = x.shape if exact else x.shape[:-2] + x.shape[-1:]
+            forms[path] = f"{x.dtype} {shape}".removeprefix("mlx.core.")
+    return forms

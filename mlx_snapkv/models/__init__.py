@@ -1,5 +1,6 @@
 """The attention modules of a model, and the families they belong to."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,28 +37,47 @@ def attentions(model) -> list[CacheOwner]:
     name = type_of(model)
     if name not in SUPPORTED:
         raise _refused(name, REFUSED.get(name, "this version does not know it"))
+    owners = _cache_owners(model, SUPPORTED[name])
+    reason = _refusal(owners) if owners else _refusal_of_unknown_layers(model)
+    if reason:
+        raise _refused(name, reason)
+    return owners
+
+
+def _cache_owners(model, families: Iterable[AttentionFamily]) -> list[CacheOwner]:
+    """Return the layers that own a cache, in order; empty if no attention module is of these families."""
     owners: list[CacheOwner] = []
     for layer in model.layers:
-        for family in SUPPORTED[name]:
+        for family in families:
             for attention in family.attentions_of(layer):
                 if family.borrows(attention):  # from the last layer of its kind
                     kind = family.kind(attention)
                     owner = next(x for x in reversed(owners) if family.kind(x.attention) == kind)
                     owner.borrowers.append(attention)
                 else:
-                    owners.append(CacheOwner(attention, family, [attention] * family.again))
-    if not owners:
-        # The model may wrap layers of a type that is refused.
-        inner = {type_of(m) for m in model.layers[0].modules()}
-        reasons = [REFUSED[n] for n in inner if n in REFUSED]
-        raise _refused(name, reasons[0] if reasons else "its layers are unknown to this version")
+                    later_passes = [attention] * family.again
+                    owners.append(CacheOwner(attention, family, borrowers=later_passes))
+    return owners
+
+
+def _refusal(owners: list[CacheOwner]) -> str | None:
+    """Return why a family can't compress its attention modules in this model; None if all can."""
     by_family: dict[AttentionFamily, list[Any]] = {}
     for owner in owners:
         by_family.setdefault(owner.family, []).extend([owner.attention, *owner.borrowers])
     for family, readers in by_family.items():
-        if reason := family.refusal and family.refusal(readers):
-            raise _refused(name, reason)
-    return owners
+        reason = None if family.refusal is None else family.refusal(readers)
+        if reason:
+            return reason
+    return None
+
+
+def _refusal_of_unknown_layers(model) -> str:
+    """Return why a model of a supported type without any known attention module can't be compressed."""
+    # The model may wrap layers of a type that is refused.
+    inner = {type_of(module) for module in model.layers[0].modules()}
+    reasons = [REFUSED[name] for name in inner if name in REFUSED]
+    return reasons[0] if reasons else "its layers are unknown to this version"
 
 
 def _refused(name: str, reason: str) -> UnsupportedModelError:

@@ -44,13 +44,18 @@ class Call:
     captured: list[Any] = field(default_factory=list)
 
     def record(self, queries: mx.array, scale: float, sinks: Any, absorbed: bool) -> None:
-        """Record the queries of a call of the attention function; `absorbed` as in `_latent`."""
+        """Record the queries of a call of the attention function; `absorbed` as in `_latent`.
+
+        Note also whether layers that read the same entries have yet to be called.
+        """
         captured = Captured(queries, scale, sinks, borrowed=self.borrowed)
         if self.family.latent:
             captured = self._latent(captured, absorbed)
         self.recorder.record(captured)
-        others = [x for x in _thread.lenders if x is not self.recorder]
-        _thread.lenders = [*others, self.recorder] if self.recorder.waits_for_readers else others
+        lenders = [lender for lender in _thread.lenders if lender is not self.recorder]
+        if self.recorder.waits_for_readers:
+            lenders.append(self.recorder)
+        _thread.lenders = lenders
 
     def _latent(self, captured: Captured, absorbed: bool) -> Captured:
         """Return the queries of an MLA module's call with their positional part, `(B, n_heads, L, width)`.
@@ -58,13 +63,14 @@ class Call:
         Args:
             absorbed: whether `embed_q` has been applied to the queries; otherwise the result's `read` applies it.
         """
-        positional, factor = self.captured[0], self.family.factor
+        positional = self.captured[0]
         if self.family.captures == "split":
-            positional = positional[1]
-        if factor is not None:
-            positional = positional * self.arguments[factor]
-        n_plain, queries = self.attention.qk_nope_head_dim, captured.heads
-        if absorbed or queries.shape[3] == n_plain:
+            _, positional = positional  # q_nope and q_pe
+        if self.family.factor is not None:
+            positional = positional * self.arguments[self.family.factor]
+        n_plain = self.attention.qk_nope_head_dim
+        queries = captured.heads
+        if absorbed or queries.shape[3] == n_plain:  # otherwise they have both parts
             queries = mx.concatenate([queries, positional], axis=-1)
         if absorbed:
             return captured._replace(heads=queries)
@@ -116,9 +122,10 @@ def forget() -> None:
 
 def lender_to(attention: Any) -> Any:
     """Return the recording cache whose newest entries an attention module has yet to read; None if there is none."""
-    return next(
-        (x for x in _thread.lenders if any(attention is y for y in x.layer.borrowers)), None
-    )
+    for lender in _thread.lenders:
+        if any(attention is borrower for borrower in lender.layer.borrowers):
+            return lender
+    return None
 
 
 def record(queries: mx.array, scale: float, sinks: Any, absorbed: bool = False) -> None:

@@ -65,7 +65,7 @@ def from_first(work: Callable[[], T]) -> T:
         try:
             outcome = work(), None
         except SnapKVError as error:
-            _shared((None, str(error)))
+            _shared((None, str(error)))  # so that the other ranks raise it, too
             raise
     result, sentence = _shared(outcome)
     if sentence is not None:
@@ -80,7 +80,8 @@ def _shared(value: Any) -> Any:
     is_first = rank() == 0
     data = np.frombuffer(pickle.dumps(value) if is_first else b"", np.uint8)
     size: Any = mx.distributed.all_sum(mx.array(data.size), stream=mx.cpu).item()
-    summed = mx.distributed.all_sum(mx.array(np.resize(data, size) * is_first), stream=mx.cpu)
+    addend = mx.array(np.resize(data, size) * is_first)  # np.resize makes zeros of an empty array
+    summed = mx.distributed.all_sum(addend, stream=mx.cpu)
     mx.eval(summed)  # on rank 0, too: the other ranks wait for its part of the sum
     return value if is_first else pickle.loads(np.array(summed).tobytes())
 
@@ -89,6 +90,7 @@ def split_of(model: Any) -> str | None:
     """Return how mlx-lm's `sharded_load`, `shard` or `pipeline` has split a model: TENSOR, PIPELINE or None."""
     if world() is None:
         return None
+    # The model and the models inside it; the loop also visits what it appends.
     trunk = [model]
     for module in itertools.islice(trunk, LOOKED_AT):
         inner = (getattr(module, name, None) for name in ("language_model", "model"))

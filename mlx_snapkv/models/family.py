@@ -106,18 +106,21 @@ class AttentionFamily:
             return None
         return getattr(attention, self.rope) if isinstance(self.rope, str) else self.rope(attention)
 
-    def turned(self, attention, x: mx.array, function: Callable[[mx.array], mx.array]) -> mx.array:
+    def map_rotary(
+        self, attention, x: mx.array, function: Callable[[mx.array], mx.array]
+    ) -> mx.array:
         """Return `x` `(B, n_heads, n, head_dim)` with `function` of its rotary dimensions, which are the last."""
-        n_before = 0
-        if self.rotary_tail is not None:
-            n_before = x.shape[3] - getattr(attention, self.rotary_tail)
-        if not n_before:
+        if self.rotary_tail is None:
             return function(x)
-        tail = function(x[..., n_before:])
-        return mx.concatenate([x[..., :n_before].astype(tail.dtype), tail], axis=-1)
+        n_unrotated = x.shape[3] - getattr(attention, self.rotary_tail)
+        if n_unrotated == 0:
+            return function(x)
+        tail = function(x[..., n_unrotated:])
+        return mx.concatenate([x[..., :n_unrotated].astype(tail.dtype), tail], axis=-1)
 
     def grouped(self, queries: mx.array, n_kv_heads: int) -> mx.array:
         """Return queries `(B, n_heads, n, head_dim)` with the query heads of each KV head as neighbours."""
         if not self.tiled:
             return queries
-        return mx.unflatten(queries, 1, (-1, n_kv_heads)).swapaxes(1, 2).flatten(1, 2)
+        by_kv_head = mx.unflatten(queries, 1, (-1, n_kv_heads)).swapaxes(1, 2)
+        return by_kv_head.flatten(1, 2)

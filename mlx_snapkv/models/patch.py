@@ -55,8 +55,11 @@ def family_of(cls: type) -> AttentionFamily:
 
 def _recorder_among(values: Iterable[Any]) -> Any:
     """Return the recording cache among a call's arguments, by itself or in a `CacheList`; None without one."""
-    caches = (cache for value in values for cache in getattr(value, "caches", (value,)))
-    return next((cache for cache in caches if hasattr(cache, "record")), None)
+    for value in values:
+        for cache in getattr(value, "caches", (value,)):
+            if hasattr(cache, "record"):
+                return cache
+    return None
 
 
 def _call_and_record(call):
@@ -64,14 +67,20 @@ def _call_and_record(call):
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
-        recorder, borrowed = _recorder_among((*args, *kwargs.values())), False
-        if recorder is None:
-            recorder, borrowed = capture.lender_to(self), True
+        given = _recorder_among((*args, *kwargs.values()))
+        # A layer that borrows entries may be given them as arrays.
+        recorder = capture.lender_to(self) if given is None else given
         if recorder is None:
             return call(self, *args, **kwargs)
         family = family_of(type(self))  # type: ignore[arg-type]
-        borrowed |= family.borrows(self)
-        with capture.capturing(Call(recorder, self, family, args, borrowed)):
+        current = Call(
+            recorder=recorder,
+            attention=self,
+            family=family,
+            arguments=args,
+            borrowed=given is None or family.borrows(self),
+        )
+        with capture.capturing(current):
             return call(self, *args, **kwargs)
 
     return __call__
@@ -119,8 +128,9 @@ def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
     with _lock:
         if key not in _replacements:
             original = vars(owner)[name]
-            _replacements[key] = _Replacement(original, wrap(original))
-            setattr(owner, name, _replacements[key].wrapped)
+            wrapped = wrap(original)
+            setattr(owner, name, wrapped)
+            _replacements[key] = _Replacement(original=original, wrapped=wrapped)
         replacement = _replacements[key]
         replacement.holders += 1
     try:
@@ -170,4 +180,6 @@ def unpatch_snapkv(model=None) -> None:
     """Undo `patch_for_snapkv`; a class that is not patched is left alone."""
     with _lock:
         for cls in _classes_to_patch(model):
-            _pinned.pop(cls, contextlib.ExitStack()).close()
+            patch = _pinned.pop(cls, None)
+            if patch is not None:
+                patch.close()

@@ -54,16 +54,18 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
     # They are contiguous, because MLX's CUDA kernel would write all positions of a broadcast to one place.
     first = (probe.signs < 0).astype(mx.float32)
     vectors = mx.broadcast_to(mx.stack([first, 1 - first])[:, None, None], (2, 1, n, head_dim))
-    of_first, of_second = rope(mx.contiguous(vectors), start).mean(axis=2).reshape(2, head_dim, 1)
+    means = rope(mx.contiguous(vectors), start).mean(axis=2)
+    from_first, from_second = means.reshape(2, head_dim, 1)
+    # In the row of a dimension, the column of the dimension itself and that of its partner are not 0.
     is_first = first[:, None] > 0
-    other = (probe.partners[:, None] == mx.arange(head_dim)).astype(mx.float32)
-    from_own = mx.where(is_first, of_first, of_second)
-    from_other = mx.where(is_first, of_second, of_first)
-    return from_own * mx.eye(head_dim) + from_other * other
+    from_own = mx.where(is_first, from_first, from_second)
+    from_partner = mx.where(is_first, from_second, from_first)
+    is_partner = (probe.partners[:, None] == mx.arange(head_dim)).astype(mx.float32)
+    return from_own * mx.eye(head_dim) + from_partner * is_partner
 
 
 def _probe(rope: Rope, head_dim: int) -> Probe:
-    """Return the probe of a RoPE object, which is computed once for each head size."""
+    """Return the probe of a RoPE object, which is computed once for each head size and kept with the object."""
     probes = vars(rope).setdefault(PROBE, {})
     if head_dim not in probes:
         # At position 1 every angle is less than pi, so only dimensions that are never rotated stay as they are.
@@ -72,7 +74,8 @@ def _probe(rope: Rope, head_dim: int) -> Probe:
         is_partner = (rotated != 0) & (dims[None] != dims[:, None])
         partners = mx.where(mx.any(is_partner, axis=1), mx.argmax(is_partner, axis=1), dims)
         signs = mx.where(partners > dims, -1.0, 1.0)
-        probes[head_dim] = Probe(signs, (rotated * rotated).sum(axis=1), partners)
+        power = (rotated * rotated).sum(axis=1)
+        probes[head_dim] = Probe(signs=signs, power=power, partners=partners)
         # Evaluated here, because other threads use the probe, too.
-        mx.async_eval(signs, partners, probes[head_dim].power)
+        mx.async_eval(signs, partners, power)
     return probes[head_dim]

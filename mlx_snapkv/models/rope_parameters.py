@@ -20,14 +20,17 @@ from mlx_lm.utils import _get_classes
 from ..errors import SnapKVError
 from .table import ROTARY_TAIL, SUPPORTED
 
-ROPE_PARAMETERS, PARTIAL = "rope_parameters", "partial_rotary_factor"
+ROPE_PARAMETERS = "rope_parameters"
+PARTIAL = "partial_rotary_factor"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+LOCAL_BASE = "local rope_theta"  # the base of sliding-window layers
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 # Value -> the names that mlx-lm's families have for it.
 CONFIG_NAMES = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     PARTIAL: (PARTIAL, "rotary_pct", "rotary_dim"),
-    "original_max_position_embeddings": ("original_max_position_embeddings",),
-    "local rope_theta": ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta"),
+    ORIGINAL_LENGTH: (ORIGINAL_LENGTH,),
+    LOCAL_BASE: ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta"),
 }
 # Families that read rope_theta from another part of the configuration (attn_config).
 ELSEWHERE = ("dbrx",)
@@ -70,19 +73,20 @@ def taken_over(config: Any) -> TakenOver:
     except (KeyError, ValueError):  # mlx-lm's own loader reports these
         return TakenOver()
     name = args_class.__module__.removeprefix("mlx_lm.models.")
-    nested = "text_config" in config and "text_config" in _fields(args_class)
-    text = config["text_config"] if nested else config
-    if "text_config" in _fields(args_class):
-        args_class = _text_class(name, model_class, text)
-    if args_class is None or not isinstance(text, Mapping) or not text.get(ROPE_PARAMETERS):
+    has_text_class = "text_config" in _fields(args_class)
+    is_nested = has_text_class and "text_config" in config
+    text = config["text_config"] if is_nested else config
+    text_class = _text_class(name, model_class, text) if has_text_class else args_class
+    if text_class is None or not isinstance(text, Mapping) or not text.get(ROPE_PARAMETERS):
         return TakenOver()
-    families = SUPPORTED.get(name, ())
-    has_rope = not families or any(family.rope is not None for family in families)
-    if ROPE_PARAMETERS in _fields(args_class) or not has_rope or name in ELSEWHERE:
+    fields = _fields(text_class)
+    if not _needs_other_names(name, fields):
         return TakenOver()
-    changes = _plain(name, text, _fields(args_class))
+    changes = _renamed_rope_parameters(name, text, fields)
     values = {key: value for key, value in changes.items() if value is not None}
-    return TakenOver({"text_config": {**text, **changes}} if nested else changes, values)
+    return TakenOver(
+        changes={"text_config": {**text, **changes}} if is_nested else changes, values=values
+    )
 
 
 def _fields(args_class: Any) -> Mapping[str, inspect.Parameter]:
@@ -98,62 +102,109 @@ def _text_class(name: str, model_class: type, text: Any) -> Any:
             if is_args and key.startswith("Text"):
                 return value
     modules = [family.module for family in SUPPORTED.get(name, ())]
-    kind = text.get("model_type") if isinstance(text, Mapping) else None
-    module = kind if kind in modules else next(iter(modules), None)
-    return module and import_module(f"mlx_lm.models.{module}").ModelArgs
+    if not modules:
+        return None
+    model_type = text.get("model_type") if isinstance(text, Mapping) else None
+    module = model_type if model_type in modules else modules[0]
+    return import_module(f"mlx_lm.models.{module}").ModelArgs
 
 
-def _plain(name: str, config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that `config` lacks, by the names of mlx-lm's `fields`."""
-    values = _by_layer_type(name, config[ROPE_PARAMETERS], fields)
+def _needs_other_names(name: str, fields: Mapping[str, Any]) -> bool:
+    """Return whether a family has a RoPE, but does not read `rope_parameters` or rope_theta from another place."""
+    families = SUPPORTED.get(name, ())
+    has_rope = not families or any(family.rope is not None for family in families)
+    return has_rope and ROPE_PARAMETERS not in fields and name not in ELSEWHERE
+
+
+def _renamed_rope_parameters(
+    name: str, config: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the values of `rope_parameters` that `config` lacks, by the names of mlx-lm's `fields`.
+
+    Raises: SnapKVError: the family has no field for a value that its RoPE depends on.
+    """
+    parameters = _without_layer_types(name, config[ROPE_PARAMETERS], fields)
     changes: dict[str, Any] = {}
     for key, names in CONFIG_NAMES.items():
-        value = values.pop(key, None)
-        field_name = next((x for x in names if x in fields), None)
-        if value is None or (field_name is not None and config.get(field_name) is not None):
+        value = parameters.get(key)
+        if value is None:
             continue
-        if field_name == "rotary_dim":
-            size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-            changes[field_name] = int(size * value)
-        elif field_name is not None:
+        field_name = next((x for x in names if x in fields), None)
+        if field_name is None:
+            if _is_needed(key, value, name, fields):
+                raise _refused(name, f"no {key}")
+        elif config.get(field_name) is None:
             changes[field_name] = value
-        elif key == "rope_theta" or (
-            key == PARTIAL and ROTARY_TAIL not in fields and value != FIXED.get(name, 1)
-        ):
-            raise _refused(name, f"no {key}")
-        if key.startswith("original"):
-            values[key] = value
+            if field_name == "rotary_dim":  # a number of dimensions; transformers writes a share
+                changes[field_name] = int(_head_dim(config) * value)
+    return changes | _rope_scaling(name, config, parameters, fields)
+
+
+def _is_needed(key: str, value: Any, name: str, fields: Mapping[str, Any]) -> bool:
+    """Return whether a family without a field for `key` computes another RoPE than `value` asks for."""
+    if key == PARTIAL:
+        # A family with a rotary tail reads its size; the code of the others fixes the share, mostly at 1.
+        return ROTARY_TAIL not in fields and value != FIXED.get(name, 1)
+    return key == "rope_theta"
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    """Return the head size of a configuration."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _rope_scaling(
+    name: str, config: Mapping[str, Any], parameters: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `rope_scaling` as an entry to add to `config`; empty if there is nothing to add.
+
+    Raises: SnapKVError: the RoPE is scaled, and the family has no field for it.
+    """
     if config.get("rope_scaling") is not None:
-        return changes
-    kind = values.get("rope_type") or values.get("type") or "default"
+        return {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
-        required = "rope_scaling" in fields and "rope_scaling" not in config
-        return changes | ({"rope_scaling": None} if required else {})
+        # Without a default value the field must be given.
+        is_left_out = "rope_scaling" in fields and "rope_scaling" not in config
+        return {"rope_scaling": None} if is_left_out else {}
     if "rope_scaling" not in fields:
         raise _refused(name, f"no rope_scaling, and its rope_type is {kind}")
-    return changes | {"rope_scaling": {**values, "type": kind, "rope_type": kind}}
+    scaling = {key: value for key, value in parameters.items() if key not in CONFIG_NAMES}
+    # Some families read the original length from a field of its own, others from here.
+    original_length = parameters.get(ORIGINAL_LENGTH)
+    is_in_field = ORIGINAL_LENGTH in fields and config.get(ORIGINAL_LENGTH) is not None
+    if original_length is not None and not is_in_field:
+        scaling[ORIGINAL_LENGTH] = original_length
+    return {"rope_scaling": {**scaling, "type": kind, "rope_type": kind}}
 
 
-def _by_layer_type(name: str, values: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters` as one dict.
+def _without_layer_types(name: str, values: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` as one dict, also if it has a dict for each layer type.
 
-    Raises: SnapKVError: it has a dict for each layer type, and mlx-lm's family can't express their difference.
+    If sliding-window layers have a base of their own, the dict has it as "local rope_theta".
+
+    Raises: SnapKVError: it is not an object, or mlx-lm's family can't express how its layer types differ.
     """
     if not isinstance(values, Mapping):
         raise SnapKVError(f"{ROPE_PARAMETERS} in its config.json must be an object, got {values!r}")
-    kinds = {kind: dict(rope) for kind, rope in values.items() if isinstance(rope, Mapping)}
-    if not kinds:
+    by_layer_type = {kind: dict(rope) for kind, rope in values.items() if isinstance(rope, Mapping)}
+    if not by_layer_type:
         return dict(values)
-    first, local = next(iter(kinds.values())), kinds.get(SLIDING_ATTENTION, {})
-    own = any(x in fields for x in CONFIG_NAMES["local rope_theta"])
-    if set(kinds) == {FULL_ATTENTION, SLIDING_ATTENTION} and (own or name in PLAIN_SLIDING):
-        full, same = kinds[FULL_ATTENTION], [PARTIAL] + ["rope_theta"] * (not own)
-        plain = local.get("rope_type", "default") == "default"
-        if plain and all(full.get(key) == local.get(key) for key in same):
-            return full | ({"local rope_theta": local.get("rope_theta")} if own else {})
-    elif all(rope == first for rope in kinds.values()):
-        return first
-    raise _refused(name, f"one RoPE for {' and '.join(kinds)} layers, and these differ")
+    has_local_base = any(x in fields for x in CONFIG_NAMES[LOCAL_BASE])
+    may_differ = has_local_base or name in PLAIN_SLIDING
+    if may_differ and set(by_layer_type) == {FULL_ATTENTION, SLIDING_ATTENTION}:
+        full = by_layer_type[FULL_ATTENTION]
+        sliding = by_layer_type[SLIDING_ATTENTION]
+        common = [PARTIAL] if has_local_base else [PARTIAL, "rope_theta"]
+        is_scaled = sliding.get("rope_type", "default") != "default"
+        if not is_scaled and all(full.get(key) == sliding.get(key) for key in common):
+            local = {LOCAL_BASE: sliding.get("rope_theta")} if has_local_base else {}
+            return full | local
+    else:
+        first = next(iter(by_layer_type.values()))
+        if all(rope == first for rope in by_layer_type.values()):
+            return first
+    raise _refused(name, f"one RoPE for {' and '.join(by_layer_type)} layers, and these differ")
 
 
 def _refused(name: str, what: str) -> SnapKVError:

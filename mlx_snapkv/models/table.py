@@ -52,8 +52,11 @@ def _of_frequencies(attention) -> Callable[..., mx.array]:
 
 def _alike(names: str, **special: Any) -> list[Family]:
     """Return families that differ only in `module`, or in `module:ClassName` if the class isn't "Attention"."""
-    pairs = (name.partition(":") for name in names.split())
-    return [Family(module, name or "Attention", **special) for module, _, name in pairs]
+    families: list[Family] = []
+    for name in names.split():
+        module, _, class_name = name.partition(":")
+        families.append(Family(module, class_name or "Attention", **special))
+    return families
 
 
 _MLA: dict[str, Any] = {
@@ -232,12 +235,14 @@ REFUSED: dict[str, str] = {
 
 def supported() -> list[tuple[str, str, str]]:
     """Return for each supported type its name, other `model_type`s that mlx-lm loads with it, and a note."""
-    found = []
+    rows: list[tuple[str, str, str]] = []
     for name, families in SUPPORTED.items():
-        notes = [f.note for f in families]
-        notes += ["no sparse attention" for f in families if f.no_sparse]
-        found.append((name, _aliases(name), "; ".join(filter(None, dict.fromkeys(notes)))))
-    return found
+        notes = [family.note for family in families if family.note]
+        if any(family.no_sparse for family in families):
+            notes.append("no sparse attention")
+        unique_notes = dict.fromkeys(notes)
+        rows.append((name, _aliases(name), "; ".join(unique_notes)))
+    return rows
 
 
 def refused() -> list[tuple[str, str, str]]:

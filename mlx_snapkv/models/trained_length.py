@@ -17,7 +17,8 @@ def trained_length(model) -> int | None:
     for config in (args, _field(args, "text_config")):
         length = _field(config, "max_position_embeddings")
         if isinstance(length, int) and length > 0:
-            return max(length, *(_extended(length, scaling) for scaling in _scalings(config)))
+            extended = [_extended(length, scaling) for scaling in _scalings(config)]
+            return max(length, *extended)
     return None
 
 
