@@ -45,12 +45,14 @@ class AttentionCount:
         if not self.counts and self.received is None:
             return None
         received = mx.zeros((*shape[:2], 0)) if self.received is None else self.received
-        received = mx.pad(received, [(0, 0), (0, 0), (0, shape[2] - received.shape[2])])
+        n_new = shape[2] - received.shape[2]  # entries that have received nothing yet
+        total = mx.pad(received, [(0, 0), (0, 0), (0, n_new)])
         if self.waiting:
-            received = received + votes(mx.concatenate(self.waiting, axis=2))
-        return received
+            total = total + votes(mx.concatenate(self.waiting, axis=2))
+        return total
 
     @property
     def arrays(self) -> list[mx.array]:
         """Return the arrays that are evaluated between two tokens."""
-        return [*self.waiting, *([] if self.received is None else [self.received])]
+        received = [] if self.received is None else [self.received]
+        return [*self.waiting, *received]

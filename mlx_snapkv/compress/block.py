@@ -69,8 +69,11 @@ class BlockKVCache(EvictingCache):
         super().__init__(last=last, newest=newest)
         self.keys = self.values = None
         self.offset = self._n = 0
-        self.policy, self.quota, self.block = policy, quota, block
-        self.layer, self.quantization = layer, quantization
+        self.policy = policy
+        self.quota = quota
+        self.block = block
+        self.layer = layer
+        self.quantization = quantization
         counts = policy is not None and policy.accumulates_attention
         self.counting = counting or AttentionCount(counts=counts)
         # uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
@@ -98,8 +101,11 @@ class BlockKVCache(EvictingCache):
         self.quota = Quota(**numbers["quota"])
         self.steady = range(*numbers["steady"])
         self._kept_positions = arrays.get("kept_positions")
-        waiting = list(arrays.get("waiting", []))
-        self.counting = AttentionCount(numbers["counts"], arrays.get("received"), waiting)
+        self.counting = AttentionCount(
+            counts=numbers["counts"],
+            received=arrays.get("received"),
+            waiting=list(arrays.get("waiting", [])),
+        )
 
     @property
     def capacity(self) -> int:
@@ -109,7 +115,8 @@ class BlockKVCache(EvictingCache):
     @property
     def _n_since(self) -> int:
         """Return the number of tokens since the last eviction."""
-        return self._n - (0 if self._kept_positions is None else self._kept_positions.shape[2])
+        n_kept = 0 if self._kept_positions is None else self._kept_positions.shape[2]
+        return self._n - n_kept
 
     @property
     def room(self) -> float:  # type: ignore[override]
@@ -121,8 +128,9 @@ class BlockKVCache(EvictingCache):
         L = n_rows(keys)
         if self.is_due(L):
             self.evict()
-        start, self._n = self._n, self._n + L
-        self._write(start, keys, values)
+        first_row = self._n
+        self._n += L
+        self._write(first_row, keys, values)
         self.offset += L
 
     def place(self) -> int:
@@ -143,11 +151,12 @@ class BlockKVCache(EvictingCache):
         assert self.policy is not None
         # Queries before the window can't vote: entries after their own positions may be evicted already.
         entries = self.held(min(self.policy.obs_window, max(1, self.quota.n_window)))
-        entries.budget, entries.n_window = self.quota.entries, self.quota.n_window
+        entries.budget = self.quota.entries
+        entries.n_window = self.quota.n_window
         kept = entries.taken(select(self.policy.score(entries), self.quota))
         # A buffer with other references would be copied by the next write.
         entries.release()
-        if n_rows(self.keys) > self.capacity:
+        if n_rows(self.keys) > self.capacity:  # enlarged for an update of more than `block` tokens
             self.keys = self.values = None
         self.hold(kept)
 
@@ -174,23 +183,26 @@ class BlockKVCache(EvictingCache):
 
         The call's entries are stored already.
         """
-        n = min(self.last, self.offset) - (self.offset - captured.heads.shape[2])
-        if n <= 0:
+        chunk_start = self.offset - captured.heads.shape[2]
+        n_voting = int(min(self.last, self.offset)) - chunk_start
+        if n_voting <= 0:
             return
-        queries = mx.contiguous(captured.read(captured.heads[:, :, : int(n)]))
+        queries = mx.contiguous(captured.read(captured.heads[:, :, :n_voting]))
         self.counting = self.counting.with_queries(queries)
-        if n > 1 or len(self.counting.waiting) >= self.block:
+        if n_voting > 1 or len(self.counting.waiting) >= self.block:
             self.counting = self.counting.counted(self._received())
 
     def _received(self) -> mx.array | None:
         """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32; None if unknown."""
+        shape = (*self._heads, self._n)
 
         def votes(queries: mx.array) -> mx.array:
+            # Waiting queries are those of the newest tokens before `last`.
             stop = int(min(self.last, self.offset))
-            voters = self.voters(queries, range(stop - queries.shape[2], stop), shape)
+            positions = range(stop - queries.shape[2], stop)
+            voters = self.voters(queries, positions, shape)
             return self._entries(observed=voters).votes
 
-        shape = *self._heads, self._n
         return self.counting.total(shape, votes)
 
     @property
@@ -202,24 +214,30 @@ class BlockKVCache(EvictingCache):
         """Return whether entries must be evicted before the next `L` tokens."""
         if self.policy is None or self.offset in self.steady[1:]:
             return False
-        L = max(L, len(self.steady)) if self.offset in self.steady else L
-        needs_queries = bool(self.policy.obs_window and not self._queries)
-        needs_queries |= self.policy.query_statistics is not None and not self.moments.sums
-        if needs_queries and not self._n_since:
+        # Before the first of the steady tokens there must be room for all of them.
+        n_next = max(L, len(self.steady)) if self.offset in self.steady else L
+        lacks_votes = self.policy.obs_window > 0 and not self._queries
+        lacks_statistics = self.policy.query_statistics is not None and not self.moments.sums
+        if (lacks_votes or lacks_statistics) and self._n_since == 0:
             return False  # no query can vote yet; the next tokens' queries will
-        return self._n + L > self.capacity and self._n > self.quota.entries
+        return self._n + n_next > self.capacity and self._n > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
         """Write stored entries to the rows `[start, size())`; enlarge the buffers first if they are too short."""
         n_before = 0 if self.keys is None else n_rows(self.keys)
         if self.keys is None or self._n > n_before:
-            unlimited = self.quota.entries >= UNLIMITED
-            n_after = with_room(self._n) if unlimited else self.capacity
-            if not n_before and self.expected:
-                n_after = min(n_after, self.expected)
             buffers = (self.keys, self.values) if n_before else rows((keys, values), 0, 0)
-            self.keys, self.values = grown(buffers, max(self._n, n_after) - n_before)
+            n_after = self._n_rows_to_allocate(n_before)
+            self.keys, self.values = grown(buffers, n_after - n_before)
         write((self.keys, self.values), start, (keys, values))
+
+    def _n_rows_to_allocate(self, n_before: int) -> int:
+        """Return how many rows the next buffers have, at least `size()`, after buffers of `n_before` rows."""
+        is_unlimited = self.quota.entries >= UNLIMITED
+        n_after = with_room(self._n) if is_unlimited else self.capacity
+        if n_before == 0 and self.expected:
+            n_after = min(n_after, self.expected)
+        return max(self._n, n_after)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask for the next `N` tokens: None, "causal", or bool `(N, size() + N)`."""
@@ -229,13 +247,15 @@ class BlockKVCache(EvictingCache):
             return None
         if not return_array:
             return "causal"
-        n = min(self._n, self.quota.entries) if self.is_due(N) else self._n
-        return create_causal_mask(N, n)
+        n_left = min(self._n, self.quota.entries) if self.is_due(N) else self._n
+        return create_causal_mask(N, offset=n_left)
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
         """Return the original positions of the entries, uint32 `(B, n_kv_heads, size())`, ascending."""
-        kept, n = self._kept_positions, self._n_since
-        newest = mx.arange(self.offset - n, self.offset, dtype=mx.uint32)
-        newest = mx.broadcast_to(newest, (*self._heads, n))
-        return newest if kept is None else mx.concatenate([kept, newest], axis=2)
+        n_since = self._n_since
+        since = mx.arange(self.offset - n_since, self.offset, dtype=mx.uint32)
+        since = mx.broadcast_to(since, (*self._heads, n_since))
+        if self._kept_positions is None:
+            return since
+        return mx.concatenate([self._kept_positions, since], axis=2)

@@ -33,7 +33,9 @@ def decode_cache(
         cache.hold(kept)
         return cache
     n_window = None if policy.grows else quota.n_window
-    n_pin = len(kept) - min(len(kept), n_window or 0)
+    # A window that slides begins with the newest entries; one that grows begins empty.
+    n_in_window = 0 if n_window is None else min(len(kept), n_window)
+    n_pin = len(kept) - n_in_window
     window = SnapKVCache(
         kept.stored_keys,
         kept.stored_values,

@@ -7,12 +7,20 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import _BaseCache
 
 from ..caches.contract import LayerCache, restorer_of
 from ..entries.entries import Entries
-from ..entries.quantization import Quantised, Quantization, Stored, n_bytes, n_rows, pack, rows
+from ..entries.quantization import (
+    Quantised,
+    Quantization,
+    Stored,
+    arrays,
+    n_bytes,
+    n_rows,
+    pack,
+    rows,
+)
 from ..entries.queries import Queries, Recorder
 from ..entries.query_moments import QueryMoments
 from ..errors import SnapKVError
@@ -122,16 +130,21 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
         A file has lists for tuples, and leaves out empty lists.
         """
-        policy, quantization = numbers["policy"], numbers["quantization"]
+        policy = numbers["policy"]
         self.policy = None if policy is None else policy_named(policy)
-        self.quantization = None if quantization is None else Quantization(**quantization)
-        plain = self.quantization is None
-        self.keys = arrays["keys"] if plain else tuple(arrays["keys"])
-        self.values = arrays["values"] if plain else tuple(arrays["values"])
+        quantization = numbers["quantization"]
+        if quantization is None:
+            self.quantization = None
+            self.keys, self.values = arrays["keys"], arrays["values"]
+        else:
+            self.quantization = Quantization(**quantization)
+            self.keys, self.values = tuple(arrays["keys"]), tuple(arrays["values"])
         self.sinks = arrays.get("sinks")
         self._queries = list(arrays.get("queries", []))
         self.moments = QueryMoments(
-            list(arrays.get("moments", [])), numbers["n_counted"], numbers["counted_to"]
+            sums=list(arrays.get("moments", [])),
+            n_counted=numbers["n_counted"],
+            counted_to=numbers["counted_to"],
         )
         for name in self.SAVED_NUMBERS:
             setattr(self, name, numbers[name])
@@ -154,8 +167,9 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         if problem := super().validate():
             return problem
         positions = np.sort(np.array(self.positions).astype(int), axis=-1)
-        ascend = positions.shape[2] == self._n and (np.diff(positions) > 0).all()
-        if not ascend or positions.max() >= self.offset:
+        are_complete = positions.shape[2] == self._n
+        are_unique = (np.diff(positions) > 0).all()
+        if not are_complete or not are_unique or positions.max() >= self.offset:
             return "has positions that can't be"
         return None
 
@@ -171,7 +185,8 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     @property
     def _heads(self) -> tuple[int, ...]:
         """Return `(B, n_kv_heads)`."""
-        return tree_flatten(self.keys)[0][1].shape[:2]  # type: ignore[index]
+        first_array, *_ = arrays(self.keys)
+        return first_array.shape[:2]
 
     def _entries(self, **others: Any) -> Entries:
         """Return the entries in the order of their rows; `others` are further fields of `Entries`."""
@@ -192,10 +207,12 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         if not n:
             return None
         positions = self.query_positions[-n:]
-        if not positions or positions.stop < min(self.last, self.offset):
+        are_missing = not positions or positions.stop < min(self.last, self.offset)
+        if are_missing:
             name = self.policy.name if self.policy else "a policy"
             raise SnapKVError(
                 f"{name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
-        return self.voters(self.queries[:, :, -n:], positions, (*self._heads, self._n))
+        shape = (*self._heads, self._n)
+        return self.voters(self.queries[:, :, -n:], positions, shape)

@@ -82,9 +82,12 @@ class Compress:
         quota = self.policy.quota(n_prompt)
         if not self.evicts_in_blocks:
             return replace(quota, entries=max(quota.entries, n_prompt))
-        decode = self.decode_policy.quota(n_prompt)
-        n_sink, n_window = max(quota.n_sink, decode.n_sink), max(quota.n_window, decode.n_window)
-        return Quota(quota.entries, n_sink, n_window).shrunk()
+        decode_quota = self.decode_policy.quota(n_prompt)
+        return Quota(
+            entries=quota.entries,
+            n_sink=max(quota.n_sink, decode_quota.n_sink),
+            n_window=max(quota.n_window, decode_quota.n_window),
+        ).shrunk()
 
     def __str__(self) -> str:
         if self.decode_policy is self.policy:

@@ -103,7 +103,12 @@ class Policy(Hyperparameters, ABC):
         """
         n_entries = amount(self.budget, n_prompt)
         self._require_entries(n_entries)
-        return Quota(n_entries, self.n_sink, self.window(n_entries)).shrunk()
+        return self._quota_of(n_entries)
+
+    def _quota_of(self, n_entries: int) -> Quota:
+        """Return the quota of a budget of `n_entries`, with sink and window that fit in."""
+        quota = Quota(entries=n_entries, n_sink=self.n_sink, n_window=self.window(n_entries))
+        return quota.shrunk()
 
     def fits(self, n_prompt: int) -> bool:
         """Return whether a prompt of `n_prompt` tokens is within the budget."""
@@ -116,6 +121,6 @@ class Policy(Hyperparameters, ABC):
                 f"{self.name} option budget={self.budget} is less than one entry of this prompt"
             )
         if self.keeps_shape:
-            n_window = Quota(budget, self.n_sink, self.window(budget)).shrunk().n_window
+            has_window = self._quota_of(budget).n_window >= 1
             allowed = "at least 1 entry with schedule=once, where the window slides"
-            self._require("n_window", n_window >= 1, allowed)
+            self._require("n_window", has_window, allowed)

@@ -27,19 +27,22 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __init__(self, first: int, last: int, capacity: int, layer: Any = None):
-        super().__init__(first, last)
-        self.step, self.layer = capacity, layer
+        super().__init__(first=first, last=last)
+        self.step = capacity  # the number of rows by which mlx-lm's cache grows
+        self.layer = layer
 
     def filled(self, other: KVCache, n: int) -> RecordingKVCache:
         """Return a cache of the first `n` entries of `other` and the queries recorded here; arrays are shared."""
-        self._shared_votes = {} if self._shared_votes is None else self._shared_votes
+        if self._shared_votes is None:
+            self._shared_votes = {}  # all copies share it: they have the same queries
         filled = copy.copy(self)
         filled.share(other, n)
         return filled
 
     def share(self, other: KVCache, n: int) -> None:
         """Hold the first `n` entries of `other`, in the arrays of `other`."""
-        self.keys, self.values, self.offset = other.keys, other.values, n
+        self.keys, self.values = other.keys, other.values
+        self.offset = n
 
     def fill(self, entries: Entries) -> None:
         """Hold `entries`, unquantised, from position 0 on."""
@@ -47,7 +50,10 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         self.offset = len(entries)
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries with all recorded queries as voters, whatever `n_queries`."""
+        """Return the entries with all recorded queries as voters.
+
+        `n_queries` is ignored, because `first` and `last` say which queries vote.
+        """
         keys, values = self.keys_and_values()
         observed = None
         if self.n_queries:

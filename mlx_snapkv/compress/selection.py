@@ -26,12 +26,12 @@ def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int
     if n_sink + top_k + n_window >= T:
         return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
     end = T - n_window
-    ends = mx.arange(n_sink, dtype=mx.uint32), mx.arange(end, T, dtype=mx.uint32)
-    parts = [mx.broadcast_to(part, (B, H, part.size)) for part in ends]
-    if top_k > 0:
-        middle = top_positions(scores[..., n_sink:end], top_k) + n_sink
-        parts.insert(1, middle.astype(mx.uint32))
-    return mx.concatenate(parts, axis=-1)
+    sink = mx.broadcast_to(mx.arange(n_sink, dtype=mx.uint32), (B, H, n_sink))
+    window = mx.broadcast_to(mx.arange(end, T, dtype=mx.uint32), (B, H, n_window))
+    if top_k <= 0:
+        return mx.concatenate([sink, window], axis=-1)
+    best = top_positions(scores[..., n_sink:end], top_k) + n_sink
+    return mx.concatenate([sink, best.astype(mx.uint32), window], axis=-1)
 
 
 def top_positions(scores: mx.array, k: int) -> mx.array:
@@ -43,10 +43,12 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     T = scores.shape[-1]
     scores = scores.astype(mx.float32)
     cost = mx.where(mx.isnan(scores), mx.inf, -scores)
-    kth = mx.partition(cost, k - 1, axis=-1)[..., k - 1 : k]
-    above = cost < kth
-    equal = cost == kth
-    spare = k - above.sum(axis=-1, keepdims=True)
-    chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= spare))
-    ranked = mx.where(chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
-    return mx.sort(ranked, axis=-1)[..., :k]
+    kth_cost = mx.partition(cost, k - 1, axis=-1)[..., k - 1 : k]
+    is_better = cost < kth_cost
+    is_tied = cost == kth_cost
+    n_tied_chosen = k - is_better.sum(axis=-1, keepdims=True)
+    tied_so_far = mx.cumsum(is_tied.astype(mx.int32), axis=-1)
+    is_chosen = is_better | (is_tied & (tied_so_far <= n_tied_chosen))
+    # The others get position T, and so the sort puts them last.
+    positions = mx.where(is_chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
+    return mx.sort(positions, axis=-1)[..., :k]

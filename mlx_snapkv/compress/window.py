@@ -61,15 +61,21 @@ class SnapKVCache(EvictingCache):
         quantization: Quantization | None = None,
     ):
         n_window = UNLIMITED if n_window is None else n_window
-        n_pin, n = positions.shape[-1], n_rows(keys)
-        if n_window < 1 or not n_pin <= n == n_rows(values) <= min(offset, n_pin + n_window):
+        n_pin = positions.shape[-1]
+        n = n_rows(keys)
+        most = min(offset, n_pin + n_window)
+        is_consistent = n_window >= 1 and n == n_rows(values) and n_pin <= n <= most
+        if not is_consistent:
             raise SnapKVError(
                 f"{n} keys and {n_rows(values)} values of {offset} tokens don't hold {n_pin} pinned entries "
                 f"and a window of at most {n_window}, at least 1"
             )
         super().__init__(newest=0)
-        self.keys, self.values, self.quantization = keys, values, quantization
-        self.offset, self.n_pin, self.n_window = offset, n_pin, n_window
+        self.keys, self.values = keys, values
+        self.quantization = quantization
+        self.offset = offset
+        self.n_pin = n_pin
+        self.n_window = n_window
         self._pinned = positions.astype(mx.uint32)
         self._n = n
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
@@ -89,21 +95,23 @@ class SnapKVCache(EvictingCache):
         self._move_pending()
         self._shrink(L)
         if L == 1 and self._n == self.n_keep:
-            row = self.place()
+            row = self.place()  # counts the token, too
         else:
             row = self._n
             self._n += L
-            self._make_room()
             self.offset += L
+            self._make_room()
         write((self.keys, self.values), row, (keys, values))
 
     def _make_room(self) -> None:
         """Enlarge the buffers if they have too few rows; a window that slides gets all of its rows at once."""
-        n, n_before = self._n, n_rows(self.keys)
+        n_before = n_rows(self.keys)
         if self.grows:
-            n_after = n_before if n <= n_before else with_room(n)
+            n_after = with_room(self._n) if self._n > n_before else n_before
+        elif self._n <= self.n_keep:
+            n_after = self.n_keep
         else:
-            n_after = self.n_keep if n <= self.n_keep else max(n, self.n_keep + SLACK)
+            n_after = max(self._n, self.n_keep + SLACK)
         if n_after > n_before:
             self.keys, self.values = grown((self.keys, self.values), n_after - n_before)
 
@@ -146,26 +154,32 @@ class SnapKVCache(EvictingCache):
 
     def _move_pending(self) -> None:
         """Write the pending entries over the window's oldest entries."""
-        pending = self._n - self.n_keep
-        if pending > 0:
-            self._oldest = (self._oldest + pending) % self.n_window
-            n_moved = min(pending, self.n_window)
-            window_rows = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
-            newest = rows((self.keys, self.values), self._n - n_moved, self._n)
-            write((self.keys, self.values), self.n_pin + window_rows, newest)
-            self._n = self.n_keep
+        n_pending = self._n - self.n_keep
+        if n_pending <= 0:
+            return
+        self._oldest = (self._oldest + n_pending) % self.n_window
+        n_moved = min(n_pending, self.n_window)
+        newest = rows((self.keys, self.values), self._n - n_moved, self._n)
+        # In a full ring the newest entries precede the oldest one.
+        window_rows = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
+        write((self.keys, self.values), self.n_pin + window_rows, newest)
+        self._n = self.n_keep
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask for the next `N` tokens: None, `"causal"`, or bool `(N, size() + N)` of `visible`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
-        pending = max(0, self._n - self.n_keep)
-        in_window = self._n - self.n_pin - pending
-        oldest = (self._oldest + pending) % self.n_window
-        all_seen = in_window + N <= self.n_window or (N == 1 and in_window == self.n_window)
-        if all_seen and (N == 1 or not return_array):
-            return None if N == 1 else "causal"
-        return visible(self.n_pin, in_window, self.n_window, N, oldest)
+        # The update will move pending entries into the ring first.
+        n_pending = max(0, self._n - self.n_keep)
+        n_in_window = self._n - self.n_pin - n_pending
+        oldest = (self._oldest + n_pending) % self.n_window
+        nothing_overwritten = n_in_window + N <= self.n_window
+        # A single token that overwrites an entry does so before it reads.
+        if N == 1 and (nothing_overwritten or n_in_window == self.n_window):
+            return None
+        if nothing_overwritten and not return_array:
+            return "causal"
+        return visible(self.n_pin, n_in_window, self.n_window, N, oldest)
 
     def is_trimmable(self) -> bool:
         """Return True for mlx-lm's speculative decoding only, which trims no more than it has fed."""
@@ -181,13 +195,14 @@ class SnapKVCache(EvictingCache):
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
         """Return the original position of the entry in each row, uint32 `(B, n_kv_heads, size())`."""
-        n = self._n - self.n_pin
-        n_ring = min(n, self.n_window)
-        in_ring = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)
-        order = mx.concatenate([in_ring, mx.arange(n_ring, n)])  # from 0, the oldest, to n - 1
-        window = (order + (self.offset - n)).astype(mx.uint32)
-        window = mx.broadcast_to(window, (*self._pinned.shape[:2], n))
-        return mx.concatenate([self._pinned, window], axis=-1)
+        n_recent = self._n - self.n_pin
+        n_ring = min(n_recent, self.n_window)
+        age_in_ring = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)
+        # By row: from 0, the oldest entry after the pinned ones, to n_recent - 1.
+        order = mx.concatenate([age_in_ring, mx.arange(n_ring, n_recent)])
+        recent = (order + (self.offset - n_recent)).astype(mx.uint32)
+        recent = mx.broadcast_to(recent, (*self._pinned.shape[:2], n_recent))
+        return mx.concatenate([self._pinned, recent], axis=-1)
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries in order of position, with the last `n_queries` queries as voters."""
@@ -200,16 +215,20 @@ class SnapKVCache(EvictingCache):
 def visible(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx.array:
     """Return which rows each of `N` new tokens sees, bool `(N, n_pin + n_recent + N)`.
 
-    A token sees the pinned entries and the last `n_window` entries up to its own.
+    A token sees the pinned entries and the last `n_window` entries up to its own: new token `i` is number
+    `n_recent + i` in order of position, and sees the numbers `(n_recent + i - n_window, n_recent + i]`.
 
     Args:
         n_pin: number of pinned entries, in the first rows.
         n_recent: number of entries after them: a ring of at most `n_window`, then entries in order of position.
         oldest: row of the ring, from 0, with its oldest entry.
     """
-    order = np.arange(-n_pin, n_recent + N)  # by row: negative if pinned, then from 0, the oldest
-    ring = slice(n_pin, n_pin + min(n_recent, n_window))
-    order[ring] = (order[ring] - oldest) % min(max(n_recent, 1), n_window)
+    # Each row's number in order of position: negative if pinned, then from 0, the oldest. The ring is rotated.
+    numbers = np.arange(-n_pin, n_recent + N)
+    n_ring = min(n_recent, n_window)
+    ring = slice(n_pin, n_pin + n_ring)
+    numbers[ring] = (numbers[ring] - oldest) % max(n_ring, 1)
+    is_pinned = numbers < 0
     own = n_recent + np.arange(N)[:, None]
-    pinned = np.arange(n_pin + n_recent + N) < n_pin
-    return mx.array(pinned | ((own - n_window < order) & (order <= own)))
+    is_in_window = (own - n_window < numbers) & (numbers <= own)
+    return mx.array(is_pinned | is_in_window)

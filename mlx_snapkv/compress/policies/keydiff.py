@@ -63,10 +63,14 @@ class KeyDiff(Policy):
 
     def _scaled(self, keys: mx.array) -> mx.array:
         """Return the keys as the anchor averages them: normalised for similarity="cosine"."""
-        return keys * mx.rsqrt(_squared_norm(keys) + TINY) if self.similarity == "cosine" else keys
+        if self.similarity != "cosine":
+            return keys
+        return keys * mx.rsqrt(_squared_norm(keys) + TINY)
 
     def _similarity(self, keys: mx.array, others: mx.array) -> mx.array:
         """Return how similar each key is to each of `others`, `(B, n_kv_heads, n, m)`.
+
+        For similarity="euclidean" this is minus the distance.
 
         Args:
             keys: `(B, n_kv_heads, n, head_dim)` float32.
@@ -75,16 +79,20 @@ class KeyDiff(Policy):
         product = keys @ others.swapaxes(-1, -2)
         if self.similarity == "dot":
             return product
-        norms, other_norms = _squared_norm(keys), _squared_norm(others).swapaxes(-1, -2)
+        squares = _squared_norm(keys)
+        other_squares = _squared_norm(others).swapaxes(-1, -2)
         if self.similarity == "cosine":
-            return product * mx.rsqrt(norms + TINY) * mx.rsqrt(other_norms + TINY)
-        return -mx.sqrt(mx.maximum(norms + other_norms - 2 * product, 0))
+            return product * mx.rsqrt(squares + TINY) * mx.rsqrt(other_squares + TINY)
+        # Rounding could make the square of a small distance negative.
+        return -mx.sqrt(mx.maximum(squares + other_squares - 2 * product, 0))
 
     def _mean_similarity(self, keys: mx.array, entries: Entries) -> mx.array:
         """Return the mean similarity of `n` keys to the keys of all entries, `(B, n_kv_heads, n)`."""
-        sums = entries.of_keys(
-            lambda others: self._similarity(keys, others).sum(axis=-1)[:, :, None], keys.shape[2]
-        )
+
+        def sum_over_block(others: mx.array) -> mx.array:
+            return self._similarity(keys, others).sum(axis=-1)[:, :, None]
+
+        sums = entries.of_keys(sum_over_block, width=keys.shape[2])  # (B, n_kv_heads, n_blocks, n)
         return sums.sum(axis=2) / len(entries)
 
 

@@ -42,22 +42,27 @@ class LagKV(Policy):
         B, H, _, D = entries.read_keys(0, 1).shape
         if n_blocks < 2:
             return mx.broadcast_to(recency, (B, H, T))
-        at_once = max(1, BLOCK_BYTES // (4 * B * H * LAG * D))
+        blocks_at_once = max(1, BLOCK_BYTES // (4 * B * H * LAG * D))
         end = self.n_sink + (n_blocks - 1) * LAG
 
         def ranks_in_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
+            # The last block is compared with the block after it.
             of_keys = _information(entries.read_keys(start, stop + LAG, after))
             of_values = _information(entries.read_values(start, stop + LAG, after))
-            ranks = mx.argsort(mx.argsort(of_keys + of_values, axis=-1), axis=-1)
+            order = mx.argsort(of_keys + of_values, axis=-1)
+            ranks = mx.argsort(order, axis=-1)  # the inverse of the order
             return ranks.astype(mx.float32).flatten(2) / LAG
 
-        scores = entries.by_block(ranks_in_block, spans(self.n_sink, end, at_once * LAG))
+        scores = entries.by_block(ranks_in_block, spans(self.n_sink, end, blocks_at_once * LAG))
         newest = mx.broadcast_to(recency[end:] + 1, (B, H, T - end))
         return mx.concatenate([mx.ones((B, H, self.n_sink)), scores, newest], axis=-1)
 
 
 def _information(states: mx.array) -> mx.array:
     """Return how much each entry differs from the next block, `(B, n_kv_heads, n_blocks - 1, LAG)` float32.
+
+    Coordinates are scaled to the next block, `(x - min) / (max - min)`; the result is a softmax over a block of the
+    standard deviation of an entry's scaled coordinates.
 
     Args:
         states: keys or values `(B, n_kv_heads, n_blocks * LAG, head_dim)`; the last block is only compared with.

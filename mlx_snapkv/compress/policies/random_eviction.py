@@ -32,6 +32,7 @@ class RandomEviction(Policy):
         heads = mx.arange(n_heads, dtype=mx.uint32)[:, None]
         x = (entries.positions + 1) * 0x9E3779B1 + heads * 0x85EBCA77
         x += mx.array(self.seed, mx.uint32)
+        # Wellons' hash lowbias32, in which every bit of the input changes every bit of the result.
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
             x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
         return (x >> 8).astype(mx.float32)

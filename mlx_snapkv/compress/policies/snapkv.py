@@ -6,7 +6,6 @@ from functools import reduce
 import mlx.core as mx
 
 from ...entries.entries import Entries
-from ...entries.quota import Quota
 from ...errors import SnapKVError
 from ...hyperparameters import amount, choice, count, entry_count, smallest_budget
 from ..policy import Policy
@@ -68,8 +67,8 @@ class SnapKV(Policy):
 
     def __post_init__(self):
         self._check_options()
-        odd = self.pool == "forward" or self.pool_kernel % 2 == 1
-        self._require("pool_kernel", odd, f"odd with pool={self.pool}")
+        is_allowed = self.pool == "forward" or self.pool_kernel % 2 == 1
+        self._require("pool_kernel", is_allowed, f"odd with pool={self.pool}")
         if self.on_full == "slide":
             self._require("schedule", self.schedule == "once", "once with on_full=slide")
         # `budget` and `top_k` say the same, unless `budget` depends on the prompt.
@@ -88,13 +87,14 @@ class SnapKV(Policy):
 
         Raises: SnapKVError: a `top_k` was given that contradicts the budget.
         """
-        voted = default = type(self).top_k
+        default = type(self).top_k
+        n_voted = default
         if isinstance(self.budget, int):
-            quota = Quota(self.budget, self.n_sink, self.window(self.budget)).shrunk()
-            voted = self.budget - quota.n_sink - quota.n_window
-        if self.top_k not in (default, voted):
+            quota = self._quota_of(self.budget)
+            n_voted = self.budget - quota.n_sink - quota.n_window
+        if self.top_k not in (default, n_voted):
             raise SnapKVError("snapkv options top_k and budget say the same: give only one")
-        object.__setattr__(self, "top_k", voted)
+        object.__setattr__(self, "top_k", n_voted)
 
     @property
     def implied_option(self) -> str | None:  # type: ignore[override]
@@ -109,19 +109,25 @@ class SnapKV(Policy):
 
         With pool="forward" votes are means over the queries, otherwise sums.
         """
-        forward = self.pool == "forward"
-        if forward:
-            votes, to_pool = mean_and_contrasts(entries)
+        n_window = entries.n_window
+        if n_window is None:
+            budget = entries.budget or amount(self.budget, len(entries))
+            n_window = self.window(budget)
+        middle = slice(self.n_sink, len(entries) - n_window)
+        if self.pool == "forward":
+            votes, contrasts = mean_and_contrasts(entries)
         else:
-            votes, to_pool = entries.votes, [entries.votes]
-        budget = entries.budget or amount(self.budget, len(entries))
-        n_window = self.window(budget) if entries.n_window is None else entries.n_window
-        middle = slice(self.n_sink, votes.shape[-1] - n_window)
+            votes, contrasts = entries.votes, []
         if middle.stop <= middle.start:
             return votes
-        pooled = [pool_votes(part[..., middle], self.pool, self.pool_kernel) for part in to_pool]
-        ranked = reduce(mx.maximum, [votes[..., middle], *pooled] if forward else pooled)
-        parts = [votes[..., : middle.start], ranked, votes[..., middle.stop :]]
+        scores = votes[..., middle]
+        if self.pool == "forward":
+            for contrast in contrasts:
+                pooled = pool_votes(contrast[..., middle], self.pool, self.pool_kernel)
+                scores = mx.maximum(scores, pooled)
+        else:
+            scores = pool_votes(scores, self.pool, self.pool_kernel)
+        parts = [votes[..., : middle.start], scores, votes[..., middle.stop :]]
         return mx.concatenate(parts, axis=-1)
 
 
@@ -129,20 +135,25 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
     """Return the mean votes and the contrasts, `(B, n_kv_heads, T)` float32 each.
 
     The mean gives half of its weight to all queries and half to the last 32. A contrast is how much more the last
-    queries vote than the queries before them: one for the prompt's last 32 queries, one for its last 64, lookahead
-    queries added to both. If there are too few queries for a contrast, the mean takes its place.
+    queries vote than the queries before them, `max(0, mean of the last - mean of the others)`: one for the prompt's
+    last 32 queries, one for its last 64, lookahead queries added to both. If there are too few queries for a contrast,
+    the mean takes its place.
     """
     places = entries.voters.places
-    n, n_ahead = len(places), max(0, places.stop - len(entries))
-    counts = [count + n_ahead for count in LATEST if count + n_ahead < n]
+    n_queries = len(places)
+    n_lookahead = max(0, places.stop - len(entries))  # their tokens are not among the entries
+    counts = [count + n_lookahead for count in LATEST if count + n_lookahead < n_queries]
     if not counts:
-        return entries.votes / n, [entries.votes / n]
-    latest, every = entries.latest_votes(*counts), entries.votes
-    contrasts = [
-        mx.maximum(votes / count - (every - votes) / (n - count), 0)
-        for votes, count in zip(latest, counts)
-    ]
-    return (every / n + latest[0] / counts[0]) / 2, contrasts
+        mean = entries.votes / n_queries
+        return mean, [mean]
+    latest_votes = entries.latest_votes(*counts)
+    all_votes = entries.votes
+    contrasts: list[mx.array] = []
+    for votes, n_latest in zip(latest_votes, counts):
+        mean_before = (all_votes - votes) / (n_queries - n_latest)
+        contrasts.append(mx.maximum(votes / n_latest - mean_before, 0))
+    mean = (all_votes / n_queries + latest_votes[0] / counts[0]) / 2
+    return mean, contrasts
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
@@ -152,9 +163,12 @@ def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
     """
     if kernel == 1:
         return votes
-    T, half = votes.shape[-1], kernel // 2
-    neighbours = (kernel - 1, 0) if pool == "forward" else (half, half)
-    widths = [(0, 0)] * (votes.ndim - 1) + [neighbours]
+    T = votes.shape[-1]
+    n_before = kernel - 1 if pool == "forward" else kernel // 2
+    n_after = kernel - 1 - n_before
+    widths = [(0, 0)] * (votes.ndim - 1) + [(n_before, n_after)]
     padded = mx.pad(votes, widths, constant_values=-mx.inf if pool == "max" else 0.0)
     shifted = [padded[..., i : i + T] for i in range(kernel)]
-    return reduce(mx.maximum, shifted) if pool == "max" else reduce(mx.add, shifted) / kernel
+    if pool == "max":
+        return reduce(mx.maximum, shifted)
+    return reduce(mx.add, shifted) / kernel

@@ -34,15 +34,16 @@ class StreamingLLM(Policy):
         super().__post_init__()
 
     def window(self, budget: int) -> int:
-        """Return all of `budget` except the sink, which takes at most half."""
-        return budget - (self.n_sink if budget > self.n_sink else budget // 2)
+        """Return all of `budget` except the sink, or half of `budget` if the sink would leave nothing."""
+        n_sink = self.n_sink if self.n_sink < budget else budget // 2
+        return budget - n_sink
 
     def quota(self, n_prompt: int) -> Quota:
         """Return the entries that each full-attention layer keeps; sink and window are all of the budget."""
         n_entries = amount(self.budget, n_prompt)
         self._require_entries(n_entries)
         n_window = self.window(n_entries)
-        return Quota(n_entries, n_sink=n_entries - n_window, n_window=n_window)
+        return Quota(entries=n_entries, n_sink=n_entries - n_window, n_window=n_window)
 
     def score(self, entries: Entries) -> mx.array:
         """Return scores that rise with the position, `(B, n_kv_heads, T)` float32."""
