@@ -17,7 +17,7 @@ from mlx_snapkv.completions.body import Defaults
 from mlx_snapkv.planning.settings import resolve_setting
 from mlx_snapkv.server.access import Settings
 from mlx_snapkv.server.admission import Limits
-from mlx_snapkv.server.app import listening, serve
+from mlx_snapkv.server.app import bind_socket, serve
 from mlx_snapkv.server.engine import Engine
 from mlx_snapkv.server.metrics import Metrics
 from mlx_snapkv.server.prefix_cache import PrefixCache
@@ -55,7 +55,7 @@ def serving(load=None, *, policy=POLICY, store=None, limits=None, generation=(),
     """A server that runs for the block; `generation` are more options of its batches."""
     settings = Settings(port=0, **settings)
     options = {"policy": resolve_setting(policy=policy), "store": store, **dict(generation)}
-    place = listening(settings)
+    place = bind_socket(settings)
     engine = Engine(
         load or load_named("demo"),
         options,

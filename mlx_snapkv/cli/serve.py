@@ -247,13 +247,13 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
         settings: the settings of the HTTP server on rank 0; None on other ranks, which follow rank 0.
         start: starts the engine.
     """
-    from ..server.app import listening, serve
+    from ..server.app import bind_socket, serve
 
     if settings is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all ranks
         start().join()
         os._exit(0)  # sys.exit would abort in MLX's threads, since rank 0 has gone
-    with listening(settings) as place:
+    with bind_socket(settings) as place:
         engine = start()
         host, port, *_ = place.getsockname()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

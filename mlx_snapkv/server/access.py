@@ -76,10 +76,10 @@ class Settings:
         """
         names = "|".join(map(re.escape, self.volatile_headers))
         if names and isinstance(body, ChatBody) and body.messages[0].role == "system":
-            first = body.messages[0]
-            lines = rf"\A(\s*({names})[^\S\n]*:.*\n*)+"
-            text = re.sub(lines, "", first.text, flags=re.IGNORECASE)
-            body.messages[0] = replace(first, text=text)
+            system = body.messages[0]
+            first_lines = rf"\A(\s*({names})[^\S\n]*:.*\n*)+"
+            text = re.sub(first_lines, "", system.text, flags=re.IGNORECASE)
+            body.messages[0] = replace(system, text=text)
 
 
 class Gate:
@@ -89,17 +89,18 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
-        self._app, self._settings, self._metrics = app, settings, metrics
-        self._hosts = {
-            *LOCAL,
-            *(_host_name(host.lower()) for host in (settings.host, *settings.hosts)),
-        }
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        own_hosts = (settings.host, *settings.hosts)
+        self._hosts = {*LOCAL, *(_host_name(host) for host in own_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, scope = 0, _normalized(scope)
+        scope = _normalize(scope)
+        status = 0  # of the response; 0 until it begins
 
         async def send_and_note_status(message: Message) -> None:
             nonlocal status
@@ -133,7 +134,8 @@ class Gate:
 
         Such a page sends its own name as the host (after DNS rebinding), or its origin.
         """
-        host, origin = headers.get("host", ""), headers.get("origin")
+        host = headers.get("host", "")
+        origin = headers.get("origin")
         if _host_name(host) not in self._hosts:
             raise ApiError(
                 403,
@@ -142,20 +144,23 @@ class Gate:
             )
         if origin is None or origin in self._settings.origins:
             return
-        if _host_name(origin.partition("://")[2]) not in self._hosts:
+        _, _, origin_host = origin.partition("://")
+        if _host_name(origin_host) not in self._hosts:
             advice = "start the server with --allow-origin"
             raise ApiError(403, f"pages of {origin[:80]!r} may not send requests: {advice}")
 
 
-def _normalized(scope: Scope) -> Scope:
+def _normalize(scope: Scope) -> Scope:
     """Return the scope with `/v1` once in its path and no slash at the end, whatever base URL the client uses.
 
     A HEAD request becomes a GET request.
     """
     path = re.sub("^https?://[^/]*", "", scope["path"])  # clients send a proxy the whole URL
     path = re.sub("/{2,}", "/", path)
-    path = re.sub("^(/v1)+(?=/v1/)", "", path.rstrip("/") or "/")
-    if path.removeprefix("/").partition("/")[0] in UNDER_V1:
+    path = path.rstrip("/") or "/"
+    path = re.sub("^(/v1)+(?=/v1/)", "", path)
+    first_name, _, _ = path.removeprefix("/").partition("/")
+    if first_name in UNDER_V1:
         path = f"/v1{path}"
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "path": path, "method": method}
@@ -168,8 +173,8 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
         api_error.detail = f"{api_error.detail}: {scope['method']} {scope['path'][:200]}"
     is_messages = scope["path"].startswith("/v1/messages")
     is_anthropic = is_messages or "anthropic-version" in Headers(scope=scope)
-    api = MessageFormatter if is_anthropic else ResponseFormatter
-    return JSONResponse(api.error(api_error), api_error.status_code, api_error.headers)
+    formatter = MessageFormatter if is_anthropic else ResponseFormatter
+    return JSONResponse(formatter.error(api_error), api_error.status_code, api_error.headers)
 
 
 def _require_key(headers: Headers, key: str) -> None:
@@ -189,6 +194,9 @@ def _is_local(host: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Return a host in lower case, without its port."""
+    """Return a host in lower case, without its port; an IPv6 address without its brackets."""
     host = host.lower()
-    return host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    if host.startswith("["):
+        return host[1 : host.find("]")]
+    name, _, _ = host.partition(":")
+    return name

@@ -57,10 +57,15 @@ class Admission:
         prefixes: PrefixCache,
         metrics: Metrics,
     ):
-        self._limits, self._prefixes, self._open = limits, prefixes, metrics.open_requests
+        self._limits = limits
+        self._prefixes = prefixes
+        self._open_requests = metrics.open_requests
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
-        self._long = LongPrompts(model, **options)
-        self.bounds = Bounds(trained_length(model) or DEFAULT_MAX_ANSWER, vocabulary(model))
+        self._long_prompts = LongPrompts(model, **options)
+        self.bounds = Bounds(
+            max_tokens=trained_length(model) or DEFAULT_MAX_ANSWER,
+            vocabulary_size=vocabulary(model),
+        )
         self._logged_once = LoggedOnce()
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:
@@ -79,50 +84,51 @@ class Admission:
                 headers={"Retry-After": "5"},
             )
         try:
-            with self._open.track_inprogress():
+            with self._open_requests.track_inprogress():
                 yield
         finally:
             self._places.release()
 
-    def require_short(self, n: int) -> None:
-        """Raise ApiError if a prompt of `n` tokens exceeds the limit."""
-        most = self._limits.context
-        if most is not None and n > most:
+    def require_short(self, n_prompt: int) -> None:
+        """Raise ApiError if a prompt of `n_prompt` tokens exceeds the limit."""
+        max_prompt = self._limits.context
+        if max_prompt is not None and n_prompt > max_prompt:
             advice = "shorten it, or start the server with a larger --max-context"
-            raise prompt_too_long(f"{n} tokens > {most} maximum; {advice}")
+            raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
     def need(self, body: Body, request: CompletionRequest) -> Need | None:
-        """Return the memory that a request will take; None if memory has no limit.
+        """Return the memory that a request will take, or None if memory has no limit; log warnings on a long prompt.
 
         Raises: NeverFits: the request needs more than the limit.
         """
-        n = len(request.prompt)
-        for warning in self._long.warnings(n):
+        n_prompt = len(request.prompt)
+        for warning in self._long_prompts.warnings(n_prompt):
             self._logged_once.warn(warning)
         if self._memory is None:
             return None
         n_answer = request.max_tokens
-        if (body.max_completion_tokens or body.max_tokens) in (None, NO_LIMIT):
+        limit_of_body = body.max_completion_tokens or body.max_tokens
+        if limit_of_body in (None, NO_LIMIT):
             n_answer = min(n_answer, RESERVED_ANSWER)
         memory = self._full_cache_memory if body.full_cache else self._memory
-        return memory.need(n, n_answer)
+        return memory.need(n_prompt, n_answer)
 
-    def may_start(self, request: EngineRequest, running: list[EngineRequest], held: int) -> bool:
+    def admit(self, request: EngineRequest, running: list[EngineRequest], kv_bytes: int) -> bool:
         """Return whether a request fits beside the running requests; if so, shrink the prefix cache to make room.
 
         Args:
-            held: bytes of the running requests' caches.
+            kv_bytes: bytes of the running requests' caches.
         """
         if len(running) >= self._limits.concurrency:
             return False
         if self._memory is not None and request.need is not None:
-            taken = self._memory.admit(request.need, running, held)
-            if taken is None:
+            kv_bytes_together = self._memory.admit(request.need, running, kv_bytes)
+            if kv_bytes_together is None:
                 return False
-            self.trim_prefixes(taken)
+            self.trim_prefixes(kv_bytes_together)
         return True
 
-    def trim_prefixes(self, held: int) -> None:
-        """Shrink the prefix cache to what requests, whose caches hold `held` bytes, leave of the limit."""
+    def trim_prefixes(self, kv_bytes: int) -> None:
+        """Shrink the prefix cache to what requests, whose caches take `kv_bytes`, leave of the limit."""
         if self._memory is not None:
-            self._prefixes.trim_to(n_bytes=self._memory.limit - held)
+            self._prefixes.trim_to(n_bytes=self._memory.limit - kv_bytes)

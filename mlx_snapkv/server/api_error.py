@@ -26,8 +26,10 @@ class ApiError(HTTPException):
         self, status: int, sentence: str, code: Any = None, param: Any = None, headers: Any = None
     ):
         super().__init__(status, sentence, headers)
-        other = "server_error" if status >= 500 else "invalid_request_error"
-        self.kind, self.code, self.param = ERROR_TYPES.get(status, other), code, param
+        default_kind = "server_error" if status >= 500 else "invalid_request_error"
+        self.kind = ERROR_TYPES.get(status, default_kind)
+        self.code = code
+        self.param = param
 
 
 def prompt_too_long(why: str) -> ApiError:
@@ -45,13 +47,16 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestValidationError):
         first, *_ = error.errors()
-        return ApiError(400, describe_error(first | {"loc": first["loc"][1:]}, error.body))
+        location_in_body = first["loc"][1:]  # FastAPI's location begins with "body"
+        return ApiError(400, describe_error(first | {"loc": location_in_body}, error.body))
     if isinstance(error, HTTPException):
-        if (cause := error.__cause__) is not None:  # FastAPI could not read the body
-            if type(cause) is ValueError:  # Python limits the digits of an integer
-                return ApiError(400, "the body has a number of too many digits")
-            return as_api_error(cause)
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        cause = error.__cause__
+        if cause is None:
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        # FastAPI could not read the body.
+        if type(cause) is ValueError:  # Python limits the digits of an integer
+            return ApiError(400, "the body has a number of too many digits")
+        return as_api_error(cause)
     if isinstance(error, ClientDisconnect):
         return ApiError(499, "the client has disconnected")
     if isinstance(error, RecursionError):  # only a client's body can be nested so deeply
@@ -60,12 +65,19 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, "the body is not UTF-8")
     if isinstance(error, NeverFits):
         return prompt_too_long(str(error))
-    number = secrets.token_hex(4)
-    if isinstance(error, EntryFileError):
-        log.error("request %s failed: %s", number, error)
-    elif isinstance(error, SnapKVError):
+    if isinstance(error, SnapKVError) and not isinstance(error, EntryFileError):
         option = error.option if isinstance(error, OptionError) else None
         return ApiError(400, str(error), param=option)
+    return _server_error(error)
+
+
+def _server_error(error: BaseException) -> ApiError:
+    """Log an exception under a random number, and return an error that tells the client only this number."""
+    number = secrets.token_hex(4)
+    if isinstance(
+        error, EntryFileError
+    ):  # its sentence names the damaged file; a traceback adds nothing
+        log.error("request %s failed: %s", number, error)
     else:
         log.error("request %s failed", number, exc_info=error)
     sentence = f"the server failed on this request; its log has the details under {number}"

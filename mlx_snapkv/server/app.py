@@ -6,7 +6,6 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -46,16 +45,21 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _raise)
     app.add_middleware(Gate, settings=settings, metrics=engine.metrics)
     if settings.origins:
-        anything: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **anything)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     return app
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Return status 200 while the engine's thread is alive, else 503."""
-    alive = request.app.state.engine.is_alive
-    return JSONResponse({"status": "ok" if alive else "unavailable"}, 200 if alive else 503)
+    if request.app.state.engine.is_alive:
+        return JSONResponse({"status": "ok"}, 200)
+    return JSONResponse({"status": "unavailable"}, 503)
 
 
 @router.get("/metrics")
@@ -99,20 +103,22 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, engine: Engine, on_start: OnStart):
         super().__init__(config)
-        self._engine, self._on_start = engine, on_start
+        self._engine = engine
+        self._on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_start(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Without waiting: open requests end with an error, and uvicorn waits until they have ended.
         self._engine.stop(0)
         await super().shutdown(sockets)
         # After SIGTERM the process ends here; the engine must first tell the other ranks.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 
-def listening(settings: Settings) -> socket.socket:
+def bind_socket(settings: Settings) -> socket.socket:
     """Return a socket bound to the server's address. Raises: SnapKVError: the address can't be bound."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

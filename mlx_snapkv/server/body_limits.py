@@ -1,6 +1,7 @@
 """Decompressing the body of a request, and limiting its size."""
 
 import zlib
+from typing import Any
 
 from starlette.types import Message, Receive
 
@@ -21,27 +22,28 @@ def limit_body(receive: Receive, limit: int, encoding: str = "") -> Receive:
         ApiError: the encoding is unknown. The returned function raises it if the body is too large, or if it does not
             have this encoding.
     """
-    names = [name for name in encoding.replace(",", " ").lower().split() if name != "identity"]
+    words = encoding.replace(",", " ").lower().split()
+    names = [name for name in words if name != "identity"]
     if len(names) > 1 or any(name not in ZLIB_WBITS for name in names):
         encodings = ", ".join(ZLIB_WBITS)
         raise ApiError(
             415, f"the body has the encoding {encoding[:40]!r}: send it plain or as {encodings}"
         )
-    unpack = zlib.decompressobj(ZLIB_WBITS[names[0]]) if names else None
-    n_received = 0
+    decompressor = zlib.decompressobj(ZLIB_WBITS[names[0]]) if names else None
+    n_received = 0  # bytes, decompressed
 
-    async def received() -> Message:
+    async def receive_limited() -> Message:
         nonlocal n_received
         message = await receive()
         body = message.get("body", b"")
-        if unpack is not None and message["type"] == "http.request":
+        if decompressor is not None and message["type"] == "http.request":
+            is_last = not message.get("more_body")
             try:
-                body = unpack.decompress(body, limit - n_received + 1)
-                ended = unpack.eof or message.get("more_body") or len(body) > limit - n_received
+                # One byte more than allowed is enough to see that the body is too large.
+                body = _decompress(decompressor, body, limit - n_received + 1, is_last)
             except zlib.error:
-                ended = False
-            if not ended:
-                raise ApiError(400, f"the body is not {names[0]}, as its Content-Encoding says")
+                why = f"the body is not {names[0]}, as its Content-Encoding says"
+                raise ApiError(400, why) from None
             message = {**message, "body": body}
         n_received += len(body)
         if n_received > limit:
@@ -49,4 +51,20 @@ def limit_body(receive: Receive, limit: int, encoding: str = "") -> Receive:
             raise ApiError(413, why, code="request_too_large")
         return message
 
-    return received
+    return receive_limited
+
+
+def _decompress(decompressor: Any, data: bytes, max_bytes: int, is_last: bool) -> bytes:
+    """Return at most `max_bytes` of the next part of a body, decompressed.
+
+    Args:
+        decompressor: zlib's object, which has taken the earlier parts.
+        data: the compressed part.
+        is_last: whether the body ends with this part.
+
+    Raises: zlib.error: the data is malformed, or the body ends before its compressed data does.
+    """
+    body = decompressor.decompress(data, max_bytes)
+    if is_last and not decompressor.eof and len(body) < max_bytes:
+        raise zlib.error("the compressed data is cut")
+    return body

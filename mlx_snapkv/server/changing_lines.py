@@ -35,20 +35,32 @@ class ChangingLines:
         self._prompts.append(text)
 
     def _warn(self, before: list[str], now: list[str]) -> None:
-        """Log a warning about the first changed line of two system prompts, if they are otherwise the same."""
-        changed = [i for i, differ in enumerate(map(ne, before, now)) if differ]
-        if len(before) != len(now) or not 0 < len(changed) <= MAX_CHANGED_LINES:
+        """Log a warning if two system prompts, as lists of lines, differ in a few lines."""
+        index = _first_changed_line(before, now)
+        if index is None:
             return
-        first = changed[0]
-        old, new = before[first], now[first]
-        if sum(map(len, now[first + 1 :])) < MIN_REREAD:
-            return
+        old, new = before[index], now[index]
         advice = "have the client put it into its last message"
-        name = re.match(r"\s*([\w-]+)\s*:", new)
-        if first == 0 and name:
-            advice += f", or drop it with --volatile-header {name[1]}"
+        header = re.match(r"\s*([\w-]+)\s*:", new)
+        if index == 0 and header:  # only the first lines of a prompt can be dropped
+            advice += f", or drop it with --volatile-header {header[1]}"
         self._logged_once.warn(
-            f"line {first + 1} of the system prompt changes between requests, from "
+            f"line {index + 1} of the system prompt changes between requests, from "
             f"{old[:MAX_LINE_LENGTH]!r} to {new[:MAX_LINE_LENGTH]!r}, and all behind it is read again: {advice}",
             kind=new,
         )
+
+
+def _first_changed_line(before: list[str], now: list[str]) -> int | None:
+    """Return the index of the first line that differs, or None if it deserves no warning.
+
+    It deserves one if few lines differ, and if the text after it, which must be read again, is long.
+    """
+    if len(before) != len(now):
+        return None
+    changed = [index for index, differ in enumerate(map(ne, before, now)) if differ]
+    if not 0 < len(changed) <= MAX_CHANGED_LINES:
+        return None
+    first = changed[0]
+    n_reread = sum(len(line) for line in now[first + 1 :])
+    return first if n_reread >= MIN_REREAD else None

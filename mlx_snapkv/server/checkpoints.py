@@ -28,9 +28,12 @@ class Checkpoints:
     """
 
     def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
-        self._prefixes, self._tokenizer = prefixes, loaded.tokenizer
+        self._prefixes = prefixes
+        self._tokenizer = loaded.tokenizer
         config, _ = CompressionConfig.from_keywords(options)
-        self._setting, compress, sparse = config.setting, config.compress, config.sparse
+        self._setting = config.setting
+        compress = config.compress
+        sparse = config.sparse
         # Entries that were read sparsely are not for requests that are answered from the full cache.
         self._reads_sparsely = sparse is not None and sparse.reads_sparsely
         self._keeps_all_entries = not config.evicts_in_blocks
@@ -53,8 +56,9 @@ class Checkpoints:
         """
         if full_cache and self._reads_sparsely:
             return None, 0
-        left_to_mlx_lm = self._setting is not None and self._setting.fits(len(prompt))
-        return self._prefixes.fetch(prompt, self._n_last, exact=left_to_mlx_lm)
+        # A prompt that fits the budget is answered without sparse attention, so its prefix must be exact as well.
+        is_answered_exactly = self._setting is not None and self._setting.fits(len(prompt))
+        return self._prefixes.fetch(prompt, self._n_last, exact=is_answered_exactly)
 
     def drop(self, path: Path) -> None:
         """Stop using caches whose entries are in the damaged file `path`."""
@@ -72,9 +76,8 @@ class Checkpoints:
             return []
         system_end = self._system_end(body, prompt) - (self._n_last - 1)
         before_reasoning = min(self._reasoning_start(prompt), len(prompt) - self._n_last)
-        return sorted(
-            n for n in {system_end, before_reasoning} if MIN_CHECKPOINT <= n < len(prompt)
-        )
+        candidates = sorted({system_end, before_reasoning})
+        return [n for n in candidates if MIN_CHECKPOINT <= n < len(prompt)]
 
     def insert_checkpoint(
         self, request: EngineRequest, n: int, tokens: list[int], caches: list
@@ -107,21 +110,27 @@ class Checkpoints:
         self.insert_prompt(request, tokens, caches)
         files = self._prefixes.files
         if files is not None and request.kept_prefix is not None:
-            tokens, caches = request.kept_prefix
-            if tokens:
-                files.write(tokens, caches)
+            kept_tokens, kept_caches = request.kept_prefix
+            if kept_tokens:
+                files.write(kept_tokens, kept_caches)
 
     def _system_end(self, body: ChatBody, prompt: list[int]) -> int:
-        """Return the number of prompt tokens that do not depend on what follows the system messages."""
+        """Return the number of prompt tokens that do not depend on what follows the system messages.
+
+        These are the tokens that the prompt shares with a chat that has the same system messages and an empty question.
+        """
         system = list(takewhile(lambda message: message.role == "system", body.messages))
         if not system:
             return 0
-        other = [*system, Message("user")]
-        return common_prefix([context_tokens(body, self._tokenizer, other), prompt])
+        other_chat = [*system, Message("user")]
+        other_tokens = context_tokens(body, self._tokenizer, other_chat)
+        return common_prefix([other_tokens, prompt])
 
     def _reasoning_start(self, prompt: list[int]) -> int:
         """Return the position at which a template opens the reasoning, or of the last token if it does not."""
-        start, n = -1, len(prompt)
-        if self._tokenizer.has_thinking:
-            start = self._tokenizer.rfind_think_start(prompt, start=n - MAX_THINK_START)
-        return n - 1 if start < 0 else start
+        last = len(prompt) - 1
+        if not self._tokenizer.has_thinking:
+            return last
+        earliest = len(prompt) - MAX_THINK_START
+        start = self._tokenizer.rfind_think_start(prompt, start=earliest)
+        return last if start < 0 else start

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..completions.body import ChatBody, Defaults
 from ..completions.prompt import tokenize
@@ -27,6 +27,22 @@ from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
 EXCHANGE_SECONDS = 0.1  # seconds between two exchanges of idle ranks
+
+
+class News(NamedTuple):
+    """What only rank 0 knows, and shares with the other ranks before each step.
+
+    Attributes:
+        accepted: new requests that wait from now on.
+        cancelled: numbers of cancelled requests.
+        starts_next: whether the first waiting request starts now.
+        ends: whether the engine stops.
+    """
+
+    accepted: list[EngineRequest]
+    cancelled: set[int]
+    starts_next: bool
+    ends: bool
 
 
 class Engine:
@@ -63,8 +79,12 @@ class Engine:
         metrics: Metrics,
         open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
     ):
-        self.options, self.prefixes, self.metrics = options, prefixes, metrics
-        self._load, self._limits, self._defaults = load, limits, defaults
+        self.options = options
+        self.prefixes = prefixes
+        self.metrics = metrics
+        self._load = load
+        self._limits = limits
+        self._defaults = defaults
         self._open_files = open_files
         self.loaded: Loaded
         self._ready = Future[None]()  # done once the model is loaded, or has failed to load
@@ -121,9 +141,10 @@ class Engine:
             SnapKVError: the chat template rejects the messages, or a token is not in the vocabulary.
             ApiError: the prompt is too long.
         """
+        vocabulary_size = self._admission.bounds.vocabulary_size
         with self._tokenizing:
-            size = self._admission.bounds.vocabulary_size
-            request.prompt = prompt = tokenize(request.body, self.loaded.tokenizer, size)
+            prompt = tokenize(request.body, self.loaded.tokenizer, vocabulary_size)
+        request.prompt = prompt
         self._admission.require_short(len(prompt.tokens))
         request.checkpoints = self._checkpoints.positions(request.body, prompt.tokens)
         self._new.put(request)
@@ -164,32 +185,34 @@ class Engine:
 
     def _set_up(self) -> None:
         """Make what depends on the model."""
-        loaded, options, prefixes, metrics = self.loaded, self.options, self.prefixes, self.metrics
-        self._checkpoints = Checkpoints(prefixes, loaded, options)
-        self._admission = Admission(self._limits, loaded.model, options, prefixes, metrics)
+        self._checkpoints = Checkpoints(self.prefixes, self.loaded, self.options)
+        self._admission = Admission(
+            self._limits, self.loaded.model, self.options, self.prefixes, self.metrics
+        )
         self._new_batch = partial(
             ServedBatch,
-            loaded,
-            options,
+            self.loaded,
+            self.options,
             max_requests=self._limits.concurrency,
             checkpoints=self._checkpoints,
-            metrics=metrics,
+            metrics=self.metrics,
             on_pause=self._pause,
         )
         self.batch = self._new_batch()
-        prefixes.files = self._open_files(loaded)
+        self.prefixes.files = self._open_files(self.loaded)
 
     def _round(self) -> None:
         """Wait until there is a request, start the requests that may start, and run a step of the batch."""
         if not (self.batch.running or self._waiting):
             self._wait()
-        while (request := self._next_to_start()) is not None:
+        while (request := self._exchange_and_take_next()) is not None:
             if request.number not in self._cancelled:
                 self.batch.start(request)
         if self._ended:
             return
         self.batch.remove(self._cancelled)
-        self._waiting.extendleft(self.batch.step())
+        to_restart = self.batch.step()
+        self._waiting.extendleft(to_restart)
         self.kv_bytes = self.batch.generator.prompt_cache_nbytes
         self._admission.trim_prefixes(self.kv_bytes)
 
@@ -199,31 +222,37 @@ class Engine:
         On several Macs, wait a short time: a rank that waits for the others in a collective operation keeps a CPU core
         busy.
         """
-        if rank():
+        if rank() != 0:
             time.sleep(EXCHANGE_SECONDS)
         else:
             self._wake.wait(None if n_ranks() == 1 else EXCHANGE_SECONDS)
             self._wake.clear()
 
-    def _next_to_start(self) -> EngineRequest | None:
-        """Share rank 0's news with all ranks, and return the next request, or None if it may not start yet."""
-        new, self._cancelled, starts, self._ended = from_first(self._news)
-        if rank():
-            for request in new:
-                self._prepare(request)
-            self._waiting.extend(new)
-        return self._waiting.popleft() if starts else None
+    def _exchange_and_take_next(self) -> EngineRequest | None:
+        """Share rank 0's news with all ranks, and take the next request from the queue.
 
-    def _news(self) -> tuple[list[EngineRequest], set[int], bool, bool]:
-        """Return new requests, the numbers of cancelled requests, whether the next may start, and whether to stop."""
-        new = list(self._accepted())
-        self._waiting.extend(new)
+        Returns: None if no request may start yet.
+        """
+        news = from_first(self._collect_news)
+        self._cancelled = news.cancelled
+        self._ended = news.ends
+        if rank() != 0:  # rank 0 has done this before it knew whether the next request may start
+            for request in news.accepted:
+                self._prepare(request)
+            self._waiting.extend(news.accepted)
+        return self._waiting.popleft() if news.starts_next else None
+
+    def _collect_news(self) -> News:
+        """Accept new requests, note which are cancelled, and make room for the next one; only rank 0 does this."""
+        accepted = list(self._accept_new())
+        self._waiting.extend(accepted)
         unfinished = [*self.batch.running.values(), *self._waiting]
         self._cancelled = {request.number for request in unfinished if request.cancelled}
-        stops = self._stopping
-        return new, self._cancelled, not stops and self._may_start(), stops
+        ends = self._stopping
+        starts_next = not ends and self._admit_next()
+        return News(accepted, self._cancelled, starts_next, ends)
 
-    def _accepted(self) -> Iterator[EngineRequest]:
+    def _accept_new(self) -> Iterator[EngineRequest]:
         """Yield submitted requests that can be answered; send an error to the clients of the others."""
         while not self._new.empty():
             request = self._new.get()
@@ -249,17 +278,22 @@ class Engine:
             request.prompt,
         )
 
-    def _may_start(self) -> bool:
-        """Return whether the first waiting request may start; a cancelled one may, so that it leaves the queue."""
+    def _admit_next(self) -> bool:
+        """Return whether the first waiting request may start, after making room for it in memory."""
         if not self._waiting:
             return False
-        request, running = self._waiting[0], list(self.batch.running.values())
-        held = self.batch.generator.prompt_cache_nbytes
-        cancelled = request.number in self._cancelled
-        return cancelled or self._admission.may_start(request, running, held)
+        request = self._waiting[0]
+        if request.number in self._cancelled:
+            return True  # so that it leaves the queue
+        running = list(self.batch.running.values())
+        kv_bytes = self.batch.generator.prompt_cache_nbytes
+        return self._admission.admit(request, running, kv_bytes)
 
     def _pause(self, done: int, total: int) -> None:
-        """Interrupt a chunk that is being read if the server stops."""
+        """Interrupt a chunk that is being read if the server stops, whatever its progress.
+
+        Raises: ApiError: the server is shutting down.
+        """
         if n_ranks() == 1:  # several ranks must all finish the chunk
             self.require_alive()
 
@@ -267,6 +301,7 @@ class Engine:
         """End all running requests after a failed step, and make a new batch; on several Macs, end this process."""
         log.error("a step failed", exc_info=error)
         if n_ranks() > 1:
+            # The other ranks wait inside the model for this one. `_exit` flushes nothing, so this writes to stderr.
             os.write(2, f"mlx-snapkv: a step failed: {sentence(error)}\n".encode())
             os._exit(1)
         for request in self.batch.running.values():

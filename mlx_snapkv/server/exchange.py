@@ -36,24 +36,29 @@ async def respond(
     Raises: ApiError: a request failed before anything was sent.
     """
     state = request.app.state
-    most = state.engine.max_requests
-    if len(chats) > most:
-        raise ApiError(400, f"{len(chats)} answers at once are more than {most}: ask for fewer")
+    max_answers = state.engine.max_requests
+    if len(chats) > max_answers:
+        raise ApiError(
+            400, f"{len(chats)} answers at once are more than {max_answers}: ask for fewer"
+        )
     for chat in chats:
         state.settings.drop_volatile_lines(chat)
         state.changing_lines.compare(chat)
     events = _events(request, chats)
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
-    begun: list[bytes] = []  # encoded here, so that text that can't be encoded is a client error
+    first_chunks: list[bytes] = []  # encoded here: text that can't be encoded is a client error
     n_accepted = 0
-    # A stream begins once all requests have started, or all are accepted and some have to wait.
     async for index, event in events:
-        begun += [text.encode() for text in formatter.handle(index, event)]
-        n_accepted += isinstance(event, Accepted)
-        must_wait = event is None and n_accepted == len(chats)
-        if body.stream and (must_wait or len(formatter.started) == len(chats)):
+        first_chunks += [text.encode() for text in formatter.handle(index, event)]
+        if isinstance(event, Accepted):
+            n_accepted += 1
+        # Until a stream begins, an error can still have an HTTP status of its own. It begins once all requests have
+        # started, or all are accepted and some have to wait.
+        all_started = len(formatter.started) == len(chats)
+        some_wait = event is None and n_accepted == len(chats)
+        if body.stream and (all_started or some_wait):
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            stream = _stream(begun, events, formatter)
+            stream = _stream(first_chunks, events, formatter)
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
     return JSONResponse(formatter.response_body())
 
@@ -67,15 +72,17 @@ async def _events(
 
     Raises: Exception: the error that ended a request; ClientDisconnect: the client has left.
     """
-    engine, timeout = request.app.state.engine, request.app.state.settings.timeout
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
+    engine = request.app.state.engine
+    loop = asyncio.get_running_loop()
+    queue = asyncio.Queue[tuple[int, Event]]()
 
     def put(index: int, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
-    since = polled = time.monotonic()
-    n_left = len(bodies)
+    received = time.monotonic()
+    last_check = received
+    n_unfinished = len(bodies)
     with contextlib.ExitStack() as stack:
         requests = [EngineRequest(body, partial(put, i)) for i, body in enumerate(bodies)]
         for each in requests:
@@ -85,16 +92,11 @@ async def _events(
                 await asyncio.to_thread(engine.submit, each)
             except Exception as error:
                 raise as_api_error(error) from error
-        while n_left:
+        while n_unfinished > 0:
             now = time.monotonic()
-            if now > polled + POLL_SECONDS:
-                polled = now
-                engine.require_alive()
-                if await request.is_disconnected():
-                    raise ClientDisconnect()
-                if timeout is not None and now > since + timeout:
-                    why = f"the request was not answered within {timeout:g} seconds"
-                    raise ApiError(408, why, code="timeout")
+            if now > last_check + POLL_SECONDS:
+                last_check = now
+                await _require_ongoing(request, seconds=now - received)
             try:
                 index, event = await asyncio.wait_for(queue.get(), POLL_SECONDS)
             except asyncio.TimeoutError:
@@ -102,29 +104,44 @@ async def _events(
                 continue
             if isinstance(event, Exception):
                 raise event
-            n_left -= isinstance(event, Finished)
+            if isinstance(event, Finished):
+                n_unfinished -= 1
             yield index, event
 
 
+async def _require_ongoing(request: Request, seconds: float) -> None:
+    """Raise an error if a request, received `seconds` ago, must not be answered any more.
+
+    Raises: ClientDisconnect: the client has left; ApiError: its time is over, or the server is shutting down.
+    """
+    request.app.state.engine.require_alive()
+    if await request.is_disconnected():
+        raise ClientDisconnect()
+    timeout = request.app.state.settings.timeout
+    if timeout is not None and seconds > timeout:
+        why = f"the request was not answered within {timeout:g} seconds"
+        raise ApiError(408, why, code="timeout")
+
+
 async def _stream(
-    begun: list[bytes],
+    first_chunks: list[bytes],
     events: AsyncIterator[tuple[int, Event | None]],
     formatter: ResponseFormatter,
 ) -> AsyncIterator[str | bytes]:
     """Yield server-sent events until all answers are complete.
 
     Args:
-        begun: events from before the stream began.
+        first_chunks: events from before the stream began.
         events: the engine's later events.
     """
-    yield b"".join(begun)
-    since = time.monotonic()
+    yield b"".join(first_chunks)
+    last_sent = time.monotonic()
     try:
         async for index, event in events:
             now = time.monotonic()
-            if event is None and now - since < KEEP_ALIVE_SECONDS:
+            if event is None and now - last_sent < KEEP_ALIVE_SECONDS:
                 continue
-            since = now
+            last_sent = now
             for text in formatter.handle(index, event):
                 yield text
         for text in formatter.end():

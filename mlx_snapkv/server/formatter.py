@@ -41,7 +41,9 @@ class ResponseFormatter(ABC):
             self.started[index] = event
         elif isinstance(event, Finished):
             self.finished[index] = event
-        if event is None and not self.started:
+        if (
+            event is None and not self.started
+        ):  # an API's own events may come only after its first one
             yield ": waiting\n\n"
         else:
             yield from self.stream(index, event)
@@ -72,8 +74,14 @@ class ResponseFormatter(ABC):
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
         """Return the body of a failed request, in OpenAI's form."""
-        about = {"message": error.detail, "type": error.kind}
-        return {"error": {**about, "param": error.param, "code": error.code}}
+        return {
+            "error": {
+                "message": error.detail,
+                "type": error.kind,
+                "param": error.param,
+                "code": error.code,
+            }
+        }
 
     @abstractmethod
     def stream_error(self, error: ApiError) -> str:
@@ -136,7 +144,7 @@ class BlockFormatter(ResponseFormatter):
         elif event is None or isinstance(event, PromptProgress):
             yield self.keep_alive
         elif isinstance(event, Reply):
-            for call in event.calls:
+            for call in event.calls:  # each is a block of its own, and comes complete
                 yield from self._close()
                 yield from self._add("call", call["function"]["arguments"], call)
                 yield from self._close()
@@ -146,7 +154,10 @@ class BlockFormatter(ResponseFormatter):
             yield from self._close()
 
     def _add(self, kind: Kind, text: str, call: dict[str, Any] | None = None) -> Iterator[str]:
-        """Add text to the open block, or to a new block if the open one is of another kind."""
+        """Add text to the open block, or to a new block if the open one is of another kind.
+
+        A block is sent from its first letter on, together with the white space before this letter.
+        """
         if not text:
             return
         if self._open is None or self._open.kind != kind:
@@ -154,17 +165,21 @@ class BlockFormatter(ResponseFormatter):
             self._open = Block(kind, call)
         block = self._open
         if block.index is None:
-            block.text, text = "", block.text + text
-            if text.strip():
-                block.index = len(self.blocks)
-                self.blocks.append(block)
-                yield from self.block_start(block)
+            unsent = block.text + text
+            if not unsent.strip():
+                block.text = unsent
+                return
+            block.text = ""
+            block.index = len(self.blocks)
+            self.blocks.append(block)
+            yield from self.block_start(block)
+            text = unsent
         block.text += text
-        if block.index is not None:
-            yield from self.block_delta(block, text)
+        yield from self.block_delta(block, text)
 
     def _close(self) -> Iterator[str]:
         """Close the open block; one with only white space is dropped."""
-        block, self._open = self._open, None
+        block = self._open
+        self._open = None
         if block is not None and block.index is not None:
             yield from self.block_stop(block)

@@ -20,7 +20,8 @@ class LoggedOnce:
 
     def warn(self, sentence: str, kind: str | None = None) -> None:
         """Log a sentence, unless one of its kind was logged; its kind is by default the sentence itself."""
-        kind = re.sub(r"\d+", "0", sentence if kind is None else kind)[:KIND_LENGTH]
-        if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
-            self._kinds.add(kind)
+        text = sentence if kind is None else kind
+        key = re.sub(r"\d+", "0", text)[:KIND_LENGTH]
+        if key not in self._kinds and len(self._kinds) < MAX_KINDS:
+            self._kinds.add(key)
             log.warning("%s", sentence)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,9 @@ class Prefix:
     def n_shared(self, ids: np.ndarray) -> int:
         """Return the number of tokens with which both the prefix and `ids` begin."""
         n = min(len(ids), len(self.ids))
-        return int(np.argmin(np.append(ids[:n] == self.ids[:n], False)))
+        is_same = ids[:n] == self.ids[:n]
+        # `argmin` finds the first False; the appended one is for the case that all `n` are the same.
+        return int(np.argmin(np.append(is_same, False)))
 
     def n_usable(self, ids: np.ndarray) -> int:
         """Return how many tokens of the prompt `ids` need not be read, because the caches can be trimmed to them.
@@ -53,8 +54,14 @@ def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Pr
 
     Returns: `(0, None)` if no prefix fits.
     """
-    served = ((prefix.n_usable(ids), prefix) for prefix in prefixes)
-    return max((pair for pair in served if pair[0]), key=itemgetter(0), default=(0, None))
+    n_served = 0
+    best: Prefix | None = None
+    for prefix in prefixes:
+        n_usable = prefix.n_usable(ids)
+        if n_usable > n_served:
+            n_served = n_usable
+            best = prefix
+    return n_served, best
 
 
 def as_ids(tokens: list[int]) -> np.ndarray:

@@ -41,6 +41,8 @@ class PrefixCache:
     def fetch(self, tokens: list[int], n_last: int, exact: bool = False) -> tuple[list | None, int]:
         """Return a copy of the caches that serve the most tokens of a prompt, and the number of these tokens.
 
+        Caches that were only in a file are also kept in memory from then on.
+
         Args:
             tokens: the prompt.
             n_last: number of last tokens that the request must read itself.
@@ -49,39 +51,48 @@ class PrefixCache:
         Returns: `(None, 0)` if no prefix fits.
         """
         in_files = [] if self.files is None else self.files.prefixes
-        n, prefix = longest_prefix([*self._prefixes, *in_files], as_ids(tokens[:-n_last]))
+        prompt_ids = as_ids(tokens[:-n_last])
+        n_served, prefix = longest_prefix([*self._prefixes, *in_files], prompt_ids)
         if prefix is None:
             return None, 0
         caches = prefix.caches
         if self.files is not None and not caches:
             caches_in_file = self.files.read(prefix)
-            if caches_in_file is None:  # the file is damaged, and `read` has dropped it
+            if caches_in_file is None:  # the file can't be used, and `read` has dropped it
                 return self.fetch(tokens, n_last, exact)
             caches = caches_in_file
             self._insert(prefix.ids, caches)
-        sparse_from = first_sparse(caches) if exact else None
-        if sparse_from is not None and sparse_from < n:
-            if sparse_from == 0 or not prefix.is_trimmable:
+        n_exact = first_sparse(caches) if exact else None
+        if n_exact is not None and n_exact < n_served:
+            if n_exact == 0 or not prefix.is_trimmable:
                 return None, 0
-            n = sparse_from
-        caches = copy.deepcopy(caches)
-        trim_prompt_cache(caches, len(prefix.ids) - n)
-        return caches, n
+            n_served = n_exact
+        copied = copy.deepcopy(caches)
+        trim_prompt_cache(copied, len(prefix.ids) - n_served)
+        return copied, n_served
 
     def insert(self, tokens: list[int], caches: list) -> None:
         """Keep the caches that have read `tokens`; log a warning if they alone exceed the limit."""
-        if tokens and not self._insert(as_ids(tokens), caches):
-            size, limit = format_bytes(_n_bytes(caches)), format_bytes(self.max_bytes)
+        if not tokens:
+            return
+        is_kept = self._insert(as_ids(tokens), caches)
+        if not is_kept:
+            size = format_bytes(_n_bytes(caches))
+            limit = format_bytes(self.max_bytes)
             why = f"they take {size}, and --prefix-bytes is {limit}"
             log.warning("%s tokens are not kept for later prompts: %s", f"{len(tokens):,}", why)
 
     def _insert(self, ids: np.ndarray, caches: list) -> bool:
-        """Keep caches, and drop the caches that they can replace; return False if they alone exceed the limit."""
+        """Keep caches, drop the caches that they can replace, and evict prefixes until all fit the limit.
+
+        Returns: False if the caches alone exceed the limit; then nothing changes.
+        """
         if _n_bytes(caches) > self.max_bytes:
             return False
-        new = Prefix(ids, can_trim_prompt_cache(caches), caches)
-        others = [p for p in self._prefixes if new.n_usable(p.ids) < len(p.ids)]
-        self._set_prefixes([*others, new])
+        new = Prefix(ids, is_trimmable=can_trim_prompt_cache(caches), caches=caches)
+        # A prefix is replaced if the new caches serve all of its tokens.
+        not_replaced = [p for p in self._prefixes if new.n_usable(p.ids) < len(p.ids)]
+        self._set_prefixes([*not_replaced, new])
         while self.nbytes + self.file_nbytes > self.max_bytes:
             self.trim_to(n_sequences=len(self) - 1)
         return True
@@ -106,6 +117,7 @@ class PrefixCache:
             self.files.drop(path)
 
     def _set_prefixes(self, prefixes: list[Prefix]) -> None:
+        """Replace the list of prefixes, and count their bytes again."""
         self._prefixes = prefixes
         self.nbytes = sum(memory_bytes(p.caches) for p in prefixes)
         self.file_nbytes = sum(file_bytes(p.caches) for p in prefixes)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import time
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,9 @@ class PrefixFiles:
     """
 
     def __init__(self, folder: Path, max_bytes: int, model: Any, setting: dict[str, str]):
-        self._folder, self._max_bytes, self._model = folder, max_bytes, model
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._model = model
         self._fingerprint = fingerprint(model)
         self._setting = {**setting, "model": self._fingerprint}
         self.prefixes: list[Prefix] = []
@@ -66,23 +67,33 @@ class PrefixFiles:
         except OSError as error:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
         for path in paths:
-            try:
-                notes, tokens = notes_and_tokens(sealed.metadata(path))
-            except SnapKVError as error:
-                log.warning("a prefix is not used: %s", error)
-                continue
-            if notes.get("setting") == self._setting:
-                self.prefixes.append(Prefix(as_ids(tokens), notes["whole"], path=path))
+            prefix = self._prefix_in(path)
+            if prefix is not None:
+                self.prefixes.append(prefix)
         book.remove_unfinished(folder, time.time() - ABANDONED)
 
+    def _prefix_in(self, path: Path) -> Prefix | None:
+        """Return the prefix in a file, without its caches; None if it is of another setting, or damaged."""
+        try:
+            notes, tokens = notes_and_tokens(sealed.metadata(path))
+        except SnapKVError as error:
+            log.warning("a prefix is not used: %s", error)
+            return None
+        if notes.get("setting") != self._setting:
+            return None
+        return Prefix(as_ids(tokens), is_trimmable=notes["whole"], path=path)
+
     def read(self, prefix: Prefix) -> list | None:
-        """Return the caches in a prefix's file; log a warning and return None if they can't be used."""
+        """Return the caches in a prefix's file.
+
+        If they can't be used, log a warning, forget the prefix, and return None.
+        """
         path = prefix.path
         try:
             prompt = saved.load(path, self._model, model_fingerprint=self._fingerprint)
             if prompt.tokens != prefix.ids.tolist() or prompt.notes.get("setting") != self._setting:
                 raise SnapKVError(f"{path} now holds another prompt")
-            os.utime(path)
+            os.utime(path)  # the least recently used files are removed first
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
             self.prefixes.remove(prefix)
@@ -98,13 +109,16 @@ class PrefixFiles:
         ]
 
     def write(self, tokens: list[int], caches: list) -> None:
-        """Write caches to a file, unless another file covers them; log a warning if they can't be written."""
+        """Write caches to a file, unless another file covers them, and remove the files that it covers.
+
+        A failure is logged as a warning.
+        """
         caches = saved_forms(self._model, caches)
         name = _digest(json.dumps([tokens, self._setting]))
         path = self._folder / f"{name}.safetensors"
-        new = Prefix(as_ids(tokens), can_trim_prompt_cache(caches), path=path)
-        n, nearest = longest_prefix(self.prefixes, new.ids)
-        if nearest is not None and (n == len(tokens) or nearest.covers(new)):
+        new = Prefix(as_ids(tokens), is_trimmable=can_trim_prompt_cache(caches), path=path)
+        n_served, nearest = longest_prefix(self.prefixes, new.ids)
+        if nearest is not None and (n_served == len(tokens) or nearest.covers(new)):
             return
         notes = {"setting": self._setting, "whole": new.is_trimmable}
         try:
@@ -116,16 +130,13 @@ class PrefixFiles:
                 notes=notes,
                 model_fingerprint=self._fingerprint,
             )
-            _, *entry_files = files = book.files_of(path)
-            if entry_files:
-                entry_files[0].parent.chmod(0o700)
-            for file in files:
-                file.chmod(0o600)
+            _restrict_to_owner(path)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix was not saved: %s", error)
             return
-        for covered in filter(new.covers, list(self.prefixes)):
-            self._remove(covered.path)
+        covered = [prefix for prefix in self.prefixes if new.covers(prefix)]
+        for prefix in covered:
+            self._remove(prefix.path)
         self.prefixes.append(new)
         self._remove_oldest()
 
@@ -136,15 +147,27 @@ class PrefixFiles:
             with contextlib.suppress(OSError):  # another server has just removed it
                 n_bytes = sum(part.stat().st_size for part in book.files_of(path))
                 files.append((path.stat().st_mtime_ns, path, n_bytes))
-        files.sort(reverse=True)
-        totals = list(accumulate(n_bytes for *_, n_bytes in files))
-        for total, (_, path, _) in zip(totals[1:], files[1:]):
-            if total > self._max_bytes:
+        files.sort(reverse=True)  # the newest first
+        total_bytes = 0
+        for number, (_, path, n_bytes) in enumerate(files):
+            total_bytes += n_bytes
+            if number > 0 and total_bytes > self._max_bytes:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
+        """Remove a prefix and its files; log a warning if they can't be removed."""
         self.prefixes = [prefix for prefix in self.prefixes if prefix.path != path]
         try:
             book.remove(path)
         except OSError as error:
             log.warning("a prefix can't be removed: %s: %s", path, error.strerror)
+
+
+def _restrict_to_owner(path: Path) -> None:
+    """Let only the owner read a saved prompt: its file, and the folder of its entries if there is one."""
+    files = book.files_of(path)
+    _, *entry_files = files
+    if entry_files:
+        entry_files[0].parent.chmod(0o700)
+    for file in files:
+        file.chmod(0o600)

@@ -73,16 +73,24 @@ class TokenLogprob(NamedTuple):
     @classmethod
     def from_response(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
         """Make the event of mlx-lm's response for one token, with the `n_top` likeliest tokens that are possible."""
-        token, logprobs = response.token, response.logprobs
-        best: list[int] = []
+        logprobs = response.logprobs
+        top_ids: list[int] = []
         if n_top:
             likeliest = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
-            best = likeliest[mx.argsort(-logprobs[likeliest])].tolist()  # type: ignore[assignment]
-        sampled, *top = [
-            Logprob(tokenizer.decode([i]), logprobs[i].item(), token_bytes(tokenizer, i))
-            for i in (token, *best)
-        ]
-        return cls(sampled, [each for each in top if each.logprob > -math.inf])
+            best_first = likeliest[mx.argsort(-logprobs[likeliest])]
+            top_ids = best_first.tolist()  # type: ignore[assignment]
+
+        def logprob(token_id: int) -> Logprob:
+            return Logprob(
+                token=tokenizer.decode([token_id]),
+                logprob=logprobs[token_id].item(),
+                data=token_bytes(tokenizer, token_id),
+            )
+
+        top = [logprob(token_id) for token_id in top_ids]
+        # A constraint gives the tokens that it forbids a log-probability of -inf.
+        possible = [each for each in top if each.logprob > -math.inf]
+        return cls(sampled=logprob(response.token), top=possible)
 
 
 class Finished(NamedTuple):
@@ -131,4 +139,5 @@ class EngineRequest:
     def __reduce__(self) -> tuple:
         """Pickle what another rank needs to prepare the same request."""
         names = ("body", "seed", "number", "prompt", "checkpoints")
-        return partial(EngineRequest, **{name: getattr(self, name) for name in names}), ()
+        fields = {name: getattr(self, name) for name in names}
+        return partial(EngineRequest, **fields), ()

@@ -41,7 +41,9 @@ class ServedBatch:
         metrics: Metrics,
         on_pause: Callable[[int, int], None],
     ):
-        self._loaded, self._checkpoints, self._metrics = loaded, checkpoints, metrics
+        self._loaded = loaded
+        self._checkpoints = checkpoints
+        self._metrics = metrics
         self.running: dict[int, EngineRequest] = {}
         self.generator = CompressedBatchGenerator(
             loaded.model,
@@ -61,11 +63,14 @@ class ServedBatch:
     def start(self, request: EngineRequest) -> None:
         """Add a request to the batch; an error in it goes to its client."""
         completion_request = request.completion_request
-        prompt, sampler = completion_request.prompt, completion_request.sampler
+        prompt = completion_request.prompt
+        sampler = completion_request.sampler
         full_cache = bool(request.body.full_cache)
         caches, n_cached = self._fetch_prefix(prompt, full_cache)
-        ends = [n for n in request.checkpoints if n > n_cached] + [len(prompt)]
-        segments = [prompt[start:end] for start, end in pairwise([n_cached, *ends])]
+        # The generator reports the end of each segment, where a checkpoint copies the caches.
+        checkpoints = [n for n in request.checkpoints if n > n_cached]
+        bounds = [n_cached, *checkpoints, len(prompt)]
+        segments = [prompt[start:end] for start, end in pairwise(bounds)]
         try:
             (uid,) = self.generator.insert_segments(
                 [segments],
@@ -122,8 +127,12 @@ class ServedBatch:
         prompt_responses, token_responses = self.generator.next()
         for response in prompt_responses:
             self._handle_progress(response)
-        restarted = map(self._handle_token, token_responses)
-        return [request for request in restarted if request is not None]
+        to_restart = []
+        for response in token_responses:
+            request = self._handle_token(response)
+            if request is not None:
+                to_restart.append(request)
+        return to_restart
 
     def _handle_progress(self, response: Any) -> None:
         """Send the progress of a prompt, and keep its caches at a checkpoint.
@@ -132,7 +141,8 @@ class ServedBatch:
             response: mlx-lm's `PromptProcessingBatch.Response`.
         """
         request = self.running[response.uid]
-        n_prompt, (done, total) = len(request.completion_request.prompt), response.progress
+        n_prompt = len(request.completion_request.prompt)
+        done, total = response.progress  # without the tokens of a cached prefix
         n_read = n_prompt - total + done
         if response.end_of_segment and n_read in request.checkpoints:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
@@ -146,17 +156,14 @@ class ServedBatch:
             response: mlx-lm's `GenerationBatch.Response`, or the error that ended the request.
         """
         request = self.running[response.uid]
-        completion_request, answer = request.completion_request, request.answer
+        answer = request.answer
         assert answer is not None
         if response.finish_reason == "error":
             del self.running[response.uid]
             return self._handle_failure(request, response.error)
-        if completion_request.n_logprobs is not None:
-            request.put(
-                TokenLogprob.from_response(
-                    response, completion_request.n_logprobs, self._loaded.tokenizer
-                )
-            )
+        n_logprobs = request.completion_request.n_logprobs
+        if n_logprobs is not None:
+            request.put(TokenLogprob.from_response(response, n_logprobs, self._loaded.tokenizer))
         for piece in answer.add(response.token, response.finish_reason):
             request.put(piece)
         self._metrics.generated_tokens.inc()
@@ -175,7 +182,7 @@ class ServedBatch:
             caches, tokens = response.prompt_cache, response.all_tokens
         report = request.report
         if report is not None:
-            if not report.compressed:
+            if not report.compressed:  # nothing has measured these caches
                 report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
             n_prompt = len(request.completion_request.prompt)
             for warning in report.warnings:
@@ -192,8 +199,10 @@ class ServedBatch:
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)
             self._checkpoints.drop(error.path)
-            if request.answer and not request.answer.n_tokens:
-                request.answer = request.report = request.kept_prefix = None
+            if request.answer is not None and request.answer.n_tokens == 0:
+                request.answer = None
+                request.report = None
+                request.kept_prefix = None
                 return request
         request.put(as_api_error(error))
         return None

@@ -120,15 +120,14 @@ class CountedMessages(BodyModel):
         output_format = self.output_format or (self.output_config and self.output_config.format)
         if self.tool_choice and self.tool_choice.disable_parallel_tool_use is True:
             sampling["parallel_tool_calls"] = False
+        tools = [
+            function_tool(tool, tool.input_schema) if isinstance(tool, Tool) else tool.model_dump()
+            for tool in self.tools
+        ]
         return chat_body(
             self,
             [*self.system, *self.messages],
-            [
-                function_tool(tool, tool.input_schema)
-                if isinstance(tool, Tool)
-                else tool.model_dump()
-                for tool in self.tools
-            ],
+            tools,
             tool_choice=self.tool_choice and self.tool_choice.chat_form,
             response_format=output_format and output_format.response_format,
             thinking=self.thinking,
@@ -159,7 +158,8 @@ async def create(request: Request, body: MessagesBody) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
     """Return the number of tokens of a prompt, without reading it."""
-    state, chat = request.app.state, body.chat()
+    state = request.app.state
+    chat = body.chat()
     state.settings.drop_volatile_lines(chat)
     return {"input_tokens": await asyncio.to_thread(state.engine.count, chat)}
 
@@ -189,15 +189,16 @@ class MessageFormatter(BlockFormatter):
     def response_body(self) -> dict[str, Any]:
         content = []
         for block in self.blocks:
+            field, _, _ = BLOCKS[block.kind]
             value = json.loads(block.text) if block.kind == "call" else block.text
-            content.append(_empty_block(block) | {BLOCKS[block.kind][0]: value})
+            content.append(_empty_block(block) | {field: value})
         ending = {**self._stop_fields(), "usage": self._usage(), **self.warnings}
         return {**self._head, "content": content, **ending}
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        other = "invalid_request_error" if error.status_code < 500 else "api_error"
-        kind = ERROR_TYPES.get(error.status_code, other)
+        default_kind = "invalid_request_error" if error.status_code < 500 else "api_error"
+        kind = ERROR_TYPES.get(error.status_code, default_kind)
         return {"type": "error", "error": {"type": kind, "message": error.detail}}
 
     def stream_error(self, error: ApiError) -> str:
@@ -214,13 +215,15 @@ class MessageFormatter(BlockFormatter):
         yield _event("content_block_stop", index=block.index)
 
     def _stop_fields(self) -> dict[str, Any]:
+        """Return why the answer ended, and the stop text that ended it, or None."""
         answer = self.finished[0].answer
-        if answer.finish_reason == "tool_calls" or answer.stopped_by is None:
-            return {
-                "stop_reason": STOP_REASONS[answer.finish_reason or "stop"],
-                "stop_sequence": None,
-            }
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
+        # After a call, clients must run it, even if a stop text has ended the answer.
+        if answer.stopped_by is not None and answer.finish_reason != "tool_calls":
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
+        return {
+            "stop_reason": STOP_REASONS[answer.finish_reason or "stop"],
+            "stop_sequence": None,
+        }
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage; Anthropic does not count cached tokens in `input_tokens`."""

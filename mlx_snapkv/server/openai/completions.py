@@ -25,17 +25,20 @@ router = APIRouter(tags=["OpenAI"])
 
 async def _respond(request: Request, body: Body) -> Response:
     """Answer each of the body's prompts `n` times; each answer has a body and a seed of its own."""
-    n = body.n or 1
+    n_answers = body.n or 1
     prompts: list[Any] = body.each() if isinstance(body, CompletionBody) else [body]
-    bodies = [each for each in prompts for _ in range(n)]
-    if body.seed is not None:
-        bodies = [b.model_copy(update={"seed": body.seed + i}) for i, b in enumerate(bodies)]
+    bodies = [each for each in prompts for _ in range(n_answers)]
+    if body.seed is not None:  # the answers to one prompt would be the same with the same seed
+        bodies = [
+            each.model_copy(update={"seed": body.seed + number})
+            for number, each in enumerate(bodies)
+        ]
     new_formatter = partial(
         CompletionFormatter,
         is_chat=isinstance(body, ChatBody),
         with_usage=bool(body.stream_options and body.stream_options.include_usage),
         store=request.app.state.engine.options.get("store"),
-        n=n,
+        n_answers=n_answers,
         uses_functions=body.uses_functions,
     )
     return await respond(request, body, bodies, new_formatter)
@@ -78,7 +81,7 @@ class CompletionFormatter(ResponseFormatter):
         is_chat: whether these are chat completions.
         with_usage: whether a stream ends with a chunk that has the usage.
         store: where sparse attention keeps the entries; None without it.
-        n: number of answers to each prompt.
+        n_answers: number of answers to each prompt.
         uses_functions: whether the client uses `functions`, the field before there were tools.
     """
 
@@ -88,18 +91,21 @@ class CompletionFormatter(ResponseFormatter):
         is_chat: bool,
         with_usage: bool,
         store: str | None,
-        n: int,
+        n_answers: int,
         uses_functions: bool,
     ):
         super().__init__()
-        self._uses_functions, self._n = uses_functions, n
+        self._is_chat = is_chat
+        self._with_usage = with_usage
+        self._store = store
+        self._n_answers = n_answers
+        self._uses_functions = uses_functions
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
-        self._is_chat, self._with_usage, self._store = is_chat, with_usage, store
-        # For each answer: its tokens' log-probabilities, and how many of these and of its calls have been sent.
+        # By the index of their answer: the tokens' log-probabilities, and how many tokens and calls have been sent.
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
-        self._n_sent: Counter[int] = Counter()
-        self._n_calls: Counter[int] = Counter()
+        self._n_sent_tokens: Counter[int] = Counter()
+        self._n_sent_calls: Counter[int] = Counter()
 
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
         match event:
@@ -136,24 +142,29 @@ class CompletionFormatter(ResponseFormatter):
     def _chunk(
         self, index: int, part: dict[str, Any], reason: str | None = None, **more: Any
     ) -> str:
+        """Return a streamed part of an answer as an event; `more` are fields beside `choices`."""
         choices = [{"index": index, **part, "finish_reason": reason}]
-        return server_sent_event(
-            {**self._head, "object": self._chunk_kind, "choices": choices, **more}
-        )
+        chunk = {**self._head, "object": self._chunk_kind, "choices": choices, **more}
+        return server_sent_event(chunk)
 
-    def _part(self, index: int, piece: Reply) -> dict[str, Any]:
-        """Return a part of an answer, with the log-probabilities of the tokens since the last part."""
-        tokens = self._tokens[index][self._n_sent[index] :]
-        self._n_sent[index] += len(tokens)
-        logprobs = {"logprobs": self._logprobs(tokens)}
+    def _part(self, index: int, reply: Reply) -> dict[str, Any]:
+        """Return a part of an answer, with the log-probabilities of the tokens since the last part.
+
+        Its calls and tokens are counted as sent. Calls are numbered through all parts of the answer.
+        """
+        tokens = self._tokens[index][self._n_sent_tokens[index] :]
+        self._n_sent_tokens[index] += len(tokens)
+        logprobs = self._logprobs(tokens)
         if not self._is_chat:
-            return {"text": piece.text, **logprobs}
-        calls = [{**call, "index": n} for n, call in enumerate(piece.calls, self._n_calls[index])]
-        self._n_calls[index] += len(calls)
-        fields = message_fields(replace(piece, calls=calls), self._uses_functions)
-        return {"delta": fields, **logprobs}
+            return {"text": reply.text, "logprobs": logprobs}
+        numbered = enumerate(reply.calls, start=self._n_sent_calls[index])
+        calls = [{**call, "index": number} for number, call in numbered]
+        self._n_sent_calls[index] += len(calls)
+        fields = message_fields(replace(reply, calls=calls), self._uses_functions)
+        return {"delta": fields, "logprobs": logprobs}
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens in the form of chats or of texts; None without tokens."""
         if not tokens:
             return None
         if self._is_chat:
@@ -172,17 +183,22 @@ class CompletionFormatter(ResponseFormatter):
     def _summary(self) -> dict[str, Any]:
         """Return the usage of all answers, each prompt counted once, and the report on the first answer's cache."""
         report = self.finished[0].report
-        prompts = [started for index, started in self.started.items() if index % self._n == 0]
-        n_prompt, n_cached = (sum(each) for each in zip(*(prompt[:2] for prompt in prompts)))
-        used = usage(n_prompt, self.n_generated, n_cached)
-        if report is None:
-            return {"usage": used, **self.warnings}
-        names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
-        about = {name: getattr(report, name) for name in names}
-        about["entries"] = report.entries if report.compressed else None
-        about["store"] = self._store
-        about |= {name: n for name in STAYING if (n := getattr(report, name))}
-        return {"usage": used, "mlx_snapkv": about, **self.warnings}
+        # The answers to a prompt follow each other, so the first of each has a multiple of `n_answers` as its index.
+        first_started = [
+            started for index, started in self.started.items() if index % self._n_answers == 0
+        ]
+        n_prompt = sum(started.n_prompt for started in first_started)
+        n_cached = sum(started.n_cached for started in first_started)
+        summary = {"usage": usage(n_prompt, self.n_generated, n_cached)}
+        if report is not None:
+            names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
+            fields = {name: getattr(report, name) for name in names}
+            fields["entries"] = report.entries if report.compressed else None
+            fields["store"] = self._store
+            staying = {name: getattr(report, name) for name in STAYING}
+            fields |= {name: n_bytes for name, n_bytes in staying.items() if n_bytes}
+            summary["mlx_snapkv"] = fields
+        return {**summary, **self.warnings}
 
 
 def _logprob(entry: Logprob) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class OfferedTool(NamedTuple):
 def chat_tools(tools: list[Function | Namespace | ForeignTool]) -> list[dict[str, Any]]:
     """Return the tools in the form of chat completions."""
     return [
-        each.model_dump() if isinstance(each, ForeignTool) else _chat_tool(each)
+        _chat_tool(each) if isinstance(each, OfferedTool) else each.model_dump()
         for each in _flatten(tools)
     ]
 
@@ -76,11 +76,19 @@ def tools_by_name(tools: list[Function | Namespace | ForeignTool]) -> dict[str, 
 def _flatten(tools: list[Any]) -> Iterator[OfferedTool | ForeignTool]:
     """Yield all tools, those in namespaces included."""
     for tool in tools:
-        namespace = tool.name if isinstance(tool, Namespace) else None
-        for each in tool.tools if isinstance(tool, Namespace) else [tool]:
-            yield OfferedTool(each, namespace) if isinstance(each, Function) else each
+        if isinstance(tool, Namespace):
+            for inner in tool.tools:
+                yield _offered_tool(inner, namespace=tool.name)
+        else:
+            yield _offered_tool(tool, namespace=None)
 
 
-def _chat_tool(each: OfferedTool) -> dict[str, Any]:
-    parameters = INPUT if each.tool.type == "custom" else each.tool.parameters
-    return function_tool(each.tool.model_copy(update={"name": each.full_name}), parameters)
+def _offered_tool(tool: Function | ForeignTool, namespace: str | None) -> OfferedTool | ForeignTool:
+    """Return a function as a tool that the model may call, and any other tool unchanged."""
+    return OfferedTool(tool, namespace) if isinstance(tool, Function) else tool
+
+
+def _chat_tool(offered: OfferedTool) -> dict[str, Any]:
+    """Return a tool in the form of chat completions, under its full name; a custom tool has one argument, `input`."""
+    named = offered.tool.model_copy(update={"name": offered.full_name})
+    return function_tool(named, INPUT if named.type == "custom" else named.parameters)

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
@@ -20,7 +20,7 @@ from ..api_error import ApiError
 from ..chat_messages import ForeignTool, NoneAsEmpty, OutputConfig, chat_body
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent_event
-from .response_tools import AnyTool, chat_tools, tools_by_name
+from .response_tools import AnyTool, OfferedTool, chat_tools, tools_by_name
 
 PART_TYPES = {
     "reasoning": "reasoning_text",
@@ -115,7 +115,8 @@ class ResponsesFormatter(BlockFormatter):
     def __init__(self, model: str, body: ResponsesBody):
         super().__init__()
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
-        self._model, self._body = model, body
+        self._model = model
+        self._body = body
         self._numbers = itertools.count()
         self._tools = tools_by_name(body.tools)
 
@@ -133,7 +134,8 @@ class ResponsesFormatter(BlockFormatter):
         yield self._event(f"response.{response['status']}", response=response)
 
     def response_body(self) -> dict[str, Any]:
-        started, answer = self.started[0], self.finished[0].answer
+        started = self.started[0]
+        answer = self.finished[0].answer
         usage = {
             "input_tokens": started.n_prompt,
             "input_tokens_details": {"cached_tokens": started.n_cached, "cache_write_tokens": 0},
@@ -150,8 +152,8 @@ class ResponsesFormatter(BlockFormatter):
         return self._response("incomplete", output=output, usage=usage, incomplete_details=details)
 
     def stream_error(self, error: ApiError) -> str:
-        about = {"code": error.code or error.kind, "message": error.detail}
-        return self._event("response.failed", response=self._response("failed", error=about))
+        fields = {"code": error.code or error.kind, "message": error.detail}
+        return self._event("response.failed", response=self._response("failed", error=fields))
 
     def block_start(self, block: Block) -> Iterator[str]:
         yield self._output_item("added", block)
@@ -159,9 +161,12 @@ class ResponsesFormatter(BlockFormatter):
             yield self._block_event("content_part.added", block, part=_content_part(block))
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
-        kind = f"{PART_TYPES[block.kind]}.delta"
         if self._is_custom(block):
-            kind, text = "custom_tool_call_input.delta", _custom_input(block)
+            # A call comes complete, so one delta has the whole input, taken out of the JSON of the arguments.
+            custom_input = _custom_input(block)
+            yield self._block_event("custom_tool_call_input.delta", block, delta=custom_input)
+            return
+        kind = f"{PART_TYPES[block.kind]}.delta"
         yield self._block_event(kind, block, delta=text, **_logprobs(block))
 
     def block_stop(self, block: Block) -> Iterator[str]:
@@ -171,34 +176,47 @@ class ResponsesFormatter(BlockFormatter):
                 "custom_tool_call_input.done", block, input=_custom_input(block)
             )
         elif block.call is not None:
-            name = self._tool_fields(block)["name"]
+            name = self._client_names(block)["name"]
             yield self._block_event(done, block, name=name, arguments=block.text)
         else:
             yield self._block_event(done, block, text=block.text, **_logprobs(block))
             yield self._block_event("content_part.done", block, part=_content_part(block))
         yield self._output_item("done", block)
 
-    def _output_item(self, what: str, block: Block) -> str:
-        item = self._item(block, is_new=what == "added")
-        return self._event(f"response.output_item.{what}", output_index=block.index, item=item)
+    def _output_item(self, change: Literal["added", "done"], block: Block) -> str:
+        """Return the event that an item of the output has been added, still without content, or is done."""
+        item = self._item(block, is_new=(change == "added"))
+        return self._event(f"response.output_item.{change}", output_index=block.index, item=item)
+
+    def _called_tool(self, block: Block) -> OfferedTool | None:
+        """Return the tool that a block calls; None if it is no call, or calls a tool that the client does not have."""
+        if block.call is None:
+            return None
+        return self._tools.get(block.call["function"]["name"])
 
     def _is_custom(self, block: Block) -> bool:
-        found = self._tools.get(block.call["function"]["name"]) if block.call else None
-        return found is not None and found.tool.type == "custom"
+        """Return whether a block is a call of a custom tool."""
+        called = self._called_tool(block)
+        return called is not None and called.tool.type == "custom"
 
-    def _tool_fields(self, block: Block) -> dict[str, Any]:
-        """Return the name of a call's tool, and its namespace if it has one."""
+    def _client_names(self, block: Block) -> dict[str, str]:
+        """Return an item's fields `name` and, for a tool in a namespace, `namespace`, as the client has sent them.
+
+        The model calls a tool by its full name, `namespace__name`, which the client does not know.
+        """
         assert block.call is not None
-        name = block.call["function"]["name"]
-        tool, namespace = self._tools.get(name, (None, None))
-        where = {"namespace": namespace} if namespace else {}
-        return {"name": tool.name if tool else name, **where}
+        called = self._called_tool(block)
+        if called is None:
+            return {"name": block.call["function"]["name"]}
+        if not called.namespace:
+            return {"name": called.tool.name}
+        return {"name": called.tool.name, "namespace": called.namespace}
 
     def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
         """Return a block as an item of the output, without content if it is new."""
         head = {"id": _item_id(block), "status": "in_progress" if is_new else "completed"}
         if block.call is not None:
-            call = {"call_id": block.call["id"], **self._tool_fields(block)}
+            call = {"call_id": block.call["id"], **self._client_names(block)}
             if self._is_custom(block):
                 text = "" if is_new else _custom_input(block)
                 return {"type": "custom_tool_call", **head, **call, "input": text}
@@ -209,16 +227,19 @@ class ResponsesFormatter(BlockFormatter):
         return {"type": "message", **head, "role": "assistant", "content": content}
 
     def _block_event(self, kind: str, block: Block, **fields: Any) -> str:
-        place = {"output_index": block.index, "item_id": _item_id(block)}
-        content = {} if block.kind == "call" else {"content_index": 0}
-        return self._event(f"response.{kind}", **place, **content, **fields)
+        """Return an event with `fields` about a block; all items but calls have their content in one part."""
+        place: dict[str, Any] = {"output_index": block.index, "item_id": _item_id(block)}
+        if block.kind != "call":
+            place["content_index"] = 0
+        return self._event(f"response.{kind}", **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> str:
-        return server_sent_event(
-            {"type": kind, "sequence_number": next(self._numbers), **fields}, kind
-        )
+        """Return an event with the next sequence number."""
+        data = {"type": kind, "sequence_number": next(self._numbers), **fields}
+        return server_sent_event(data, kind)
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        """Return the response's body; `fields` replace those of a response without output."""
         body = self._body
         return {
             **self._head,
@@ -254,9 +275,11 @@ def _custom_input(block: Block) -> str:
 
 
 def _content_part(block: Block) -> dict[str, Any]:
-    more: dict[str, Any] = {"annotations": []} if block.kind == "text" else {}
-    return {"type": PART_TYPES[block.kind], "text": block.text, **more, **_logprobs(block)}
+    """Return a text or a reasoning as the only part of its item's content."""
+    part = {"type": PART_TYPES[block.kind], "text": block.text}
+    return part | {"annotations": [], "logprobs": []} if block.kind == "text" else part
 
 
 def _logprobs(block: Block) -> dict[str, Any]:
+    """Return the field `logprobs`, which clients expect with a text; it is always empty."""
     return {"logprobs": []} if block.kind == "text" else {}
