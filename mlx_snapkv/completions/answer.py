@@ -42,7 +42,8 @@ class Completion:
         """
         is_last = finish_reason is not None
         self.n_tokens += 1
-        self.n_reasoning += self._parser.state == "reasoning"
+        if self._parser.state == "reasoning":  # also counts the marker that ends the thoughts now
+            self.n_reasoning += 1
         if finish_reason != "stop":  # otherwise it is the end-of-answer token
             self._detokenizer.add_token(token)
         if is_last:
@@ -65,17 +66,22 @@ class Completion:
         follows_thoughts = bool(self.reply.reasoning) and not self.reply.text.strip()
         for part in parts:
             if not part.text:
-                certain += [*self._held_back(), part]
-            elif follows_thoughts and not part.text.strip():
+                certain += [*self._flush_held_back(), part]
+                continue
+            if follows_thoughts and not part.text.strip():
                 certain.append(part)  # white space between thoughts and text
-            else:
-                if text := self._stop.add(part.text):
-                    certain.append(Reply(text))
-                if self._stop.matched is not None:
-                    return certain
-        return [*certain, *self._held_back()] if is_last else certain
+                continue
+            text = self._stop.add(part.text)
+            if text:
+                certain.append(Reply(text))
+            if self._stop.matched is not None:
+                return certain
+        if is_last:
+            certain += self._flush_held_back()
+        return certain
 
-    def _held_back(self) -> list[Reply]:
+    def _flush_held_back(self) -> list[Reply]:
+        """Return the text that might have begun a stop text, and no longer hold it back; an empty list without text."""
         text = self._stop.flush()
         return [Reply(text)] if text else []
 
@@ -105,12 +111,16 @@ class StopMatcher:
         self.matched: str | None = None
 
     def add(self, text: str) -> str:
-        """Return the text up to a stop text, or up to what may be the beginning of one."""
+        """Return the text up to a stop text, or up to what may be the beginning of one.
+
+        Set `matched` if a stop text is complete.
+        """
         *_, held_back = self._state
         pending = held_back + text
-        self._state, ((_, certain), *_) = TextStateMachine.split(self._state, text)
+        self._state, segments = TextStateMachine.split(self._state, text)
+        _, certain = segments[0]
         state, *_, rest = self._state
-        if state is None:
+        if state is None:  # a stop text is complete: it is between `certain` and `rest`
             self.matched = pending[len(certain) : len(pending) - len(rest)]
         return certain
 
@@ -121,14 +131,14 @@ class StopMatcher:
         return text
 
 
-def _new_detokenizer(tokenizer, continues: bool) -> StreamingDetokenizer:
+def _new_detokenizer(tokenizer, continues_text: bool) -> StreamingDetokenizer:
     """Return mlx-lm's detokenizer.
 
-    It drops the space before the first word. An answer that `continues` a text needs this space, so a word is added
-    first.
+    It drops the space before the first word. An answer that continues a text needs this space, so another word is
+    decoded first.
     """
     detokenizer = tokenizer.detokenizer
-    if continues:
+    if continues_text:
         detokenizer.add_token(tokenizer.encode("a", add_special_tokens=False)[-1])
-        _ = detokenizer.last_segment
+        _ = detokenizer.last_segment  # take the word out, so that the answer does not begin with it
     return detokenizer

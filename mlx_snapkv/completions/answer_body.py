@@ -31,11 +31,14 @@ def head(chat: bool, model: str) -> dict[str, Any]:
 
 def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
     """Return a finished answer as an element of `choices`."""
-    content: dict[str, Any] = {"text": answer.reply.text}
+    content: dict[str, Any]
     if answer.request.chat:
-        message = message_fields(answer.reply, answer.request.uses_functions)
-        fields = {"content": None if answer.reply.calls else ""} | message
-        content = {"message": {"role": "assistant", **fields}}
+        # If there is no text: null beside calls, as in OpenAI's answers, else an empty text.
+        no_text = None if answer.reply.calls else ""
+        fields = message_fields(answer.reply, answer.request.uses_functions)
+        content = {"message": {"role": "assistant", "content": no_text, **fields}}
+    else:
+        content = {"text": answer.reply.text}
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
 
@@ -51,17 +54,21 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
         "reasoning_content": reply.reasoning,
         "tool_calls": reply.calls,
     }
-    if uses_functions and reply.calls and not reply.calls[0].get("index"):
-        fields["function_call"] = reply.calls[0]["function"]
+    if uses_functions and reply.calls:
+        first_call = reply.calls[0]
+        # A streamed call has an index in the answer; without one, the reply is the whole answer.
+        if first_call.get("index", 0) == 0:
+            fields["function_call"] = first_call["function"]
     return {name: value for name, value in fields.items() if value}
 
 
 def usage(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
     """Return the body's `usage` in tokens; `n_cached` tokens of the prompt came from the prefix cache."""
-    counts = {
+    fields: dict[str, Any] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,
         "total_tokens": n_prompt + n_answer,
     }
-    details = {} if n_cached is None else {"prompt_tokens_details": {"cached_tokens": n_cached}}
-    return counts | details
+    if n_cached is not None:
+        fields["prompt_tokens_details"] = {"cached_tokens": n_cached}
+    return fields

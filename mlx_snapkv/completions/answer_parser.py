@@ -48,7 +48,8 @@ class AnswerParser:
         # The format is a call without markers: everything outside of thoughts belongs to it.
         self._is_call = answer_format is not None and answer_format.kind == "call"
         self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
-        self._call_start, self._call_end = tokenizer.tool_call_start, tokenizer.tool_call_end
+        self._call_start = tokenizer.tool_call_start
+        self._call_end = tokenizer.tool_call_end
         # Whether the JSON or the call that the format demands has not begun yet.
         self._is_pending = answer_format is not None and not continues_json
         # An answer that continues a text or JSON has no markers.
@@ -87,8 +88,10 @@ class AnswerParser:
                 self._call += text
                 continue
             parts += self._end_call()
-            if text:
-                parts.append(Reply(reasoning=text) if state == "reasoning" else Reply(text))
+            if text and state == "reasoning":
+                parts.append(Reply(reasoning=text))
+            elif text:
+                parts.append(Reply(text))
         return parts
 
     def _must_split_by_letter(self, text: str) -> bool:
@@ -113,15 +116,17 @@ class AnswerParser:
         if before == "tool" and after != "tool":
             _, end_of_call = segments[0]
             if ends_within_argument(self._call + end_of_call):
+                # The end marker belongs to the argument, and the call continues.
                 segments = [("tool", end_of_call + self._call_end)]
                 self._machine_state = self._machine.make_state("tool")
             elif self._is_call_in_thoughts:
                 self._machine_state = self._machine.make_state("reasoning")
         if self._begins_json(segments):
+            # From here on all is text: a machine without markers takes what this one has held back.
             *_, held_back = self._machine_state
             without_markers = TextStateMachine().make_state()
-            self._machine_state, more = TextStateMachine.split(without_markers, held_back)
-            segments = [*segments, *more]
+            self._machine_state, held_segments = TextStateMachine.split(without_markers, held_back)
+            segments = [*segments, *held_segments]
             self._is_pending = False
         self._is_pending = self._is_pending and self._machine_state[0] != "tool"
         return segments
@@ -137,15 +142,18 @@ class AnswerParser:
 
         `is_complete` is false if the answer ended before the call did.
         """
-        text, self._call = self._call, ""
+        text = self._call
+        self._call = ""
         if not text:
             return []
-        if calls := self._parsed_calls(text, is_complete):
+        calls = self._parse_calls(text, is_complete)
+        if calls:
             return [Reply(calls=calls)]
-        is_thought = is_complete and self._is_call_in_thoughts
-        return [Reply(reasoning=text) if is_thought else Reply(text)]
+        if is_complete and self._is_call_in_thoughts:
+            return [Reply(reasoning=text)]
+        return [Reply(text)]
 
-    def _parsed_calls(self, text: str, is_complete: bool) -> list[dict[str, Any]]:
+    def _parse_calls(self, text: str, is_complete: bool) -> list[dict[str, Any]]:
         """Return the calls in a text after a start marker; small models write the marker twice."""
         if self._call_start and text.lstrip().startswith(self._call_start):
             text = text.lstrip().removeprefix(self._call_start)
@@ -157,8 +165,10 @@ class AnswerParser:
         An end marker in the call's text was taken for a part of an argument. If the text is not a call, the marker did
         end the call, and the text after it is parsed again.
         """
+        # A model without an end marker gets one that no text contains.
         text, marker, rest = self._call.partition(self._call_end or "\0")
-        if self._is_call or not marker or self._parsed_calls(self._call, is_complete=False):
+        if self._is_call or not marker or self._parse_calls(self._call, is_complete=False):
             return self._end_call(is_complete=False)
-        self._call, self._machine_state = "", self._machine.make_state()
+        self._call = ""
+        self._machine_state = self._machine.make_state()
         return [Reply(text or marker), *self.parse(rest, is_last=True)]

@@ -36,7 +36,7 @@ from .fields import (
 from .messages import Message, is_answer, messages_of
 from .response_format import ResponseFormat
 from .tool_choice import AnyToolChoice
-from .validation import require, shortened, validate_body
+from .validation import error_sentence, require, shortened, validate_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -49,21 +49,18 @@ def _messages(items: Any) -> list[Message]:
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
     messages: list[Message] = []
-    last_answer = max((i for i, item in enumerate(items) if is_answer(item)), default=0)
+    answer_numbers = [number for number, item in enumerate(items) if is_answer(item)]
+    last_answer = max(answer_numbers, default=0)
     for number, item in enumerate(items):
+        if isinstance(item, Message):  # parsed before, from the body of another API
+            messages.append(item)
+            continue
         follows_result = bool(messages) and messages[-1].role == "tool"
         is_answered = number < last_answer
         try:
-            messages += (
-                [item]
-                if isinstance(item, Message)
-                else messages_of(item, may_have_media=follows_result or is_answered)
-            )
+            messages += messages_of(item, may_have_media=follows_result or is_answered)
         except ValueError as error:
-            rule = str(error)
-            raise ValueError(
-                f".{number}{rule}" if rule.startswith(".") else f".{number} {rule}"
-            ) from None
+            raise ValueError(error_sentence(f".{number}", rule=str(error))) from None
     has_content = any(
         m.text or m.reasoning or m.calls or m.role in ("assistant", "tool") for m in messages
     )
@@ -153,10 +150,11 @@ class ChatBody(CommonBody):
         fields = {name: value for name, value in body.items() if name != "function_call"}
         functions = as_list(body.get("functions"))
         if functions and not body.get("tools"):
-            choice = body.get("function_call")
             fields["tools"] = [{"type": "function", "function": each} for each in functions]
-            is_name = isinstance(choice, dict)
-            fields["tool_choice"] = {"type": "function", "function": choice} if is_name else choice
+            choice = body.get("function_call")
+            if isinstance(choice, dict):  # {"name": ...}; otherwise it is "auto", "none" or missing
+                choice = {"type": "function", "function": choice}
+            fields["tool_choice"] = choice
         return fields
 
 
@@ -215,6 +213,7 @@ def parse(url: Any, body: Any) -> Body:
         raise SnapKVError("prompt must be one text in a file of requests: write a line for each")
     server_only = {"n", "logprobs", "top_logprobs", "full_cache"}
     for name, value in parsed.model_dump(include=server_only).items():
-        if value and (name, value) != ("n", 1):
+        asks_for_one_answer = name == "n" and value == 1
+        if value and not asks_for_one_answer:
             raise SnapKVError(f"{name} is not supported in a file of requests: drop the field")
     return parsed

@@ -38,18 +38,19 @@ class Constraint:
     """
 
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
-        self.format, self.is_cut = answer_format, False
+        self.format = answer_format
+        self.is_cut = False
         self._vocabulary = vocabulary(tokenizer)
         self._matcher = make_matcher(tokenizer, answer_format.grammar)
         prefill = tokenizer.encode(answer_format.prefill, add_special_tokens=False)
         self._matcher.consume_tokens(prefill)
         self._n_prompt: int | None = None
         self._answer: list[int] = []
-        self._n_matched = (
-            0  # tokens of the answer that the matcher has taken; it takes none after its end
-        )
+        # Tokens of the answer that the matcher has taken. It takes none after its end.
+        self._n_matched = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
-        self._next_look = max_tokens  # number of tokens left at which the end is looked for again
+        # Number of tokens left at which a short end is looked for again.
+        self._next_look = max_tokens
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Return logits with -inf for tokens that are not allowed.
@@ -60,8 +61,11 @@ class Constraint:
         """
         if self._n_prompt is None:
             self._n_prompt = tokens.size
-        is_next = tokens.size - self._n_prompt == len(self._answer) + 1
-        new = tokens[-1 if is_next else self._n_prompt :]
+        n_answer = tokens.size - self._n_prompt
+        is_next = n_answer == len(self._answer) + 1
+        # After going back, any token of the answer may be another one.
+        first_new = -1 if is_next else self._n_prompt
+        new = tokens[first_new:]
         # The mask needs only the tokens. The device computes the logits while the CPU makes the mask.
         mx.async_eval(new)
         mx.async_eval(logits)
@@ -81,6 +85,7 @@ class Constraint:
         return mx.where(mx.array(allowed), logits, -mx.inf)
 
     def _consume(self, tokens: list[int]) -> None:
+        """Add tokens to the answer, and give them to the matcher until its end."""
         for token in tokens:
             self._answer.append(token)
             if not self._matcher.is_stopped():
@@ -93,13 +98,16 @@ class Constraint:
         if self._n_matched > n:
             self._matcher.rollback(self._n_matched - n)
             self._n_matched = n
-        self.is_cut, self._next_look = False, self._max_tokens
+        self.is_cut = False
+        self._next_look = self._max_tokens
 
     def _closing_token(self) -> int | None:
         """Return the next token of a short end of the JSON if few more tokens are left than it has, else None.
 
+        Set `is_cut`. The JSON is closed if `n_end + 2 * MAX_GROWTH >= n_left`.
+
         Looking for an end takes time. The next look is due when the tokens left could first be too few, if every token
-        until then lengthens the end by `MAX_GROWTH`.
+        until then lengthens the end by `MAX_GROWTH`: after `(n_left - n_end) // (MAX_GROWTH + 1)` tokens, and one more.
         """
         n_left = self._max_tokens - len(self._answer)
         if self._max_tokens < 0 or n_left > self._next_look or self._matcher.is_stopped():
@@ -108,11 +116,12 @@ class Constraint:
         n_end = 0 if end is None else len(end)
         if end:
             self.is_cut = n_end + 2 * MAX_GROWTH >= n_left
-        elif self.is_cut:
-            end = [self._vocabulary.eos_token]
-        n_free = 0 if self.is_cut else (n_left - n_end) // (MAX_GROWTH + 1)
+        if self.is_cut:
+            self._next_look = n_left - 1  # every token of the end is chosen here
+            return end[0] if end else self._vocabulary.eos_token
+        n_free = (n_left - n_end) // (MAX_GROWTH + 1)
         self._next_look = n_left - 1 - n_free
-        return end[0] if end and self.is_cut else None
+        return None
 
 
 def _allowed(matcher: LLMatcher, size: int) -> np.ndarray:
@@ -127,29 +136,38 @@ def _short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> l
     Returns None if more than `max_length` tokens are found, or if the answer is still within thoughts. The tokens are
     not the fewest possible: at each place the first of `CLOSERS` that the grammar allows is taken.
     """
-    matcher, tokens = matcher.deep_copy(), list[int]()
+    ahead = matcher.deep_copy()
+    tokens: list[int] = []
     quote, in_string, *closers = (
         tokenizer.greedy_tokenize(c)[0] for c in (QUOTE, IN_STRING, *CLOSERS)
     )
     was_in_string = False
-    while not matcher.is_accepting():
-        new = matcher.compute_ff_tokens()
+    while not ahead.is_accepting():
+        new = ahead.compute_ff_tokens()  # the tokens that the grammar forces
         if not new:
-            bits = matcher.compute_bitmask()
-            allowed = [t for t in (in_string, quote, *closers) if bits[t // 8] >> t % 8 & 1]
-            is_in_string = allowed[:2] == [in_string, quote]
+            bits = ahead.compute_bitmask()
+            is_in_string = _is_allowed(bits, in_string) and _is_allowed(bits, quote)
             if is_in_string and was_in_string:
                 return None  # the last quote did not end a string, so this is free text: thoughts
             was_in_string = is_in_string
-            best = [quote] if is_in_string else [t for t in closers if t in allowed]
-            new = best[:1] or [int(_allowed(matcher, tokenizer.vocab_size).argmax())]
+            candidates = [quote] if is_in_string else closers
+            best = next((token for token in candidates if _is_allowed(bits, token)), None)
+            if best is None:  # none of them: any token that the grammar allows
+                best = int(_allowed(ahead, tokenizer.vocab_size).argmax())
+            new = [best]
         tokens += new
-        if len(tokens) > max_length or not matcher.consume_tokens(new):
+        if len(tokens) > max_length or not ahead.consume_tokens(new):
             return None
     return tokens
 
 
+def _is_allowed(bits: bytes, token: int) -> bool:
+    """Return whether a matcher's bitmask allows one token; for few tokens faster than `_allowed`."""
+    return bool(bits[token // 8] >> (token % 8) & 1)
+
+
 def _common_prefix_length(first: list[int], second: list[int]) -> int:
+    """Return the number of tokens with which both lists begin."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))
     return sum(1 for _ in pairs)
 

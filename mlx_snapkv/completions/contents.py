@@ -80,7 +80,9 @@ def replace_surrogates_in(value: Any) -> Any:
     A string of nothing but lone surrogates is left as it is. The tokenizer then refuses it.
     """
     if isinstance(value, str):
-        return text if (text := replace_surrogates(value)).strip("\ufffd") else value
+        text = replace_surrogates(value)
+        has_other_letters = bool(text.strip("\ufffd"))
+        return text if has_other_letters else value
     if isinstance(value, list):
         return [replace_surrogates_in(item) for item in value]
     if isinstance(value, dict):
@@ -89,6 +91,10 @@ def replace_surrogates_in(value: Any) -> Any:
 
 
 def _text_part(part: dict[str, Any], source: Source) -> TextPart:
+    """Return a part as text; see `text_parts`.
+
+    Raises: ValueError: a text is none, or a "user" message has media.
+    """
     kind = part_type(part)
     is_untyped = not isinstance(part.get("type"), str)
     if kind in TEXT_TYPES or (is_untyped and isinstance(part.get("text"), str)):
@@ -99,14 +105,16 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
         return TextPart(str(part.get("refusal") or ""))
     if kind == "tool_reference":
         return TextPart(f"[tool {part.get('tool_name') or part.get('name')}]")
-    if kind == "json" or not (source == "user" or "type" in part):
+    is_json_result = source != "user" and "type" not in part
+    if kind == "json" or is_json_result:
         return TextPart(as_json(part.get("json", part)))
     text = _document_text(part)
     if text is not None:
         return TextPart(_with_title(part, text))
     media = _media(part, kind)
     if source == "user" and media is not None:
-        subject = f".content has {'an' if media[0] in 'aeiou' else 'a'} {media}"
+        article = "an" if media[0] in "aeiou" else "a"
+        subject = f".content has {article} {media}"
         raise ValueError(f"{subject}, and this model reads text only: leave it out")
     if source == "tool" and media is None:  # the result of a service's own tool
         return TextPart(as_json({k: v for k, v in part.items() if not k.startswith("encrypted")}))
@@ -117,31 +125,36 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
 
 def _media(part: dict[str, Any], kind: str) -> str | None:
     """Return the kind of media that a part consists of, or None; an MCP resource in base64 is a file."""
+    for name in MEDIA:
+        if name in kind:
+            return name
     resource = part.get("resource")
     is_file = isinstance(resource, dict) and isinstance(resource.get("blob"), str)
-    return next((name for name in MEDIA if name in kind), "file" if is_file else None)
+    return "file" if is_file else None
 
 
 def _with_title(part: dict[str, Any], text: str) -> str:
     """Return a document's text after its title or file name."""
     file = part.get("file")
-    title = part.get("title") or (file if isinstance(file, dict) else part).get("filename")
-    return f"{title}\n{text}{SEPARATOR}" if isinstance(title, str) else text + SEPARATOR
+    named = file if isinstance(file, dict) else part  # the object with the file name
+    title = part.get("title") or named.get("filename")
+    if isinstance(title, str):
+        text = f"{title}\n{text}"
+    return text + SEPARATOR
 
 
 def _document_text(part: dict[str, Any]) -> str | None:
     """Return the text of a document, a file, a search result or an MCP resource; None if the part has no text."""
+    kind = part_type(part)
     source = part.get("source")
-    nested = (
-        part.get("resource") or part.get("file") or (source if isinstance(source, dict) else None)
-    )
+    nested = part.get("resource") or part.get("file") or source
     if isinstance(nested, dict):
-        return _nested_text(nested, part_type(part))
+        return _nested_text(nested, kind)
     if isinstance(part.get("file_data"), str):
-        return _decoded_text(part["file_data"], "", part_type(part))
-    if part_type(part) == "compaction" and isinstance(part.get("content"), str):
+        return _decode_text(part["file_data"], media_type="", kind=kind)
+    if kind == "compaction" and isinstance(part.get("content"), str):
         return part["content"]  # a summary of the earlier conversation
-    if part_type(part) == "search_result" and isinstance(part.get("content"), list):
+    if kind == "search_result" and isinstance(part.get("content"), list):
         text = SEPARATOR.join(each.text for each in text_parts(part["content"]))
         return f"{source}\n{text}" if isinstance(source, str) else text
     return None
@@ -158,10 +171,10 @@ def _nested_text(nested: dict[str, Any], kind: str) -> str | None:
         return nested["text"]
     media_type = nested.get("media_type") or nested.get("mimeType") or ""
     data = nested.get("file_data") or nested.get("data") or nested.get("blob")
-    return _decoded_text(data, str(media_type), kind)
+    return _decode_text(data, str(media_type), kind)
 
 
-def _decoded_text(data: Any, media_type: str, kind: str) -> str | None:
+def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
     """Decode a text in base64 or in a data URL; return None for data that is not text.
 
     A part whose type has "file" in it may also have no media type, or `application/...`: its bytes decide.
@@ -177,21 +190,21 @@ def _decoded_text(data: Any, media_type: str, kind: str) -> str | None:
         text = base64.b64decode(data, validate=True).decode()
     except ValueError:
         return None
-    if is_file and (text.startswith("%PDF") or "\0" in text):
-        return None
-    return text
+    is_binary = text.startswith("%PDF") or "\0" in text
+    return None if is_file and is_binary else text
 
 
 def _size_or_url(part: dict[str, Any]) -> str | None:
     """Return the size of a part's data in bytes, or its URL; None if the part has neither."""
     for value in _strings(part):
-        data = value.partition(";base64,")[2] if value.startswith("data:") else value
         if value.startswith(("http://", "https://", "file://")):
             return value[:MAX_URL_LENGTH]
+        data = value.partition(";base64,")[2] if value.startswith("data:") else value
         try:
             n_bytes = len(base64.b64decode(data, validate=True))
         except (binascii.Error, ValueError):
             continue
+        # The empty text and the part's type, such as "file", may be valid base64 as well.
         if len(data) >= 4 and value != part_type(part):
             return f"{n_bytes} bytes"
     return None

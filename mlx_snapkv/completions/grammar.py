@@ -108,7 +108,8 @@ def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFor
 
 def _call_format(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
     """Return the format of a call in the form that the model's tool parser reads; `schemas` are by tool name."""
-    parser, terminals = tokenizer.tool_parser, partial(_terminals, tokenizer=tokenizer)
+    parser = tokenizer.tool_parser
+    terminals = partial(_terminals, tokenizer=tokenizer)
     start = terminals(tokenizer.tool_call_start or "")
     end = terminals(tokenizer.tool_call_end or "")
     kind: Literal["call", "marked call"] = "marked call"
@@ -123,9 +124,12 @@ def _call_format(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFor
     elif parser is json_tools.parse_tool_call:
         answer = f'{start} "\\n"? ({_json_calls(schemas)}) "\\n"? {end}'
     else:
-        answer, kind = f"({_json_calls(schemas)})", "call"
-    schemas = {f"the parameters of the tool {name!r}": schema for name, schema in schemas.items()}
-    return AnswerFormat(_grammar(answer, tokenizer, state, schemas), kind)
+        answer = f"({_json_calls(schemas)})"
+        kind = "call"
+    named_schemas = {
+        f"the parameters of the tool {name!r}": schema for name, schema in schemas.items()
+    }
+    return AnswerFormat(_grammar(answer, tokenizer, state, named_schemas), kind)
 
 
 def name_of(tool: dict[str, Any]) -> str:
@@ -161,15 +165,18 @@ def _arguments_schema(parameters: Any) -> Schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         return ANY_OBJECT
-    properties, required = parameters.get("properties"), parameters.get("required") or []
-    names_all = (
+    properties = parameters.get("properties")
+    required = parameters.get("required") or []
+    names_all_required = (
         isinstance(properties, dict)
         and isinstance(required, list)
         and all(isinstance(name, str) and name in properties for name in required)
     )
-    is_open = parameters.keys() & {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-    closed = {"additionalProperties": False} if names_all and not is_open else {}
-    return {"type": "object", **closed, **parameters}
+    # These keywords may allow properties that `properties` does not name.
+    may_name_others = parameters.keys() & {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+    if names_all_required and not may_name_others:
+        return {"type": "object", "additionalProperties": False, **parameters}
+    return {"type": "object", **parameters}
 
 
 def _enforceable(schema: Schema) -> str:
@@ -205,6 +212,7 @@ def _is_unrestrictive(keyword: str, value: Any) -> bool:
         return keyword != "default"
     if keyword == "format":
         return isinstance(value, str) and value not in FORMATS
+    # Types are compared as well, since Python takes True for 1.
     return any(
         type(value) is type(other) and value == other for other in UNRESTRICTIVE.get(keyword, ())
     )
@@ -224,20 +232,26 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
     """
     thoughts, rules = _thoughts(tokenizer, state)
     for what, schema in schemas.items():
-        n_optional = max(_n_optional_properties(schema), default=0)
-        if n_optional > MAX_OPTIONAL_PROPERTIES:
-            why = f"an object has {n_optional} optional properties, and {MAX_OPTIONAL_PROPERTIES} are the most"
-            raise SnapKVError(f"{what} can't be enforced: {why}")
+        _require_few_optional(schema, what)
     grammar = f"start: {thoughts} {answer}\n{rules}"
     try:
         make_matcher(tokenizer, grammar)
     except SnapKVError:
+        # The error of a single schema names it.
         for what, schema in schemas.items():
             make_matcher(tokenizer, f"start: %json {_enforceable(schema)}", what)
         if len(schemas) > 1:
             raise TooLargeTogether("the schemas are too large together") from None
         raise
     return grammar
+
+
+def _require_few_optional(schema: Schema, what: str) -> None:
+    """Raise SnapKVError if an object of a schema has more optional properties than the matcher can follow."""
+    n_optional = max(_n_optional_properties(schema), default=0)
+    if n_optional > MAX_OPTIONAL_PROPERTIES:
+        why = f"an object has {n_optional} optional properties, and {MAX_OPTIONAL_PROPERTIES} are the most"
+        raise SnapKVError(f"{what} can't be enforced: {why}")
 
 
 def _thoughts(tokenizer, state: str | None) -> tuple[str, str]:
@@ -262,10 +276,12 @@ def _n_optional_properties(schema: Any) -> Iterator[int]:
     parts = schema
     if isinstance(schema, dict):
         parts = schema.values()
-        properties, required = schema.get("properties"), schema.get("required")
+        properties = schema.get("properties")
         if isinstance(properties, dict):
+            required = schema.get("required")
             names = required if isinstance(required, list) else []
-            yield len(properties.keys() - {name for name in names if isinstance(name, str)})
+            required_names = {name for name in names if isinstance(name, str)}
+            yield len(properties.keys() - required_names)
     if not isinstance(parts, str | int | float | None):
         for part in parts:
             yield from _n_optional_properties(part)
@@ -278,15 +294,23 @@ def _terminals(text: str, tokenizer) -> str:
 
 def _terminal_list(text: str, tokenizer) -> list[str]:
     """Return a text as a list of terminals: its special tokens, such as call markers, by id, the rest as strings."""
-    tokens = vocabulary(tokenizer)
-    special = {
-        str(token): number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if number < tokens.vocab_size and tokens.is_special_token(number) and str(token) in text
+    known = vocabulary(tokenizer)
+    special_ids = {
+        str(token): token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token_id < known.vocab_size and known.is_special_token(token_id) and str(token) in text
     }
-    longest_first = sorted(special, key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if special else [text]
-    return [f"<[{special[part]}]>" if part in special else _literal(part) for part in parts if part]
+    parts = [text]
+    if special_ids:
+        # A token may be the beginning of another one, so the longest is tried first.
+        longest_first = sorted(special_ids, key=len, reverse=True)
+        any_special = "|".join(map(re.escape, longest_first))
+        parts = re.split(f"({any_special})", text)
+    return [
+        f"<[{special_ids[part]}]>" if part in special_ids else _literal(part)
+        for part in parts
+        if part
+    ]
 
 
 def _literal(text: str) -> str:

@@ -86,9 +86,10 @@ def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
     if "role" not in item and isinstance(kind, str) and kind != "message":
         return _response_item(item, kind)
     require("role" in item, ".role is missing", item)
-    role = ROLES.get(item["role"].lower()) if isinstance(item["role"], str) else None
+    client_role = item["role"]
+    role = ROLES.get(client_role.lower()) if isinstance(client_role, str) else None
     roles = ", ".join(map(repr, ROLES))
-    require(role is not None, f".role should be one of {roles}", item["role"])
+    require(role is not None, f".role should be one of {roles}", client_role)
     assert role is not None
     if role == "tool":
         call_id = item.get("tool_call_id") or item.get("name") or ""
@@ -99,12 +100,13 @@ def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
 def _message_with_role(item: dict[str, Any], role: str, may_have_media: bool) -> list[Message]:
     """Parse a message of the system, the user or the assistant, in the order of its parts.
 
-    Tool results in a user's message come before the user's text, since they answer the calls before the message.
+    Tool results in a user's message come before the user's text, since they answer the calls before the message. The
+    first message of the role gets the item's `extra` fields.
     """
     parts = as_list(item.get("content"))
-    may_have_media = may_have_media or any(_part_kind(part) == "result" for part in parts)
-    is_strict = role in ("user", "system") and not may_have_media
-    messages = list(_content_messages(parts, role, "user" if is_strict else "other"))
+    has_result = any(_part_kind(part) == "result" for part in parts)
+    refuses_media = role in ("user", "system") and not (may_have_media or has_result)
+    messages = list(_content_messages(parts, role, "user" if refuses_media else "other"))
     thought = item.get("reasoning_content") or item.get("reasoning")
     if role == "assistant" and isinstance(thought, str):
         messages.insert(0, Message(role, reasoning=thought))
@@ -112,15 +114,18 @@ def _message_with_role(item: dict[str, Any], role: str, may_have_media: bool) ->
     messages.append(Message(role, calls=tuple(_call(c) for c in calls if isinstance(c, dict))))
     messages = [m for m in messages if m.text or m.reasoning or m.calls or m.role == "tool"]
     if role == "user":
-        messages.sort(key=lambda message: message.role == "user")
-    messages = messages or [Message(role)]
-    first = next((i for i, message in enumerate(messages) if message.role == role), None)
-    if first is not None:
-        messages[first] = replace(messages[first], extra=_extra(item))
+        messages.sort(key=lambda message: message.role == "user")  # False, for results, is first
+    if not messages:
+        messages = [Message(role)]
+    for index, message in enumerate(messages):
+        if message.role == role:
+            messages[index] = replace(message, extra=_extra(item))
+            break
     return messages
 
 
 def _extra(item: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a message that `Message` does not have in a form of its own."""
     return {
         name: value
         for name, value in item.items()
@@ -132,7 +137,7 @@ def _content_messages(parts: list[Any], role: str, source: Source) -> Iterator[M
     """Yield a message for each run of text parts, and for each thought, call and result."""
     for kind, group in groupby(parts, _part_kind):
         if kind == "text":
-            yield _joined(role, text_parts(list(group), source), "")
+            yield _join(role, text_parts(list(group), source), separator="")
             continue
         for part in group:
             if kind == "thought":
@@ -158,21 +163,25 @@ def _thought(part: dict[str, Any]) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _joined(role: str, parts: Iterable[TextPart], separator: str) -> Message:
+def _join(role: str, parts: Iterable[TextPart], separator: str) -> Message:
     """Return a message with the texts of all parts, and their notes without repetitions."""
-    parts = list(parts)
-    text = separator.join(part.text for part in parts)
-    notes = (part.note for part in parts if part.note)
-    return Message(role, text, notes=tuple(dict.fromkeys(notes)))
+    texts = []
+    notes = []
+    for part in parts:
+        texts.append(part.text)
+        if part.note:
+            notes.append(part.note)
+    return Message(role, separator.join(texts), notes=tuple(dict.fromkeys(notes)))
 
 
 def _result(item: dict[str, Any], call_id: Any, content: Any) -> Message:
     """Return a tool's result as a message. Its text begins with the error that `item` reports, if there is one."""
+    # A part with a note is a placeholder between line breaks, which the separator replaces.
     parts = (
         part._replace(text=part.text.strip("\n")) if part.note else part
         for part in text_parts(content)
     )
-    message = _joined("tool", parts, SEPARATOR)
+    message = _join("tool", parts, SEPARATOR)
     failure = _failure(item)
     if failure.lower() not in message.text.lower():
         message = replace(message, text=f"{failure}\n{message.text}".rstrip())
@@ -185,30 +194,37 @@ def _failure(item: dict[str, Any]) -> str:
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         error = error["message"]
     if error:
-        return f"error: {error if isinstance(error, str) else as_json(error)}"
+        sentence = error if isinstance(error, str) else as_json(error)
+        return f"error: {sentence}"
     has_failed = item.get("is_error") is True or item.get("status") in ("failed", "error")
     return "error" if has_failed else ""
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call of any API in OpenAI's form, with its arguments as a value."""
-    inner = next(
-        (call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)), call
-    )
+    nested = [call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)]
+    inner = nested[0] if nested else call  # the object with the name and the arguments
     arguments = next((inner[key] for key in ARGUMENT_FIELDS if key in inner), None)
-    name, call_id = inner.get("name") or call.get("name"), call.get("call_id") or call.get("id")
-    if not isinstance(name, str):
-        name = part_type(call).removesuffix("_call")
     if "custom" in part_type(call) and isinstance(arguments, str):
         arguments = {"input": arguments}
-    name = full_name(name, call.get("namespace"))
-    function = {"name": name, "arguments": parse_arguments(arguments)}
-    return {"id": str(call_id or ""), "type": "function", "function": function}
+    name = inner.get("name") or call.get("name")
+    if not isinstance(
+        name, str
+    ):  # a service's own tool, such as "web_search_call", has only a type
+        name = part_type(call).removesuffix("_call")
+    function = {
+        "name": full_name(name, call.get("namespace")),
+        "arguments": parse_arguments(arguments),
+    }
+    call_id = call.get("call_id") or call.get("id") or ""
+    return {"id": str(call_id), "type": "function", "function": function}
 
 
 def full_name(name: str, namespace: Any) -> str:
     """Return a tool's name with its namespace, as `namespace__name`; namespaces of MCP servers may end in "__"."""
-    return f"{namespace.rstrip('_')}__{name}" if isinstance(namespace, str) and namespace else name
+    if not isinstance(namespace, str) or not namespace:
+        return name
+    return f"{namespace.rstrip('_')}__{name}"
 
 
 def parse_arguments(value: Any) -> Any:
@@ -221,9 +237,10 @@ def parse_arguments(value: Any) -> Any:
         arguments = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):  # JSON within JSON
-        return parse_arguments(arguments)
-    return value if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, str):
+        return arguments
+    is_json_within_json = arguments.lstrip().startswith("{")
+    return parse_arguments(arguments) if is_json_within_json else value
 
 
 def _response_item(item: dict[str, Any], kind: str) -> list[Message]:

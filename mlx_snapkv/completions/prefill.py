@@ -12,18 +12,27 @@ THOUGHTS_LEFT_OUT = "the assistant's thoughts at the end are left out: only its 
 
 
 def without_empty_answer(turns: list[Message]) -> tuple[list[Message], list[str]]:
-    """Return turns without a last message of the assistant that has no text and no calls, and notes on it."""
-    *before, last = turns or [Message("user")]
-    if not before or last.role != "assistant" or last.text.strip() or last.calls:
+    """Return turns without a last message of the assistant that has no text and no calls, and notes on it.
+
+    The only message of a chat stays.
+    """
+    if len(turns) < 2:
         return turns, []
-    return before, [THOUGHTS_LEFT_OUT] if last.reasoning else []
+    *before, last = turns
+    is_empty_answer = last.role == "assistant" and not last.text.strip() and not last.calls
+    if not is_empty_answer:
+        return turns, []
+    notes = [THOUGHTS_LEFT_OUT] if last.reasoning else []
+    return before, notes
 
 
 def prefill_of(turns: list[Message]) -> str:
     """Return the text that the answer continues; "" if the last message is not the assistant's, or has calls."""
-    last = turns[-1] if turns else Message("user")
-    continues = last.role == "assistant" and last.text.strip() and not last.calls
-    return replace_surrogates_in(last.text) if continues else ""
+    if not turns:
+        return ""
+    last = turns[-1]
+    is_continued = last.role == "assistant" and last.text.strip() and not last.calls
+    return replace_surrogates_in(last.text) if is_continued else ""
 
 
 def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> Any:
@@ -44,15 +53,16 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
 
     *before, last = messages
     refusal = SnapKVError("the chat template leaves out the assistant's message at the end")
+    marked = last | {"content": last["content"] + ANSWER_MARK}
     try:
-        text = render_text([*before, last | {"content": last["content"] + ANSWER_MARK}], False)
+        text = render_text([*before, marked], add_generation_prompt=False)
         if ANSWER_MARK in text:
             return text[: text.rfind(ANSWER_MARK)]
     except SnapKVError as error:
         refusal = error
     if not before:
         raise refusal
-    start = render_text(before, True)
+    start = render_text(before, add_generation_prompt=True)
     if tokenizer.has_thinking and ends_in_thoughts(start, tokenizer):
         start += f"{tokenizer.think_end}\n\n"
     return start + last["content"]

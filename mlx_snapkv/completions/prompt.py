@@ -56,15 +56,16 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
 
 
 def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
-    tools, tool_choice, tool_notes = _tools(body)
-    rendered, notes = _rendered(body, tokenizer, body.messages, tools)
+    """Return a chat's prompt, up to the place where the answer begins."""
+    tools, tool_choice, tool_notes = _tools_and_choice(body)
+    rendered, notes = _render_messages(body, tokenizer, body.messages, tools, for_answer=True)
     return Prompt(
-        rendered.tokens,
-        initial_state(tokenizer, rendered),
-        tools,
-        (*tool_notes, *notes),
-        rendered.prefill,
-        tool_choice,
+        tokens=rendered.tokens,
+        initial_state=initial_state(tokenizer, rendered),
+        tools=tools,
+        warnings=(*tool_notes, *notes),
+        prefill=rendered.prefill,
+        tool_choice=tool_choice,
     )
 
 
@@ -73,23 +74,27 @@ def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> lis
 
     Raises: SnapKVError: the template refuses, or the model has no template.
     """
-    tools, _, _ = _tools(body)
-    rendered, _ = _rendered(body, tokenizer, context, tools, for_answer=False)
+    tools, _, _ = _tools_and_choice(body)
+    rendered, _ = _render_messages(body, tokenizer, context, tools, for_answer=False)
     return rendered.tokens
 
 
-def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, ToolChoice | None, list[str]]:
-    """Return the tools for the chat template, the choice among them, and notes on omitted ones."""
+def _tools_and_choice(
+    body: ChatBody,
+) -> tuple[list[dict[str, Any]] | None, ToolChoice | None, list[str]]:
+    """Return the tools for the chat template, the choice among them, and notes on what is left out of both."""
     choice = body.tool_choice
-    is_none = choice is not None and choice.type == "none"
-    all_tools = [] if is_none else replace_surrogates_in(body.tools or [])
-    services = [tool for tool in all_tools if _is_service(tool)]
-    tools = [_function_tool(tool) for tool in all_tools if not _is_service(tool)]
+    may_call = choice is None or choice.type != "none"
+    client_tools = replace_surrogates_in(body.tools or []) if may_call else []
+    services = [tool for tool in client_tools if _is_service(tool)]
+    tools = [_function_tool(tool) for tool in client_tools if not _is_service(tool)]
     kinds = dict.fromkeys(str(tool["type"])[:MAX_TYPE_LENGTH] for tool in services)
     notes = [f"tools of the type {kind} are left out: {ONLY_FUNCTIONS}" for kind in kinds]
-    if choice is not None and choice.allowed is not None:
+    if choice is None:
+        return tools or None, None, notes
+    if choice.allowed is not None:
         tools = [tool for tool in tools if name_of(tool) in choice.allowed]
-    if choice is not None and _forces_service(choice, tools, services):
+    if _forces_service(choice, tools, services):
         service = f", no {choice.service}" if choice.service else ""
         notes.append(f"tool_choice is left out: {ONLY_FUNCTIONS}{service}")
         choice = None
@@ -102,7 +107,7 @@ def _forces_service(choice: ToolChoice, tools: list[Any], services: list[dict[st
         return True
     if choice.type not in ("required", "function"):
         return False
-    if choice.function is None:
+    if choice.function is None:  # any tool: a service, if the client has nothing else
         return bool(services) and not tools
     return any(tool.get("name") == choice.function.name for tool in services)
 
@@ -110,24 +115,28 @@ def _forces_service(choice: ToolChoice, tools: list[Any], services: list[dict[st
 def _is_service(tool: dict[str, Any]) -> bool:
     """Return whether a tool is built into an API's service, such as a web search, and not a function."""
     has_schema = "name" in tool and ("parameters" in tool or "input_schema" in tool)
-    return not ("function" in tool or tool.get("type", "function") == "function" or has_schema)
+    is_function = "function" in tool or tool.get("type", "function") == "function" or has_schema
+    return not is_function
 
 
 def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a function in any API's form as chat templates take it."""
     if "function" in tool:
         return {"type": "function", **tool}
-    names = {"input_schema": "parameters"}  # Anthropic's name: the templates' name
-    function = {names.get(name, name): value for name, value in tool.items() if name != "type"}
+    function = {}
+    for name, value in tool.items():
+        if name != "type":
+            # `input_schema` is Anthropic's name. The order stays, since templates show it to the model.
+            function["parameters" if name == "input_schema" else name] = value
     return {"type": "function", "function": function}
 
 
-def _rendered(
+def _render_messages(
     body: ChatBody,
     tokenizer,
     messages: Iterable[Message],
     tools: list[dict[str, Any]] | None,
-    for_answer: bool = True,
+    for_answer: bool,
 ) -> tuple[Rendered, list[str]]:
     """Render messages with the body's options, and return them with all notes.
 
@@ -143,6 +152,10 @@ def _rendered(
 
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:
+    """Return the tokens of a text; a list has the tokens already.
+
+    Raises: SnapKVError: the tokenizer fails.
+    """
     if isinstance(prompt, list):
         return prompt
     try:

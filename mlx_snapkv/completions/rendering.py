@@ -16,7 +16,7 @@ from ..errors import SnapKVError
 from .chat_template import apply_template, template_failures
 from .messages import Message
 from .prefill import continued_text, ends_in_thoughts, prefill_of, without_empty_answer
-from .rewrites import REWRITES, alternating, rewritten
+from .rewrites import REWRITES, make_alternating, rewrite
 from .turns import for_template, in_turns
 
 # Options of `apply_chat_template` that would change the type of its result.
@@ -58,14 +58,10 @@ def render(
 
     Raises: SnapKVError: there is no template, or it refuses all rewrites; the sentence is about the original chat.
     """
-    if not tokenizer.has_chat_template:
-        raise SnapKVError("this model has no chat template: use /v1/completions")
-    if tools and not tokenizer.has_tool_calling:
-        raise SnapKVError("this model's chat template takes no tools: drop them")
-    if any(name in options for name in RESERVED):
-        raise SnapKVError(NOT_TOKENS)
-    ours = ("tools", "continue_final_message")
-    options = {name: value for name, value in options.items() if name not in ours}
+    _require_renderable(tokenizer, tools, options)
+    # A client's options can't replace these two.
+    own_options = ("tools", "continue_final_message")
+    options = {name: value for name, value in options.items() if name not in own_options}
     if tools:
         options["tools"] = tools
     turns, notes = without_empty_answer(in_turns(messages))
@@ -73,9 +69,9 @@ def render(
     drops_calls = _drops_calls(tokenizer, turns)
     first_refusal: SnapKVError | None = None
     for changes in REWRITES:
-        if drops_calls and alternating not in changes:
+        if drops_calls and make_alternating not in changes:  # the one that makes calls text
             continue
-        new_turns, new_options, new_notes = rewritten(changes, turns, options)
+        new_turns, new_options, new_notes = rewrite(changes, turns, options)
         new_messages = [for_template(turn) for turn in new_turns]
         try:
             tokens = _tokens(tokenizer, new_messages, new_options, prefill)
@@ -86,9 +82,25 @@ def render(
             continue
         if not isinstance(tokens, list):
             raise SnapKVError(NOT_TOKENS)
-        return Rendered(tokens, new_messages, new_options, (*notes, *new_notes), prefill)
+        return Rendered(
+            tokens=tokens,
+            messages=new_messages,
+            options=new_options,
+            notes=(*notes, *new_notes),
+            prefill=prefill,
+        )
     assert first_refusal is not None
     raise first_refusal
+
+
+def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
+    """Raise SnapKVError if a chat can't be rendered, whatever its messages are."""
+    if not tokenizer.has_chat_template:
+        raise SnapKVError("this model has no chat template: use /v1/completions")
+    if tools and not tokenizer.has_tool_calling:
+        raise SnapKVError("this model's chat template takes no tools: drop them")
+    if any(name in options for name in RESERVED):
+        raise SnapKVError(NOT_TOKENS)
 
 
 def _tokens(
@@ -105,6 +117,7 @@ def _tokens(
 def _drops_calls(tokenizer, turns: list[Message]) -> bool:
     """Return whether there are calls that the template would silently leave out, since it never reads `tool_calls`."""
     template = tokenizer.chat_template
+    # mlx-lm's own templates are functions, which can't be searched.
     is_text = isinstance(template, str) and getattr(tokenizer, "_chat_template", None) is None
     return is_text and "tool_calls" not in template and any(turn.calls for turn in turns)
 
@@ -120,11 +133,12 @@ def initial_state(tokenizer, rendered: Rendered) -> str:
         return "reasoning" if in_thoughts else "normal"
     if tokenizer.response_initial_state:
         return tokenizer.response_initial_state
-    tokens = rendered.tokens
-    if not tokenizer.has_thinking or (
-        tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens)
-    ):
+    if not tokenizer.has_thinking:
         return "normal"
+    tokens = rendered.tokens
+    if tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens):
+        return "normal"
+    # A message may also have the marker of thoughts in its text, so only the generation prompt counts.
     in_thoughts = ends_in_thoughts(_generation_prompt(tokenizer, rendered), tokenizer)
     return "reasoning" if in_thoughts else "normal"
 
@@ -132,23 +146,28 @@ def initial_state(tokenizer, rendered: Rendered) -> str:
 def _generation_prompt(tokenizer, rendered: Rendered) -> str:
     """Return the text that the template adds after the last message, where the answer begins."""
 
-    def text(messages: list[dict[str, Any]], **options: Any) -> str:
+    def render_text(messages: list[dict[str, Any]], **options: Any) -> str:
         return apply_template(tokenizer, messages, tokenize=False, **rendered.options | options)
 
     *before, last = rendered.messages
     try:
-        prompt = text(rendered.messages)
-        without = text(rendered.messages, add_generation_prompt=False)
+        prompt = render_text(rendered.messages)
+        without = render_text(rendered.messages, add_generation_prompt=False)
         if without != prompt and prompt.startswith(without):
             return prompt[len(without) :]
         # This template ignores `add_generation_prompt`. The end of the text that does not depend on the last message
         # is its generation prompt.
-        other = text([*before, last | {"content": "\u00a4"}])
+        other = render_text([*before, last | {"content": "\u00a4"}])
     except SnapKVError:  # the template refuses one of these chats
         return tokenizer.decode(rendered.tokens[-8:])
-    pairs = zip(reversed(prompt), reversed(other))
+    return _common_end(prompt, other)
+
+
+def _common_end(first: str, second: str) -> str:
+    """Return the longest text with which both texts end."""
+    pairs = zip(reversed(first), reversed(second))
     n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return prompt[len(prompt) - n_same :]
+    return first[len(first) - n_same :]
 
 
 def template_variables(tokenizer) -> set[str]:
@@ -156,7 +175,9 @@ def template_variables(tokenizer) -> set[str]:
     custom = getattr(tokenizer, "_chat_template", None)  # a function of mlx-lm's
     names = set(inspect.signature(custom).parameters) if callable(custom) else set()
     template = tokenizer.chat_template
-    for text in template.values() if isinstance(template, dict) else [template]:
+    # Some tokenizers have several templates by name, such as "tool_use".
+    texts = template.values() if isinstance(template, dict) else [template]
+    for text in texts:
         names |= _variables_in(text or "")
     return names
 

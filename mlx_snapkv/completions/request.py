@@ -15,6 +15,7 @@ from .fields import NO_LIMIT
 from .grammar import AnswerFormat, call_format, continue_json, json_format, name_of
 from .prompt import Prompt, tokenize
 from .sampler import make_sampler
+from .tool_choice import ToolChoice
 
 # Fields without a warning if they are left out: they change nothing of an answer here, or are about other requests.
 HARMLESS = set(
@@ -109,20 +110,19 @@ def completion_request(
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
         n_logprobs = body.logprobs
-    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    require_in_vocabulary("logit_bias", bias, vocabulary_size)
-    penalties = body.model_dump(include=PENALTY_FIELDS, exclude_none=True)
-    processors = make_logits_processors(bias or None, **penalties)
+    processors = _bias_and_penalties(body, vocabulary_size)
     max_tokens = _max_tokens(body, defaults, bounds)
     warnings = list(prompt.warnings)
     constraint = None
     if answer_format is not None:
         constraint = Constraint(tokenizer, answer_format, max_tokens)
         processors.append(constraint)
-        warnings += [answer_format.note] if answer_format.note else []
+        if answer_format.note:
+            warnings.append(answer_format.note)
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     forces_call = answer_format is not None and answer_format.kind != "json"
-    warnings += _warnings(unknown, may_call_several=prompt.tools is not None and not forces_call)
+    may_call_several = prompt.tools is not None and not forces_call
+    warnings += _warnings(unknown, may_call_several)
     return CompletionRequest(
         prompt=prompt.tokens,
         max_tokens=max_tokens,
@@ -141,14 +141,29 @@ def completion_request(
     )
 
 
+def _bias_and_penalties(body: Body, vocabulary_size: int) -> list[Callable]:
+    """Return mlx-lm's logits processors for a body's fields.
+
+    Raises: SnapKVError: a token of `logit_bias` is outside the vocabulary.
+    """
+    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    require_in_vocabulary("logit_bias", bias, vocabulary_size)
+    penalties = body.model_dump(include=PENALTY_FIELDS, exclude_none=True)
+    return make_logits_processors(bias or None, **penalties)
+
+
 def _warnings(unknown: dict[str, Any], may_call_several: bool) -> list[str]:
-    """Return a sentence on each unknown field that a client may expect to have an effect."""
-    names = sorted(
-        name
-        for name, value in unknown.items()
-        if not (name in HARMLESS or value in EMPTY_VALUES or _keeps_all(value))
-    )
-    warnings = [f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here" for name in names]
+    """Return a sentence on each unknown field that a client may expect to have an effect.
+
+    Args:
+        unknown: values of the unknown fields, by name.
+        may_call_several: whether an answer may have several tool calls.
+    """
+    warnings = []
+    for name, value in sorted(unknown.items()):
+        is_without_effect = name in HARMLESS or value in EMPTY_VALUES or _keeps_all(value)
+        if not is_without_effect:
+            warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
     if unknown.get("parallel_tool_calls") is False and may_call_several:
         warnings.insert(0, "parallel_tool_calls is left out: an answer may call several tools")
     return warnings
@@ -163,6 +178,7 @@ def _keeps_all(value: Any) -> bool:
 
 
 def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
+    """Return the number of tokens that an answer may have: the body's, or the default, within the model's bounds."""
     max_tokens = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
     return bounds.max_tokens if max_tokens == NO_LIMIT else min(max_tokens, bounds.max_tokens)
 
@@ -172,21 +188,30 @@ def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | 
 
     Raises: SnapKVError: a call of an unknown tool is forced, or a schema can't be enforced.
     """
-    choice, tools, state = prompt.tool_choice, prompt.tools, prompt.initial_state
+    state = prompt.initial_state
+    choice = prompt.tool_choice
     if choice is not None and choice.type in ("required", "function"):
-        if choice.function is not None:
-            name = choice.function.name
-            tools = [tool for tool in tools or [] if name_of(tool) == name]
-            if not tools:
-                raise SnapKVError(f"tool_choice asks for {name!r}, which is none of the tools")
-        if not tools:
-            raise SnapKVError("tool_choice asks for a call, but there are no tools")
-        return call_format(tools, tokenizer, state)
+        return call_format(_callable_tools(prompt.tools or [], choice), tokenizer, state)
     schema = None if body.response_format is None else body.response_format.schema_to_enforce
     if schema is None:
         return None
     what = "response_format's schema"
-    answer_format = json_format(schema, tokenizer, state, what, may_call=bool(tools))
-    if state == "reasoning":
+    answer_format = json_format(schema, tokenizer, state, what, may_call=bool(prompt.tools))
+    if state == "reasoning":  # a prefill is then part of the thoughts, not of the JSON
         return answer_format
     return continue_json(answer_format, prompt.prefill, tokenizer)
+
+
+def _callable_tools(tools: list[dict[str, Any]], choice: ToolChoice) -> list[dict[str, Any]]:
+    """Return the tools of which a choice forces a call: the one that it names, or else all.
+
+    Raises: SnapKVError: there is no such tool.
+    """
+    if choice.function is not None:
+        name = choice.function.name
+        tools = [tool for tool in tools if name_of(tool) == name]
+        if not tools:
+            raise SnapKVError(f"tool_choice asks for {name!r}, which is none of the tools")
+    if not tools:
+        raise SnapKVError("tool_choice asks for a call, but there are no tools")
+    return tools

@@ -31,17 +31,22 @@ def make_sampler(
     if options["top_k"] >= vocabulary_size:
         rule = f"less than the vocabulary's {vocabulary_size}"
         raise OptionError("top_k", rule, options["top_k"])
-    is_greedy = body.top_p is not None and body.top_p < NEARLY_ZERO
-    if options["temp"] < NEARLY_ZERO or is_greedy:
+    # A top_p of 0 in mlx-lm's flags, and so in `defaults`, means no limit; a client's means greedy decoding.
+    asks_for_likeliest = body.top_p is not None and body.top_p < NEARLY_ZERO
+    if options["temp"] < NEARLY_ZERO or asks_for_likeliest:
         return None
     exempt_from_xtc = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
     sampler = sample_utils.make_sampler(
         **options,
         xtc_special_tokens=[token for token in exempt_from_xtc if token < vocabulary_size],
     )
-    seed = body.seed if body.seed is not None else seed
-    seed = secrets.randbits(64) if seed is None else seed % 2**64
-    return SeededSampler(sampler, seed, n_draws=2 if options["xtc_probability"] > 0 else 1)
+    if body.seed is not None:
+        seed = body.seed
+    if seed is None:
+        seed = secrets.randbits(64)
+    # XTC draws whether it applies, and then the token is drawn.
+    n_draws = 2 if options["xtc_probability"] > 0 else 1
+    return SeededSampler(sampler, seed % 2**64, n_draws)
 
 
 class SeededSampler:

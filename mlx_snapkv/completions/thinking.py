@@ -30,31 +30,33 @@ def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[st
 
     A client's `chat_template_kwargs` take precedence over other fields.
     """
-    names, notes = template_variables(tokenizer), []
+    variables = template_variables(tokenizer)
+    notes = []
     options: dict[str, Any] = {}
     for request in _thinking_requests(body):
-        values = _template_values(request, names, tokenizer)
+        values = _template_values(request, variables, tokenizer)
         options |= values
         if not values and (request.thinks or tokenizer.has_thinking):
             why = "this model's chat template has no variable for it"
             notes.append(f"{request.field} is left out: {why}")
-    for name, kind in (("enable_thinking", bool), ("reasoning_effort", str)):
+    # `_thinking_requests` skips values of other types.
+    for name, expected in (("enable_thinking", bool), ("reasoning_effort", str)):
         value = getattr(body, name)
-        if value is not None and not isinstance(value, kind):
-            notes.append(f"{name} is left out: it should be a {kind.__name__}")
+        if value is not None and not isinstance(value, expected):
+            notes.append(f"{name} is left out: it should be a {expected.__name__}")
     return options | (body.chat_template_kwargs or {}), notes
 
 
-def _template_values(request: ThinkingRequest, names: set[str], tokenizer) -> dict[str, Any]:
-    """Return values for those variables of the template, given by `names`, that can express the request."""
+def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -> dict[str, Any]:
+    """Return the values of those of the template's variables that can express the request."""
     values: dict[str, Any] = {}
-    if "reasoning_effort" in names and request.effort is not None:
+    if "reasoning_effort" in variables and request.effort is not None:
         values["reasoning_effort"] = request.effort
     # mlx-lm's tokenizer passes `enable_thinking` on under the name that the template has for it.
-    if getattr(tokenizer, "_thinking_kwarg", "enable_thinking") in names:
+    if getattr(tokenizer, "_thinking_kwarg", "enable_thinking") in variables:
         values["enable_thinking"] = request.thinks
     if request.budget is not None:
-        values |= {name: request.budget for name in BUDGET_VARIABLES if name in names}
+        values |= {name: request.budget for name in BUDGET_VARIABLES if name in variables}
     return values
 
 
@@ -62,19 +64,20 @@ def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
     """Yield what each field of a body asks for; the later ones take precedence."""
     for field, thinks in (("enable_thinking", body.enable_thinking), ("think", body.think)):
         if isinstance(thinks, bool):
-            yield ThinkingRequest(field, thinks)
+            yield ThinkingRequest(field=field, thinks=thinks)
     if body.thinking is not None:
         yield _anthropic_request(body.thinking)
     reasoning = body.reasoning if isinstance(body.reasoning, dict) else {}
     max_tokens = reasoning.get("max_tokens")
+    effort_of_budget = _effort(max_tokens) if isinstance(max_tokens, int) else None
     for field, effort in (
         ("reasoning_effort", body.reasoning_effort),
         ("think", body.think),
         ("reasoning.effort", reasoning.get("effort")),
-        ("reasoning.max_tokens", _effort(max_tokens) if isinstance(max_tokens, int) else None),
+        ("reasoning.max_tokens", effort_of_budget),
     ):
         if isinstance(effort, str):
-            yield ThinkingRequest(field, effort != "none", effort)
+            yield ThinkingRequest(field=field, thinks=effort != "none", effort=effort)
 
 
 def _anthropic_request(thinking: Any) -> ThinkingRequest:
@@ -82,10 +85,13 @@ def _anthropic_request(thinking: Any) -> ThinkingRequest:
     fields = thinking if isinstance(thinking, dict) else {}
     thinks = fields.get("type", thinking) not in ("disabled", False)
     budget = fields.get("budget_tokens")
-    if not (isinstance(budget, int) and thinks):
-        return ThinkingRequest("thinking", thinks)
-    return ThinkingRequest("thinking.budget_tokens", thinks, _effort(budget), budget)
+    if not thinks or not isinstance(budget, int):
+        return ThinkingRequest(field="thinking", thinks=thinks)
+    return ThinkingRequest(
+        field="thinking.budget_tokens", thinks=True, effort=_effort(budget), budget=budget
+    )
 
 
 def _effort(budget: int) -> str:
-    return next((effort for most, effort in EFFORTS if budget <= most), "high")
+    """Return the effort that suits a budget in tokens."""
+    return next((effort for max_budget, effort in EFFORTS if budget <= max_budget), "high")

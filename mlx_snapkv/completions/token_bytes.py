@@ -18,11 +18,13 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     piece = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(piece, str) or token in tokenizer.all_special_ids:
         return text.encode()
-    if byte := BYTE_TOKEN.fullmatch(piece):
-        return bytes([int(byte[1], 16)])
+    byte_token = BYTE_TOKEN.fullmatch(piece)
+    if byte_token:
+        return bytes([int(byte_token[1], 16)])
     detokenizer = tokenizer.detokenizer
     if isinstance(detokenizer, SPMStreamingDetokenizer):
-        return piece.replace("\u2581", " ").encode()
+        return piece.replace("\u2581", " ").encode()  # SentencePiece writes a space as U+2581
+    # Byte-level BPE writes each byte as one letter.
     byte_of_letter = _byte_decoder()
     is_byte_level = isinstance(detokenizer, BPEStreamingDetokenizer) or "\ufffd" in text
     if is_byte_level and all(letter in byte_of_letter for letter in piece):

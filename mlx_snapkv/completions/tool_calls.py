@@ -37,8 +37,13 @@ def parse_tool_calls(
         values = _json_values(text)
         if values is None and is_complete:
             values = _repaired_json_values(text)
-    calls = [_tool_call(value) for value in values or []]
-    return [call for call in calls if call] if all(calls) else []
+    calls = []
+    for value in values or []:
+        call = _tool_call(value)
+        if call is None:  # something other than a call, so none of the text is taken for calls
+            return []
+        calls.append(call)
+    return calls
 
 
 def ends_within_argument(text: str) -> bool:
@@ -55,12 +60,15 @@ def ends_within_argument(text: str) -> bool:
 
 def _open_at_end(text: str) -> tuple[bool, str]:
     """Return whether JSON text ends within a string, and the brackets that would close it."""
-    in_string, is_escaped, closers = False, False, list[str]()
+    in_string = False
+    is_escaped = False  # whether a backslash comes before the letter
+    closers: list[str] = []
     for letter in text:
         if is_escaped:
             is_escaped = False
         elif in_string:
-            is_escaped, in_string = letter == "\\", letter != '"'
+            is_escaped = letter == "\\"
+            in_string = letter != '"'
         elif letter == '"':
             in_string = True
         elif letter in "{[":
@@ -103,9 +111,13 @@ def _repaired_json_values(text: str) -> list[Any] | None:
     return values
 
 
-def _is_deep(value: Any, n_levels: int = MAX_DEPTH) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return n_levels == 0 or any(_is_deep(part, n_levels - 1) for part in parts)
+def _is_too_deep(value: Any, n_levels: int = MAX_DEPTH) -> bool:
+    """Return whether a JSON value has `n_levels` levels of nesting or more."""
+    if n_levels == 0:
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list) and any(_is_too_deep(part, n_levels - 1) for part in value)
 
 
 def _tool_call(value: Any) -> dict[str, Any] | None:
@@ -114,14 +126,16 @@ def _tool_call(value: Any) -> dict[str, Any] | None:
         return None
     function = value["function"] if isinstance(value.get("function"), dict) else value
     name = function.get("name", function.get("function"))
-    others = {key: item for key, item in function.items() if key not in NAME_FIELDS}
-    named = [function[key] for key in ARGUMENT_FIELDS if key in function]
-    if not named and others.keys() & METADATA_FIELDS:  # it is unclear whether these are arguments
+    if not isinstance(name, str) or not name.strip():
         return None
-    arguments = parse_arguments(named[0] if named else others)
-    if not (isinstance(name, str) and name.strip() and isinstance(arguments, dict)):
-        return None
-    if _is_deep(arguments):
+    argument_fields = [key for key in ARGUMENT_FIELDS if key in function]
+    if argument_fields:
+        arguments = parse_arguments(function[argument_fields[0]])
+    else:  # small models write the arguments beside the name
+        arguments = {key: item for key, item in function.items() if key not in NAME_FIELDS}
+        if arguments.keys() & METADATA_FIELDS:  # it is unclear whether these are arguments
+            return None
+    if not isinstance(arguments, dict) or _is_too_deep(arguments):
         return None
     try:
         arguments_json = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

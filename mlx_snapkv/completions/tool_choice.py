@@ -45,7 +45,7 @@ def _as_tool_choice(value: Any) -> Any:
         return {"type": value}
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "allowed_tools":
-        inner = value.get(kind, value)
+        inner = value.get(kind, value)  # chat completions nest the fields, responses do not
         require(isinstance(inner, dict), ".allowed_tools should be a valid object", inner)
         names = [_name_fields(tool)["name"] for tool in as_list(inner.get("tools"))]
         allowed = [name for name in names if name is not None]  # built-in tools have no name

@@ -19,19 +19,19 @@ def in_turns(messages: Iterable[Message]) -> list[Message]:
     """
     turns: list[Message] = []
     for message in _in_order_of_calls(messages):
-        if message.notes and not (
-            message.text or message.reasoning or message.calls or message.call_id
-        ):
+        has_content = message.text or message.reasoning or message.calls or message.call_id
+        if message.notes and not has_content:
             continue  # everything in this message is left out
-        last = turns[-1] if turns else None
-        role = message.role
-        if role == "system" and last is not None and last.role != "system":
-            role = "user"
-        message = replace(message, role=role)
-        if last is None or role == "tool" or role != last.role:
+        if not turns:
+            turns.append(message)
+            continue
+        last = turns[-1]
+        if message.role == "system" and last.role != "system":
+            message = replace(message, role="user")
+        if message.role == "tool" or message.role != last.role:
             turns.append(message)
         else:
-            turns[-1] = _joined(last, message)
+            turns[-1] = _join(last, message)
     return turns
 
 
@@ -40,30 +40,33 @@ def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
 
     Results whose id belongs to none of these calls come last.
     """
-    order: dict[str, int] = {}
+    call_numbers: dict[str, int] = {}  # by id, of the last calls
     for role, group in groupby(messages, lambda message: message.role):
-        in_a_row = list(group)
+        same_role = list(group)
         if role == "assistant":
-            ids = dict.fromkeys(call["id"] for message in in_a_row for call in message.calls)
-            order = {call_id: n for n, call_id in enumerate(ids)}
+            ids = dict.fromkeys(call["id"] for message in same_role for call in message.calls)
+            call_numbers = {call_id: number for number, call_id in enumerate(ids)}
         elif role == "tool":
-            in_a_row.sort(key=lambda message: order.get(message.call_id, len(order)))
-        yield from in_a_row
+            n_calls = len(call_numbers)
+            same_role.sort(key=lambda message: call_numbers.get(message.call_id, n_calls))
+        yield from same_role
 
 
-def _joined(first: Message, second: Message) -> Message:
+def _join(first: Message, second: Message) -> Message:
+    """Return two messages of one role as one."""
     return Message(
-        first.role,
-        _joined_text(first.text, second.text),
-        _joined_text(first.reasoning, second.reasoning),
-        first.calls + second.calls,
+        role=first.role,
+        text=_join_texts(first.text, second.text),
+        reasoning=_join_texts(first.reasoning, second.reasoning),
+        calls=first.calls + second.calls,
         extra=first.extra | second.extra,
         notes=first.notes + second.notes,
     )
 
 
-def _joined_text(first: str, second: str) -> str:
-    return first + SEPARATOR + second if first and second else first + second
+def _join_texts(first: str, second: str) -> str:
+    """Return both texts with a separator between them, unless one is empty."""
+    return SEPARATOR.join(text for text in (first, second) if text)
 
 
 def for_template(message: Message) -> dict[str, Any]:
@@ -90,5 +93,6 @@ def calls_as_text(message: Message) -> Message:
         return message
     functions = [call["function"] for call in message.calls]
     lines = [f"[{function['name']} {as_json(function['arguments'])}]" for function in functions]
-    text = "\n".join([message.text, *lines] if message.text else lines)
-    return replace(message, text=text, calls=())
+    if message.text:
+        lines.insert(0, message.text)
+    return replace(message, text="\n".join(lines), calls=())

@@ -25,6 +25,11 @@ def require(ok: bool, rule: str, value: Any) -> None:
         raise ValueError(f"{rule}, got {shortened(value)}")
 
 
+def error_sentence(place: str, rule: str) -> str:
+    """Return the sentence that the value at `place` in a body breaks a rule; `rule` is as in `require`."""
+    return f"{place}{rule}" if rule.startswith(".") else f"{place} {rule}"
+
+
 def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
     """Return a field's validator that refuses values that are not valid; `rule` is as in `require`."""
 
@@ -69,18 +74,20 @@ def validate_body(model: type[Model], body: Any) -> Model:
 
 def describe_error(error: Mapping[str, Any], body: Any) -> str:
     """Return one of pydantic's errors about a body as a sentence that names the field."""
-    place, kind, got = _path(error["loc"], body), error["type"], shortened(error["input"])
+    place = _path(error["loc"], body)
+    kind = error["type"]
+    got = shortened(error["input"])
     if kind == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
     if not isinstance(body, dict):
         return f"body must be an object, got {shortened(body)}"
     if kind == "value_error":
-        rule = str(error["ctx"]["error"])
-        return f"{place}{rule}" if rule.startswith(".") else f"{place} {rule}"
+        return error_sentence(place, rule=str(error["ctx"]["error"]))
     if kind == "missing":
         return f"{place} is missing"
     if kind == "too_short":
         return f"{place} must not be empty"
+    # Pydantic's other sentences speak of Python: "Input should be a valid dictionary or instance of ..."
     message = re.sub(" or (instance of|object to).*", "", error["msg"])
     message = message.replace("dictionary", "object")
     if message.startswith("Input "):
@@ -93,12 +100,14 @@ def _path(location: Sequence[str | int], body: Any) -> str:
 
     Pydantic's location also has the names of union members. They are not keys of the body, and are skipped.
     """
-    path, value = [], body
-    for i, step in enumerate(location):
+    path = []
+    value = body
+    for number, step in enumerate(location, start=1):
         try:
             value = value[step]
         except (LookupError, TypeError):
-            is_missing_field = i + 1 == len(location) and isinstance(value, dict)
+            # The last step may be the name of a field that the body lacks.
+            is_missing_field = number == len(location) and isinstance(value, dict)
             if not is_missing_field:
                 continue
         path.append(str(step))
