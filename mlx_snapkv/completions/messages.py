@@ -208,9 +208,8 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     if "custom" in part_type(call) and isinstance(arguments, str):
         arguments = {"input": arguments}
     name = inner.get("name") or call.get("name")
-    if not isinstance(
-        name, str
-    ):  # a service's own tool, such as "web_search_call", has only a type
+    # A service's own tool has only a type, such as "web_search_call".
+    if not isinstance(name, str):
         name = part_type(call).removesuffix("_call")
     function = {
         "name": full_name(name, call.get("namespace")),

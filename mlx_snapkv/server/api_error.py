@@ -74,9 +74,8 @@ def as_api_error(error: BaseException) -> ApiError:
 def _server_error(error: BaseException) -> ApiError:
     """Log an exception under a random number, and return an error that tells the client only this number."""
     number = secrets.token_hex(4)
-    if isinstance(
-        error, EntryFileError
-    ):  # its sentence names the damaged file; a traceback adds nothing
+    # An EntryFileError names the damaged file, so a traceback adds nothing.
+    if isinstance(error, EntryFileError):
         log.error("request %s failed: %s", number, error)
     else:
         log.error("request %s failed", number, exc_info=error)

@@ -250,7 +250,9 @@ class Engine:
         self._cancelled = {request.number for request in unfinished if request.cancelled}
         ends = self._stopping
         starts_next = not ends and self._admit_next()
-        return News(accepted, self._cancelled, starts_next, ends)
+        return News(
+            accepted=accepted, cancelled=self._cancelled, starts_next=starts_next, ends=ends
+        )
 
     def _accept_new(self) -> Iterator[EngineRequest]:
         """Yield submitted requests that can be answered; send an error to the clients of the others."""

@@ -41,9 +41,8 @@ class ResponseFormatter(ABC):
             self.started[index] = event
         elif isinstance(event, Finished):
             self.finished[index] = event
-        if (
-            event is None and not self.started
-        ):  # an API's own events may come only after its first one
+        # The keep-alive events of some APIs may come only after the API's first event; a comment may always come.
+        if event is None and not self.started:
             yield ": waiting\n\n"
         else:
             yield from self.stream(index, event)
