@@ -41,22 +41,22 @@ app = typer.Typer(
 )
 
 
-def _help(context: typer.Context) -> None:
+def _print_help(context: typer.Context) -> None:
     """Print the help of a group that is called without a command."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 EVALUATIONS = "Measure on your own texts how far a model's predictions move."
-evaluations = typer.Typer(help=EVALUATIONS, callback=_help, invoke_without_command=True)
+evaluations = typer.Typer(help=EVALUATIONS, callback=_print_help, invoke_without_command=True)
 COMMANDS = (
     generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench, doctor,
 )  # fmt: skip
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
         name = function.__name__.replace("_", "-")
-        first, *_ = (function.__doc__ or "").split("\n\n")
-        group.command(name, cls=Command, short_help=first)(with_options(function))
+        summary, *_ = (function.__doc__ or "").split("\n\n")
+        group.command(name, cls=Command, short_help=summary)(with_options(function))
 app.add_typer(evaluations, name="eval", short_help=EVALUATIONS)
 
 
@@ -68,7 +68,7 @@ def root(
     if version:
         print(__version__)
     else:
-        _help(context)
+        _print_help(context)
 
 
 def main(commands: typer.Typer = app) -> None:
@@ -100,10 +100,11 @@ def main(commands: typer.Typer = app) -> None:
     except BrokenPipeError:
         os._exit(1)  # sys.exit would try to write the rest
     except OSError as error:
-        file = f"{error.filename}: " if error.filename else ""
-        fail(file + (error.strerror or str(error)), status=1)
+        prefix = f"{error.filename}: " if error.filename else ""
+        fail(prefix + (error.strerror or str(error)), status=1)
     except ImportError as error:
-        if (advice := _mlx_advice(error)) is None:
+        advice = _mlx_advice(error)
+        if advice is None:
             raise
         fail(advice, status=1)
     except Exception as error:
@@ -118,18 +119,19 @@ def main(commands: typer.Typer = app) -> None:
 
 def _mlx_advice(error: ImportError) -> str | None:
     """Return what the user can do if MLX can't be imported; None if another module can't be."""
-    failed = f"{error.name} {error.path}".split()
-    if not any(re.search(r"(^|[/.])mlx([/.]|$)", each) for each in failed):
+    module_and_path = f"{error.name} {error.path}".split()
+    if not any(re.search(r"(^|[/.])mlx([/.]|$)", text) for text in module_and_path):
         return None
     return complaint_here(mlx_error=brief(error))
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
     """Return whether an error or one of its causes says that a disk or a quota is full."""
-    full = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-    while error is not None and getattr(error, "errno", None) not in full:
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            return True
         error = error.__cause__
-    return error is not None
+    return False
 
 
 def fail(message: str, status: int = 2) -> NoReturn:

@@ -27,16 +27,17 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        if is_dataclass(group := parameter.annotation):
-            groups[name] = group
-            parameters += _parameters_of(group)
+        if is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            parameters += _parameters_of(parameter.annotation)
         else:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
+            group_values = {each.name: values.pop(each.name) for each in fields(group)}
+            values[name] = group(**group_values)
         function(**values)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -82,8 +83,9 @@ class Command(TyperCommand):
 
         Raises: SnapKVError: an option does not allow its value. Other usage errors are typer's own.
         """
-        configured = ctx.meta["config"] = self.config_values(ctx)
-        ctx.default_map = {name: found.value for name, found in configured.items()}
+        configured = self.config_values(ctx)
+        ctx.meta["config"] = configured
+        ctx.default_map = {name: each.value for name, each in configured.items()}
         typed_args = list(args)  # click's parser empties `args`
         try:
             rest = super().parse_args(ctx, args)
@@ -99,18 +101,23 @@ class Command(TyperCommand):
     def _source_of(self, option: Any, ctx: Any, args: list[str]) -> tuple[str, Any] | None:
         """Return the name of the flag, variable or key that sets an option, and the value; None if nothing sets it."""
         typed, *_ = self.make_parser(ctx).parse_args(list(args))
-        if (value := typed.get(option.name)) is not None:
+        value = typed.get(option.name)
+        if value is not None:
             return option.opts[0], value
         configured = ctx.meta["config"].get(option.name)
         return None if configured is None else (configured.origin, configured.value)
 
     def _drop_overridden(self, ctx: Any) -> None:
-        """Reset configured values that the command line overrides, and a configured store without sparse attention."""
+        """Reset configured values that have no effect: they are overridden, or a store without sparse attention.
+
+        A typed one of `SETTING_OPTIONS` overrides all configured ones. The policy "none" becomes None.
+        """
         params = ctx.params
         if any(is_typed(ctx, name) for name in SETTING_OPTIONS):
             self._reset_configured(ctx, SETTING_OPTIONS)
         if params.get("policy") in ("none", ["none"]):
             params["policy"] = None
+        # compare has sparse attention by default, and auto may choose it.
         may_be_sparse = self.name == "compare" or params.get("policy") == "auto"
         if not may_be_sparse and params.get("sparse") is None:
             self._reset_configured(ctx, {"store"})
@@ -119,11 +126,8 @@ class Command(TyperCommand):
         """Set those of the named options to their defaults that a variable or config.toml has set."""
         configured = ctx.meta["config"]
         for option in self.params:
-            if (
-                option.name in configured
-                and option.name in names
-                and not is_typed(ctx, option.name)
-            ):
+            is_named = option.name in names and option.name in configured
+            if is_named and not is_typed(ctx, option.name):
                 ctx.params[option.name] = option.default
                 del configured[option.name]
 
@@ -135,28 +139,34 @@ class Command(TyperCommand):
         except SnapKVError as error:
             message = in_flags(error)
             for name, configured in ctx.meta["config"].items():
-                if not is_typed(ctx, name) and _names(message, name, configured.value):
+                if not is_typed(ctx, name) and _is_named(message, name, configured.value):
                     message += f" ({flag_of(name)} is from {configured.origin})"
             raise SnapKVError(message) from error
 
     def _reject_options_without_effect(self, ctx: Any) -> None:
         """Raise SnapKVError if an option was typed without the option that it needs; see `REQUIRED_OPTIONS`."""
         # A store may still come from /policy in a chat, from the choice of auto, or from a saved prompt.
-        may_get_store = self.name == "chat" or ctx.params.get("policy") == "auto"
-        may_get_store |= ctx.params.get("prompt_cache_file") is not None
+        may_get_store = (
+            self.name == "chat"
+            or ctx.params.get("policy") == "auto"
+            or ctx.params.get("prompt_cache_file") is not None
+        )
         for name, (required, text) in REQUIRED_OPTIONS.items():
             if not is_typed(ctx, name) or (name == "store_dir" and may_get_store):
                 continue
-            value, flag = ctx.params[required], flag_of(name)
+            value = ctx.params[required]
             if value is None or text not in str(value):
+                flag = flag_of(name)
                 other = f"{flag_of(required)} {text}".rstrip()
                 raise SnapKVError(f"{flag} does nothing without {other}: add that, or drop {flag}")
 
 
-def _names(message: str, option: str, value: Any) -> bool:
+def _is_named(message: str, option: str, value: Any) -> bool:
     """Return whether an error's message names an option, or the start of its value, such as the policy's name."""
+    if flag_of(option) in message:
+        return True
     start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
-    return flag_of(option) in message or (start != "" and start in message)
+    return start != "" and start in message
 
 
 def is_typed(ctx: Any, name: str) -> bool:
@@ -166,7 +176,10 @@ def is_typed(ctx: Any, name: str) -> bool:
 
 
 def typed_only(ctx: Any, group: Group, *names: str) -> Group:
-    """Return a copy of a dataclass of options in which the named ones have their defaults, unless they were typed."""
+    """Return a copy of a dataclass of options in which the named ones have their defaults, unless they were typed.
+
+    Their configured values are also dropped from the context, so that no error gives them as an origin.
+    """
     defaults = {each.name: each.default for each in fields(group)}  # type: ignore[arg-type]
     reset = {name: defaults[name] for name in names if not is_typed(ctx, name)}
     for name in reset:
@@ -182,13 +195,16 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
         error: the `BadParameter` that typer or the option's `parser` raised.
     """
     kind = getattr(option, "type", option)  # older typers have the range on the option's type
-    least, most = getattr(kind, "min", None), getattr(kind, "max", None)
-    values = value if isinstance(value, (list, tuple)) else [value]
+    least = getattr(kind, "min", None)
+    most = getattr(kind, "max", None)
     rule = error.message.rstrip(".")
+    # For a value that is not a number the error's message stays.
     with contextlib.suppress(ValueError, TypeError):
         if least is not None and not least <= float(value) <= (most or float("inf")):
-            rule = f"must be {f'at least {least}' if most is None else f'from {least} to {most}'}"
+            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+            rule = f"must be {bounds}"
     colon = "" if rule.startswith("must") else ":"
+    values = value if isinstance(value, (list, tuple)) else [value]
     return f"{name}{colon} {rule}, got {', '.join(map(repr, values))}"
 
 

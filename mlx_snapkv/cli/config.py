@@ -45,8 +45,20 @@ class _Source(NamedTuple):
     is_shared: bool
 
     def origin(self, name: str) -> str:
+        """Return where the value of an option comes from: the name of the variable, or the file, table and key."""
         key = name.upper() if self.place == PREFIX else name.replace("_", "-")
         return self.place + key
+
+    def values_for(self, options: dict[str, Any]) -> Table:
+        """Return the values that a command with these options takes.
+
+        A policy "auto" for all commands is left out if this command does not take auto.
+        """
+        values = {name: value for name, value in self.values.items() if name in options}
+        takes_auto = "kv_memory" in options  # only commands with --policy auto have this option
+        if self.is_shared and not takes_auto and values.get("policy") == "auto":
+            del values["policy"]
+        return values
 
 
 def config_file() -> Path:
@@ -60,45 +72,54 @@ def config_values(context: Any) -> dict[str, ConfigValue]:
     Raises: SnapKVError: config.toml can't be read, or has an unknown key.
     """
     path: tuple[str, ...] = ()
-    parent = context
-    while parent.parent is not None:
-        path, parent = (parent.info_name, *path), parent.parent
-    return _values_for(context.command, path, _read(parent.command))
+    root = context
+    while root.parent is not None:
+        path = (root.info_name, *path)
+        root = root.parent
+    return _values_for(context.command, path, _read(root.command))
 
 
 def _values_for(command: Any, path: tuple[str, ...], table: Table) -> dict[str, ConfigValue]:
-    """Return the values for the options of the command at `path`; `table` is the whole config.toml."""
+    """Return the values for the options of the command at `path`, by parameter name.
+
+    The most specific source of an option gives its value. The most specific source of any of `SETTING_OPTIONS` gives
+    all three.
+
+    Args:
+        table: the whole config.toml.
+    """
     options = _options_of(command)
-    can_choose = "kv_memory" in options  # whether the command takes --policy auto
-    found: dict[str, ConfigValue] = {}
-    for source in _sources(path, table):
-        overridden = SETTING_OPTIONS if SETTING_OPTIONS & found.keys() else set()
-        for name in (options.keys() & source.values.keys()) - found.keys() - overridden:
-            value = source.values[name]
-            if source.is_shared and (name, value) == ("policy", "auto") and not can_choose:
+    configured: dict[str, ConfigValue] = {}  # by the name of the flag
+    for source in _most_specific_first(path, table):
+        has_setting = any(name in configured for name in SETTING_OPTIONS)
+        for name, value in source.values_for(options).items():
+            is_overridden = name in configured or (has_setting and name in SETTING_OPTIONS)
+            if is_overridden:
                 continue
             if options[name].multiple and not isinstance(value, list):
                 value = [value]
-            found[name] = ConfigValue(value, source.origin(name))
-    return {option.name: found[name] for name, option in options.items() if name in found}
+            configured[name] = ConfigValue(value, source.origin(name))
+    return {option.name: configured[name] for name, option in options.items() if name in configured}
 
 
-def _sources(path: tuple[str, ...], table: Table) -> list[_Source]:
-    """Return the sources for the command at `path`, in order of precedence.
+def _most_specific_first(path: tuple[str, ...], table: Table) -> list[_Source]:
+    """Return the sources for the command at `path`: variables, the command's own table, then the tables around it.
 
-    Variables come first, then the command's own table, then the tables around it.
+    Args:
+        table: the whole config.toml.
     """
     variables = {
         name[len(PREFIX) :].lower(): value
         for name, value in os.environ.items()
         if value and name.startswith(PREFIX)
     }
-    tables = [_Source(table, f"{config_file()}, ", is_shared=True)]
-    for n, part in enumerate(path, start=1):
-        table = table.get(part.replace("-", "_"), {})
+    tables = [_Source(values=table, place=f"{config_file()}, ", is_shared=True)]
+    for n, command_name in enumerate(path, start=1):
+        table = table.get(command_name.replace("-", "_"), {})
         place = f"{config_file()}, [{'.'.join(path[:n])}], "
-        tables.append(_Source(table, place, is_shared=False))
-    return [_Source(variables, PREFIX, is_shared=True), *reversed(tables)]
+        tables.append(_Source(values=table, place=place, is_shared=False))
+    from_variables = _Source(values=variables, place=PREFIX, is_shared=True)
+    return [from_variables, *reversed(tables)]
 
 
 def _read(root: Any) -> Table:
@@ -111,11 +132,11 @@ def _read(root: Any) -> Table:
         return {}
     except (OSError, ValueError) as error:
         raise SnapKVError(f"{path}: {reason(error)}") from error
-    return _checked(table, root, str(path))
+    return _check_table(table, root, str(path))
 
 
-def _checked(table: Table, group: Any, place: str) -> Table:
-    """Return a table with underscores in its names.
+def _check_table(table: Table, group: Any, place: str) -> Table:
+    """Check a table of config.toml, and return it with underscores in its names.
 
     Args:
         group: the command or group of commands that the table is for.
@@ -123,7 +144,10 @@ def _checked(table: Table, group: Any, place: str) -> Table:
 
     Raises: SnapKVError: a name is neither an option nor a command of the group, or a value is a table or list.
     """
-    subcommands = {name.replace("-", "_"): c for name, c in getattr(group, "commands", {}).items()}
+    subcommands = {
+        name.replace("-", "_"): command for name, command in getattr(group, "commands", {}).items()
+    }
+    # A table may have the options of all commands below it.
     options: dict[str, Any] = {}
     for _, command in commands_of(group):
         options |= _options_of(command)
@@ -131,7 +155,7 @@ def _checked(table: Table, group: Any, place: str) -> Table:
     for key, value in table.items():
         name = key.replace("-", "_")
         if name in subcommands and isinstance(value, dict):
-            value = _checked(value, subcommands[name], f"{place}, [{key}]")
+            value = _check_table(value, subcommands[name], f"{place}, [{key}]")
         elif name not in options:
             raise SnapKVError(
                 f"{place}: unknown option {key}{suggestion(name, {*options, *subcommands})}"
@@ -153,8 +177,13 @@ def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any
 
 def _options_of(command: Any) -> dict[str, Any]:
     """Return the options of a command, except --help, by the name of their flag with underscores."""
-    flags = {option.opts[0]: option for option in command.params if option.name != "help"}
-    return {f[2:].replace("-", "_"): option for f, option in flags.items() if f[:2] == "--"}
+    options = {}
+    for option in command.params:
+        flag = option.opts[0]
+        is_flag = flag.startswith("--")  # arguments have no flag
+        if is_flag and option.name != "help":
+            options[flag.removeprefix("--").replace("-", "_")] = option
+    return options
 
 
 def config(context: typer.Context) -> None:
@@ -171,14 +200,15 @@ def config(context: typer.Context) -> None:
     """
     root: Any = context.find_root().command
     table = _read(root)
-    commands: dict[tuple[str, str, str], list[str]] = {}
+    commands: dict[tuple[str, str, str], list[str]] = {}  # by flag, value and origin
     for path, command in commands_of(root):
         flags = {option.name: option.opts[0] for option in command.params}
-        for name, found in _values_for(command, path, table).items():
-            value = "(hidden)" if name == SECRET else repr(found.value)
-            commands.setdefault((flags[name], value, found.origin), []).append(" ".join(path))
+        for name, configured in _values_for(command, path, table).items():
+            value = "(hidden)" if name == SECRET else repr(configured.value)
+            line = flags[name], value, configured.origin
+            commands.setdefault(line, []).append(" ".join(path))
     for (flag, value, origin), names in commands.items():
         print(f"{flag} {value}, from {origin}: {', '.join(names)}")
     if not commands:
-        there = "sets nothing" if config_file().exists() else "does not exist"
-        print(f"{config_file()} {there}, and no {PREFIX} variable is set: the defaults apply")
+        file_state = "sets nothing" if config_file().exists() else "does not exist"
+        print(f"{config_file()} {file_state}, and no {PREFIX} variable is set: the defaults apply")
