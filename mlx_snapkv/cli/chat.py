@@ -45,17 +45,24 @@ def chat(
     cache.require(loaded)
     options.seed_sampling(seed)
     console = PromptConsole(quiet)
-    request |= cache_options.recommended_keywords(
-        compression.recommend(
-            loaded, None, "conversation", console.say, vars(cache), sampling.max_tokens
-        )
+    recommendation = compression.recommend(
+        loaded, None, "conversation", console.say, vars(cache), sampling.max_tokens
     )
+    request |= cache_options.recommended_keywords(recommendation)
     generation |= sampling.generate_keywords(tokenizer)
     conversation = Conversation(loaded, tokenizer, system=system_prompt, **request, **generation)
-    session = Session(model.model, conversation, sampling, lines, console, context, request)
+    session = Session(
+        model=model.model,
+        conversation=conversation,
+        sampling=sampling,
+        lines=lines,
+        console=console,
+        context=context,
+        options=request,
+    )
     if lines.interactive:
-        how = "You can paste several lines, or end a line with a backslash. /help lists commands."
-        console.say(f"{session.model}, {session.settings}\n{how}")
+        hint = "You can paste several lines, or end a line with a backslash. /help lists commands."
+        console.say(f"{session.model}, {session.settings}\n{hint}")
     for line in map(str.strip, lines):
         try:
             _handle_line(session, line)

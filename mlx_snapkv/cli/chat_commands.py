@@ -60,7 +60,8 @@ def _command(arguments: str = "", *words: str) -> Callable[[Handler], Handler]:
     completer = paths if arguments == FILE else WordCompleter([*words])
 
     def register(do: Handler) -> Handler:
-        CHAT_COMMANDS[do.__name__.replace("_", "/")] = Command(arguments, completer, do)
+        name = do.__name__.replace("_", "/")
+        CHAT_COMMANDS[name] = Command(arguments=arguments, completer=completer, do=do)
         return do
 
     return register
@@ -73,60 +74,80 @@ def run_command(session: Session, line: str) -> None:
         SnapKVError: there is no such command, or it fails.
         StopIteration: the command ends the chat.
     """
-    name, _, rest = line.partition(" ")
+    name, _, arguments = line.partition(" ")
     if name not in CHAT_COMMANDS:
         raise UnknownOptionError(
             f"unknown command {name}{suggestion(name, CHAT_COMMANDS)}: try /help"
         )
-    command, rest = CHAT_COMMANDS[name], rest.strip()
-    if rest and not command.arguments:
-        raise SnapKVError(f"{name} takes no arguments, got {rest!r}")
+    command = CHAT_COMMANDS[name]
+    arguments = arguments.strip()
+    if arguments and not command.arguments:
+        raise SnapKVError(f"{name} takes no arguments, got {arguments!r}")
     if command.arguments == FILE:
-        rest = re.sub(r"""^(["'])(.*)\1$""", r"\2", rest)
-        if not rest:
+        arguments = _unquoted(arguments)
+        if not arguments:
             raise SnapKVError(f"{name} needs a file name")
-    command.do(session, rest)
+    command.do(session, arguments)
+
+
+def _unquoted(text: str) -> str:
+    """Return a file name without the quotation marks in which it may be typed."""
+    return re.sub(r"""^(["'])(.*)\1$""", r"\2", text)
 
 
 class CommandCompleter(Completer):
     """Completes the names of commands and their arguments."""
 
     def get_completions(self, document, complete_event) -> Iterator:
-        name, space, rest = document.text_before_cursor.partition(" ")
+        name, space, arguments = document.text_before_cursor.partition(" ")
         if not space and name.startswith("/"):
             names = WordCompleter(list(CHAT_COMMANDS), WORD=True)
             yield from names.get_completions(Document(name), complete_event)
         elif name in CHAT_COMMANDS:
-            yield from CHAT_COMMANDS[name].completer.get_completions(Document(rest), complete_event)
+            completer = CHAT_COMMANDS[name].completer
+            yield from completer.get_completions(Document(arguments), complete_event)
 
 
 @_command(FILE)
 def _file(session: Session, path: str) -> None:
     """attach a document to the next message"""
     text = from_first(partial(read_file, "/file", path))
-    tokens = session.attach(text)
-    session.names[text] = Path(path).name
-    session.say(f"{session.names[text]}: {tokens:,} tokens, will be read with your next message")
+    n_tokens = session.attach(text)
+    name = Path(path).name
+    session.names[text] = name
+    session.say(f"{name}: {n_tokens:,} tokens, will be read with your next message")
 
 
 @_command("[detach N]", "detach")
-def _files(session: Session, rest: str) -> None:
+def _files(session: Session, arguments: str) -> None:
     """list the attached files, or detach one that has not been read"""
-    attached = session.conversation.attached
-    waiting = {str(n): session.name_of(text) for n, text in enumerate(attached, start=1)}
-    if rest:
-        word, _, wanted = rest.partition(" ")
-        number = next((n for n, name in waiting.items() if wanted.strip() in (n, name)), None)
-        if word != "detach" or number is None:
-            allowed = "detach and the number or name of a file that has not been read"
-            raise SnapKVError(f"/files takes no arguments, or {allowed}, got {rest!r}")
-        del attached[int(number) - 1]
-        session.say(f"detached {waiting[number]}")
+    if arguments:
+        _detach(session, arguments)
         return
-    read = [session.name_of(text) for *texts, _ in session.conversation.said for text in texts]
-    lines = [f"   {name}, part of the conversation" for name in read]
-    lines += [f"{n}  {name}, will be read with your next message" for n, name in waiting.items()]
+    lines = []
+    for *documents, _ in session.conversation.said:
+        lines += [f"   {session.name_of(text)}, part of the conversation" for text in documents]
+    for number, text in enumerate(session.conversation.attached, start=1):
+        lines.append(f"{number}  {session.name_of(text)}, will be read with your next message")
     session.say("\n".join(lines) or "no file is attached: /file FILE attaches one")
+
+
+def _detach(session: Session, arguments: str) -> None:
+    """Detach the first file that the arguments of "/files detach" give by its number or name.
+
+    Raises: SnapKVError: the arguments do not start with "detach", or no unread file has this number or name.
+    """
+    word, _, wanted = arguments.partition(" ")
+    wanted = wanted.strip()
+    attached = session.conversation.attached
+    names = [session.name_of(text) for text in attached]
+    matches = (i for i, name in enumerate(names) if wanted in (str(i + 1), name))
+    index = next(matches, None)
+    if word != "detach" or index is None:
+        allowed = "detach and the number or name of a file that has not been read"
+        raise SnapKVError(f"/files takes no arguments, or {allowed}, got {arguments!r}")
+    del attached[index]
+    session.say(f"detached {names[index]}")
 
 
 @_command()
@@ -135,7 +156,8 @@ def _undo(session: Session, _: str) -> None:
     message = session.conversation.undo()
     is_unread = bool(session.conversation.said) and not session.conversation.read
     note = "; your next message will read the conversation again" if is_unread else ""
-    session.say(f"undid the turn: {' '.join(message.split())[:60]}{note}{session.waiting}")
+    beginning = " ".join(message.split())[:60]
+    session.say(f"undid the turn: {beginning}{note}{session.waiting}")
 
 
 @_command()
@@ -143,14 +165,16 @@ def _retry(session: Session, _: str) -> None:
     """answer the last question again"""
     if not session.conversation.said:
         raise SnapKVError("the conversation is empty, so there is no question to answer again")
-    if _answer_again(session) and session.sampling.temp == 0:
+    is_same = _answer_again(session)
+    if is_same and session.sampling.temp == 0:
         session.say("the answer is the same, since temp is 0: with /set temp 0.7 it can differ")
 
 
 def _answer_again(session: Session) -> bool:
     """Undo the last turn and answer its message again. Return whether the answer is the same."""
     conversation = session.conversation
-    n_turns, last_answer = len(conversation.said), conversation.messages[-1:]
+    n_turns = len(conversation.said)
+    last_answer = conversation.messages[-1:]
     message = conversation.undo()
     try:
         session.answer(message)
@@ -180,9 +204,9 @@ def _compare(session: Session, _: str) -> None:
 
 
 @_command("[NAME VALUE]", *vars(SamplingOptions()))
-def _set(session: Session, rest: str) -> None:
+def _set(session: Session, arguments: str) -> None:
     """show or change the sampling options"""
-    name, _, value = rest.partition(" ")
+    name, _, value = arguments.partition(" ")
     if name:
         session.sampling = session.sampling.changed(name, value.strip(), session.context)
         conversation = session.conversation
@@ -200,24 +224,35 @@ def _stats(session: Session, _: str) -> None:
         session.say("there is no turn yet, or none since the conversation was loaded")
         return
     session.say(str(report))
-    if entries := _entries_by_layer(report.entries_kept):
+    entries = _entries_by_layer(report.entries_kept)
+    if entries:
         session.say(f"entries: {entries}")
     caches = conversation.prompt_cache
     sizes = [f"{format_bytes(kv_bytes(caches))} in memory"]
-    if n_bytes := file_bytes(caches):
-        sizes.append(f"{format_bytes(n_bytes)} in files")
-    if n_bytes := conversation.undo_nbytes:
-        sizes.append(f"{format_bytes(n_bytes)} in memory for /undo")
+    n_file_bytes = file_bytes(caches)
+    if n_file_bytes:
+        sizes.append(f"{format_bytes(n_file_bytes)} in files")
+    n_undo_bytes = conversation.undo_nbytes
+    if n_undo_bytes:
+        sizes.append(f"{format_bytes(n_undo_bytes)} in memory for /undo")
     session.say(f"held between turns: {', '.join(sizes)}\nspeed: {session.speed}")
 
 
 def _entries_by_layer(entries: Sequence[int | None]) -> str:
-    """Return the entries of each layer as text, with one item for neighbouring layers of equal numbers."""
+    """Return the entries of each layer as text, with one item for neighbouring layers of equal numbers.
+
+    Args:
+        entries: by layer, the number of entries per KV head; None for layers without entries, which are left out.
+    """
     items = []
-    for n, group in groupby(enumerate(entries), key=lambda layer: layer[1]):
-        first, *more = [layer for layer, _ in group]
-        if n is not None:
-            items.append(f"{n} in layer{f's {first} to {more[-1]}' if more else f' {first}'}")
+    for n_entries, run in groupby(enumerate(entries), key=lambda pair: pair[1]):
+        layers = [layer for layer, _ in run]
+        if n_entries is None:
+            continue
+        if len(layers) == 1:
+            items.append(f"{n_entries} in layer {layers[0]}")
+        else:
+            items.append(f"{n_entries} in layers {layers[0]} to {layers[-1]}")
     return ", ".join(items)
 
 
@@ -225,10 +260,10 @@ def _entries_by_layer(entries: Sequence[int | None]) -> str:
 def _save(session: Session, name: str) -> None:
     """save the conversation to a .safetensors file"""
     path = require_writable(name)
-    line = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
+    replaced = ", replacing the earlier file" if path.exists() else ""
     session.conversation.save(path)
-    session.replace(session.conversation)
-    session.say(line)
+    session.replace(session.conversation)  # notes that it is saved
+    session.say(f"saved in {path}{replaced}")
 
 
 @_command(FILE)
@@ -256,7 +291,7 @@ def _export(session: Session, name: str) -> None:
         if require_place(path) and path.absolute() not in session.exported:
             if not session.lines.interactive:
                 raise SnapKVError(f"/export {path}: the file exists, give another name")
-            if not session.lines.agree(f"{path} exists: replace it?"):
+            if not session.lines.confirm(f"{path} exists: replace it?"):
                 session.say("nothing was written")
                 return
         put(path, session.as_markdown())
@@ -278,31 +313,42 @@ def _policy(session: Session, text: str) -> None:
         session.say(f"policy: {conversation.policy or 'none'}")
         return
     if text == AUTO:
-        given = session.options | {"policy": AUTO}
-        options = CompressionOptions(**given, kv_memory=session.context.params["kv_memory"])
-        model, generation = conversation.model, conversation.generation
-        max_tokens = generation.get("max_tokens")
-        changes = recommended_keywords(
-            options.recommend(model, None, CONVERSATION, session.say, generation, max_tokens)
-        )
+        changes = _keywords_for_auto(session)
     else:
         changes = {"policy": None if text == "none" else setting_named(text)}
     policy = changes["policy"] or "none"
     session.start_again(f"started a new conversation with policy {policy}", **changes)
 
 
+def _keywords_for_auto(session: Session) -> dict[str, Any]:
+    """Return the keywords of `Conversation` that auto chooses, and print the choice."""
+    keywords = session.options | {"policy": AUTO}
+    options = CompressionOptions(**keywords, kv_memory=session.context.params["kv_memory"])
+    generation = session.conversation.generation
+    recommendation = options.recommend(
+        session.conversation.model,
+        None,
+        CONVERSATION,
+        session.say,
+        generation,
+        generation.get("max_tokens"),
+    )
+    return recommended_keywords(recommendation)
+
+
 @_command("[TEXT]")
 def _system(session: Session, text: str) -> None:
     """start a new conversation with this system prompt, or without one"""
-    which = "with that" if text else "without a"
-    session.start_again(f"started a new conversation {which} system prompt", system=text or None)
+    words = "with that system prompt" if text else "without a system prompt"
+    session.start_again(f"started a new conversation {words}", system=text or None)
 
 
 @_command()
 def _help(session: Session, _: str) -> None:
     """show this list"""
     for name, command in CHAT_COMMANDS.items():
-        session.say(f"{f'{name} {command.arguments}':24} {command.do.__doc__}")
+        usage = f"{name} {command.arguments}"
+        session.say(f"{usage:24} {command.do.__doc__}")
 
 
 @_command()

@@ -43,56 +43,63 @@ class Lines:
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
         if stream is None:
             raise SnapKVError("standard input is closed, so no message can be read")
-        self._stream, self.interactive = stream, stream.isatty()
+        self._stream = stream
+        self.interactive = stream.isatty()
         self._session: PromptSession | None = None
         if self.interactive and not is_dumb_terminal():
-            # Prompts go to the terminal and not to stdout, which has only answers.
-            output, style = create_output(always_prefer_tty=True), CompleteStyle.READLINE_LIKE
-            self._session = PromptSession(output=output, completer=completer, complete_style=style)
+            self._session = PromptSession(
+                # Prompts go to the terminal and not to stdout, which has only answers.
+                output=create_output(always_prefer_tty=True),
+                completer=completer,
+                complete_style=CompleteStyle.READLINE_LIKE,
+            )
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
-        while (message := self._message()) is not None:
+        while (message := self._read_message()) is not None:
             yield message
 
-    def _message(self) -> str | None:
+    def _read_message(self) -> str | None:
         """Return the next message; None at the end of the input."""
         while True:
             parts = []
             try:
-                parts.append(self._line("> "))
+                parts.append(self._read_line("> "))
                 while parts[-1].endswith("\\"):
-                    parts[-1] = parts[-1][:-1]
-                    parts.append(self._line("  "))
+                    parts[-1] = parts[-1].removesuffix("\\")
+                    parts.append(self._read_line("  "))
             except KeyboardInterrupt:  # drops the typed text
-                if not parts and not (self._session and self._session.default_buffer.text):
+                has_typed = self._session is not None and self._session.default_buffer.text != ""
+                if not parts and not has_typed:
                     print("Ctrl-D or /quit leaves the chat", file=sys.stderr)
                 continue
             except EOFError:
                 if not parts:
                     return None
+                # The input ended after a backslash: the lines before it are the message.
             return "\n".join(parts)
 
-    def agree(self, question: str) -> bool:
+    def confirm(self, question: str) -> bool:
         """Ask the user a question, and return whether the answer is yes."""
         question = f"{question} [y/N] "
         try:
             if self._session is None:
-                answer = self._line(question)
+                answer = self._read_line(question)
             else:  # a new session, since the history of messages must not have the answer
                 answer = PromptSession(output=self._session.output).prompt(question)
         except (KeyboardInterrupt, EOFError):
             return False
         return answer.strip().lower() in ("y", "yes")
 
-    def _line(self, prompt: str) -> str:
-        """Return the next line. Raises: EOFError: the input has ended."""
+    def _read_line(self, prompt: str) -> str:
+        """Show a prompt at a terminal, and return the next line. Raises: EOFError: the input has ended."""
         if self._session is not None:
             return self._session.prompt(prompt)
         if self.interactive:
             print(prompt, end="", file=sys.stderr, flush=True)
-        if not (line := self._stream.readline()):
+        line = self._stream.readline()
+        if not line:
             raise EOFError
         return require_text(line, "standard input").rstrip("\n")
 
@@ -145,7 +152,8 @@ class Session:
 
     def answer(self, text: str) -> None:
         """Send a message, and print the answer as it comes."""
-        conversation, last = self.conversation, None
+        conversation = self.conversation
+        last = None  # the last response, with the speeds
         with self.console.bar(self._cost) as update:
             responses: Any = self.console.wait_for(partial(conversation.send, text, update))
             try:
@@ -172,26 +180,37 @@ class Session:
     def waiting(self) -> str:
         """The words about attached documents that the model has not read; empty without one."""
         n = len(self.conversation.attached)
-        them = "the document" if n == 1 else f"the {n} documents"
-        return f", and {them} will be read with your next message" if n else ""
+        if n == 0:
+            return ""
+        documents = "the document" if n == 1 else f"the {n} documents"
+        return f", and {documents} will be read with your next message"
 
     def name_of(self, document: str) -> str:
         """Return the file name of a document, or the beginning of its text if it is from a saved conversation."""
-        start = " ".join(document[:200].split())
-        return self.names.get(document) or f"“{start if len(start) <= 40 else start[:39] + '…'}”"
+        if self.names.get(document):
+            return self.names[document]
+        beginning = " ".join(document[:200].split())
+        if len(beginning) > 40:
+            beginning = beginning[:39] + "…"
+        return f"“{beginning}”"
 
     def may_replace(self) -> bool:
-        """Return whether the conversation may be lost: it is saved, or the user agrees. A script always agrees."""
+        """Return whether the conversation may be lost: it is saved, or the user agrees. A script always agrees.
+
+        The user is asked if it is not saved, and told if it continues.
+        """
         is_saved = not self.conversation.said or self.conversation.messages == self._saved
         if is_saved or not self.lines.interactive:
             return True
-        if not (agreed := self.lines.agree("This conversation is not saved: replace it?")):
+        is_agreed = self.lines.confirm("This conversation is not saved: replace it?")
+        if not is_agreed:
             self.say("the conversation continues")
-        return agreed
+        return is_agreed
 
     def replace(self, conversation: Conversation) -> None:
-        """Continue with another conversation, which is saved or new."""
-        self.conversation, self._saved = conversation, conversation.messages
+        """Continue with a conversation that is saved or new, so that it may be lost until the next turn."""
+        self.conversation = conversation
+        self._saved = conversation.messages
 
     def start_again(self, line: str, **changes: Any) -> None:
         """Start a new conversation, if the current one may be lost, and print `line`.
@@ -208,12 +227,9 @@ class Session:
         self.options |= {name: changes[name] for name in self.options if name in changes}
         options = {"system": conversation.system, **self.options, **changes}
         if not isinstance(options["policy"], Sparse):
-            options["store"] = None
-        self.replace(
-            Conversation(
-                conversation.model, conversation.tokenizer, **options, **conversation.generation
-            )
-        )
+            options["store"] = None  # only sparse attention has a store
+        options |= conversation.generation
+        self.replace(Conversation(conversation.model, conversation.tokenizer, **options))
         if changes:
             self.conversation.attached = conversation.attached
         self.say(line + self.waiting)
@@ -224,12 +240,13 @@ class Session:
         turns = iter(self.conversation.said)
         parts = [f"# Chat with {self.model}", self.settings]
         for message in self.conversation.messages:
-            role, content = message["role"], message["content"]
+            role = message["role"]
+            text = message["content"]
             parts.append(f"## {titles[role]}")
             if role == "user":
-                *documents, content = next(turns)
-                parts += [f"*File: {self.name_of(text)}*" for text in documents]
-            parts.append(content.strip())
+                *documents, text = next(turns)
+                parts += [f"*File: {self.name_of(document)}*" for document in documents]
+            parts.append(text.strip())
         return "\n\n".join(parts) + "\n"
 
     def _cost(self, n_new: int) -> FileCost | None:
