@@ -96,7 +96,7 @@ def _is_json_text(value: str) -> bool:
     return not os.path.exists(value)
 
 
-def _constrained(
+def _constraint_keywords(
     schema: dict[str, Any] | bool,
     tokenizer: Any,
     text: str,
@@ -114,9 +114,11 @@ def _constrained(
 
     if prompt.prefill_response is not None:
         raise SnapKVError("--json-schema constrains a whole answer: drop --prefill-response")
-    raw = prompt.ignore_chat_template or not tokenizer.has_chat_template
-    chat = Rendered(tokens, [{"role": "user", "content": text}], {"add_generation_prompt": True})
-    state = None if raw else initial_state(tokenizer, chat)
+    state = None
+    if tokenizer.has_chat_template and not prompt.ignore_chat_template:
+        messages = [{"role": "user", "content": text}]
+        chat = Rendered(tokens, messages, {"add_generation_prompt": True})
+        state = initial_state(tokenizer, chat)
     answer_format = json_format(schema, tokenizer, state, "--json-schema")
     return {"logits_processors": [Constraint(tokenizer, answer_format, max_tokens)]}
 
@@ -126,16 +128,16 @@ def _with_saved_prompt(context: Context, *groups: Any) -> list[Any]:
 
     Raises: SnapKVError: an option was typed that can't be combined with a saved prompt.
     """
-    changed = []
+    typed_groups = []
     for group in groups:
-        names = vars(group).keys() & {*EXCLUDED_OPTIONS, *SAVED_OPTIONS}
-        group = typed_only(context, group, *names)
-        for name in sorted(names & {*EXCLUDED_OPTIONS}):
-            if getattr(group, name) is not None:
+        names = [name for name in vars(group) if name in (*EXCLUDED_OPTIONS, *SAVED_OPTIONS)]
+        typed = typed_only(context, group, *names)
+        for name in sorted(names):
+            if name in EXCLUDED_OPTIONS and getattr(typed, name) is not None:
                 flag = flag_of(name)
                 raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
-        changed.append(group)
-    return changed
+        typed_groups.append(typed)
+    return typed_groups
 
 
 def generate(
@@ -170,7 +172,8 @@ def generate(
     from ..models.distributed import from_first
     from .saved_prompt import SavedPrompt
 
-    file, max_tokens = prompt.prompt_cache_file, sampling.max_tokens
+    file = prompt.prompt_cache_file
+    max_tokens = sampling.max_tokens
     if file is not None:
         prompt, draft, cache, compression = _with_saved_prompt(
             context, prompt, draft, cache, compression
@@ -179,11 +182,14 @@ def generate(
     if file is None:
         compression.require_consistent()
     keywords |= cache.generate_keywords(keywords["policy"])
-    text, schema = from_first(prompt.read), from_first(constraint.read)
+    text = from_first(prompt.read)
+    schema = from_first(constraint.read)
     require_one_process(draft_model=draft.draft_model)
     loaded, tokenizer = model.load()
     keywords |= draft.load(tokenizer, model.trust_remote_code)
-    console, saved, recommendation = PromptConsole(output.is_quiet), None, None
+    console = PromptConsole(output.is_quiet)
+    saved = None
+    recommendation = None
     cache.require(loaded, draft.draft_model)
     if file is None:
         tokens = console.wait_for(partial(prompt.encode, tokenizer, text))
@@ -199,16 +205,24 @@ def generate(
         saved = SavedPrompt(file, model.model, loaded, compression, cache.quantization)
         keywords |= saved.options
         console.say_all(saved.notes(text))
-        raw = prompt.ignore_chat_template
-        tokens = console.wait_for(partial(saved.encode, tokenizer, text, raw))
-    n_prompt = len(tokens) + (0 if saved is None else saved.n_tokens)
-    console.say_all(cache.notes(keywords["policy"], n_prompt + max_tokens))
+        encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
+        tokens = console.wait_for(encode)
+    n_saved = 0 if saved is None else saved.n_tokens
+    n_tokens = n_saved + len(tokens) + max_tokens
+    console.say_all(cache.notes(keywords["policy"], n_tokens))
     options.seed_sampling(seed)
     keywords |= sampling.generate_keywords(tokenizer)
     if schema is not None:
-        keywords |= _constrained(schema, tokenizer, text, tokens, prompt, max_tokens)
+        keywords |= _constraint_keywords(schema, tokenizer, text, tokens, prompt, max_tokens)
     advice = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
-    answer = _Answer(model.model, keywords, saved, output, advice, recommendation)
+    answer = _Answer(
+        model_name=model.model,
+        keywords=keywords,
+        saved=saved,
+        output=output,
+        advice=advice,
+        recommendation=recommendation,
+    )
     answer.print(loaded, tokenizer, tokens, console)
 
 
@@ -247,8 +261,10 @@ class _Answer:
         from ..planning.file_cost import file_cost
 
         show = not self.output.as_json
-        store, folder = (self.keywords[name] for name in ("store", "store_dir"))
-        cost = partial(file_cost, model, store, folder=folder) if show else None
+        cost = None
+        if show:
+            folder = self.keywords["store_dir"]
+            cost = partial(file_cost, model, self.keywords["store"], folder=folder)
         options = {
             "on_report": explaining(self.recommendation, self.reports.append),
             **self.keywords,
@@ -270,7 +286,8 @@ class _Answer:
 
     def _print_figures(self, console: PromptConsole, prefix: str = "") -> None:
         """Print the closing line and the warnings of the report; nothing if no token was generated."""
-        if (last := self.last) is None:
+        last = self.last
+        if last is None:
             return
         if not self.output.as_json:
             print(flush=True)
@@ -306,11 +323,14 @@ class _Answer:
             return "all entries kept so far"
         report = self.reports[0]
         max_kv_size = self.keywords["max_kv_size"]
+        if report.policy == NO_POLICY and max_kv_size is None:
+            return f"full cache{self.advice}"
         if report.policy == NO_POLICY:
-            rotating = f"mlx-lm's rotating cache of {max_kv_size} entries"
-            return ("full cache" if max_kv_size is None else rotating) + self.advice
+            return f"mlx-lm's rotating cache of {max_kv_size} entries{self.advice}"
+        if report.reason == ENDED_IN_BLOCKS:
+            return report.reason
         if not report.compressed:
-            return f"{'' if report.reason == ENDED_IN_BLOCKS else 'full cache: '}{report.reason}"
+            return f"full cache: {report.reason}"
         return f"{report.entries_text}, {report.memory_text}"
 
     def _to_dict(self) -> dict[str, Any]:
@@ -323,8 +343,9 @@ class _Answer:
             "acceptance_rate": self._drafted_share,
             "peak_memory_gb": self.last.peak_memory,
             "compression": report.to_dict(),
-            "prompt_cache": self.saved and self.saved.to_dict(),
+            "prompt_cache": None if self.saved is None else self.saved.to_dict(),
         }
-        if any(constraint.is_cut for constraint in self.keywords.get("logits_processors", ())):
+        constraints = self.keywords.get("logits_processors", ())
+        if any(constraint.is_cut for constraint in constraints):
             answer["finish_reason"] = "length"
         return {name: value for name, value in answer.items() if value is not None}

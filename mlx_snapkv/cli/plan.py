@@ -66,7 +66,9 @@ def plan(
     from .loading import load_without_weights
 
     setting = policy.resolve()
-    setting_text = None if setting is None else policy.policy or str(setting)
+    setting_text = None
+    if setting is not None:
+        setting_text = policy.policy or str(setting)  # --policy as it was typed
     machine = this_machine() if options.memory is None else mac(options.memory)
     loaded = load_without_weights(model, for_mac=options.memory is not None)
     planner = Planner(
@@ -75,7 +77,14 @@ def plan(
         prefill_step_size=cache.prefill_step_size,
         kv_group_size=cache.kv_group_size,
     )
-    plans = Plans(model, machine, planner, setting_text, cache.kv_bits, policy.kv_memory)
+    plans = Plans(
+        model=model,
+        machine=machine,
+        planner=planner,
+        policy=setting_text,
+        kv_bits=cache.kv_bits,
+        kv_memory=policy.kv_memory,
+    )
     contexts = [options.context] if options.context else plans.contexts()
     planned = [plans.for_context(n) for n in contexts]
     if options.as_json:
@@ -123,40 +132,56 @@ class Plans:
         from ..planning.prefixes import DEFAULT_CONTEXT
 
         longest = self.planner.trained_length or DEFAULT_CONTEXT
-        return [*(n for n in PLANNED_CONTEXTS if n < longest), longest]
+        shorter = [n for n in PLANNED_CONTEXTS if n < longest]
+        return [*shorter, longest]
 
-    def for_context(self, n: int) -> ContextPlans:
-        """Return the plans for a prompt of `n` tokens.
+    def for_context(self, n_prompt: int) -> ContextPlans:
+        """Return the plans for a prompt of `n_prompt` tokens.
 
         The user's policy is recommended if it fits, and otherwise the choice of --policy auto.
         """
-        from ..planning.auto import SNAPKV, SPARSE, AutoRequest, recommend
+        from ..planning.auto import AutoRequest, recommend
 
-        planner, usable = self.planner, self.machine.usable
-        if self.policy is not None:
-            policies = [self.policy]
-        elif not planner.can_compress:
-            policies = []
-        else:  # --kv-bits quantises only what a policy keeps
-            configs = (SPARSE, SNAPKV) if self.kv_bits is None else (SNAPKV,)
-            policies = [str(config.setting) for config in configs]
-        by_policy = {policy: planner.plan(n, policy, self.kv_bits) for policy in (None, *policies)}
-        plans = [] if self.kv_bits is None else [planner.plan(n)]
+        usable = self.machine.usable
+        by_policy = {
+            policy: self.planner.plan(n_prompt, policy, self.kv_bits)
+            for policy in (None, *self._policies())
+        }
+        plans = []
+        if self.kv_bits is not None:
+            plans.append(self.planner.plan(n_prompt))  # to compare with
         # A policy that would change nothing is shown only if it is the user's.
-        plans += [x for policy, x in by_policy.items() if not x.reason or policy == self.policy]
-        asked = by_policy[self.policy]
-        if self.policy is not None and asked.peak <= usable:
-            return ContextPlans(n, plans, asked, "you asked for it, and it fits")
-        request = AutoRequest(n, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
-        recommendation = recommend(planner, request, usable)
+        plans += [
+            plan for policy, plan in by_policy.items() if not plan.reason or policy == self.policy
+        ]
+        users_plan = by_policy[self.policy]
+        if self.policy is not None and users_plan.peak <= usable:
+            why = "you asked for it, and it fits"
+            return ContextPlans(context=n_prompt, plans=plans, best=users_plan, why=why)
+        request = AutoRequest(n_prompt, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
+        recommendation = recommend(self.planner, request, usable)
         if not recommendation.fits:
-            return ContextPlans(n, plans)
-        best, why = recommendation.plan, recommendation.why
+            return ContextPlans(context=n_prompt, plans=plans)
+        why = recommendation.why
         if self.policy is not None:
-            would_take = f"{_policy_text(asked)} would take {format_bytes(asked.peak)}"
+            would_take = f"{_policy_text(users_plan)} would take {format_bytes(users_plan.peak)}"
             why = f"{would_take}, and {format_bytes(usable)} is available"
-        plans += [] if best in plans else [best]
-        return ContextPlans(n, plans, best, why)
+        best = recommendation.plan
+        if best not in plans:
+            plans.append(best)
+        return ContextPlans(context=n_prompt, plans=plans, best=best, why=why)
+
+    def _policies(self) -> list[str]:
+        """Return the policies to plan beside the full cache: the user's, or otherwise the candidates of auto."""
+        from ..planning.auto import SNAPKV, SPARSE
+
+        if self.policy is not None:
+            return [self.policy]
+        if not self.planner.can_compress:
+            return []
+        # --kv-bits quantises only what a policy keeps.
+        configs = (SPARSE, SNAPKV) if self.kv_bits is None else (SNAPKV,)
+        return [str(config.setting) for config in configs]
 
     def to_dict(self, planned: list[ContextPlans]) -> dict[str, Any]:
         """Return the object that --json prints; sizes are in bytes."""
@@ -169,12 +194,19 @@ class Plans:
             "memory": self.machine.memory,
             "usable": usable,
             "plans": [plan.to_dict() | {"fits": plan.peak <= usable} for plan in plans],
-            "taken": [
-                {"context": context, "fits": best is not None, "why": why}
-                | {"policy": best and best.policy, "store": best and best.store}
-                | {"command": best and self._command(best)}
-                for context, _, best, why in planned
-            ],
+            "taken": [self._recommended_to_dict(each) for each in planned],
+        }
+
+    def _recommended_to_dict(self, planned: ContextPlans) -> dict[str, Any]:
+        """Return the recommendation for one length, for JSON."""
+        best = planned.best
+        return {
+            "context": planned.context,
+            "fits": best is not None,
+            "why": planned.why,
+            "policy": None if best is None else best.policy,
+            "store": None if best is None else best.store,
+            "command": None if best is None else self._command(best),
         }
 
     def print(self, planned: list[ContextPlans]) -> None:
@@ -186,17 +218,19 @@ class Plans:
         print(f"The trained length of {self.model} is {length}.")
         print_table(self._table(planned))
         if planned[-1].best is None:
-            limit = format_bytes(min(self.machine.usable, self.kv_memory or self.machine.usable))
-            print(f"No setting fits {format_tokens(planned[-1].context)} tokens into {limit}.")
+            limit = min(self.machine.usable, self.kv_memory or self.machine.usable)
+            longest = format_tokens(planned[-1].context)
+            print(f"No setting fits {longest} tokens into {format_bytes(limit)}.")
         fitting = [(each.best, each.why) for each in planned if each.best is not None]
         if not fitting:
             return
-        best, why = fitting[-1]
+        best, why = fitting[-1]  # of the longest prompt
         text = f"{_policy_text(best)}, because {why}.\n  {self._command(best)}"
         print(f"For {format_tokens(best.context)} tokens, recommended: {text}")
         if best.reason is not None:
             print(f"Nothing is compressed: {best.reason}.")
-        if beyond := beyond_trained_length(self.planner.model, best.context):
+        beyond = beyond_trained_length(self.planner.model, best.context)
+        if beyond:
             print(beyond)
 
     def _command(self, plan: MemoryPlan) -> str:
@@ -204,26 +238,35 @@ class Plans:
         words = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"
         if plan.policy is not None and plan.reason is None:
             words += f" {_config(plan).flags}"
-        return words if plan.kv_bits is None else f"{words} --kv-bits {plan.kv_bits}"
+        if plan.kv_bits is not None:
+            words += f" --kv-bits {plan.kv_bits}"
+        return words
 
     def _table(self, planned: list[ContextPlans]) -> Table:
         """Return a table with a row for each plan."""
-        plans = [plan for each in planned for plan in each.plans]
-        usable, memory = self.machine.usable, format_bytes(self.machine.memory)
-        remark = (
-            "Peak memory during prefill (reading) and decoding (answering), including the weights. "
+        usable = self.machine.usable
+        weights = [plan.weights for each in planned for plan in each.plans]  # equal in all plans
+        table = Table(
+            title=f"Weights {format_bytes(weights[0])}",
+            remark="Peak memory during prefill (reading) and decoding (answering), including the weights. "
+            f"{format_bytes(usable)} of {format_bytes(self.machine.memory)} is available to models.",
+            columns=["context", "method", "KV cache", "reading", "answering", "fits"],
         )
-        remark += f"{format_bytes(usable)} of {memory} is available to models."
-        weights = f"Weights {format_bytes(plans[0].weights)}"
-        columns = ["context", "method", "KV cache", "reading", "answering", "fits"]
-        table = Table(weights, remark, columns)
         for each in planned:
             for i, plan in enumerate(each.plans):
-                sizes = map(format_bytes, (plan.kv, plan.reading, plan.answering))
                 fits = "yes" if plan.peak <= usable else "no"
-                fits = "recommended" if plan == each.best else fits
-                context = "" if i else format_tokens(plan.context)
-                table.add(context, _policy_text(plan), *sizes, fits)
+                if plan == each.best:
+                    fits = "recommended"
+                # Only the first row of a length shows it.
+                context = format_tokens(plan.context) if i == 0 else ""
+                table.add(
+                    context,
+                    _policy_text(plan),
+                    format_bytes(plan.kv),
+                    format_bytes(plan.reading),
+                    format_bytes(plan.answering),
+                    fits,
+                )
         return table
 
 

@@ -48,49 +48,69 @@ class SavedPrompt:
         compression: CompressionOptions,
         quantization: Quantization | None,
     ):
-        policy, store, flag = compression.resolve(), compression.store, compression.flag
-        self._file, self._saved, self._flag = file, saved.load(file, model), flag
+        policy = compression.resolve()
+        store = compression.store
+        self._file = file
+        self._saved = saved.load(file, model)
+        self._flag = compression.flag
         self._is_auto = compression.is_auto
-        self._caches = caches = self._saved.prompt_cache
-        if self._saved.tokens is None:  # mlx-lm saved the file
+        self._caches = self._saved.prompt_cache
+        if self._is_from_mlx_lm:
             self._require_model(name)
-        self.n_tokens = n_tokens(caches)
+        self.n_tokens = n_tokens(self._caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if quantization is not None:
             self._require_plain_entries()
-        given = {flag: policy, "--store": store}
         if self._stored_in is not None:
             self._require_own_setting(policy, quantization)
-            policy, store = setting_named(self._saved.policy), store or self._stored_in
-        elif is_compressed(caches) and (
-            flags := " and ".join(name for name, x in given.items() if x)
-        ):
-            raise SnapKVError(
-                f"{file} is already compressed, and the evicted entries are gone: drop {flags}"
-            )
+            policy = setting_named(self._saved.policy)
+            store = store or self._stored_in
+        elif is_compressed(self._caches):
+            self._require_no_setting(policy, store)
         elif isinstance(policy, Compress):
             self.report = self._compress(model, policy, quantization)
-            policy = None
+            policy = None  # the answer continues on the compressed caches
         store = CompressionConfig(policy, store=store).store
         # The options of the saved prompt override the command's, except the store.
-        noted = {} if self._saved.tokens is None else self._saved.notes.get("options", {})
+        noted = {} if self._is_from_mlx_lm else self._saved.notes.get("options", {})
         saved_options = {name: value for name, value in noted.items() if value is not None}
         self.options = {"policy": policy, **compression.keywords, **saved_options}
-        self.options |= {"store": store, "prompt_cache": caches}
+        self.options |= {"store": store, "prompt_cache": self._caches}
+
+    @property
+    def _is_from_mlx_lm(self) -> bool:
+        """Whether mlx-lm saved the file. Then it has no tokens, and its notes have other meanings."""
+        return self._saved.tokens is None
 
     def _require_model(self, name: str) -> None:
         """Raise SnapKVError if mlx-lm saved the file with another model. mlx-lm notes only the model's name."""
-        noted, path = str(self._saved.notes.get("model", name)), MODELS.get(name, Path(name))
-        if noted != name and Path(noted).resolve() != path.resolve():
-            raise SnapKVError(f"{self._file} was made with --model {noted}, not {name}")
+        noted_name = str(self._saved.notes.get("model", name))
+        folder = MODELS.get(name, Path(name))
+        if noted_name != name and Path(noted_name).resolve() != folder.resolve():
+            raise SnapKVError(f"{self._file} was made with --model {noted_name}, not {name}")
 
     def _require_plain_entries(self) -> None:
         """Raise SnapKVError if the saved entries are compressed or quantised, so that --kv-bits can't change them."""
-        compressed = is_compressed(self._caches)
-        if compressed or any(cache.quantization for cache in layer_caches(self._caches)):
-            how = "compressed" if compressed else "quantised"
+        if is_compressed(self._caches):
+            state = "compressed"
+        elif any(cache.quantization for cache in layer_caches(self._caches)):
+            state = "quantised"
+        else:
+            return
+        raise SnapKVError(
+            f"{self._file} is already {state}, and its entries stay so: drop --kv-bits"
+        )
+
+    def _require_no_setting(self, policy: Any, store: str | None) -> None:
+        """Raise SnapKVError if the command gives a setting or a store for entries that are compressed already."""
+        flags = []
+        if policy:
+            flags.append(self._flag)
+        if store:
+            flags.append("--store")
+        if flags:
             raise SnapKVError(
-                f"{self._file} is already {how}, and its entries stay so: drop --kv-bits"
+                f"{self._file} is already compressed, and the evicted entries are gone: drop {' and '.join(flags)}"
             )
 
     @property
@@ -99,19 +119,19 @@ class SavedPrompt:
         notes = self._saved.notes
         if self._saved.policy == NO_POLICY or "messages" in notes:
             return None
-        stored = book_store(self._caches)
-        return (
-            stored if self._saved.tokens is None else notes.get("options", {}).get("store", stored)
-        )
+        book = book_store(self._caches)
+        if self._is_from_mlx_lm:
+            return book
+        return notes.get("options", {}).get("store", book)
 
     def _require_own_setting(self, policy: Any, quantization: Quantization | None) -> None:
         """Raise SnapKVError if the command gives another setting than the file's own."""
-        own = f"{self._file} has its own setting, {self._saved.policy}"
+        conflict = f"{self._file} has its own setting, {self._saved.policy}"
         if policy is not None:
-            raise SnapKVError(f"{own}: drop {self._flag}")
+            raise SnapKVError(f"{conflict}: drop {self._flag}")
         if quantization is not None:
             raise SnapKVError(
-                f"{own}, which evicts nothing: give --store 8bit or 4bit instead of --kv-bits"
+                f"{conflict}, which evicts nothing: give --store 8bit or 4bit instead of --kv-bits"
             )
 
     def notes(self, text: str) -> Iterator[str]:
@@ -127,8 +147,8 @@ class SavedPrompt:
 
         Raises: SnapKVError: the whole prompt would not begin with the saved tokens, or the file can't be asked.
         """
-        file, notes = self._file, self._saved.notes
-        if self._saved.tokens is None:
+        notes = self._saved.notes
+        if self._is_from_mlx_lm:
             return mlx_lm_suffix(tokenizer, question, ignore_chat_template)
         if ignore_chat_template:
             raise SnapKVError(
@@ -136,13 +156,13 @@ class SavedPrompt:
             )
         if "text" not in notes:
             raise SnapKVError(
-                f"{file} holds no text to ask about: to continue a saved chat, use /load in mlx-snapkv chat"
+                f"{self._file} holds no text to ask about: to continue a saved chat, use /load in mlx-snapkv chat"
             )
         today = datetime.fromisoformat(notes["time"])
         whole = encode_question(tokenizer, notes["text"], question, notes["system_prompt"], today)
         if whole[: self.n_tokens] != self._saved.tokens or len(whole) == self.n_tokens:
             raise SnapKVError(
-                f"the prompt with this question does not begin with the tokens of {file}: "
+                f"the prompt with this question does not begin with the tokens of {self._file}: "
                 "if the tokenizer or its chat template has changed, save the prompt again"
             )
         return whole[self.n_tokens :]
@@ -155,12 +175,13 @@ class SavedPrompt:
     @property
     def kept_text(self) -> str:
         """The words of the closing line about the entries that the answer starts from."""
-        entries = max(cache.n_entries for cache in layer_caches(self._caches))
-        how = "full cache" if self.policy == NO_POLICY else self.policy
-        is_reason = self.report.policy != NO_POLICY and not self.report.compressed
-        why = f": {self.report.reason}" if is_reason else ""
-        held = f"now {entries} entries, KV memory {format_bytes(kv_bytes(self._caches))}"
-        return f"after {self.n_tokens} saved ones ({how}{why}), {held}"
+        setting = "full cache" if self.policy == NO_POLICY else self.policy
+        was_left_full = self.report.policy != NO_POLICY and not self.report.compressed
+        if was_left_full:
+            setting += f": {self.report.reason}"
+        n_entries = max(cache.n_entries for cache in layer_caches(self._caches))
+        held = f"now {n_entries} entries, KV memory {format_bytes(kv_bytes(self._caches))}"
+        return f"after {self.n_tokens} saved ones ({setting}), {held}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry `prompt_cache` of the object that --json prints."""
@@ -179,7 +200,8 @@ class SavedPrompt:
                     f"{self._flag}: {policy.name} needs queries, and a saved full cache holds none: give --sparse, "
                     "with which every token chooses among the saved entries"
                 )
-        if self.n_tokens < (min_ctx := compress.policy.min_ctx):
+        min_ctx = compress.policy.min_ctx
+        if self.n_tokens < min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={min_ctx}"
             return CompressionReport(str(compress), self.n_tokens, reason)
         return compress_prompt_cache(model, self._caches, compress, quantization=quantization)

@@ -70,10 +70,10 @@ class HTTPOptions:
         from ..server.access import Settings
 
         return Settings(
-            self.host,
-            self.port,
-            self.api_key or None,
-            tuple(self.allow_origin or ()),
+            host=self.host,
+            port=self.port,
+            api_key=self.api_key or None,
+            origins=tuple(self.allow_origin or ()),
             hosts=tuple(self.allow_host or ()),
             timeout=self.timeout,
             volatile_headers=tuple(self.volatile_header),
@@ -168,25 +168,37 @@ def serve(
     from ..server.prefix_cache import PrefixCache
 
     require_one_process(prefix_dir=prefixes.prefix_dir, pipeline=model.pipeline)
-    settings = None if rank() else http.settings()
+    settings = http.settings() if rank() == 0 else None  # only rank 0 listens
     keywords = compression.keywords_for_task(
         model.model, "conversation", PromptConsole().say, vars(cache)
     )
     generation = keywords | vars(cache)
     identity = CompressionConfig.from_keywords(generation)[0].identity
-    prefix_cache = PrefixCache(sys.maxsize)
-    names = model.model, *(http.alias or ())
-    loader = _Loader(model, names, sampling, limits, prefixes, generation, prefix_cache)
+    prefix_cache = PrefixCache(sys.maxsize)  # the loader sets its limit
+    loader = _Loader(
+        model=model,
+        names=(model.model, *(http.alias or ())),
+        sampling=sampling,
+        limits=limits,
+        prefixes=prefixes,
+        options=generation,
+        prefix_cache=prefix_cache,
+    )
     raise_on_interrupt()  # only the main thread may, and the model is loaded in another thread
     start = partial(
         Engine,
-        loader.load,
-        generation,
-        prefix_cache,
-        Limits(limits.concurrency, limits.queue, limits.max_context, limits.max_kv_bytes),
-        Defaults(**vars(sampling)),
-        Metrics(),
-        partial(prefixes.files, identity),
+        load=loader.load,
+        options=generation,
+        prefixes=prefix_cache,
+        limits=Limits(
+            concurrency=limits.concurrency,
+            queue=limits.queue,
+            context=limits.max_context,
+            kv_bytes=limits.max_kv_bytes,
+        ),
+        defaults=Defaults(**vars(sampling)),
+        metrics=Metrics(),
+        open_files=partial(prefixes.files, identity),
     )
     _run(settings, loader, start)
 
@@ -256,11 +268,14 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
     with bind_socket(settings) as place:
         engine = start()
         host, port, *_ = place.getsockname()
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
-        line = (
-            f"{loader.names[0]} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
-        )
-        serve(
-            engine, settings, place, lambda server: print(line, loader.room, sep="\n", flush=True)
-        )
+        if ":" in host:  # an IPv6 address
+            host = f"[{host}]"
+        url = f"http://{host}:{port}"
+
+        def print_address(_: Any) -> None:
+            """Print where the server is, and the size of its prefix cache, once it answers."""
+            clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
+            line = f"{loader.names[0]} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
+            print(line, loader.room, sep="\n", flush=True)
+
+        serve(engine, settings, place, print_address)
