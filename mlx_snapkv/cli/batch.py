@@ -128,8 +128,11 @@ def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
         bar.start("answering", file.n_lines)
 
         def update(done: Progress) -> None:
-            speeds = [n / max(done.seconds, 1e-9) for n in (done.prompt_tokens, done.answer_tokens)]
-            bar.reach(done.lines, "prompts {:,.0f} tokens/s, answers {:,.0f}".format(*speeds))
+            seconds = max(done.seconds, 1e-9)  # 0 if earlier runs have answered all requests
+            prompt_speed = done.prompt_tokens / seconds
+            answer_speed = done.answer_tokens / seconds
+            speeds = f"prompts {prompt_speed:,.0f} tokens/s, answers {answer_speed:,.0f}"
+            bar.reach(done.lines, speeds)
 
         run.on_progress = update
         run.answer(file)
@@ -139,9 +142,12 @@ def _closing_line(answers: AnswersFile, done: Progress) -> str:
     """Return the line with the numbers of answers and errors, the tokens, the time and the memory."""
     from mlx.core import get_peak_memory
 
-    n, peak = answers.n_errors, get_peak_memory() / 1e9
-    errors = f", {n} error{'s' * (n > 1)}" if n else ""
+    errors = ""
+    if answers.n_errors:
+        plural = "s" if answers.n_errors > 1 else ""
+        errors = f", {answers.n_errors} error{plural}"
     before = f" ({done.before} of them from earlier runs)" if done.before else ""
     tokens = f"{done.prompt_tokens} prompt tokens, {done.answer_tokens} answer tokens"
     counts = f"{answers.n_answered} answered{errors} in {answers.path}{before}"
-    return f"{counts} | {tokens}, {done.seconds:.1f} s, peak memory {peak:.3g} GB"
+    peak_gb = get_peak_memory() / 1e9
+    return f"{counts} | {tokens}, {done.seconds:.1f} s, peak memory {peak_gb:.3g} GB"

@@ -79,7 +79,8 @@ def bench(*, options: BenchOptions) -> None:
     from ..measure.tables import as_page
     from .progress import StepBars
 
-    model, settings = options.model, options.settings()
+    model = options.model
+    settings = options.settings()
     for setting, n in product(settings, [*options.context, *options.prompt_tokens]):
         decode_quota(setting, n)  # raises for a setting that has no room for its entries
     files = None if options.output is None else ResultFiles(options.output, (".json", ".md"))
@@ -89,7 +90,8 @@ def bench(*, options: BenchOptions) -> None:
     result: dict[str, Any] = {**provenance(), "model": model or RANDOM, "speed": []}
     with StepBars() as bars:
 
-        def done(rows: list[dict[str, Any]]) -> None:
+        def save_rows(rows: list[dict[str, Any]]) -> None:
+            """Move the bar, and write the rows so far, which stay if the command is stopped."""
             result["speed"] = rows
             bars.done()
             if files is not None:
@@ -102,9 +104,10 @@ def bench(*, options: BenchOptions) -> None:
             trials=options.num_trials,
             steps=options.steps,
         )
-        result["speed"] = measure_speed(loaded, plan, bars.start, done)
+        result["speed"] = measure_speed(loaded, plan, bars.start, save_rows)
     table = speed_table(result["speed"])
     print_table(table)
     if files is not None:
         page = as_page("Benchmarks", result, BENCH_REMARK, [table])
-        print(files.summary(write_result(files.base, result, page)))
+        written = write_result(files.base, result, page)
+        print(files.summary(written))

@@ -88,14 +88,18 @@ class MLXCacheOptions(CacheOptions):
                 "--quantized-kv-start is for the full cache only, since a policy's entries are quantised at the "
                 "compression: drop it or the policy"
             )
-        return {k: v for k, v in vars(self).items() if k != "quantized_kv_start" or v is not None}
+        keywords = dict(vars(self))
+        if self.quantized_kv_start is None:
+            del keywords["quantized_kv_start"]  # mlx-lm's default applies
+        return keywords
 
     def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
         """Yield a note if --kv-bits has no effect on a prompt and its answer, which have `n_tokens` together."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         start = self.quantized_kv_start
-        start = DEFAULT_QUANTIZED_KV_START if start is None else start
+        if start is None:
+            start = DEFAULT_QUANTIZED_KV_START
         if self.kv_bits is not None and setting is None and n_tokens <= start:
             yield (
                 f"note: --kv-bits does nothing here, since a full cache is quantised from {start:,} tokens on; "
@@ -112,8 +116,10 @@ class MLXCacheOptions(CacheOptions):
                 f"--max-kv-size has no effect on {type_of(model)} models, which make their own caches: drop it, "
                 f"or limit the entries with --policy streaming_llm:budget={self.max_kv_size}"
             )
+        if self.max_kv_size is None:
+            return
         for flag, value in (("--draft-model", draft_model), ("--kv-bits", self.kv_bits)):
-            if self.max_kv_size is not None and value is not None:
+            if value is not None:
                 raise SnapKVError(f"--max-kv-size can't be combined with {flag}: drop one of them")
 
 
@@ -124,8 +130,14 @@ def parse_settings(
 
     Raises: SnapKVError: a text can't be parsed.
     """
-    texts = {"snapkv": [] if snapkv is None else [snapkv], "policy": policy, "sparse": sparse}
-    return [parse_setting(name, text) for name, some in texts.items() for text in some or []]
+    texts_by_option = {
+        "snapkv": [] if snapkv is None else [snapkv],
+        "policy": policy or [],
+        "sparse": sparse or [],
+    }
+    return [
+        parse_setting(option, text) for option, texts in texts_by_option.items() for text in texts
+    ]
 
 
 def parse_setting(option: str, text: str) -> Setting:
@@ -163,8 +175,10 @@ class PolicyOptions:
     @property
     def flag(self) -> str:
         """The flag that names the policy or sparse attention; empty without one."""
-        options = ("snapkv", "policy", "sparse")
-        return next((flag_of(x) for x in options if getattr(self, x) is not None), "")
+        for option in ("snapkv", "policy", "sparse"):
+            if getattr(self, option) is not None:
+                return flag_of(option)
+        return ""
 
     def resolve(self) -> Setting | None:
         """Return the policy or sparse attention, or None. Raises: SnapKVError: it can't be parsed, or two are given."""
@@ -172,7 +186,9 @@ class PolicyOptions:
 
         texts = {"snapkv": self.snapkv, "policy": self.policy, "sparse": self.sparse}
         settings = [parse_setting(name, text) for name, text in texts.items() if text is not None]
-        return settings[0] if len(settings) == 1 else resolve_setting(**texts)
+        if len(settings) == 1:
+            return settings[0]
+        return resolve_setting(**texts)  # None without a text; raises for several
 
 
 @dataclass(frozen=True)
@@ -242,7 +258,9 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
     def keywords_for_task(
         self, model: str, task: str, say: Callable[[str], None], generation: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the keywords of `generate_step` for prompts that are not known yet; see `recommend`.
+        """Return the keywords of `generate_step` for prompts that are not known yet.
+
+        With --policy auto they have its choice, which is printed; the arguments are those of `recommend`.
 
         Raises: SnapKVError: options exclude each other.
         """
@@ -277,7 +295,8 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
         if not self.is_auto:
             return None
         require_one_process(policy=self.policy)
-        model = load_without_weights(model) if isinstance(model, str) else model
+        if isinstance(model, str):
+            model = load_without_weights(model)
         *_, recommendation = resolve(
             model,
             n_prompt,

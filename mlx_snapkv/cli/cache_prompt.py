@@ -54,11 +54,13 @@ def cache_prompt(
         vars(cache)
     )
     require_compatible(config, When.CHOSEN)
-    path, text = saved.require_writable(output), prompt.read()
+    path = saved.require_writable(output)
+    text = prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
     config.require(loaded)
-    now, console = datetime.now(), PromptConsole(quiet)
+    now = datetime.now()
+    console = PromptConsole(quiet)
     tokens = console.wait_for(partial(opening_tokens, tokenizer, text, prompt.system_prompt, now))
     keywords = {"policy": setting, **config.keywords, **vars(cache)}
     console.announce(loaded, len(tokens), foretell=setting is not None, is_text=True, **keywords)
@@ -83,16 +85,17 @@ def cache_prompt(
     }
     saved_policy = report.policy if report.compressed else NO_POLICY
     if config.store is not None:
-        saved_policy = str(setting)
-    where = f"saved in {path}{', replacing the earlier file' if path.exists() else ''}"
+        saved_policy = str(setting)  # also for a short text, since answers read it by this setting
+    replaced = ", replacing the earlier file" if path.exists() else ""
+    outcome = f"saved in {path}{replaced}"
     writing = writing_bar(console.rich_console)
     with writing as update:
         saved.save(path, loaded, caches, tokens, saved_policy, notes, update)
     if writing.done:
-        where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
+        outcome += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
     memory = format_bytes(report.kv_bytes_after or kv_bytes(caches))
     kept = _kept_text(report, config.store)
-    console.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {memory} | {where}")
+    console.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {memory} | {outcome}")
 
 
 def _kept_text(report: CompressionReport, store: str | None) -> str:
@@ -101,9 +104,10 @@ def _kept_text(report: CompressionReport, store: str | None) -> str:
         return f"full cache: {report.reason}"
     if store is None:
         return report.entries_text
-    per_chunk = report.read_per_chunk
-    chunks = "" if per_chunk is None else f", {per_chunk:,} read by a chunk"
-    return f"all {report.entries:,} entries{chunks}"
+    text = f"all {report.entries:,} entries"
+    if report.read_per_chunk is not None:
+        text += f", {report.read_per_chunk:,} read by a chunk"
+    return text
 
 
 def _read(

@@ -78,6 +78,7 @@ def compare(
     if not (shown.policy or shown.sparse):
         methods = _default_methods(len(tokens), request)
     answers: list[Compared] = []
+    on_text = _ignore_text if shown.as_json else _AnswerPrinter().add
     with console.bar() as update:
         for answer in compared(
             loaded,
@@ -85,16 +86,18 @@ def compare(
             tokens,
             methods,
             max_tokens,
-            (lambda name, text: None) if shown.as_json else _AnswerPrinter().add,
+            on_text,
             prefill_step_size=prefill_step_size,
             prompt_progress_callback=update,
         ):
             answers.append(answer)
-            print("" if shown.as_json else "\n\n", end="", flush=True)
+            if not shown.as_json:
+                print("\n\n", end="", flush=True)
     table = _table(answers, len(tokens))
     if shown.as_json:
         about = {"model": model.model, "prompt_tokens": len(tokens)}
-        print(json.dumps(about | {"methods": [a.to_dict() for a in answers]}, ensure_ascii=False))
+        result = about | {"methods": [answer.to_dict() for answer in answers]}
+        print(json.dumps(result, ensure_ascii=False))
     else:
         print_table(table)
         print("".join(map(_difference, answers)), end="")
@@ -110,10 +113,15 @@ def _default_methods(n_prompt: int, request: RequestOptions) -> list[Method]:
 
     # The default number of entries is a large part of a short prompt, so a share is used there.
     is_short = 4 * Sparse().entries(n_prompt) > n_prompt
-    policies, sparse = worth_comparing(n_prompt), ["budget=6.25%" if is_short else ""]
+    sparse = "budget=6.25%" if is_short else ""
+    policies = worth_comparing(n_prompt)
     if request.store is not None:
         policies = []  # only sparse attention has a store
-    return methods_of(policies, sparse, request=request)
+    return methods_of(policies, [sparse], request=request)
+
+
+def _ignore_text(name: str, text: str) -> None:
+    """Print nothing: --json prints all answers at the end."""
 
 
 class _AnswerPrinter:
@@ -133,8 +141,11 @@ class _AnswerPrinter:
 def _table(answers: list[Compared], n_prompt: int) -> Table:
     """Return the table of a comparison, with a row for each method."""
     columns = ["cache", "entries", "KV memory", "first token", "tokens/s", "KL", "same tokens"]
-    early = (f"{a.name}: {a.uncompressed}." for a in answers if a.uncompressed)
-    table = Table(f"{n_prompt:,} prompt tokens", " ".join([COMPARE_REMARK, *early]), columns)
+    remarks = [COMPARE_REMARK]
+    remarks += [
+        f"{answer.name}: {answer.uncompressed}." for answer in answers if answer.uncompressed
+    ]
+    table = Table(f"{n_prompt:,} prompt tokens", remark=" ".join(remarks), columns=columns)
     for answer in answers:
         speed = answer.tokens_per_second
         table.add(
@@ -154,7 +165,10 @@ def _same_tokens(answer: Compared) -> str:
     """Return how many tokens equal the full cache's before the first difference, counted from the compression on."""
     if answer.kl is None:
         return ""
-    return f"first {max(0, answer.differs[0] - answer.n_before)}" if answer.differs else "all"
+    if answer.differs is None:
+        return "all"
+    n_same, *_ = answer.differs
+    return f"first {max(0, n_same - answer.n_before)}"
 
 
 def _difference(answer: Compared) -> str:
@@ -163,7 +177,11 @@ def _difference(answer: Compared) -> str:
         return f"{answer.name}: answered by the full cache, since {answer.reason}\n"
     if answer.differs is None:
         return ""
-    n, before, full_text, text = answer.differs
-    where = f" (“…{' '.join(before.split())}”)" if n else ""
-    ours, theirs = (repr(part) if part else "nothing more" for part in (text, full_text))
-    return f"{answer.name}: after {n} tokens{where} it says {ours}, the full cache says {theirs}\n"
+    n_same, text_before, full_token, token = answer.differs
+    context = f" (“…{' '.join(text_before.split())}”)" if n_same else ""
+    says = repr(token) if token else "nothing more"
+    full_says = repr(full_token) if full_token else "nothing more"
+    return (
+        f"{answer.name}: after {n_same} tokens{context} it says {says}, "
+        f"the full cache says {full_says}\n"
+    )

@@ -64,20 +64,20 @@ def demo(
     document, facts = make_haystack(tokenizer, random.Random(seed), questions, tokens)
     if save_document is not None:
         _save(document, save_document)
-    n = len(question_prompt(tokenizer, document, facts[0].question))
-    console.print(_introduction(n, len(facts)))
-    chats = _chats(n)
+    n_prompt = len(question_prompt(tokenizer, document, facts[0].question))
+    console.print(_introduction(n_prompt, len(facts)))
+    chats = _chat_options(n_prompt)
     columns = [
         _column(loaded, tokenizer, document, facts, options)
         for options in track(chats.values(), "asking", console=stderr_console(), transient=True)
     ]
     console.print(_table(facts, dict(zip(chats, columns))))
     console.print(_speed(loaded))
-    next_steps = _next_steps(model, save_document, facts[0].question, n)
+    next_steps = _next_steps(model, save_document, facts[0].question, n_prompt)
     console.print(next_steps, soft_wrap=True, markup=False)
 
 
-def _chats(n_prompt: int) -> dict[str, dict[str, Any]]:
+def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
     """Return the keywords of each `Conversation`, by the name of its column in the table."""
     from ..compress.policies import SnapKV
     from ..sparse.options import Sparse
@@ -108,11 +108,12 @@ def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
     from rich.table import Table
 
     table = Table("question", "hidden", *columns)
-    names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
-    names += [("right", ""), ("entries read by a chunk", ""), ("entries read by a token", "")]
-    names += [("KV memory between turns", "")]
-    for i, (name, *cells) in enumerate(zip(names, *columns.values()), start=1):
-        table.add_row(*name, *cells, end_section=i == len(facts))
+    headings = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
+    headings += [("right", ""), ("entries read by a chunk", ""), ("entries read by a token", "")]
+    headings += [("KV memory between turns", "")]
+    for number, (heading, *cells) in enumerate(zip(headings, *columns.values()), start=1):
+        is_last_fact = number == len(facts)
+        table.add_row(*heading, *cells, end_section=is_last_fact)
     return table
 
 
@@ -126,8 +127,8 @@ def _next_steps(model: str, save_document: str | None, question: str, n_prompt: 
         f"  {program} chat --model MODEL --policy auto",
     ]
     if save_document is not None:
-        file, question = shlex.quote(save_document), shlex.quote(question)
-        command = f"{program} generate --model {model} --prompt-file {file} --prompt {question}"
+        prompt = f"--prompt-file {shlex.quote(save_document)} --prompt {shlex.quote(question)}"
+        command = f"{program} generate --model {model} {prompt}"
         snapkv = f"budget={n_prompt // KEPT_SHARE},obs_window=32,lookahead=0"
         lines.append(f"Ask again: {command} --snapkv {snapkv}")
     return "\n".join(lines)
@@ -159,19 +160,25 @@ def _column(
 
     chat = Conversation(model, tokenizer, max_tokens=32, **options)
     chat.attach(document)
-    cells, n_right, per_chunk = [], 0, None
+    cells = []
+    n_right = 0
+    per_chunk = None  # of the first turn, which reads the document
     for fact in facts:
         answer = "".join(response.text for response in chat.send(fact.question))
-        right = is_right(fact, answer)
-        n_right += right
         if chat.report is not None:
             per_chunk = per_chunk or chat.report.read_per_chunk
-        line = textwrap.shorten(answer.strip().partition("\n")[0], 24, placeholder="…")
-        cells.append(f"{'[green]right' if right else '[red]wrong'}[/] {escape(line)}")
-    read = (chat.report and chat.report.entries) or len(chat.read)
-    memory = format_bytes(kv_bytes(chat.prompt_cache))
-    chunk = f"{per_chunk:,} at most" if per_chunk else "all before it"
-    return [*cells, f"{n_right}/{len(facts)}", chunk, f"{read:,}", memory]
+        judgement = "[red]wrong[/]"
+        if is_right(fact, answer):
+            judgement = "[green]right[/]"
+            n_right += 1
+        first_line, *_ = answer.strip().partition("\n")
+        cells.append(f"{judgement} {escape(textwrap.shorten(first_line, 24, placeholder='…'))}")
+    cells.append(f"{n_right}/{len(facts)}")
+    cells.append(f"{per_chunk:,} at most" if per_chunk else "all before it")
+    per_token = chat.report.entries if chat.report is not None else 0
+    cells.append(f"{per_token or len(chat.read):,}")  # the full cache's report has no entries
+    cells.append(format_bytes(kv_bytes(chat.prompt_cache)))
+    return cells
 
 
 def _speed(model: Any) -> str:
@@ -191,16 +198,19 @@ def _speed(model: Any) -> str:
         *policy_contenders(DECODED_ENTRIES, [Compress(SnapKV(budget=few)), Sparse(budget=few)]),
     ]
     caches = [decoding_cache(model, each, DECODED_ENTRIES) for each in contenders]
-    full, *others = (median(times[1:]) for times in step_in_turn(model, caches, DECODED_STEPS))
-    size, *sizes = (
-        format_bytes(entries_bytes(cache, each.is_sparse))
-        for cache, each in zip(caches, contenders)
-    )
-    kept, read = (
-        f"{1000 * time:.1f} ms and {memory} ({full / time:.1f} times as fast)"
-        for time, memory in zip(others, sizes)
-    )
+    step_seconds = step_in_turn(model, caches, DECODED_STEPS)
+    # The first step is slower than the others, and is left out.
+    full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
+    full_size, *other_sizes = [
+        format_bytes(entries_bytes(cache, contender.is_sparse))
+        for cache, contender in zip(caches, contenders)
+    ]
+    kept, read = [
+        f"{1000 * seconds:.1f} ms and {size} ({full_seconds / seconds:.1f} times as fast)"
+        for seconds, size in zip(other_seconds, other_sizes)
+    ]
     return (
-        f"Decoding after {DECODED_ENTRIES:,} tokens ({DECODED_STEPS} steps, random entries) takes {1000 * full:.1f} ms "
-        f"a token and {size} with all entries; with 1/{KEPT_SHARE} kept {kept}; with 1/{KEPT_SHARE} read {read}."
+        f"Decoding after {DECODED_ENTRIES:,} tokens ({DECODED_STEPS} steps, random entries) takes "
+        f"{1000 * full_seconds:.1f} ms a token and {full_size} with all entries; with 1/{KEPT_SHARE} kept {kept}; "
+        f"with 1/{KEPT_SHARE} read {read}."
     )

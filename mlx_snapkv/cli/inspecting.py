@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from ..measure.sentences import Sentence
 
 SHADES = " ░▒▓█"
+MIN_MAP_WIDTH = 8  # characters
 MAX_MAP_WIDTH = 160  # characters
+SHARE_WIDTH = (
+    7  # characters; the share of votes after a line of the map, with a space on both sides
+)
 
 
 @dataclass(frozen=True)
@@ -127,16 +131,19 @@ def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
     """Print the sentences of which most was kept, the first one first, with the share that orders them."""
     from ..measure.inspection_page import SHOWN_SENTENCES
 
-    first, measure = sentences[0], "no entry was chosen: these are always kept"
-    if first.votes is not None:
+    most_kept = sentences[0]
+    if most_kept.votes is not None:
         measure = "by their share of the votes for the chosen entries"
-    elif first.chosen:
+    elif most_kept.chosen:
         measure = "by the share of their entries that was chosen"
+    else:
+        measure = "no entry was chosen: these are always kept"
     console.print(f"Sentences kept most ({measure})", style="bold")
     for rank, sentence in enumerate(sentences[:SHOWN_SENTENCES], start=1):
         share = sentence.votes or sentence.chosen
         share_text = f"{share:.1%}" if share else "fixed"
-        line = f"{rank:3}  {share_text:>5}  {' '.join(sentence.text.split())}"
+        text = " ".join(sentence.text.split())
+        line = f"{rank:3}  {share_text:>5}  {text}"
         console.print(line, no_wrap=True, overflow="ellipsis")
     console.print()
 
@@ -145,17 +152,20 @@ def _print_map(inspection: Inspection, console: Console) -> None:
     """Print a line for each layer, from the prompt's start to its end. A denser shade means that more heads keep it."""
     names = [f"layer {layer}" for layer in inspection.layers]
     margin = max(map(len, names)) + 1
-    density = inspection.density(max(8, min(MAX_MAP_WIDTH, console.width - margin - 7)))
+    free_width = console.width - margin - SHARE_WIDTH
+    density = inspection.density(max(MIN_MAP_WIDTH, min(MAX_MAP_WIDTH, free_width)))
     for name, row, share in zip(names, density, inspection.shares, strict=True):
         # The square root gives half of the shades to the first quarter of the densities, so that small ones are seen.
         shades = "".join(SHADES[ceil(cell**0.5 * (len(SHADES) - 1))] for cell in row)
-        end = "" if share is None else f"{share:5.0%}"
-        console.print(f"{name:<{margin}}{shades} {end}", no_wrap=True, crop=True)
-    last = f"token {inspection.n_tokens - 1}".rjust(density.shape[1] - 7)
+        share_text = "" if share is None else f"{share:5.0%}"
+        console.print(f"{name:<{margin}}{shades} {share_text}", no_wrap=True, crop=True)
+    first = "token 0"
+    last = f"token {inspection.n_tokens - 1}".rjust(density.shape[1] - len(first))
     votes = "" if None in inspection.shares else " votes"
-    console.print(f"{'':<{margin}}token 0 {last}{votes}", style="dim", no_wrap=True)
-    if inspection.layers_without:
-        which = f"layer{'s' * (len(inspection.layers_without) > 1)} {', '.join(map(str, inspection.layers_without))}"
+    console.print(f"{'':<{margin}}{first} {last}{votes}", style="dim", no_wrap=True)
+    without = inspection.layers_without
+    if without:
+        layers = f"{'layer' if len(without) == 1 else 'layers'} {', '.join(map(str, without))}"
         why = "no entries to keep or drop (linear attention, or a sliding window)"
-        console.print(f"{which}: {why}", style="dim")
+        console.print(f"{layers}: {why}", style="dim")
     console.print()

@@ -82,13 +82,15 @@ def models(as_json: AsJson = False) -> None:
     from .terminal_table import print_table
 
     tables = {}
-    for title, last, rows in ("Supported", "note", supported()), ("Refused", "why", refused()):
-        keys = "model_type", "also_loads", last
+    sections = (("Supported", "note", supported()), ("Refused", "why", refused()))
+    for title, last_key, rows in sections:
+        keys = ("model_type", "also_loads", last_key)
         tables[title.lower()] = [dict(zip(keys, row)) for row in rows]
         if not as_json:
             heading = f"{title}: {len(rows)} model types of mlx-lm"
             columns = [key.replace("_", " ") for key in keys]
-            print_table(Table(heading, "", columns, [*map(list, rows)]))
+            cells = [list(row) for row in rows]
+            print_table(Table(heading, remark="", columns=columns, rows=cells))
     if as_json:
         print(json.dumps(tables))
 
@@ -110,14 +112,22 @@ def policies(
     from ..compress.policy import POLICIES
 
     if choose:
-        for choice in CHOICES:
-            pages = ", ".join(f"docs/{page.partition('#')[0]}" for page in choice.pages.split())
-            print(f"{choice.when}: {choice.why}\n    {choice.command}\n    measured: {pages}\n")
-        print("Replace MODEL, TEXT and QUESTION with your own. docs/choose.md has the figures.")
+        _print_choices()
         return
     for cls in POLICIES.values():
-        print(f"{cls.name}: {cls.summary}{f' ({cls.paper})' if cls.paper else ''}")
-        print(f"    {', '.join(f'{name}={value}' for name, value in defaults(cls).items())}")
+        paper = f" ({cls.paper})" if cls.paper else ""
+        options = ", ".join(f"{name}={value}" for name, value in defaults(cls).items())
+        print(f"{cls.name}: {cls.summary}{paper}")
+        print(f"    {options}")
+
+
+def _print_choices() -> None:
+    """Print the recommended setting for each use, with its command and the pages that have its figures."""
+    for choice in CHOICES:
+        files = [page.partition("#")[0] for page in choice.pages.split()]
+        pages = ", ".join(f"docs/{file}" for file in files)
+        print(f"{choice.when}: {choice.why}\n    {choice.command}\n    measured: {pages}\n")
+    print("Replace MODEL, TEXT and QUESTION with your own. docs/choose.md has the figures.")
 
 
 def defaults(cls: Any) -> dict[str, str]:

@@ -58,16 +58,18 @@ def load_model(
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     raise_on_interrupt()
     # `os.path.exists` is false for names that no file can have, for which `Path.exists` may raise.
-    where = str(folder) if os.path.exists(folder) else name
-    code = {"trust_remote_code": trust_remote_code}
-    options: Any = {"tokenizer_config": code, **code}
+    location = str(folder) if os.path.exists(folder) else name
+    options: Any = {
+        "tokenizer_config": {"trust_remote_code": trust_remote_code},
+        "trust_remote_code": trust_remote_code,
+    }
     try:
-        changes = _rope_changes(where, f"{option} {name}")
+        changes = _rope_changes(location, f"{option} {name}")
         if n_ranks > 1:
-            model, tokenizer = _load_shard(where, n_ranks, bool(pipeline), changes, **options)
+            model, tokenizer = _load_shard(location, n_ranks, bool(pipeline), changes, **options)
         else:
             options["model_config"] = {"quantize_activations": quantize_activations, **changes}
-            model, tokenizer, *_ = load(where, adapter_path=adapter, **options)
+            model, tokenizer, *_ = load(location, adapter_path=adapter, **options)
     except SnapKVError as error:
         raise SnapKVError("{} {}: {}", option, name, error) from error
     except Exception as error:  # any error means that the user has to repair the files
@@ -93,10 +95,13 @@ def _adapter_folder(path: str | None) -> str | None:
     return str(folder)
 
 
-def _rope_changes(where: str, label: str) -> dict[str, Any]:
+def _rope_changes(location: str, label: str) -> dict[str, Any]:
     """Return the changes to a model's config.json that give mlx-lm the values of `rope_parameters`.
 
     A line on stderr, which starts with `label`, lists the values.
+
+    Args:
+        location: the folder, or the name of a repository.
 
     Raises: SnapKVError: mlx-lm can't take a value.
     """
@@ -104,8 +109,8 @@ def _rope_changes(where: str, label: str) -> dict[str, Any]:
 
     from ..models.rope_parameters import taken_over
 
-    is_folder = os.path.exists(where)
-    folder = where if is_folder else snapshot_download(where, allow_patterns=["config.json"])
+    is_folder = os.path.exists(location)
+    folder = location if is_folder else snapshot_download(location, allow_patterns=["config.json"])
     rope = taken_over(load_config(Path(folder)))
     if rope.values:
         print(f"mlx-snapkv: {label}: {rope}", file=sys.stderr)
@@ -122,11 +127,12 @@ def _start_ranks(pipeline: bool | None) -> int:
     from ..models.distributed import from_first, n_ranks, rank
 
     n = n_ranks()
-    if rank():
+    if rank() != 0:
         silence_output()
     if n == 1 and pipeline:
-        how = "start the command with mlx.launch, or drop it"
-        raise SnapKVError(f"--pipeline is for several Macs: {how}")
+        raise SnapKVError(
+            "--pipeline is for several Macs: start the command with mlx.launch, or drop it"
+        )
     if n > 1 and pipeline is None:
         raise SnapKVError(
             f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {WITHOUT_LAUNCH}"
@@ -142,8 +148,9 @@ def require_one_process(**options: Any) -> None:
 
     for name, value in options.items():
         if value and n_ranks() > 1:
-            alone = f"{flag_of(name)} can't be used on several Macs"
-            raise SnapKVError(f"{alone}: drop it, or {WITHOUT_LAUNCH}")
+            raise SnapKVError(
+                f"{flag_of(name)} can't be used on several Macs: drop it, or {WITHOUT_LAUNCH}"
+            )
 
 
 def _load_shard(
@@ -151,7 +158,8 @@ def _load_shard(
 ) -> tuple[Any, Any]:
     """Return this rank's shard of a model, and the tokenizer.
 
-    Raises: SnapKVError: mlx-lm can't split the model, or the model needs `rope_changes`.
+    Raises: SnapKVError: mlx-lm can't split the model, or the model needs `rope_changes`, which `sharded_load` can't
+        take.
     """
     import mlx.core as mx
     from mlx_lm.utils import sharded_load
@@ -173,16 +181,25 @@ def _load_shard(
     except ValueError as error:
         if not any(reason in str(error) for reason in SPLIT_ERRORS):
             raise
-        other = f"{'drop' if pipeline else 'add'} --pipeline, or start fewer processes"
-        raise SnapKVError(f"mlx-lm can't split this model ({brief(error)}): {other}") from error
-    args = getattr(model, "args", None)
-    text = getattr(args, "text_config", None) or {}
-    n = getattr(args, "num_key_value_heads", None) or text.get("num_key_value_heads")
-    if not pipeline and n and n % n_ranks:
+        change = "drop" if pipeline else "add"
         raise SnapKVError(
-            f"{n} KV heads can't be split over {n_ranks} processes: start a number that divides {n}, or add --pipeline"
-        )
+            f"mlx-lm can't split this model ({brief(error)}): {change} --pipeline, or start fewer processes"
+        ) from error
+    if not pipeline:
+        _require_divisible_heads(model, n_ranks)
     return model, tokenizer
+
+
+def _require_divisible_heads(model: Any, n_ranks: int) -> None:
+    """Raise SnapKVError if the KV heads that a model's config.json gives can't be split evenly over the ranks."""
+    args = getattr(model, "args", None)
+    text_config = getattr(args, "text_config", None) or {}
+    n_heads = getattr(args, "num_key_value_heads", None) or text_config.get("num_key_value_heads")
+    if n_heads and n_heads % n_ranks:
+        raise SnapKVError(
+            f"{n_heads} KV heads can't be split over {n_ranks} processes: start a number that divides {n_heads}, "
+            "or add --pipeline"
+        )
 
 
 def load_without_weights(name: str, for_mac: bool = False):
@@ -232,6 +249,7 @@ def _folder_of(name: str, option: str) -> Path:
             raise SnapKVError(f"{option} {name}: not a model folder, since it has no config.json")
         return folder
     try:
+        # A name without an owner is a mistyped folder: it is refused like an empty name.
         validate_repo_id(name if "/" in name else "")
     except HFValidationError as error:
         raise SnapKVError(
@@ -256,11 +274,12 @@ def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
 
     from ..planning.units import format_bytes
 
-    weights = [x for _, x in cast(list, tree_flatten(model.parameters()))]
-    halves = [x for x in weights if x.dtype in (mx.float16, mx.bfloat16)]
+    weights = [array for _, array in cast(list, tree_flatten(model.parameters()))]
+    halves = [array for array in weights if array.dtype in (mx.float16, mx.bfloat16)]
     if not halves or mx.default_device() != mx.Device(mx.cpu):
         return None
-    needed = sum(x.nbytes for x in [*weights, *halves])
+    # In float32, arrays of half precision take twice their bytes.
+    needed = sum(array.nbytes for array in weights) + sum(array.nbytes for array in halves)
     dtype = str(halves[0].dtype).removeprefix("mlx.core.")
     sizes = f"{format_bytes(needed)} of {format_bytes(memory)}"
     if name not in MODELS and needed > memory * MAX_WEIGHTS_SHARE:

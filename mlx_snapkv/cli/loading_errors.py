@@ -63,6 +63,7 @@ def _folder_problem(folder: Path, error: Exception) -> str:
     has_tokenizer = any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
     if "load_tokenizer" in frames and not has_tokenizer:
         return "the folder has no tokenizer, such as tokenizer.json"
-    problems = (problem for function, problem in LOADING_STEPS.items() if function in frames)
-    problem = next(problems, "mlx-lm can't load it")
-    return f"{problem}: {brief(error)}"
+    for function, problem in LOADING_STEPS.items():
+        if function in frames:
+            return f"{problem}: {brief(error)}"
+    return f"mlx-lm can't load it: {brief(error)}"

@@ -24,39 +24,52 @@ TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 def parse_bytes(text: Any, least: int = 1) -> int:
     """Return a number of bytes, at least `least`, from text such as "500MB", "4 GB" or "1.5e9". Units are decimal."""
     bounds = f" from {least:,}" if least > 1 else ""
-    what = f"a number of bytes{bounds}, such as 500MB or 4GB"
-    return _number(str(text).strip().lower().removesuffix("b"), BYTE_UNITS, least, 2**62, what)
+    rule = f"a number of bytes{bounds}, such as 500MB or 4GB"
+    number = str(text).strip().lower().removesuffix("b")
+    return _parse_number(number, BYTE_UNITS, least=least, most=2**62, rule=rule)
 
 
 def parse_tokens(text: Any) -> int:
     """Return a number of tokens from text such as "4096", "128k" or "1M". Units are multiples of 1,024."""
-    what = f"a number of tokens from 1 to {MAX_PROMPT_TOKENS}, such as 4096, 128k or 1M"
-    return _number(str(text).strip().lower(), TOKEN_UNITS, 1, MAX_PROMPT_TOKENS, what)
+    rule = f"a number of tokens from 1 to {MAX_PROMPT_TOKENS}, such as 4096, 128k or 1M"
+    number = str(text).strip().lower()
+    return _parse_number(number, TOKEN_UNITS, least=1, most=MAX_PROMPT_TOKENS, rule=rule)
 
 
-def _number(number: str, units: dict[str, Any], least: int, most: int, what: str) -> int:
-    """Return the value of a number with an optional unit; `what` is the text for the error.
+def _parse_number(number: str, units: dict[str, Any], least: int, most: int, rule: str) -> int:
+    """Return the value of a number that may end in a unit, rounded down.
+
+    Args:
+        units: the factor of each unit, which is one letter.
+        rule: what the option takes, for the error.
 
     Raises: BadParameter: it is not a number, or not from `least` to `most`.
     """
-    unit = units.get(number[-1:])
+    factor = 1
+    last = number[-1:]
+    if last in units:
+        factor = units[last]
+        number = number[:-1]
     with contextlib.suppress(ValueError, OverflowError):
-        value = int(float(number[:-1] if unit else number) * (unit or 1))
+        value = int(float(number) * factor)
         if least <= value <= most:
             return value
-    raise BadParameter(f"must be {what}")
+    raise BadParameter(f"must be {rule}")
 
 
 def format_tokens(n: int) -> str:
     """Return a number of tokens as a user would type it: "128k" for 131,072."""
-    for unit, size in reversed(TOKEN_UNITS.items()):
+    for unit, size in reversed(TOKEN_UNITS.items()):  # the largest first
         if n >= size and n % size == 0:
             return f"{n // size}{unit.replace('m', 'M')}"
     return str(n)
 
 
 def lengths(least: int) -> Callable[[Any], list[int]]:
-    """Return a parser of whole numbers that are separated by commas. The parser drops repeated numbers."""
+    """Return a parser of whole numbers, at least `least`, that are separated by commas.
+
+    The parser drops repeated numbers.
+    """
 
     def parse(text: Any) -> list[int]:
         with contextlib.suppress(ValueError):
@@ -72,20 +85,22 @@ def lengths(least: int) -> Callable[[Any], list[int]]:
 
 def one_of(*values: Any) -> Callable[[Any], Any]:
     """Return a parser that accepts the text of one of these values, in upper or lower case, and returns the value."""
-    *most, last = map(str, values)
-    by_text = {str(value).lower(): value for value in values}
+    *others, last = map(str, values)
+    value_by_text = {str(value).lower(): value for value in values}
 
     def parse(text: Any) -> Any:
-        if str(text).lower() not in by_text:
-            raise BadParameter(f"must be {', '.join(most)} or {last}")
-        return by_text[str(text).lower()]
+        lower = str(text).lower()
+        if lower not in value_by_text:
+            raise BadParameter(f"must be {', '.join(others)} or {last}")
+        return value_by_text[lower]
 
     return parse
 
 
 def json_object(text: Any) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        if isinstance(value := json.loads(str(text)), dict):
+        value = json.loads(str(text))
+        if isinstance(value, dict):
             return value
     raise BadParameter("must be a JSON object, such as '{\"enable_thinking\": false}'")
 
@@ -239,17 +254,19 @@ class SamplingOptions:
 
         Raises: SnapKVError: there is no such option, or its flag does not allow the value.
         """
-        name, values = name.lstrip("-").replace("-", "_"), vars(self)
+        name = name.lstrip("-").replace("-", "_")  # the flag's name is understood, too
+        values = vars(self)
         if name not in values:
             known = ", ".join(f"/set {each}" for each in values)
             raise UnknownOptionError(
                 f"unknown setting {name}{suggestion(name, values)}: one of {known}"
             )
-        (flag,) = [option for option in context.command.params if option.name == name]
+        (option,) = [each for each in context.command.params if each.name == name]
         try:
-            return replace(self, **{name: flag.process_value(context, text)})
+            value = option.process_value(context, text)
         except BadParameter as error:
-            raise SnapKVError(invalid_value(f"/set {name}", flag, text, error)) from error
+            raise SnapKVError(invalid_value(f"/set {name}", option, text, error)) from error
+        return replace(self, **{name: value})
 
     def generate_keywords(self, tokenizer: Any) -> dict[str, Any]:
         """Return the keywords `max_tokens` and `sampler` of mlx-lm's `stream_generate`.
@@ -258,14 +275,17 @@ class SamplingOptions:
         """
         from mlx_lm.sample_utils import make_sampler
 
-        options, size = dict(vars(self)), len(tokenizer)
+        options = dict(vars(self))
+        vocabulary_size = len(tokenizer)
         for name in ("top_k", "min_tokens_to_keep"):
-            if options[name] >= size:
-                raise OptionError(name, f"less than the vocabulary's {size}", options[name])
-        max_tokens = options.pop("max_tokens")
-        special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
-        sampler = make_sampler(xtc_special_tokens=special, **options)
-        return {"max_tokens": max_tokens, "sampler": sampler}
+            if options[name] >= vocabulary_size:
+                rule = f"less than the vocabulary's {vocabulary_size}"
+                raise OptionError(name, rule, options[name])
+        del options["max_tokens"]
+        # XTC never excludes these, so that answers keep their lines and their end.
+        special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+        sampler = make_sampler(xtc_special_tokens=special_tokens, **options)
+        return {"max_tokens": self.max_tokens, "sampler": sampler}
 
 
 def adapt_tokenizer(
@@ -276,15 +296,22 @@ def adapt_tokenizer(
     Raises: SnapKVError: the tokenizer has no such token, or a template option is one that the command sets.
     """
     for token in extra_eos_token or []:
-        tokens = range(len(tokenizer)) if token.isdecimal() else tokenizer.get_vocab()
-        if (int(token) if token.isdecimal() else token) not in tokens:
+        if not _has_token(tokenizer, token):
             raise SnapKVError(f"--extra-eos-token {token!r}: the tokenizer has no such token")
         tokenizer.add_eos_token(token)
     options = template_options or {}
     parameters = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
-    for name in options.keys() & parameters.keys() - TEMPLATE_OPTIONS:
-        raise SnapKVError(f"--chat-template-config can't set {name!r}: the command sets it")
+    for name in options:
+        if name in parameters and name not in TEMPLATE_OPTIONS:
+            raise SnapKVError(f"--chat-template-config can't set {name!r}: the command sets it")
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
+
+
+def _has_token(tokenizer: Any, token: str) -> bool:
+    """Return whether the vocabulary has a token, given as an id or as text."""
+    if token.isdecimal():
+        return int(token) < len(tokenizer)
+    return token in tokenizer.get_vocab()
 
 
 def seed_sampling(seed: int | None) -> None:

@@ -22,10 +22,11 @@ def open_standard_descriptors() -> None:
 def allow_many_files() -> None:
     """Raise the limit of open files to `MAX_OPEN_FILES`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < MAX_OPEN_FILES:
-        most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
-        with contextlib.suppress(OSError, ValueError):  # opening a file reports the error later
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft == resource.RLIM_INFINITY or soft >= MAX_OPEN_FILES:
+        return
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    with contextlib.suppress(OSError, ValueError):  # opening a file reports the error later
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class Stderr:

@@ -44,9 +44,11 @@ class CallbackBar:
         self, console: Console, title: str, *columns: progress.ProgressColumn, quiet: bool = False
     ):
         self.done = 0
-        columns = TextColumn(title), BarColumn(), *columns, TimeRemainingColumn()
         self._bar = Progress(
+            TextColumn(title),
+            BarColumn(),
             *columns,
+            TimeRemainingColumn(),
             console=console,
             transient=console.is_terminal,
             disable=quiet or console.quiet,
@@ -91,7 +93,8 @@ class StepBars:
     """
 
     def __init__(self, answers: Path | None = None, quiet: bool = False):
-        self._console, self._answers = stderr_console(quiet), answers
+        self._console = stderr_console(quiet)
+        self._answers = answers
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -119,7 +122,8 @@ class StepBars:
     def start(self, title: str, total: int) -> None:
         """Start a bar of `total` steps."""
         self._task = self._progress.add_task(title, total=total, more="")
-        self._last_line, self._end_printed = self._progress.get_time(), False
+        self._last_line_time = self._progress.get_time()
+        self._end_printed = False
 
     def done(self, prints: bool = True) -> None:
         """Count one more step; if `prints` is false, print no line about it."""
@@ -134,12 +138,20 @@ class StepBars:
 
     def _print_line(self) -> None:
         """Print the progress as a line if stderr is not a terminal, and a line is due or the work has ended."""
-        task, now = self._progress.tasks[-1], self._progress.get_time()
-        is_due = now - self._last_line >= LINE_INTERVAL or (task.finished and not self._end_printed)
-        if self._console.is_terminal or not is_due:
+        task = self._progress.tasks[-1]
+        now = self._progress.get_time()
+        is_due = now - self._last_line_time >= LINE_INTERVAL
+        has_ended_now = task.finished and not self._end_printed
+        if self._console.is_terminal or not (is_due or has_ended_now):
             return
-        self._last_line, self._end_printed = now, task.finished
-        done = f"{task.description} {task.completed:.0f}/{task.total:.0f}"
-        left = f"about {task.time_remaining:.0f} s left" if task.time_remaining else ""
-        words = filter(None, (done, f"{task.elapsed or 0:.0f} s", left, task.fields["more"]))
-        self._console.print(", ".join(words), soft_wrap=True)
+        self._last_line_time = now
+        self._end_printed = task.finished
+        parts = [
+            f"{task.description} {task.completed:.0f}/{task.total:.0f}",
+            f"{task.elapsed or 0:.0f} s",
+        ]
+        if task.time_remaining:
+            parts.append(f"about {task.time_remaining:.0f} s left")
+        if task.fields["more"]:
+            parts.append(task.fields["more"])
+        self._console.print(", ".join(parts), soft_wrap=True)

@@ -78,8 +78,11 @@ class PromptConsole:
         from ..planning.long_prompts import LongPrompts
 
         prompts = LongPrompts(model, **options)
-        foretold = prompts.foretold(n_prompt, n_before) if foretell else None
-        self.say_all(filter(None, (foretold, *prompts.warnings(n_prompt, n_before))))
+        if foretell:
+            sentence = prompts.foretold(n_prompt, n_before)
+            if sentence is not None:
+                self.say(sentence)
+        self.say_all(prompts.warnings(n_prompt, n_before))
 
     @contextmanager
     def bar(
@@ -96,10 +99,11 @@ class PromptConsole:
         bar = prefill_bar(self.rich_console)
 
         def update(done: int, total: int) -> None:
-            if done == 0:
-                file_cost = cost(total) if cost else None
+            if done == 0 and cost is not None:
+                file_cost = cost(total)
                 if file_cost is not None:
-                    self.say_all([str(file_cost), *(f"warning: {x}" for x in file_cost.warnings)])
+                    self.say(str(file_cost))
+                    self.say_all(f"warning: {warning}" for warning in file_cost.warnings)
             bar.update(done, total)
 
         with bar:

@@ -46,9 +46,11 @@ class TextOptions:
         parts = []
         if self.prompt_file is not None:
             is_stdin = self.prompt_file == "-"
-            parts.append(_stdin() if is_stdin else read_file("--prompt-file", self.prompt_file))
+            parts.append(
+                _read_stdin() if is_stdin else read_file("--prompt-file", self.prompt_file)
+            )
         if self.prompt == "-":
-            parts.append(_stdin())
+            parts.append(_read_stdin())
         elif self.prompt is not None:
             # \n and \t may be typed on the command line, as in mlx-lm.
             typed = self.prompt.replace("\\n", "\n").replace("\\t", "\t")
@@ -81,31 +83,38 @@ class PromptOptions(TextOptions):
 
         Raises: SnapKVError: an option needs a chat template, or the template fails.
         """
-        raw = self.ignore_chat_template or not tokenizer.has_chat_template
+        is_raw = self.ignore_chat_template or not tokenizer.has_chat_template
         for name in ("system_prompt", "prefill_response"):
-            if raw and getattr(self, name) is not None:
-                needs = f"{flag_of(name)} needs a chat template"
-                raise SnapKVError(f"{needs}: drop it or --ignore-chat-template")
-        prefill = self.prefill_response
-        contents = {"system": self.system_prompt, "user": text, "assistant": prefill}
+            if is_raw and getattr(self, name) is not None:
+                raise SnapKVError(
+                    f"{flag_of(name)} needs a chat template: drop it or --ignore-chat-template"
+                )
+        with template_failures():
+            tokens = tokenizer.encode(text) if is_raw else self._render(tokenizer, text, today)
+        if not tokens:
+            raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
+        return tokens
+
+    def _render(self, tokenizer: Any, text: str, today: datetime | None) -> list[int]:
+        """Return the token ids of a chat that ends with the user's text, or with --prefill-response after it."""
+        has_prefill = self.prefill_response is not None
+        contents = {
+            "system": self.system_prompt,
+            "user": text,
+            "assistant": self.prefill_response,
+        }
         messages = [
             {"role": role, "content": content}
             for role, content in contents.items()
             if content is not None
         ]
-        ending = {
-            "add_generation_prompt": prefill is None,
-            "continue_final_message": prefill is not None,
-        }
-        with template_failures():
-            if raw:
-                tokens = tokenizer.encode(text)
-            else:
-                template = _with_date(tokenizer, today)
-                tokens = apply_template(tokenizer, messages, **ending, **template)
-        if not tokens:
-            raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
-        return tokens
+        return apply_template(
+            tokenizer,
+            messages,
+            add_generation_prompt=not has_prefill,
+            continue_final_message=has_prefill,
+            **_with_date(tokenizer, today),
+        )
 
 
 def read_file(option: str, path: str) -> str:
@@ -115,24 +124,26 @@ def read_file(option: str, path: str) -> str:
     """
     file = path_of(path, option)
     with refusing(f"{option} {path}"), file.open("rb") as stream:
-        return _decoded(stream, f"{option} {path}")
+        return _decode_all(stream, f"{option} {path}")
 
 
-def _stdin() -> str:
+def _read_stdin() -> str:
     """Return the text of standard input. Raises: SnapKVError: it is closed, empty or not UTF-8 text."""
     if sys.stdin is None:
         raise SnapKVError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
-    return _decoded(sys.stdin.buffer, "standard input")
+    return _decode_all(sys.stdin.buffer, "standard input")
 
 
-def _decoded(stream: BinaryIO, source: str) -> str:
-    """Return all text of a stream. Raises: SnapKVError: there is no text, or the stream is not UTF-8.
+def _decode_all(stream: BinaryIO, source: str) -> str:
+    """Read and return all text of a stream. Raises: SnapKVError: there is no text, or the stream is not UTF-8.
 
     Reading stops after a zero byte, which text does not contain. Otherwise /dev/zero would never end.
     """
     pieces: list[bytes] = []
-    while (not pieces or b"\0" not in pieces[-1]) and (piece := stream.read(1 << 20)):
+    while piece := stream.read(1 << 20):
         pieces.append(piece)
+        if b"\0" in piece:
+            break
     text = b"".join(pieces).decode("utf-8-sig", errors="surrogateescape")
     if not text.strip():
         raise SnapKVError(f"{source}: there is no text")
@@ -155,8 +166,13 @@ def _with_date(tokenizer, today: datetime | None) -> dict[str, str]:
     template = tokenizer.chat_template
     if today is None or not isinstance(template, str) or "strftime_now" not in template:
         return {}
-    call = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-    return {"chat_template": call.sub(lambda match: json.dumps(today.strftime(match[2])), template)}
+
+    def date_literal(call: re.Match[str]) -> str:
+        date_format = call[2]
+        return json.dumps(today.strftime(date_format))
+
+    calls = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"
+    return {"chat_template": re.sub(calls, date_literal, template)}
 
 
 def encode_question(
@@ -174,7 +190,10 @@ def opening_tokens(
 
     Raises: SnapKVError: the chat template puts nothing before a question.
     """
-    prompts = [encode_question(tokenizer, text, q, system_prompt, today) for q in SAMPLE_QUESTIONS]
+    prompts = [
+        encode_question(tokenizer, text, question, system_prompt, today)
+        for question in SAMPLE_QUESTIONS
+    ]
     shared = prompts[0][: common_prefix(prompts)]
     if not shared:
         raise SnapKVError(

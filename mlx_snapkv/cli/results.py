@@ -42,18 +42,26 @@ class ResultFiles:
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} is a folder: add a name for the files")
         self.base = path_of(name, "--output")
+        paths = [self.path(ending) for ending in endings]
         with refusing(f"--output {name}"):
-            self._replaced = [p for p in map(self.path, endings) if _is_replaced(p)]
+            self._replaced = [path for path in paths if _is_replaced(path)]
 
     def path(self, ending: str) -> Path:
         return self.base.with_name(self.base.name + ending)
 
     def summary(self, written: Iterable[Path]) -> str:
         """Return a line that lists the new files, and a line that lists the replaced ones."""
-        lines: dict[str, str] = {"wrote": "", "replaced": ""}
+        new: list[Path] = []
+        replaced: list[Path] = []
         for path in written:
-            lines["replaced" if path in self._replaced else "wrote"] += f" {path}"
-        return "\n".join(verb + paths for verb, paths in lines.items() if paths)
+            group = replaced if path in self._replaced else new
+            group.append(path)
+        lines = []
+        if new:
+            lines.append(f"wrote {' '.join(map(str, new))}")
+        if replaced:
+            lines.append(f"replaced {' '.join(map(str, replaced))}")
+        return "\n".join(lines)
 
 
 def require_page(name: str | None, *endings: str) -> Path | None:
@@ -97,8 +105,9 @@ def write_json(base: Path, result: Any) -> Path:
 
 def write_result(base: Path, result: Any, page: str) -> list[Path]:
     """Write a result to `base`.json and its page to `base`.md, and return both paths."""
-    put_result(path := base.with_name(f"{base.name}.md"), page)
-    return [write_json(base, result), path]
+    page_path = base.with_name(f"{base.name}.md")
+    put_result(page_path, page)
+    return [write_json(base, result), page_path]
 
 
 Policies = Annotated[
@@ -164,8 +173,13 @@ class ResultOptions:
         with results, StepBars(records_file) as bars:
             bars.start("documents", n_documents)
             records = run(results, bars.done)
-        measured = {**VERSION, "summary": page.summarise(records), "records": records}
-        result = {**provenance(self.program), **fixed, **measured}
+        result = {
+            **provenance(self.program),
+            **fixed,
+            **VERSION,
+            "summary": page.summarise(records),
+            "records": records,
+        }
         if self.as_json:
             print(json.dumps(result))
         else:
@@ -173,6 +187,7 @@ class ResultOptions:
                 print_table(table)
         if files is not None:
             written = write_result(files.base, result, page.markdown(result))
+            # With --json stdout has only the object.
             print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 
@@ -204,10 +219,13 @@ def methods_of(
     for setting in settings:
         keywords = (request or RequestOptions()).keywords
         if is_any_sparse and not isinstance(setting, Sparse):
-            keywords["store"] = None
+            keywords["store"] = None  # only sparse attention has a store
         config = CompressionConfig(setting, **keywords)
         require_compatible(config, When.CHOSEN)
-        options[setting] = {k: x for k, x in config.keywords.items() if x is not None}
-    methods = [Method(), *(Method(setting, given) for setting, given in options.items())]
+        options[setting] = {
+            name: value for name, value in config.keywords.items() if value is not None
+        }
+    full_cache = Method()
+    methods = [full_cache, *(Method(setting, options[setting]) for setting in options)]
     require_compression(methods, lengths)
     return methods

@@ -23,9 +23,15 @@ def print_table(table: Table) -> None:
     style: Any = {"title_justify": "left", "box": box.SIMPLE, "padding": (0, 1, 0, 0)}
     drawn = RichTable(title=table.title, **style)
     for column in table.columns:
-        is_folded = len(column) > MAX_HEADING
-        figures: Any = {"justify": "right", "no_wrap": not is_folded, "min_width": 8 * is_folded}
-        drawn.add_column(column, overflow="fold", **({} if column in TEXT_COLUMNS else figures))
+        column_style: Any = {"overflow": "fold"}
+        if column not in TEXT_COLUMNS:
+            is_folded = len(column) > MAX_HEADING
+            column_style |= {
+                "justify": "right",
+                "no_wrap": not is_folded,
+                "min_width": 8 if is_folded else 0,
+            }
+        drawn.add_column(column, **column_style)
     for row in table.rows:
         drawn.add_row(*row)
     console.print(drawn, table.remark, sep="\n", markup=False)
