@@ -131,7 +131,10 @@ class Run:
         self.on_progress(self.progress)
 
     def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
-        """Yield the requests of valid lines, and write an error for every other line."""
+        """Yield the requests of valid lines, and write an error for every other line.
+
+        `progress` counts the lines that are skipped, and gets the length of the longest prompt.
+        """
         for line in lines:
             if self.answers.has(line):
                 self.progress.lines += 1
@@ -206,7 +209,10 @@ class Run:
         return self._memory.admit(request.need, self._active.values(), held) is not None
 
     def _step(self) -> None:
-        """Decode a token of every answer, and read a chunk of a prompt."""
+        """Decode a token of every answer, and read a chunk of a prompt.
+
+        If the generator fails, all its requests get an error, and later requests get a new generator.
+        """
         try:
             prompts, responses = self._generator.next()
         except Exception as error:  # without a policy, the request that failed is unknown: all fail

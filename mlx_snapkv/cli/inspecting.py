@@ -68,21 +68,21 @@ def inspect(
     from ..measure.inspection_page import page, write_picture
     from ..measure.sentences import special_tokens
 
-    chosen = cache_options.parse_settings(shown.policy, shown.snapkv)
-    if len(chosen) not in (1, 2):
-        raise SnapKVError(f"--policy must be given once, or twice to compare, got {len(chosen)}")
+    settings = cache_options.parse_settings(shown.policy, shown.snapkv)
+    if len(settings) not in (1, 2):
+        raise SnapKVError(f"--policy must be given once, or twice to compare, got {len(settings)}")
     path = require_page(shown.output, ".html", ".png")
     console = PromptConsole(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, console)
     inspections = []
-    for policy in chosen:
+    for setting in settings:
         with console.bar() as update:
             inspection = inspect_prompt(
                 loaded,
                 tokenizer,
                 tokens,
                 max_tokens,
-                policy=policy,  # type: ignore[arg-type]
+                policy=setting,  # type: ignore[arg-type]
                 prefill_step_size=prefill_step_size,
                 prompt_progress_callback=update,
             )
@@ -91,7 +91,8 @@ def inspect(
         print(json.dumps(_to_dict(model.model, inspections), ensure_ascii=False))
     else:
         for i, inspection in enumerate(inspections):
-            print("\n\n" * (i > 0), end="")
+            if i > 0:
+                print("\n")
             _print(inspection)
     if path is not None:
         if path.suffix == ".png":
