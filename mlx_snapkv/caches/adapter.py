@@ -24,10 +24,10 @@ def has_all_entries(cache: Any) -> bool:
 
 def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
     """Return mlx-lm's cache with these entries, quantised if they are; `sparse_from` as in `LayerCache`."""
-    form = entries.quantization
+    quantization = entries.quantization
     cache: Any = KVCache()
-    if form is not None:
-        cache = QuantizedKVCache(group_size=form.group_size, bits=form.bits)
+    if quantization is not None:
+        cache = QuantizedKVCache(group_size=quantization.group_size, bits=quantization.bits)
     cache.keys, cache.values = entries.stored_keys, entries.stored_values
     cache.offset = len(entries)
     cache.sparse_from = sparse_from

@@ -56,9 +56,12 @@ class Policy(Hyperparameters, ABC):
         """Register a policy that has a name of its own; SnapKVError if another policy has that name."""
         super().__init_subclass__(**kwargs)
         name = vars(cls).get("name")
-        if name is not None and registered and POLICIES.setdefault(name, cls) is not cls:
+        if name is None or not registered:
+            return
+        owner = POLICIES.setdefault(name, cls)
+        if owner is not cls:
             raise SnapKVError(
-                f"{cls.__qualname__} can't be named {name!r}: {POLICIES[name].__qualname__} has that name"
+                f"{cls.__qualname__} can't be named {name!r}: {owner.__qualname__} has that name"
             )
 
     def __post_init__(self):

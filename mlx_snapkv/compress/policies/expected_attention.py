@@ -40,18 +40,20 @@ class ExpectedAttention(Policy):
     def score(self, entries: Entries) -> mx.array:
         """Return the logarithms of the scores, `(B, n_kv_heads, T)` float32, with the sink's above all others.
 
-        Logarithms, because many weights are too small for float32.
+        Logarithms, because many weights are too small for float32. For a key `k` and queries of mean `m` and
+        covariance `C` the expected weight before the softmax is `exp(k . m + k . C k / 2)`.
         """
         first_key = entries.read_keys(0, 1)
         if len(entries) <= self.n_sink:
             return mx.zeros((*first_key.shape[:2], len(entries)))
-        mean, covariance = self._future_queries(entries, first_key)
-        B, H, _, width = covariance.shape
+        mean, half_covariance = self._future_queries(entries, first_key)
+        B, H, _, width = half_covariance.shape
 
         def logits_and_sizes(start: int, stop: int, after: list[mx.array]) -> mx.array:
             keys = entries.read_keys(start, stop, after).astype(mx.float32)
-            spread = mx.unflatten(keys @ covariance, 3, (-1, keys.shape[3]))
-            logits = keys @ mean + (spread * keys[:, :, :, None]).sum(axis=-1)
+            products = mx.unflatten(keys @ half_covariance, 3, (-1, keys.shape[3]))
+            half_variances = (products * keys[:, :, :, None]).sum(axis=-1)
+            logits = keys @ mean + half_variances
             values = entries.read_values(start, stop, [logits]).astype(mx.float32)
             sizes = mx.linalg.norm(values, axis=-1, keepdims=True)
             return mx.concatenate([logits, sizes], axis=-1)
@@ -62,8 +64,9 @@ class ExpectedAttention(Policy):
         log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)
         log_mean = mx.logsumexp(log_weights, axis=-1) - math.log(log_weights.shape[-1])
         scores = log_mean + mx.log(sizes)
-        top = scores.max(axis=(1, 2), keepdims=True) + 1
-        return mx.concatenate([mx.broadcast_to(top, (B, H, self.n_sink)), scores], axis=-1)
+        above_all = scores.max(axis=(1, 2), keepdims=True) + 1
+        sink = mx.broadcast_to(above_all, (B, H, self.n_sink))
+        return mx.concatenate([sink, scores], axis=-1)
 
     def _future_queries(self, entries: Entries, keys: mx.array) -> tuple[mx.array, mx.array]:
         """Return the mean and half the covariance of the rotated and scaled future queries.
@@ -76,10 +79,12 @@ class ExpectedAttention(Policy):
             group * head_dim)`: one matrix beside the other for the query heads of a GQA group.
         """
         B, H, _, D = keys.shape
-        layer, statistics = entries.layer, entries.statistics
+        layer = entries.layer
+        statistics = entries.statistics
         rotation = layer.mean_rotation(D, statistics.stop, FUTURE)
         mean = statistics.scale * (statistics.mean @ rotation.T)
-        covariance = statistics.scale**2 / 2 * (rotation @ statistics.covariance @ rotation.T)
-        mean = layer.grouped(mean, H).reshape(B, H, -1, D)
-        covariance = layer.grouped(covariance, H).reshape(B, H, -1, D, D)
-        return mean.swapaxes(2, 3), covariance.transpose(0, 1, 3, 2, 4).flatten(3)
+        half_covariance = statistics.scale**2 / 2 * (rotation @ statistics.covariance @ rotation.T)
+        means_by_kv_head = layer.grouped(mean, H).reshape(B, H, -1, D)
+        matrices_by_kv_head = layer.grouped(half_covariance, H).reshape(B, H, -1, D, D)
+        side_by_side = matrices_by_kv_head.transpose(0, 1, 3, 2, 4).flatten(3)
+        return means_by_kv_head.swapaxes(2, 3), side_by_side
