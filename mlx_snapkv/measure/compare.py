@@ -68,19 +68,21 @@ def decode(
         on_report: receives the report if the prompt is compressed here.
         **options: keywords of `stream_generate`, used only without a `report`.
     """
-    detokenizer, stops = tokenizer.detokenizer, tokenizer.eos_token_ids
+    detokenizer = tokenizer.detokenizer
+    stops = tokenizer.eos_token_ids
     tokens: list[int] = []
     times = [time.perf_counter()]
     n_times_before = 0
 
-    def compressed(new_report: CompressionReport) -> None:
+    def note_report(new_report: CompressionReport) -> None:
         nonlocal n_times_before, report
-        report, n_times_before = new_report, len(times)
+        report = new_report
+        n_times_before = len(times)
         on_report(new_report)
 
-    def decoded() -> Iterator[int]:
+    def new_tokens() -> Iterator[int]:
         unread = [*prompt, *begun][held_tokens(model, cache) :]
-        keywords = {"on_report": compressed, **options} if report is None else {}
+        keywords = {"on_report": note_report, **options} if report is None else {}
         n_left = max_tokens - len(begun)
         for response in stream_generate(
             model, tokenizer, unread, n_left, prompt_cache=cache, **keywords
@@ -88,8 +90,9 @@ def decode(
             times.append(time.perf_counter())
             yield response.token
 
-    ended = len(begun) >= max_tokens or (begun and begun[-1] in stops)
-    for token in itertools.chain(begun, [] if ended else decoded()):
+    has_ended = len(begun) >= max_tokens or (begun and begun[-1] in stops)
+    continuation = iter(()) if has_ended else new_tokens()
+    for token in itertools.chain(begun, continuation):
         tokens.append(token)
         if token not in stops:
             detokenizer.add_token(token)
@@ -97,7 +100,14 @@ def decode(
     detokenizer.finalize()
     on_text(detokenizer.last_segment)
     assert report is not None
-    return Answer(detokenizer.text, tokens, cache, report, times, n_times_before)
+    return Answer(
+        text=detokenizer.text,
+        tokens=tokens,
+        cache=cache,
+        report=report,
+        times=times,
+        n_times_before=n_times_before,
+    )
 
 
 @dataclass(frozen=True)
@@ -197,14 +207,19 @@ class _Comparison:
         on_text: Callable[[str, str], None],
         options: dict[str, Any],
     ):
-        self._model, self._tokenizer, self._tokens = model, tokenizer, tokens
-        self._max_tokens, self._on_text, self._options = max_tokens, on_text, options
+        self._model = model
+        self._tokenizer = tokenizer
+        self._tokens = tokens
+        self._max_tokens = max_tokens
+        self._on_text = on_text
+        self._options = options
         started = time.perf_counter()
         policies = [method.policy for method in methods if method.shares_reading]
         self._reading = read_once(model, tokens, policies, **options)
         self._read_seconds = time.perf_counter() - started
         name = methods[0].name
-        answer = self._decode(name, *self._reading.compressed(None), begun=self._reading.answer(1))
+        cache, report = self._reading.compressed(None)
+        answer = self._decode(name, cache, report, begun=self._reading.answer(1))
         self.full = self._figures(name, answer, self._read_seconds)
         self._reference = Reference(self._reading, self.full.tokens)
 
@@ -228,6 +243,7 @@ class _Comparison:
     def _decode(
         self, name: str, cache: list, report: CompressionReport | None = None, **options: Any
     ) -> Answer:
+        """Answer the prompt by `decode`, and hand the answer's text to `on_text` with the method's name."""
         return decode(
             self._model,
             self._tokenizer,
@@ -242,11 +258,12 @@ class _Comparison:
     def _answer_from_reading(self, method: Method) -> _Attempt:
         """Answer with a policy that compresses the shared reading."""
         cache, report = self._reading.compressed(method.policy, answering=True)
-        compressed = copy.deepcopy(cache)
+        compressed = copy.deepcopy(cache)  # for the predictions, since the answer changes the cache
+        # The cache has been fed answer tokens, and predicts one more than that.
         n_begun = held_tokens(self._model, cache) - len(self._tokens) + 1
         answer = self._decode(method.name, cache, report, begun=self.full.tokens[:n_begun])
         kept = self._share_kept(compressed)
-        return _Attempt(answer, kept, self._reference.predictions(compressed))
+        return _Attempt(answer=answer, kept=kept, logprobs=self._reference.predictions(compressed))
 
     def _answer_by_itself(self, method: Method) -> _Attempt:
         """Answer with a method that reads the prompt itself."""
@@ -262,9 +279,11 @@ class _Comparison:
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
         kept = None if compressed is None else self._share_kept(compressed)
         if compressed is not None and not lookahead_of(method.policy):
-            return _Attempt(answer, kept, self._reference.predictions(compressed))
-        options.pop("prompt_progress_callback", None)
-        return _Attempt(answer, kept, self._reference.generated(**options))  # type: ignore[arg-type]
+            logprobs = self._reference.predictions(compressed)
+        else:
+            options.pop("prompt_progress_callback", None)
+            logprobs = self._reference.generated(**options)  # type: ignore[arg-type]
+        return _Attempt(answer=answer, kept=kept, logprobs=logprobs)
 
     def _judged(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
         """Return a method's figures, compared with the full cache's answer."""
@@ -286,48 +305,54 @@ class _Comparison:
     def _figures(self, name: str, answer: Answer, read_seconds: float) -> Compared:
         """Return an answer's own figures, not yet compared."""
         times = answer.times[answer.n_times_before :]
+        tokens_per_second = None
+        if len(times) > 2:
+            tokens_per_second = (len(times) - 1) / (times[-1] - times[0])
         return Compared(
-            name,
-            answer.text,
-            answer.tokens,
+            name=name,
+            text=answer.text,
+            tokens=answer.tokens,
             entries=answer.report.entries or len(self._tokens),
             kv_bytes=answer.report.kv_bytes_after or kv_bytes(answer.cache),
             first_token_seconds=read_seconds,
-            tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 2 else None,
+            tokens_per_second=tokens_per_second,
         )
 
     def _share_kept(self, cache: list) -> np.ndarray:
         """Return `Compared.kept` of a compressed cache."""
-        n = len(self._tokens)
-        layers = attention_layers(self._model, cache)
-        positions = [np.array(layer.entries_in(cache).held().positions[0]) for layer in layers]
-        counts = np.bincount(np.concatenate([p.ravel() for p in positions]), minlength=n)[:n]
-        return counts / sum(map(len, positions))
+        n_prompt = len(self._tokens)
+        n_kept = np.zeros(n_prompt)
+        n_heads = 0
+        for layer in attention_layers(self._model, cache):
+            positions = np.array(layer.entries_in(cache).held().positions[0])  # (n_kv_heads, n)
+            # The cache may hold entries of the answer, too.
+            n_kept += np.bincount(positions.ravel(), minlength=n_prompt)[:n_prompt]
+            n_heads += len(positions)
+        return n_kept / n_heads
 
 
 def _not_yet(policy: Setting, n_answer: int, n_before: int) -> str:
     """Return the sentence of `Compared.uncompressed`."""
-    where = (
-        "the entries that block prefill kept"
-        if isinstance(policy, Compress) and policy.evicts_in_blocks
-        else "all entries"
-    )
-    who = (
-        f"lookahead decodes the first {n_before}"
-        if lookahead_of(policy)
-        else f"the first {n_before} are decoded"
-    )
-    return f"not compressed yet: the answer has {n_answer} tokens, {who} on {where}"
+    if isinstance(policy, Compress) and policy.evicts_in_blocks:
+        entries = "the entries that block prefill kept"
+    else:
+        entries = "all entries"
+    if lookahead_of(policy):
+        decoding = f"lookahead decodes the first {n_before}"
+    else:
+        decoding = f"the first {n_before} are decoded"
+    return f"not compressed yet: the answer has {n_answer} tokens, {decoding} on {entries}"
 
 
 def _difference(
     tokenizer: Any, full: list[int], tokens: list[int]
 ) -> tuple[int, str, str, str] | None:
     """Return `Compared.differs` of two answers' tokens."""
-    pairs = enumerate(itertools.zip_longest(full, tokens))
-    i = next((i for i, (theirs, ours) in pairs if theirs != ours), None)
-    if i is None:
+    pairs = itertools.zip_longest(full, tokens)
+    first = next((i for i, (theirs, ours) in enumerate(pairs) if theirs != ours), None)
+    if first is None:
         return None
-    parts = full[max(0, i - N_CONTEXT_TOKENS) : i], full[i : i + 1], tokens[i : i + 1]
-    before, theirs, ours = map(tokenizer.decode, parts)
-    return i, before, theirs, ours
+    before = tokenizer.decode(full[max(0, first - N_CONTEXT_TOKENS) : first])
+    theirs = tokenizer.decode(full[first : first + 1])
+    ours = tokenizer.decode(tokens[first : first + 1])
+    return first, before, theirs, ours

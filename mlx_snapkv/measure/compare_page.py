@@ -33,7 +33,7 @@ def page(
     """
     text, spans = token_spans(tokenizer, list(tokens))
     full, *others = answers
-    beside = [_beside(full, each, _tinted(text, spans, each.kept)) for each in others]
+    beside = [_beside(full, each, _kept_entries(text, spans, each.kept)) for each in others]
     values = {
         "title": f"{escape(model)}: answers compared",
         "parts": "".join([_table(table), *beside]),
@@ -43,6 +43,7 @@ def page(
 
 
 def _table(table: Table) -> str:
+    """Return a table as HTML, with its remark before it."""
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -61,22 +62,39 @@ def _beside(full: Compared, answer: Compared, kept: str) -> str:
 
 def _marked(full: str, text: str) -> tuple[str, str]:
     """Return both texts as HTML, with marks around the words that only one of them has."""
-    a, b = (re.findall(r"\s+|\S+", answer) for answer in (full, text))
-    theirs, ours = "", ""
-    for tag, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        left, right = escape("".join(a[i:j])), escape("".join(b[k:m]))
-        theirs += left if tag in ("equal", "insert") else f"<del>{left}</del>"
-        ours += right if tag in ("equal", "delete") else f"<ins>{right}</ins>"
-    return theirs, ours
+    full_words = re.findall(r"\s+|\S+", full)
+    text_words = re.findall(r"\s+|\S+", text)
+    matcher = difflib.SequenceMatcher(None, full_words, text_words, autojunk=False)
+    full_html = ""
+    text_html = ""
+    for tag, full_start, full_stop, start, stop in matcher.get_opcodes():
+        full_part = escape("".join(full_words[full_start:full_stop]))
+        text_part = escape("".join(text_words[start:stop]))
+        if tag in ("delete", "replace"):
+            full_part = f"<del>{full_part}</del>"
+        if tag in ("insert", "replace"):
+            text_part = f"<ins>{text_part}</ins>"
+        full_html += full_part
+        text_html += text_part
+    return full_html, text_html
 
 
-def _tinted(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None) -> str:
-    """Return the prompt as HTML, each token tinted by the share of heads that keep it; "" without `kept`."""
+def _kept_entries(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None) -> str:
+    """Return the prompt as HTML, each token tinted by the share of heads that keep it; "" without `kept`.
+
+    Args:
+        text: the prompt's text.
+        spans: each token's characters `(start, stop)` in the text, without gaps.
+        kept: `(n_tokens,)`, the share (0 to 1) of heads that keep each token's entry.
+    """
     if kept is None:
         return ""
-    levels = np.ceil(kept * N_TINTS).astype(int)
-    pieces, end = [], 0
-    for level, run in itertools.groupby(range(len(spans)), key=lambda i: levels[i]):
-        start, end = end, max(end, spans[list(run)[-1]][1])
-        pieces.append(f'<span class="t{level}">{escape(text[start:end])}</span>')
+    tints = np.ceil(kept * N_TINTS).astype(int)
+    pieces = []
+    start = 0  # the first character that is not in `pieces` yet
+    for tint, run in itertools.groupby(range(len(spans)), key=lambda token: tints[token]):
+        *_, last_token = run
+        stop = spans[last_token][1]
+        pieces.append(f'<span class="t{tint}">{escape(text[start:stop])}</span>')
+        start = stop
     return f"<details><summary>Entries kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"

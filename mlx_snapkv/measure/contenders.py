@@ -61,23 +61,31 @@ class Contender:
             cache.update_and_fetch(keys, values)
             return cache if self.bits is None else cache.to_quantized(self.group_size, self.bits)
         if isinstance(self.policy, Sparse):
-            if layer.borrowers:
-                return full_cache(entries)
-            quota = self.policy.quota(context)
-            view = FullView([MemoryStore(cache=full_cache(entries))], layer)
-            view.index = view.make_index(None)
-            ranking = TokenRanking(view, quota)
-            if self.policy.residual is not None:
-                ranking.weigh_residual(_last_queries(keys))
-            return SparseKVCache(ranking)
+            return _sparse_cache(self.policy, layer, entries, context)
         policy = self.policy.decode_policy
         return decode_cache(layer, entries, context, policy, policy.quota(context))
 
 
+def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:
+    """Return a layer's cache from which every token chooses what it reads of all `entries`.
+
+    A layer whose entries other layers read, too, is not sparse: it gets a full cache.
+    """
+    if layer.borrowers:
+        return full_cache(entries)
+    view = FullView([MemoryStore(cache=full_cache(entries))], layer)
+    view.index = view.make_index(None)
+    ranking = TokenRanking(view, sparse.quota(context))
+    if sparse.residual is not None:
+        ranking.weigh_residual(_last_queries(entries.keys))
+    return SparseKVCache(ranking)
+
+
 def _last_queries(keys: mx.array) -> Queries:
     """Return random queries for the last tokens of a prompt, which weigh the residual's cluster means."""
-    heads, n = mx.random.normal((*keys.shape[:2], WEIGHING_QUERIES, keys.shape[3])), keys.shape[2]
-    return Queries(heads, range(n - WEIGHING_QUERIES, n), keys.shape[3] ** -0.5)
+    B, n_kv_heads, n, head_dim = keys.shape
+    queries = mx.random.normal((B, n_kv_heads, WEIGHING_QUERIES, head_dim))
+    return Queries(queries, range(n - WEIGHING_QUERIES, n), head_dim**-0.5)
 
 
 def make_random_model() -> llama.Model:
@@ -86,7 +94,17 @@ def make_random_model() -> llama.Model:
     It is small, so that attention takes most of the time, even on a CPU.
     """
     mx.random.seed(0)
-    args = llama.ModelArgs("llama", 256, 4, 512, 16, 1e-5, 1024, head_dim=64, num_key_value_heads=8)
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=256,
+        num_hidden_layers=4,
+        intermediate_size=512,
+        num_attention_heads=16,
+        rms_norm_eps=1e-5,
+        vocab_size=1024,
+        head_dim=64,
+        num_key_value_heads=8,
+    )
     model = llama.Model(args)
     mx.eval(model.parameters())
     return model
@@ -102,7 +120,11 @@ def random_prompt(n_tokens: int) -> mx.array:
 def policy_contenders(context: int, policies: list[Setting]) -> list[Contender]:
     """Return a contender for each policy that compresses a prompt of `context` tokens."""
     return [
-        Contender(str(setting), decode_quota(setting, context).entries, setting)
+        Contender(
+            name=str(setting),
+            entries=decode_quota(setting, context).entries,
+            policy=setting,
+        )
         for setting in policies
         if _min_ctx(setting) <= context and not setting.fits(context)
     ]
@@ -118,6 +140,7 @@ def decode_quota(setting: Setting, n_prompt: int) -> Quota:
 
 
 def _min_ctx(setting: Setting) -> int:
+    """Return the number of tokens below which a prompt is not compressed."""
     return 0 if isinstance(setting, Sparse) else setting.policy.min_ctx
 
 
@@ -129,10 +152,12 @@ def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
         fewest = min(contender.entries for contender in ours)
         mlx_lm.append(Contender(f"--max-kv-size {fewest}", fewest, rotates=True))
     sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
-    group = next((g for g in (64, 32) if all(size % g == 0 for size in sizes)), None)
+    group_size = next((n for n in (64, 32) if all(size % n == 0 for size in sizes)), None)
     # On CUDA, MLX has no batched matrix products with quantised entries.
-    for bits in (8, 4) if group is not None and not mx.cuda.is_available() else ():
-        mlx_lm.append(Contender(f"--kv-bits {bits}", context, bits=bits, group_size=group or 0))
+    if group_size is not None and not mx.cuda.is_available():
+        for bits in (8, 4):
+            name = f"--kv-bits {bits}"
+            mlx_lm.append(Contender(name, context, bits=bits, group_size=group_size))
     return mlx_lm + ours
 
 
@@ -143,7 +168,8 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     """
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))
-    n = contender.entries if contender.policy and not contender.is_sparse else context
+    evicts = contender.policy is not None and not contender.is_sparse
+    n = contender.entries if evicts else context
     for layer in attention_layers(model, prompt_cache):
         keys, values = (
             mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype)

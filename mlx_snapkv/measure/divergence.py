@@ -31,7 +31,8 @@ class Reference:
     """
 
     def __init__(self, reading: Reading, tokens: Sequence[int], n_fed: int = 0):
-        self._reading, self._n_fed = reading, n_fed
+        self._reading = reading
+        self._n_fed = n_fed
         self.prompt = [*reading.tokens, *tokens[:n_fed]]
         self._tokens = list(tokens[n_fed:])
 
@@ -41,11 +42,12 @@ class Reference:
     @cached_property
     def logprobs(self) -> mx.array:
         """The full cache's log-probabilities for the judged tokens, `(len(self), vocab_size)`."""
-        found = self.predictions(self._reading.full_cache())
+        logprobs = self.predictions(self._reading.full_cache())
         if not self._n_fed:
-            found = mx.concatenate([self._first, found])
-        mx.eval(found)
-        return found
+            # The full cache has read the whole prompt, so the first token is missing.
+            logprobs = mx.concatenate([self._first, logprobs])
+        mx.eval(logprobs)
+        return logprobs
 
     @property
     def _first(self) -> mx.array:
@@ -78,13 +80,14 @@ class Reference:
             on_report: receives the report of the compression.
             **options: other keywords of `generate_step`.
         """
-        tokens, n_before = iter(self._tokens), len(self)
-        found: list[mx.array] = []
+        tokens = iter(self._tokens)
+        n_before = len(self)  # tokens predicted before the compression; all if there is none
+        predictions: list[mx.array] = []
 
-        def compressed(report: CompressionReport) -> None:
+        def note_compression(report: CompressionReport) -> None:
             nonlocal n_before
             # mlx-lm runs one step ahead: the next two tokens were already predicted from all entries.
-            n_before = len(found) + 2
+            n_before = len(predictions) + 2
             on_report(report)
 
         steps = generate_step(
@@ -92,13 +95,14 @@ class Reference:
             self._reading.model,
             policy=policy,
             max_tokens=len(self),
+            # The known tokens are fed, whatever is predicted.
             sampler=lambda logprobs: mx.array([next(tokens, 0)]),
-            on_report=compressed,
+            on_report=note_compression,
             **options,
         )
         for _, logprobs in steps:
-            found.append(logprobs)
-        after = found[n_before:]
+            predictions.append(logprobs)
+        after = predictions[n_before:]
         return log_softmax(mx.stack(after)) if after else self._first[:0]
 
     def n_agreed(self, cache: list) -> int:
@@ -110,8 +114,11 @@ class Reference:
         n_fed = len(self) - len(logprobs)
         if n_fed == len(self):
             return n_fed
-        right = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_fed:]
-        return n_fed + int(np.cumprod(right).sum())
+        agrees = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_fed:]
+        n_before_difference = int(
+            np.cumprod(agrees).sum()
+        )  # the product is 0 from the first difference on
+        return n_fed + n_before_difference
 
     def figures(self, logprobs: mx.array) -> dict[str, Any]:
         """Compare log-probabilities `(m, vocab_size)` for the last `m` tokens with the full cache's.

@@ -63,8 +63,11 @@ def _processor() -> str:
     if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
     info = Path("/proc/cpuinfo")
-    match = re.search(r"^model name\s*:(.*)$", info.read_text() if info.is_file() else "", re.M)
-    return match[1].strip() if match else platform.processor() or "unknown"
+    text = info.read_text() if info.is_file() else ""
+    match = re.search(r"^model name\s*:(.*)$", text, re.M)
+    if match is not None:
+        return match[1].strip()
+    return platform.processor() or "unknown"
 
 
 def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
@@ -73,8 +76,11 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
     Args:
         model, name: a model and its name, to add whether MLX has fused attention kernels for it.
     """
-    about, machine, folder = setting(), this_machine(), tempfile.gettempdir()
-    hardware, versions = about["machine"], about["versions"]
+    about = setting()
+    hardware = about["machine"]
+    versions = about["versions"]
+    machine = this_machine()
+    folder = tempfile.gettempdir()
     release = platform.mac_ver()[0]
     system = f"macOS {release}, {platform.machine()}" if release else hardware["system"]
     report = {

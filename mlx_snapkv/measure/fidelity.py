@@ -84,18 +84,28 @@ def run(
     """
     policies = {method.name: method.policy for method in methods}
     used_questions = [None] if set(settings) == {TEXT} else questions
-    framed = [(question, frame_of(tokenizer, question)) for question in used_questions]
+    frames = [(question, frame_of(tokenizer, question)) for question in used_questions]
 
-    def document(piece: Piece, question: str | None, frame: Frame) -> tuple[list[Record], Measure]:
+    def keys_and_measure(
+        piece: Piece, question: str | None, frame: Frame
+    ) -> tuple[list[Record], Measure]:
         """Return the keys of a piece's records, and the function that measures missing records."""
 
         def measure(missing: list[Record]) -> Iterable[Record]:
-            to_measure = [policies[record["method"]] for record in missing]
-            wanted = {record["setting"] for record in missing}
-            read = read_piece(model, piece, frame, to_measure, wanted, n, tokenizer.eos_token_ids)
-            for record in missing:
-                setting = record["setting"]
-                yield record | judge(setting, *read[setting], policies[record["method"]])
+            missing_policies = [policies[record["method"]] for record in missing]
+            missing_settings = {record["setting"] for record in missing}
+            by_setting = read_piece(
+                model,
+                piece,
+                frame,
+                missing_policies,
+                missing_settings,
+                n,
+                stops=tokenizer.eos_token_ids,
+            )
+            for record, policy in zip(missing, missing_policies):
+                reading, reference = by_setting[record["setting"]]
+                yield record | judge(record["setting"], reading, reference, policy)
 
         keys = [
             {
@@ -109,7 +119,10 @@ def run(
         ]
         return keys, measure
 
-    documents = (document(piece, *each) for piece, each in zip(pieces, itertools.cycle(framed)))
+    documents = (
+        keys_and_measure(piece, question, frame)
+        for piece, (question, frame) in zip(pieces, itertools.cycle(frames))
+    )
     return results.complete(documents, on_piece)
 
 
@@ -118,8 +131,9 @@ def without_lookahead(setting: Setting | None) -> Setting | None:
     if not isinstance(setting, Compress) or not lookahead_of(setting):
         return setting
     decode_policy: Any = dataclasses.replace(setting.decode_policy, lookahead=0)  # type: ignore[call-arg]
-    is_alone = setting.decode_policy is setting.policy
-    return Compress(decode_policy) if is_alone else Compress(setting.policy, decode_policy)
+    if setting.decode_policy is setting.policy:  # one policy for prompt and answer
+        return Compress(decode_policy)
+    return Compress(setting.policy, decode_policy)
 
 
 def read_piece(
@@ -138,21 +152,24 @@ def read_piece(
         n: limit of an answer's tokens.
         stops: tokens that end an answer.
     """
-    found: dict[str, tuple[Reading, Reference]] = {}
-    bare = [without_lookahead(policy) for policy in policies]
-    text = None
+    by_setting: dict[str, tuple[Reading, Reference]] = {}
+    text_policies = [without_lookahead(policy) for policy in policies]
+    text: Reading | None = None
     if set(settings) != {TEXT}:
         tokens = [*frame.before, *piece.tokens]
-        before = read_once(model, tokens, [*policies, *bare], [frame.after])
-        prompt = before.followed_by(frame.after)
+        before_question = read_once(model, tokens, [*policies, *text_policies], [frame.after])
+        prompt = before_question.followed_by(frame.after)
         answer = Reference(prompt, prompt.answer(n, stops))
-        found |= {KNOWN: (prompt, answer), LATER: (before, answer)}
-        text = before if frame.start == frame.before else None
+        by_setting[KNOWN] = prompt, answer
+        by_setting[LATER] = before_question, answer
+        if frame.start == frame.before:  # the same tokens are read for TEXT
+            text = before_question
     if TEXT in settings:
-        text = text or read_once(model, [*frame.start, *piece.tokens], bare)
+        if text is None:
+            text = read_once(model, [*frame.start, *piece.tokens], text_policies)
         # The full cache predicts the first token after the piece. It is fed, and the tokens after it are judged.
-        found[TEXT] = text, Reference(text, piece.following, n_fed=1)
-    return found
+        by_setting[TEXT] = text, Reference(text, piece.following, n_fed=1)
+    return by_setting
 
 
 def judge(setting: str, reading: Reading, reference: Reference, policy: Setting | None) -> Record:
@@ -208,12 +225,14 @@ def summarise(records: list[Record]) -> Summary:
     """Return one summary for each setting and method."""
     summaries = []
     for setting in FIDELITY_SETTINGS:
-        by_method = grouped([r for r in records if r["setting"] == setting], "method")
-        first = next(
-            (rows for (name,), rows in by_method.items() if name != FULL_CACHE),
-            by_method.get((FULL_CACHE,), []),
-        )
-        summaries += [_summary(rows, by_method[FULL_CACHE,], first) for rows in by_method.values()]
+        of_setting = [record for record in records if record["setting"] == setting]
+        if not of_setting:
+            continue
+        by_method = grouped(of_setting, "method")
+        full = by_method[FULL_CACHE,]
+        # Without a policy, the full cache is compared with itself.
+        first = next((rows for (name,), rows in by_method.items() if name != FULL_CACHE), full)
+        summaries += [_summary(rows, full, first) for rows in by_method.values()]
     return summaries
 
 
@@ -225,12 +244,17 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Reco
     Args:
         full, first: the records of the full cache and of the first policy, about the same pieces in the same order.
     """
-    judged = [i for i, r in enumerate(own) if r["judged"]]
+    judged = [i for i, record in enumerate(own) if record["judged"]]
+    documents = [own[i]["document"] for i in judged]
 
     def difference_to(others: list[Record], key: str) -> dict[str, float] | None:
-        ours, theirs = ([records[i][key] for i in judged] for records in (own, others))
-        return difference(ours, theirs, [own[i]["document"] for i in judged]) if judged else None
+        if not judged:
+            return None
+        scores = [own[i][key] for i in judged]
+        reference = [others[i][key] for i in judged]
+        return difference(scores, reference, documents)
 
+    # Differences need the same judged tokens, which another lookahead changes.
     paired = all(r["judged"] == other["judged"] for r, other in zip(own, first))
     has_loss = own[0]["setting"] == TEXT
     return {

@@ -10,7 +10,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.layers import AttentionLayer, attention_layers
+from ..caches.layers import attention_layers
 from ..compress.options import Compress
 from ..compress.policies import SnapKV
 from ..compress.policy import Policy
@@ -89,8 +89,9 @@ class Inspection:
         A prompt with fewer tokens has one column per token.
         """
         edges = np.linspace(0, self.n_tokens, min(n_columns, self.n_tokens) + 1).round().astype(int)
-        counts = np.add.reduceat(self.kept.sum(axis=1), edges[:-1], axis=1)
-        return counts / np.diff(edges) / np.array(self.heads)[:, None]
+        n_kept = np.add.reduceat(self.kept.sum(axis=1), edges[:-1], axis=1)
+        n_entries = np.diff(edges) * np.array(self.heads)[:, None]
+        return n_kept / n_entries
 
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection for JSON; lists of positions have no padding."""
@@ -103,23 +104,6 @@ class Inspection:
             }
             for layer, by_head, n_heads, share in by_layer
         ]
-        attended = self.attended
-        # Layer -1 is the mean of all layers.
-        by_token = zip(
-            self.answer_tokens,
-            attended.positions[:, -1],
-            attended.weights[:, -1],
-            attended.own[:, -1],
-        )
-        tokens = [
-            {
-                "text": text,
-                "positions": positions[positions >= 0].tolist(),
-                "weights": weights[positions >= 0].astype(float).round(6).tolist(),
-                "own": round(float(own), 6),
-            }
-            for text, positions, weights, own in by_token
-        ]
         return {
             "policy": self.policy,
             "report": self.report.to_dict(),
@@ -128,10 +112,29 @@ class Inspection:
             "sentences": [asdict(sentence) for sentence in self.sentences],
             "answer": {
                 "text": self.answer,
-                "predicted_before_compression": attended.n_before,
-                "tokens": tokens,
+                "predicted_before_compression": self.attended.n_before,
+                "tokens": self._attended_by_token(),
             },
         }
+
+    def _attended_by_token(self) -> list[dict[str, Any]]:
+        """Return what each token of the answer attended to in the mean of all layers, for JSON."""
+        # Layer -1 is the mean of all layers.
+        by_token = zip(
+            self.answer_tokens,
+            self.attended.positions[:, -1],
+            self.attended.weights[:, -1],
+            self.attended.own[:, -1],
+        )
+        return [
+            {
+                "text": text,
+                "positions": positions[positions >= 0].tolist(),
+                "weights": weights[positions >= 0].astype(float).round(6).tolist(),
+                "own": round(float(own), 6),
+            }
+            for text, positions, weights, own in by_token
+        ]
 
 
 def inspect_prompt(
@@ -159,7 +162,7 @@ def inspect_prompt(
     Raises: SnapKVError: the prompt is empty, `max_tokens` is below 1, the policy can't be read, or the model is not
         supported.
     """
-    chosen = resolve_compress(snapkv, policy)
+    compress = resolve_compress(snapkv, policy)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     tokens = token_ids(encode_prompt(tokenizer, prompt))
@@ -172,9 +175,17 @@ def inspect_prompt(
         layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
     recorder = Recorder(layers, tokens.size, max_tokens)
     options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
-    responses = _answer(model, tokenizer, tokens, max_tokens, chosen, recorder, options)
+    responses = _answer(model, tokenizer, tokens, max_tokens, compress, recorder, options)
     prompt_tokens: Any = tokens.tolist()
-    return _inspection(tokenizer, prompt_tokens, chosen, layers, len(caches), recorder, responses)
+    return _make_inspection(
+        tokenizer,
+        prompt_tokens,
+        compress,
+        layers=[layer.index for layer in layers],
+        n_layers=len(caches),
+        recorder=recorder,
+        responses=responses,
+    )
 
 
 def _answer(
@@ -207,38 +218,50 @@ def _answer(
     return responses
 
 
-def _inspection(
+def _make_inspection(
     tokenizer: Any,
     tokens: list[int],
-    policy: Compress | None,
-    layers: list[AttentionLayer],
-    n_caches: int,
+    compress: Compress | None,
+    layers: list[int],
+    n_layers: int,
     recorder: Recorder,
     responses: list[GenerationResponse],
 ) -> Inspection:
-    """Return the recorder's records with the texts of the tokens."""
-    n = len(tokens)
+    """Return the recorder's records with the texts of the tokens.
+
+    Args:
+        tokens: the prompt's token ids.
+        layers: indices of the model's full-attention layers.
+        n_layers: number of all layers.
+        responses: mlx-lm's responses, one for each token of the answer.
+    """
+    n_prompt = len(tokens)
+    # The last response may hold the end-of-sequence token, which is no part of the answer.
     answer_tokens = [response.token for response in responses if response.finish_reason != "stop"]
-    whole, spans = token_spans(tokenizer, [*tokens, *answer_tokens])
-    end = spans[n - 1][1]
+    text, spans = token_spans(tokenizer, [*tokens, *answer_tokens])
+    prompt_spans = spans[:n_prompt]
+    prompt_end = prompt_spans[-1][1]
+    prompt_text = text[:prompt_end]
     sentences: tuple[Sentence, ...] = ()
-    if policy is not None and recorder.kept:
-        counts = recorder.counts(policy.decode_policy.quota(n))
-        special = np.isin(tokens, sorted(special_tokens(tokenizer)))
-        sentences = ranked(whole[:end], spans[:n], special, counts, bool(recorder.votes))
-    full_layers = [layer.index for layer in layers]
+    if compress is not None and recorder.kept:
+        counts = recorder.counts(compress.decode_policy.quota(n_prompt))
+        is_special = np.isin(tokens, sorted(special_tokens(tokenizer)))
+        has_votes = bool(recorder.votes)
+        sentences = ranked(prompt_text, prompt_spans, is_special, counts, has_votes)
+    # The first token of the answer may share a character, and so its span, with the prompt's last.
+    answer_texts = [text[max(start, prompt_end) : stop] for start, stop in spans[n_prompt:]]
     return Inspection(
         policy=recorder.report.policy,
         tokens=tuple(tokens),
-        text=whole[:end],
-        spans=tuple(spans[:n]),
-        layers=tuple(full_layers),
-        layers_without=tuple(sorted({*range(n_caches)} - {*full_layers})),
+        text=prompt_text,
+        spans=tuple(prompt_spans),
+        layers=tuple(layers),
+        layers_without=tuple(number for number in range(n_layers) if number not in layers),
         heads=tuple(recorder.n_heads),
         positions=recorder.positions,
         sentences=sentences,
         report=recorder.report,
         answer="".join(response.text for response in responses),
-        answer_tokens=tuple(whole[max(a, end) : b] for a, b in spans[n:]),
+        answer_tokens=tuple(answer_texts),
         attended=recorder.attended(len(answer_tokens)),
     )

@@ -1,6 +1,7 @@
 """Show inspections as one HTML file without external resources, and as one picture."""
 
 import json
+import math
 import textwrap
 from base64 import b64encode
 from collections.abc import Collection, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from ..content_policy import content_policy
 from ..errors import SnapKVError
 from .inspection import Inspection
+from .sentences import Span
 from .tables import put_figure
 
 INSPECTION_HTML = Path(__file__).with_name("inspection.html")
@@ -31,21 +33,23 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
 
     Raises: SnapKVError: the prompts differ.
     """
-    if len({found.tokens for found in inspections}) != 1:
+    if len({inspection.tokens for inspection in inspections}) != 1:
         raise SnapKVError("a page shows one prompt: inspect the same prompt with every policy")
-    one = inspections[0]
-    # The page shows groups: tokens that share a span, or one token without text.
-    keys = [(*span, i if span[0] == span[1] else None) for i, span in enumerate(one.spans)]
-    runs = [(key, len(list(same))) for key, same in groupby(keys)]
-    group_of = np.repeat(np.arange(len(runs)), [size for _, size in runs])
+    first = inspections[0]
+    groups = _groups(first.spans)
+    n_tokens = [n for _, n in groups]
+    group_of = np.repeat(np.arange(len(groups)), n_tokens)
+    is_special = np.isin(first.tokens, list(special))
     data = {
         "model": model,
-        "text": one.text,
+        "text": first.text,
         # JavaScript counts UTF-16 code units.
-        "sizes": [len(one.text[a:b].encode("utf-16-le")) // 2 for (a, b, _), _ in runs],
-        "several": {group: size for group, (_, size) in enumerate(runs) if size > 1},
-        "special": np.unique(group_of[np.isin(one.tokens, list(special))]).tolist(),
-        "policies": [_policy(found, group_of) for found in inspections],
+        "sizes": [
+            len(first.text[start:stop].encode("utf-16-le")) // 2 for (start, stop), _ in groups
+        ],
+        "several": {group: n for group, n in enumerate(n_tokens) if n > 1},
+        "special": np.unique(group_of[is_special]).tolist(),
+        "policies": [_policy(inspection, group_of) for inspection in inspections],
     }
     # An unescaped "<" could end the script element, or begin a comment.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -54,10 +58,28 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
     return before + text + after
 
 
+def _groups(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """Return the groups of tokens that the page shows as one, each with its span and its number of tokens.
+
+    Tokens that share a span are a group. Each token without text is a group of its own.
+    """
+    groups: list[tuple[Span, int]] = []
+    for span, tokens in groupby(spans):
+        n_tokens = len(list(tokens))
+        is_empty = span[0] == span[1]
+        groups += [(span, 1)] * n_tokens if is_empty else [(span, n_tokens)]
+    return groups
+
+
 def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
-    """Return the page's data of one inspection, with indices of groups instead of tokens."""
+    """Return the page's data of one inspection, with indices of groups instead of tokens.
+
+    Args:
+        group_of: `(n_tokens,)`, the group of each token of the prompt.
+    """
     attended = found.attended
     groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
+    # One row for each KV head of all layers, without the padding of layers with fewer heads.
     rows = np.concatenate([layer[:n] for layer, n in zip(found.kept, found.heads, strict=True)])
     n_kept = (found.positions >= 0).sum(axis=2).max(axis=1).tolist()
     return {
@@ -112,7 +134,7 @@ def _draw(axes: Any, found: Inspection) -> Any:
     shades: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     extent = (0, found.n_tokens, n_layers - 0.5, -0.5)
     image = axes.imshow(found.density(PICTURE_COLUMNS), aspect="auto", extent=extent, **shades)
-    shown = range(0, n_layers, -(-n_layers // MAX_TICKS))
+    shown = range(0, n_layers, math.ceil(n_layers / MAX_TICKS))
     axes.set_yticks(shown, [f"layer {found.layers[i]}" for i in shown], fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
     axes.set_title(textwrap.fill(f"{found.policy}: {found.report}", 110), fontsize=8, loc="left")

@@ -29,12 +29,13 @@ def difference(
     """
     changes = np.subtract(scores, reference, dtype=float)
     documents = np.array([repr(group) for group in groups])
-    names = [repr(task) for task in tasks or [None] * len(changes)]
-    by_task = [np.array(names) == name for name in dict.fromkeys(names)]
+    task_names = np.array([repr(task) for task in tasks or [None] * len(changes)])
     rng = np.random.default_rng(0)
-    means, resampled = zip(
-        *(_resampled(changes[in_task], documents[in_task], rng) for in_task in by_task)
-    )
+    means, resampled = [], []  # by task
+    for name in dict.fromkeys(task_names):
+        in_task = task_names == name
+        means.append(changes[in_task].mean())
+        resampled.append(_resampled_means(changes[in_task], documents[in_task], rng))
     low, high = np.percentile(np.mean(resampled, axis=0), [2.5, 97.5])
     return {
         "mean": float(np.mean(means)),
@@ -45,12 +46,14 @@ def difference(
     }
 
 
-def _resampled(changes: np.ndarray, groups: np.ndarray, rng: Any) -> tuple[float, np.ndarray]:
-    """Return the mean of one task's changes, and the means `(RESAMPLES,)` of the resamples."""
-    _, numbers = np.unique(groups, return_inverse=True)
-    sums, counts = np.bincount(numbers, changes), np.bincount(numbers)
-    drawn = rng.integers(0, len(sums), (RESAMPLES, len(sums)))
-    return float(changes.mean()), sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np.ndarray:
+    """Return the means `(RESAMPLES,)` of one task's changes over documents drawn with replacement."""
+    _, numbers = np.unique(documents, return_inverse=True)
+    sums = np.bincount(numbers, changes)
+    counts = np.bincount(numbers)
+    n_documents = len(sums)
+    drawn = rng.integers(0, n_documents, (RESAMPLES, n_documents))
+    return sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
 
 
 def interval(found: dict[str, float], form: str, scale: float = 1) -> str:

@@ -32,8 +32,11 @@ class Method:
         """The method's name in tables."""
         if self.policy is None:
             return FULL_CACHE
-        named = (f", {k} {v}" for k, v in noted(self.options).items() if v not in ("memory", None))
-        return f"{self.policy}{''.join(named)}"
+        name = str(self.policy)
+        for option, value in noted(self.options).items():
+            if value not in ("memory", None):  # not the default
+                name += f", {option} {value}"
+        return name
 
     @property
     def shares_reading(self) -> bool:
@@ -47,9 +50,8 @@ def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> No
     Raises: SnapKVError: a policy compresses none of them, or its budget has no room for sink and window.
     """
     for method in methods:
-        if method.policy is not None:
-            reasons = [reason_to_leave(method.policy, n, None) for n in lengths]
-            if lengths and all(reasons):
-                raise SnapKVError(
-                    f"{method.name} would compress none of the prompts: {reasons[-1]}"
-                )
+        if method.policy is None:
+            continue
+        reasons = [reason_to_leave(method.policy, n, prompt_cache=None) for n in lengths]
+        if lengths and all(reasons):
+            raise SnapKVError(f"{method.name} would compress none of the prompts: {reasons[-1]}")

@@ -110,23 +110,15 @@ class Reading:
         unread: Sequence[int],
         **options: Any,
     ):
-        self.model, self.tokens = model, list(tokens)
-        self._caches, self._recorders, self._suffixes = caches, recorders, suffixes
+        self.model = model
+        self.tokens = list(tokens)
+        self._caches = caches
+        self._recorders = recorders
+        self._suffixes = suffixes
         self._layers = attention_layers(model, caches)
         # The numbers of fed answer tokens after which policies compress.
         self._n_ahead = {n_decoded_before(model, policy, len(tokens)) - 1 for policy in recorders}
-        for i, layer in enumerate(self._layers):
-            layer_recorders = [
-                recorder
-                for by_policy in (recorders, *self._suffixes.values())
-                for recorder in _layer_recorders(by_policy, i)
-            ]
-            before = layer.cache_in(caches)
-            capacity = len(tokens) + ANSWER_CAPACITY - before.offset
-            shared = SharedKVCache(layer_recorders, capacity, layer)
-            if not before.empty():
-                shared.share(before, before.offset)
-            layer.put(caches, shared)
+        self._share_caches()
         # The chunks are not those of one policy, so that the entries do not depend on which policies share them.
         prefill_options = {"prefill_step_size": largest_chunk(), **options}
         with recording(attention_classes(model)):
@@ -141,10 +133,29 @@ class Reading:
         self._answer = [_most_likely(self.next_logprobs)]  # the tokens fed, and the next token
         self._forced: list[int] = []  # see `force`
 
+    def _share_caches(self) -> None:
+        """Replace the caches of the full-attention layers by caches that all recorders share."""
+        for i, layer in enumerate(self._layers):
+            recorders = _layer_recorders(self._recorders, i)
+            for of_suffix in self._suffixes.values():
+                recorders += _layer_recorders(of_suffix, i)
+            before = layer.cache_in(self._caches)
+            capacity = len(self.tokens) + ANSWER_CAPACITY - before.offset
+            shared = SharedKVCache(recorders, capacity, layer)
+            if not before.empty():
+                shared.share(before, before.offset)
+            layer.put(self._caches, shared)
+
     def followed_by(self, suffix: Sequence[int]) -> "Reading":
         """Return the reading of the prompt and one of its `suffixes`; only the suffix is read, on copied caches."""
-        tokens, recorders = [*self.tokens, *suffix], self._suffixes[tuple(suffix)]
-        return Reading(self.model, tokens, self.full_cache(), recorders, {}, suffix)
+        return Reading(
+            self.model,
+            tokens=[*self.tokens, *suffix],
+            caches=self.full_cache(),
+            recorders=self._suffixes[tuple(suffix)],
+            suffixes={},
+            unread=suffix,
+        )
 
     def full_cache(self) -> list:
         """Return a prompt cache with all entries of the prompt; its arrays are shared until they are written."""
@@ -184,8 +195,8 @@ class Reading:
         n_prompt = len(self.tokens)
         plan = _plan(self.model, policy, n_prompt)
         if policy is None or plan.reason is not None:
-            report = CompressionReport(str(policy or NO_POLICY), n_prompt, plan.reason)
-            return self.full_cache(), report
+            name = NO_POLICY if policy is None else str(policy)
+            return self.full_cache(), CompressionReport(name, n_prompt, plan.reason)
         if not shares_reading(policy) and not answering:
             return prefill(self.model, self.tokens, policy)
         request = self._request(policy, answering)
@@ -197,7 +208,10 @@ class Reading:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         n_prompt = len(self.tokens)
         request = make_request(self.model, _plan(self.model, policy, n_prompt))
-        n_fed = n_prompt + (request.plan.n_ahead if answering else 0)
+        n_fed = n_prompt
+        if answering:
+            n_fed += request.plan.n_ahead
+        # Voters after the prompt are tokens of the answer, which have to be fed, too.
         self._feed_answer(max(n_fed, request.plan.last) - n_prompt)
         caches = copies_but_entries(self._cache_copies[n_fed], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
@@ -207,15 +221,16 @@ class Reading:
 
     def _feed_answer(self, n: int) -> None:
         """Feed the answer's tokens until `n` of them have been fed."""
-        while (fed := len(self._answer) - 1) < n:
-            token = mx.array([[self._answer[fed]]])
+        while len(self._answer) <= n:  # its last token has not been fed
+            token = mx.array([[self._answer[-1]]])
             with recording(attention_classes(self.model)):
                 logits = self.model(token, cache=self._caches)[0, -1]
             mx.eval(logits, [c.state for c in self._caches])
-            forced = self._forced[fed + 1 : fed + 2]
-            self._answer += forced or [_most_likely(logits)]
-            if fed + 1 in self._n_ahead:
-                n_fed = len(self.tokens) + fed + 1
+            n_answer_fed = len(self._answer)
+            forced = self._forced[n_answer_fed:]
+            self._answer.append(forced[0] if forced else _most_likely(logits))
+            if n_answer_fed in self._n_ahead:
+                n_fed = len(self.tokens) + n_answer_fed
                 self._cache_copies[n_fed] = copies_but_entries(self._caches, self._layers)
 
 
@@ -235,13 +250,21 @@ def read_once(
 
     Raises: SnapKVError: the model is not supported, or a budget has no room for sink and window.
     """
-    sharing = [p for p in dict.fromkeys(policies) if p and shares_reading(p)]
-    n = len(tokens)
+    different = dict.fromkeys(policies)
+    sharing = [policy for policy in different if policy is not None and shares_reading(policy)]
+    n_tokens = len(tokens)
     suffix_recorders = {
-        tuple(suffix): _recorders(model, n + len(suffix), sharing) for suffix in suffixes
+        tuple(suffix): _recorders(model, n_tokens + len(suffix), sharing) for suffix in suffixes
     }
-    caches, recorders = make_prompt_cache(model), _recorders(model, n, sharing)
-    return Reading(model, tokens, caches, recorders, suffix_recorders, tokens, **options)
+    return Reading(
+        model,
+        tokens=tokens,
+        caches=make_prompt_cache(model),
+        recorders=_recorders(model, n_tokens, sharing),
+        suffixes=suffix_recorders,
+        unread=tokens,
+        **options,
+    )
 
 
 def read_sparsely(
@@ -252,18 +275,20 @@ def read_sparsely(
     Args:
         later: tokens that are read after the prompt, as the next turn of a conversation; the report is about this turn.
     """
-    before, new = None, tokens
+    earlier_cache: list | None = None
+    unread = tokens
     if later:
-        (before, _), new = prefill(model, tokens, sparse=sparse), later
-    plan = plan_request(model, CompressionConfig(sparse), len(new), before)
+        earlier_cache, _ = prefill(model, tokens, sparse=sparse)
+        unread = later
+    plan = plan_request(model, CompressionConfig(sparse), len(unread), earlier_cache)
     options = {"prefill_step_size": plan.chunk_size(PREFILL_STEP_SIZE)}
     if plan.reason is not None:
-        caches = before or make_prompt_cache(model)
-        read(model, mx.array(list(new)), caches, options)
+        caches = earlier_cache or make_prompt_cache(model)
+        read(model, mx.array(list(unread)), caches, options)
         return caches, CompressionReport.of_full_cache(plan)
-    request = make_request(model, plan, before)
+    request = make_request(model, plan, earlier_cache)
     with request.recording():
-        read(request.model, mx.array(list(new)), request.caches, options)
+        read(request.model, mx.array(list(unread)), request.caches, options)
     report = request.compress()
     return request.caches, report
 
@@ -283,17 +308,18 @@ def _recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recorders:
     Policies that need the same queries share their caches.
     """
     recorders: Recorders = {}
-    by_range: dict[tuple, list[RecordingKVCache]] = {}
+    by_queries: dict[tuple, list[RecordingKVCache]] = {}  # by the positions of the queries
     for policy in policies:
         plan = _plan(model, policy, n_prompt)
         if plan.reason is None:
             caches = make_request(model, plan).caches
             new = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
-            recorded = new[0].first, new[0].last, new[0].statistics_from
-            recorders[policy] = by_range.setdefault(recorded, new)
+            queries = new[0].first, new[0].last, new[0].statistics_from
+            recorders[policy] = by_queries.setdefault(queries, new)
     return recorders
 
 
 def _layer_recorders(recorders: Recorders, i: int) -> list[RecordingKVCache]:
     """Return the recorders of the full-attention layer `i`, without repetitions."""
-    return list({id(by_layer[i]): by_layer[i] for by_layer in recorders.values()}.values())
+    different = {id(by_layer[i]): by_layer[i] for by_layer in recorders.values()}
+    return list(different.values())

@@ -48,7 +48,8 @@ class Recorder:
     """
 
     def __init__(self, layers: list[AttentionLayer], n_prompt: int, max_tokens: int):
-        self._n_layers, self._n_prompt = len(layers), n_prompt
+        self._n_layers = len(layers)
+        self._n_prompt = n_prompt
         self._n_positions = n_prompt + max_tokens + 1
         self._n_recorded = min(MAX_RECORDED, n_prompt)
         # Attention `(n_positions,)` by position of the query and layer number.
@@ -82,47 +83,64 @@ class Recorder:
         if queries.shape[2] != 1 or not self._n_prompt - 1 <= position < self._n_positions:
             return
         entries = cache.held()
-        H, T = entries.keys.shape[1:3]
+        n_kv_heads, n_entries = entries.keys.shape[1:3]
         query = cache.voters(queries, range(position, position + 1), entries.keys.shape)
-        weights = attention_weights(entries.keys, query).reshape(1, H, -1, T).mean(axis=2) / H
-        key_positions = entries.positions.reshape(-1)
-        by_position = mx.zeros(self._n_positions).at[key_positions].add(weights.reshape(-1))
-        self.n_heads[cache.layer.number] = H
-        self._pending.setdefault(position, {})[cache.layer.number] = by_position
+        weights = attention_weights(entries.keys, query).reshape(1, n_kv_heads, -1, n_entries)
+        # The mean over all query heads, in parts: KV heads may hold entries of different positions.
+        weights = weights.mean(axis=2) / n_kv_heads
+        by_position = mx.zeros(self._n_positions)
+        by_position = by_position.at[entries.positions.reshape(-1)].add(weights.reshape(-1))
+        layer = cache.layer.number
+        self.n_heads[layer] = n_kv_heads
+        self._pending.setdefault(position, {})[layer] = by_position
 
     def record(self) -> None:
-        """Evaluate the weights of the last calls, and keep the largest of each token."""
-        pending, self._pending = self._pending, {}
-        mx.eval([list(layers.values()) for layers in pending.values()])
-        for position, layers in pending.items():
-            if len(layers) == self._n_layers:
-                weights = np.stack([np.array(layers[n]) for n in range(self._n_layers)])
-                self._rows[position] = self._largest(np.vstack([weights, weights.mean(axis=0)]))
+        """Evaluate the weights of the last calls, and keep the largest of each token.
+
+        A token that not all layers have attended from is dropped.
+        """
+        pending = self._pending
+        self._pending = {}
+        mx.eval([list(by_layer.values()) for by_layer in pending.values()])
+        for position, by_layer in pending.items():
+            if len(by_layer) == self._n_layers:
+                weights = np.stack([np.array(by_layer[n]) for n in range(self._n_layers)])
+                with_mean = np.vstack([weights, weights.mean(axis=0)])
+                self._rows[position] = self._largest(with_mean)
 
     def _largest(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the prompt positions with the largest weights, their weights, and the share of the answer's tokens.
+        """Return `positions`, `weights` and `own` of `Attended` for one token of the answer.
 
         Args:
-            weights: `(n_layers + 1, n_positions)`.
+            weights: `(n_layers + 1, n_positions)`, the weights of the prompt's and the answer's tokens.
         """
-        prompt, n = weights[:, : self._n_prompt], self._n_recorded
-        positions = np.argpartition(-prompt, n - 1, axis=1)[:, :n]
-        order = np.argsort(-np.take_along_axis(prompt, positions, axis=1), axis=1, kind="stable")
-        positions = np.take_along_axis(positions, order, axis=1)
-        largest = np.take_along_axis(prompt, positions, axis=1)
+        n = self._n_recorded
+        prompt_weights = weights[:, : self._n_prompt]
+        unordered = np.argpartition(-prompt_weights, n - 1, axis=1)[:, :n]
+        unordered_weights = np.take_along_axis(prompt_weights, unordered, axis=1)
+        order = np.argsort(-unordered_weights, axis=1, kind="stable")
+        positions = np.take_along_axis(unordered, order, axis=1)
+        largest = np.take_along_axis(prompt_weights, positions, axis=1)
         own = weights[:, self._n_prompt :].sum(axis=1)
         return np.where(largest > 0, positions, -1), largest, own
 
     def attended(self, n_answer: int) -> Attended:
-        """Return what the first `n_answer` tokens of the answer attended to."""
-        shape = n_answer, self._n_layers + 1, self._n_recorded
-        positions, weights = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-        own = np.zeros(shape[:2], np.float32)
+        """Return what the first `n_answer` tokens of the answer attended to.
+
+        A token without a record has attended to nothing.
+        """
+        n_rows = self._n_layers + 1  # one for each layer, and one for their mean
+        positions = np.full((n_answer, n_rows, self._n_recorded), -1, np.int32)
+        weights = np.zeros((n_answer, n_rows, self._n_recorded), np.float32)
+        own = np.zeros((n_answer, n_rows), np.float32)
         for i in range(n_answer):
-            if (row := self._rows.get(self._n_prompt - 1 + i)) is not None:
-                positions[i], weights[i], own[i] = row
-        n_before = n_answer if self._n_before is None else min(self._n_before, n_answer)
-        return Attended(positions, weights, own, n_before)
+            query_position = self._n_prompt - 1 + i  # the token before predicts answer token i
+            if query_position in self._rows:
+                positions[i], weights[i], own[i] = self._rows[query_position]
+        n_before = n_answer  # without a compression
+        if self._n_before is not None:
+            n_before = min(self._n_before, n_answer)
+        return Attended(positions=positions, weights=weights, own=own, n_before=n_before)
 
     @property
     def positions(self) -> np.ndarray:
@@ -132,8 +150,8 @@ class Recorder:
             self.kept.get(i, np.tile(all_positions, (n_heads, 1)))
             for i, n_heads in enumerate(self.n_heads)
         ]
-        shape = len(by_layer), *np.max([kept.shape for kept in by_layer], axis=0)
-        padded = np.full(shape, -1, np.int32)
+        max_heads, max_kept = np.max([kept.shape for kept in by_layer], axis=0)
+        padded = np.full((len(by_layer), max_heads, max_kept), -1, np.int32)
         for layer, kept in zip(padded, by_layer, strict=True):
             layer[: kept.shape[0], : kept.shape[1]] = kept
         return padded
@@ -144,12 +162,18 @@ class Recorder:
         A head chooses among the entries between the sink and the recent window; it keeps both in any case.
         """
         n = self._n_prompt
+        # 1 for a token among which a head chooses, 0 for a token in the sink or the recent window.
+        is_choice = np.ones(n)
+        is_choice[: quota.n_sink] = 0
+        is_choice[max(0, n - quota.n_window) :] = 0
         counts = np.zeros((5, n))
         for number, n_heads in enumerate(self.n_heads):
             positions = self.kept[number].ravel()
-            weights = self.votes.get(number, np.zeros(positions.size)).ravel()
-            kept, votes = (np.bincount(positions, w, minlength=n) for w in (None, weights))
-            heads, free = np.full(n, n_heads), np.ones(n)
-            free[: quota.n_sink] = free[max(0, n - quota.n_window) :] = 0
-            counts += np.stack([kept, heads, kept * free, heads * free, votes * free])
+            votes_kept = self.votes.get(number, np.zeros(positions.size)).ravel()
+            kept = np.bincount(positions, minlength=n)
+            votes = np.bincount(positions, votes_kept, minlength=n)
+            heads = np.full(n, n_heads)
+            counts += np.stack(
+                [kept, heads, kept * is_choice, heads * is_choice, votes * is_choice]
+            )
         return counts

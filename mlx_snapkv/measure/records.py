@@ -29,7 +29,8 @@ class Results:
     """
 
     def __init__(self, setting: Record, path: Path | None = None):
-        self._setting, self._records = setting, dict[tuple, Record]()
+        self._setting = setting
+        self._records: dict[tuple, Record] = {}
         self._lines = None if path is None else JsonLines(path, b'{"')
         self._read()
 
@@ -67,42 +68,47 @@ class Results:
                 records and yields these records, which may hold scalar arrays.
             on_document: called after each document, with whether any of its records was measured.
         """
-        wanted: list[Record] = []
+        all_keys: list[Record] = []
         for keys, measure in documents:
-            wanted += keys
+            all_keys += keys
             missing = [key for key in keys if self.get(key) is None]
-            for record in measure(missing) if missing else ():
-                self.add(record)
+            if missing:
+                for record in measure(missing):
+                    self.add(record)
             on_document(bool(missing))
-        return [self._records[_key(key)] for key in wanted]
+        return [self._records[_key(key)] for key in all_keys]
 
     def _read(self) -> None:
         """Read the file's records. Raises: SnapKVError: it has another setting, or a line is damaged."""
-        for number, line in () if self._lines is None else self._lines.read():
+        if self._lines is None:
+            return
+        for number, line in self._lines.read():
             if number == 1:
-                self._require_setting(line)
+                self._require_setting(line, self._lines.path)
                 continue
             try:
                 record = json.loads(line)
                 self._records[_key(record)] = record
             except (ValueError, TypeError, KeyError):
                 why = f"line {number} is damaged: delete that line"
-                raise SnapKVError(f"{self._lines.path}: {why}") from None  # type: ignore[union-attr]
+                raise SnapKVError(f"{self._lines.path}: {why}") from None
 
-    def _require_setting(self, line: bytes) -> None:
-        """Check the file's first line. Raises: SnapKVError: it is not this setting."""
+    def _require_setting(self, line: bytes, path: Path) -> None:
+        """Check the first line of the file. Raises: SnapKVError: it is not this setting."""
         try:
-            found = dict(json.loads(line))
+            earlier = dict(json.loads(line))
         except (ValueError, TypeError):
-            found = {}
-        for name in [*self._setting, *found]:
-            was, now = found.get(name), self._setting.get(name)
+            earlier = {}
+        for name in [*self._setting, *earlier]:
+            was = earlier.get(name)
+            now = self._setting.get(name)
             if was != now:
                 raise SnapKVError(
-                    f"{self._lines.path} belongs to another run, with {name} {was!r} instead of {now!r}: "  # type: ignore[union-attr]
+                    f"{path} belongs to another run, with {name} {was!r} instead of {now!r}: "
                     "give another --output, or delete the file"
                 )
 
 
 def _key(record: Record) -> tuple:
-    return record["method"], *map(record.get, RECORD_KEYS[1:])
+    """Return the values of `RECORD_KEYS`. Raises: KeyError: the record has no method."""
+    return record["method"], *(record.get(name) for name in RECORD_KEYS[1:])

@@ -39,24 +39,26 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
     incomplete = ""  # the text from `previous` on that ends within a character, if it does
 
     def decoded(start: int, stop: int) -> str:
-        some = list(tokens[start:stop])
-        return tokenizer.decode(some, clean_up_tokenization_spaces=False) if some else ""
+        ids = list(tokens[start:stop])
+        return tokenizer.decode(ids, clean_up_tokenization_spaces=False) if ids else ""
 
     def take(stop: int, text: str) -> None:
         """Give tokens[start:stop] their span; `text` is the text of tokens[previous:stop]."""
         nonlocal previous, start, known, incomplete
-        at = spans[-1][1] if spans else 0
-        pieces.append(text[len(known) :])
-        spans.extend([(at, at + len(pieces[-1]))] * (stop - start))
-        previous, start = start, stop
-        known, incomplete = decoded(previous, start), ""
+        piece = text[len(known) :]
+        pieces.append(piece)
+        piece_start = spans[-1][1] if spans else 0
+        spans.extend([(piece_start, piece_start + len(piece))] * (stop - start))
+        previous = start
+        start = stop
+        known = decoded(previous, start)
+        incomplete = ""
 
     for stop in range(1, len(tokens) + 1):
         text = decoded(previous, stop)
         if incomplete and len(text) > len(incomplete) and text.startswith(incomplete):
-            take(
-                stop - 1, incomplete
-            )  # the bytes were invalid: the new token did not complete them
+            # The bytes were invalid, since the new token did not complete them.
+            take(stop - 1, incomplete)
             text = decoded(previous, stop)
         if text.endswith(INCOMPLETE) and stop - start < MAX_CHARACTER_TOKENS:
             incomplete = text
@@ -96,10 +98,12 @@ class Sentence:
 
 def sentences_of(text: str) -> Iterator[str]:
     """Yield the sentences of a text with the white space after them; list items, table rows and lines of code alone."""
-    for piece in itertools.chain.from_iterable(
-        map(_MARKED_LINE.split, _SENTENCE_END.findall(text))
-    ):
-        yield from piece.splitlines(keepends=True) if len(piece) > MAX_SENTENCE else [piece]
+    for sentence in _SENTENCE_END.findall(text):
+        for piece in _MARKED_LINE.split(sentence):
+            if len(piece) > MAX_SENTENCE:
+                yield from piece.splitlines(keepends=True)
+            else:
+                yield piece
 
 
 def ranked(
@@ -115,18 +119,17 @@ def ranked(
             chose it, and of KV heads that could choose; then the votes of the KV heads that chose it.
         voted: whether the policy has votes.
     """
-    sums = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
+    sums = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))  # over the tokens before each token
     all_votes = sums[4, -1] or 1
     sentences = []
     for start, stop in _tokens_of_sentences(text, spans, special):
-        n_kept, n_heads, n_chosen, n_choosing, votes = (
-            float(x) for x in sums[:, stop] - sums[:, start]
-        )
+        sentence_counts = sums[:, stop] - sums[:, start]
+        n_kept, n_heads, n_chosen, n_choosing, votes = sentence_counts.tolist()
         if n_kept:
             sentence = Sentence(
-                text[spans[start][0] : spans[stop - 1][1]].strip(),
-                start,
-                stop,
+                text=text[spans[start][0] : spans[stop - 1][1]].strip(),
+                start=start,
+                stop=stop,
                 kept=n_kept / n_heads,
                 chosen=n_chosen / n_choosing if n_choosing else None,
                 votes=votes / all_votes if voted else None,
@@ -145,15 +148,20 @@ def _tokens_of_sentences(
         if is_special:
             continue
         run = list(group)
-        start, end = run[0], spans[run[0]][0]  # next token, and the characters up to it
-        words = text[end : spans[run[-1]][1]]
-        role = _ROLE.match(words) if start and special[start - 1] else None
-        roles = [] if role is None else [role.group()]
-        for piece in (*roles, *sentences_of(words[role.end() :] if role else words)):
+        first, last = run[0], run[-1]
+        run_text = text[spans[first][0] : spans[last][1]]
+        role = _ROLE.match(run_text) if first and special[first - 1] else None
+        role_name = "" if role is None else role.group()
+        start = first  # the next token
+        end = spans[first][0]  # the end of the pieces so far, in characters
+        pieces = list(sentences_of(run_text[len(role_name) :]))
+        if role_name:
+            pieces.insert(0, role_name)
+        for piece in pieces:
             end += len(piece)
             stop = start
-            while stop <= run[-1] and spans[stop][1] <= end:
+            while stop <= last and spans[stop][1] <= end:
                 stop += 1
-            if piece not in roles and stop > start and any(map(str.isalnum, piece)):
+            if piece != role_name and stop > start and any(map(str.isalnum, piece)):
                 yield start, stop
             start = stop

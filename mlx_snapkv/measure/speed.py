@@ -84,14 +84,22 @@ def measure_decoding(
     model, context: int, policies: list[Setting], steps: int
 ) -> list[tuple[Contender, dict[str, Any]]]:
     """Return the contenders that can decode after `context` tokens, with their median step and their KV bytes."""
-    caches = [(c, decoding_cache(model, c, context)) for c in contenders(model, context, policies)]
-    caches = [(contender, cache) for contender, cache in caches if _can_decode(model, cache)]
-    seconds = step_in_turn(model, [cache for _, cache in caches], steps)
-    figures = []
-    for (contender, cache), times in zip(caches, seconds):
-        n_bytes = entries_bytes(cache, contender.is_sparse)
-        figures.append((contender, {"step_seconds": statistics.median(times), "kv_bytes": n_bytes}))
-    return figures
+    decoders = []
+    caches = []
+    for contender in contenders(model, context, policies):
+        cache = decoding_cache(model, contender, context)
+        if _can_decode(model, cache):
+            decoders.append(contender)
+            caches.append(cache)
+    seconds = step_in_turn(model, caches, steps)
+    measured = []
+    for contender, cache, times in zip(decoders, caches, seconds):
+        figures = {
+            "step_seconds": statistics.median(times),
+            "kv_bytes": entries_bytes(cache, contender.is_sparse),
+        }
+        measured.append((contender, figures))
+    return measured
 
 
 def _can_decode(model, cache: list[Any]) -> bool:
@@ -156,17 +164,23 @@ def measure_prefill(
     """
     runs: list[list[dict[str, Any]]] = [[] for _ in readers]
     for trial in range(trials):
-        for contender, own_runs in list(zip(readers, runs))[:: -1 if trial % 2 else 1]:
-            own_runs.append(_request(model, prompt, contender))
-    return [
-        (contender, {key: statistics.median(run[key] for run in own_runs) for key in own_runs[0]})
-        for contender, own_runs in zip(readers, runs)
-    ]
+        turns = list(zip(readers, runs))
+        if trial % 2:
+            turns.reverse()
+        for contender, own_runs in turns:
+            own_runs.append(_measure_request(model, prompt, contender))
+    return [(contender, _medians(own_runs)) for contender, own_runs in zip(readers, runs)]
 
 
-def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
+def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of each figure over several runs."""
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+
+def _measure_request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
     """Answer a prompt, and return the seconds to the first token (with the selection), peak memory and KV bytes."""
-    cache, policy = make_prompt_cache(model), contender.policy
+    cache = make_prompt_cache(model)
+    policy = contender.policy
     mx.clear_cache()
     mx.reset_peak_memory()
     lookahead = lookahead_of(policy)
@@ -180,7 +194,12 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
 def answer_prompt(
     model, prompt: mx.array, cache: list[Any], max_tokens: int, **options: Any
 ) -> tuple[float, CompressionReport]:
-    """Answer a prompt by `generate_step`, and return the seconds to the first token and the report."""
+    """Answer a prompt by `generate_step`, and return the seconds to the first token and the report.
+
+    Args:
+        cache: an empty prompt cache, which holds the compressed entries afterwards.
+        **options: other keywords of `generate_step`.
+    """
     reports: list[CompressionReport] = []
     options |= {"prompt_cache": cache, "max_tokens": max_tokens, "on_report": reports.append}
     started = time.perf_counter()
@@ -205,20 +224,27 @@ def speed_table(rows: list[Row]) -> Table:
     full = {row["context"]: row for row in rows if row["contender"] == "full cache"}
     for row in rows:
         base = full.get(row["context"], row)
-        step, read = row.get("step_seconds"), row.get("read_seconds")
+        decoding = reading = peak = ""  # a row has one of both measurements, or both
+        if "step_seconds" in row:
+            step = row["step_seconds"]
+            decoding = f"{1 / step:.1f}, {base['step_seconds'] / step:.2f}x"
+        if "read_seconds" in row:
+            reading = f"{row['read_seconds']:.2f} s{_ratio(row, base, 'read_seconds')}"
+            peak = f"{format_bytes(row['peak_bytes'])}{_ratio(row, base, 'peak_bytes')}"
         table.add(
             f"{row['context']:,}",
             row["contender"],
             f"{row['entries']:,}",
-            f"{1 / step:.1f}, {base['step_seconds'] / step:.2f}x" if step else "",
+            decoding,
             format_bytes(row["kv_bytes"]),
-            f"{read:.2f} s" + _ratio(row, base, "read_seconds") if read else "",
-            format_bytes(row["peak_bytes"]) + _ratio(row, base, "peak_bytes") if read else "",
+            reading,
+            peak,
         )
     return table
 
 
 def _ratio(row: Row, base: Row, figure: str) -> str:
     """Return ", " and a figure's ratio to the full cache; "" if the full cache has no such figure."""
-    known = base["contender"] == "full cache" and figure in base
-    return f", {row[figure] / base[figure]:.2f}x" if known else ""
+    if base["contender"] != "full cache" or figure not in base:
+        return ""
+    return f", {row[figure] / base[figure]:.2f}x"

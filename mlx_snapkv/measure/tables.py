@@ -49,7 +49,8 @@ def setting_text(result: dict[str, Any]) -> str:
 
 def as_markdown(table: Table) -> str:
     """Return a table as Markdown, with names aligned left and figures aligned right."""
-    rule = ["---" if i == 0 or c == "cache" else "---:" for i, c in enumerate(table.columns)]
+    is_name = [i == 0 or column == "cache" for i, column in enumerate(table.columns)]
+    rule = ["---" if left else "---:" for left in is_name]
     lines = (table.columns, rule, *table.rows)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,19 +49,37 @@ class Texts:
         self._where = f"{OPTION} {' '.join(paths)}"
         self._texts: dict[str, str] = {}
         self.n_unread = 0
-        for given in dict.fromkeys(paths):
-            path = path_of(given, OPTION)
-            below = (f for f in path.rglob("*") if "/." not in f"/{f.relative_to(path).as_posix()}")
-            for file in sorted(filter(Path.is_file, below)) if path.is_dir() else [path]:
-                text = _read(file)
-                if text is None and file == path:
-                    raise SnapKVError(f"{OPTION} {given} is not UTF-8 text: convert it first")
-                self.n_unread += text is None
-                if text:
-                    self._texts[given if file == path else str(file.relative_to(path))] = text
+        for name in dict.fromkeys(paths):  # each once, in order
+            path = path_of(name, OPTION)
+            if path.is_dir():
+                self._add_folder(path)
+            else:
+                self._add_file(name, path)
         if not self._texts:
             raise SnapKVError(f"{self._where}: there is no UTF-8 text")
-        self.digest = digest_of("\0".join(f"{name}\0{x}" for name, x in self._texts.items()))
+        names_and_texts = (f"{name}\0{text}" for name, text in self._texts.items())
+        self.digest = digest_of("\0".join(names_and_texts))
+
+    def _add_file(self, name: str, path: Path) -> None:
+        """Add the text of a file that was given. Raises: SnapKVError: it is not UTF-8 text, or can't be read."""
+        text = _read(path)
+        if text is None:
+            raise SnapKVError(f"{OPTION} {name} is not UTF-8 text: convert it first")
+        if text:
+            self._texts[name] = text
+
+    def _add_folder(self, folder: Path) -> None:
+        """Add the texts of all files below a folder, and count the files that are not UTF-8 text."""
+        for file in sorted(folder.rglob("*")):
+            name = file.relative_to(folder)
+            is_hidden = any(part.startswith(".") for part in name.parts)
+            if is_hidden or not file.is_file():
+                continue
+            text = _read(file)
+            if text is None:
+                self.n_unread += 1
+            elif text:
+                self._texts[str(name)] = text
 
     def pieces(self, tokenizer: Any, length: int, n_following: int, n_pieces: int) -> list[Piece]:
         """Return at most `n_pieces` disjoint pieces: the first piece of every text, then the second of every text, ...
@@ -74,9 +91,11 @@ class Texts:
         Raises: SnapKVError: no text is long enough.
         """
         size = length + n_following
-        by_text = [_cut(name, x, tokenizer, length, size) for name, x in self._texts.items()]
-        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_text))
-        pieces = list(itertools.islice(filter(None, in_turn), n_pieces))
+        by_text = [_cut(name, text, tokenizer, length, size) for name, text in self._texts.items()]
+        # A round has the next piece of every text, and None for a text that has no more.
+        rounds = itertools.zip_longest(*by_text)
+        in_turn = (piece for pieces in rounds for piece in pieces if piece is not None)
+        pieces = list(itertools.islice(in_turn, n_pieces))
         if not pieces:
             raise SnapKVError(
                 f"{self._where}: no text has the {size:,} tokens of a piece and the tokens scored after it: give "
@@ -105,7 +124,12 @@ def _read(path: Path) -> str | None:
 
 
 def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterator[Piece]:
-    """Yield a text's successive pieces; the text is tokenized when the first piece is asked for."""
+    """Yield a text's successive pieces; the text is tokenized when the first piece is asked for.
+
+    Args:
+        length: tokens of a piece.
+        size: tokens of a piece and the tokens that follow it.
+    """
     ids = tokenizer.encode(text, add_special_tokens=False)
     for number, start in enumerate(range(0, len(ids) - size + 1, size), start=1):
         end = start + length
@@ -131,12 +155,19 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
     Args:
         question: None for a text without a question.
     """
-    start, encode = tokenizer.encode(""), partial(tokenizer.encode, add_special_tokens=False)
+    start = tokenizer.encode("")  # only special tokens
     if question is None:
-        return Frame(start, start, [])
+        return Frame(start=start, before=start, after=[])
     if not tokenizer.has_chat_template:
-        return Frame(start, start, encode(f"\n\n{question}\n"))
-    return Frame(start, *map(encode, around(tokenizer, f"\n\n{question}")))
+        after = tokenizer.encode(f"\n\n{question}\n", add_special_tokens=False)
+        return Frame(start=start, before=start, after=after)
+    # The template itself writes the special tokens.
+    text_before, text_after = around(tokenizer, ending=f"\n\n{question}")
+    return Frame(
+        start=start,
+        before=tokenizer.encode(text_before, add_special_tokens=False),
+        after=tokenizer.encode(text_after, add_special_tokens=False),
+    )
 
 
 def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
