@@ -297,7 +297,7 @@ class _Comparison:
             self._figures(method.name, attempt.answer, read_seconds),
             kl=None if kl is None else float(kl),
             n_before=n_before,
-            uncompressed=_not_yet(policy, len(full), n_before) if kl is None else None,
+            uncompressed=_why_uncompressed(policy, len(full), n_before) if kl is None else None,
             kept=attempt.kept,
             differs=_difference(self._tokenizer, full, attempt.answer.tokens),
         )
@@ -331,7 +331,7 @@ class _Comparison:
         return n_kept / n_heads
 
 
-def _not_yet(policy: Setting, n_answer: int, n_before: int) -> str:
+def _why_uncompressed(policy: Setting, n_answer: int, n_before: int) -> str:
     """Return the sentence of `Compared.uncompressed`."""
     if isinstance(policy, Compress) and policy.evicts_in_blocks:
         entries = "the entries that block prefill kept"

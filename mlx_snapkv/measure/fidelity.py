@@ -14,6 +14,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
@@ -178,31 +179,45 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
     Args:
         reading, reference: what `read_piece` returns for the setting.
     """
-    cache_figures: list[Record] = []
     if setting == KNOWN and policy is not None and not shares_reading(policy):
-        cache = make_prompt_cache(reading.model)
-        # The figures are noted at the compression, before the answer's entries come.
-        on_report = lambda report: cache_figures.append(_cache_figures(reading, cache, report))  # noqa: E731
-        predictions = reference.generated(policy, on_report, prompt_cache=cache)
+        predictions, cache_figures = _generated(reading, reference, policy)
     else:
-        if isinstance(policy, Sparse):
-            # A later question is read as a turn, except its last token, which is fed to predict the first judged one.
-            later = reference.prompt[len(reading.tokens) : -1]
-            cache, report = read_sparsely(reading.model, policy, reading.tokens, later)
-        elif setting == KNOWN:
-            cache, report = reading.compressed(policy, answering=True)
-        else:
-            cache, report = reading.compressed(without_lookahead(policy))
-        cache_figures.append(_cache_figures(reading, cache, report))
-        predictions = reference.predictions(cache) if policy else reference.logprobs
-    figures = reference.figures(predictions)
-    figures["loss"] = reference.loss(predictions) if setting == TEXT else None
+        cache, report = _compressed(setting, reading, reference, policy)
+        cache_figures = _cache_figures(reading, cache, report)
+        predictions = reference.logprobs if policy is None else reference.predictions(cache)
     return {
         "tokens": len(reference),
         "judged": len(predictions),
-        **figures,
-        **cache_figures[0],
+        **reference.figures(predictions),
+        "loss": reference.loss(predictions) if setting == TEXT else None,
+        **cache_figures,
     }
+
+
+def _generated(reading: Reading, reference: Reference, policy: Setting) -> tuple[mx.array, Record]:
+    """Let `generate_step` read the prompt with a policy, and return `Reference.generated` and the cache's figures."""
+    cache = make_prompt_cache(reading.model)
+    cache_figures: list[Record] = []
+
+    def note_figures(report: CompressionReport) -> None:
+        # Now, at the compression, since the answer's entries will come.
+        cache_figures.append(_cache_figures(reading, cache, report))
+
+    predictions = reference.generated(policy, note_figures, prompt_cache=cache)
+    return predictions, cache_figures[0]
+
+
+def _compressed(
+    setting: str, reading: Reading, reference: Reference, policy: Setting | None
+) -> tuple[list, CompressionReport]:
+    """Return the cache that predicts the judged tokens, and the report of its compression; see `judge`."""
+    if isinstance(policy, Sparse):
+        # A later question is read as a turn, except its last token, which is fed to predict the first judged one.
+        later = reference.prompt[len(reading.tokens) : -1]
+        return read_sparsely(reading.model, policy, reading.tokens, later)
+    if setting == KNOWN:
+        return reading.compressed(policy, answering=True)
+    return reading.compressed(without_lookahead(policy))
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
@@ -284,15 +299,21 @@ def tables(summary: Summary) -> list[Table]:
 def _table(summary: Summary, setting: str) -> Table:
     """Return the table of one setting, with a row for each method."""
     heading, about = SETTING_TEXTS[setting]
-    one = summary[0]
-    what = "tokens of the answers" if setting == KNOWN else "tokens scored"
-    counts = f"Pieces: {one['pieces']}; texts: {one['texts']}; {what}: {one['tokens']:,}."
-    ended = "{unjudged} of {pieces} answers are not scored: they ended before {method} had compressed their prompt."
-    remarks = [counts, about, *(ended.format_map(s) for s in summary if s["unjudged"])]
+    any_method = summary[0]  # the counts are those of all methods
+    n_texts = any_method["texts"]
+    tokens = "tokens of the answers" if setting == KNOWN else "tokens scored"
+    counts = (
+        f"Pieces: {any_method['pieces']}; texts: {n_texts}; {tokens}: {any_method['tokens']:,}."
+    )
+    remarks = [counts, about]
+    for s in summary:
+        if s["unjudged"]:
+            ended = f"they ended before {s['method']} had compressed their prompt."
+            remarks.append(f"{s['unjudged']} of {s['pieces']} answers are not scored: {ended}")
     first = next((s for s in summary if s["method"] != FULL_CACHE), None)
 
     def with_interval(figure: dict[str, float], form: str) -> str:
-        return interval(figure, form) if one["texts"] > 1 else format(figure["mean"], form)
+        return interval(figure, form) if n_texts > 1 else format(figure["mean"], form)
 
     def kl(s: Record) -> str:
         if s["method"] == FULL_CACHE:

@@ -71,31 +71,33 @@ def _groups(spans: Sequence[Span]) -> list[tuple[Span, int]]:
     return groups
 
 
-def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
+def _policy(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]:
     """Return the page's data of one inspection, with indices of groups instead of tokens.
 
     Args:
         group_of: `(n_tokens,)`, the group of each token of the prompt.
     """
-    attended = found.attended
+    attended = inspection.attended
     groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
     # One row for each KV head of all layers, without the padding of layers with fewer heads.
-    rows = np.concatenate([layer[:n] for layer, n in zip(found.kept, found.heads, strict=True)])
-    n_kept = (found.positions >= 0).sum(axis=2).max(axis=1).tolist()
+    rows = np.concatenate(
+        [layer[:n] for layer, n in zip(inspection.kept, inspection.heads, strict=True)]
+    )
+    n_kept = (inspection.positions >= 0).sum(axis=2).max(axis=1).tolist()
     return {
-        "policy": found.policy,
-        "report": str(found.report),
-        "dropped": found.report.compressed,
-        "heads": list(found.heads),
-        "layers": list(zip(found.layers, n_kept, found.shares, strict=True)),
-        "without": list(found.layers_without),
+        "policy": inspection.policy,
+        "report": str(inspection.report),
+        "dropped": inspection.report.compressed,
+        "heads": list(inspection.heads),
+        "layers": list(zip(inspection.layers, n_kept, inspection.shares, strict=True)),
+        "without": list(inspection.layers_without),
         "bits": _base64(np.packbits(rows, axis=1, bitorder="little")),
         "sentences": [
             asdict(s) | {"start": int(group_of[s.start]), "stop": int(group_of[s.stop - 1]) + 1}
-            for s in found.sentences[:SHOWN_SENTENCES]
+            for s in inspection.sentences[:SHOWN_SENTENCES]
         ],
         "answer": {
-            "tokens": list(found.answer_tokens),
+            "tokens": list(inspection.answer_tokens),
             "before": attended.n_before,
             "per_layer": attended.positions.shape[2],
             "positions": _base64(groups.astype("<i4")),
@@ -116,10 +118,12 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
     """
     from matplotlib.figure import Figure
 
-    heights = [0.9 + 0.22 * min(len(found.layers), 3 * MAX_TICKS) for found in inspections]
+    heights = [
+        0.9 + 0.22 * min(len(inspection.layers), 3 * MAX_TICKS) for inspection in inspections
+    ]
     figure = Figure(figsize=(8, sum(heights) + 0.4), layout="constrained")
     rows = figure.subplots(len(inspections), squeeze=False, height_ratios=heights)[:, 0]
-    images = [_draw(axes, found) for axes, found in zip(rows, inspections, strict=True)]
+    images = [_draw(axes, inspection) for axes, inspection in zip(rows, inspections, strict=True)]
     rows[0].set_title(f"{model}, {rows[0].get_title(loc='left')}", fontsize=8, loc="left")
     rows[-1].set_xlabel("position in the prompt (tokens)", fontsize=8)
     bar = figure.colorbar(images[-1], ax=list(rows), format="{x:.0%}")
@@ -128,17 +132,19 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
     put_figure(path, figure, dpi=200)
 
 
-def _draw(axes: Any, found: Inspection) -> Any:
+def _draw(axes: Any, inspection: Inspection) -> Any:
     """Draw the map of an inspection, and return matplotlib's image."""
-    n_layers = len(found.layers)
+    n_layers = len(inspection.layers)
     shades: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
-    extent = (0, found.n_tokens, n_layers - 0.5, -0.5)
-    image = axes.imshow(found.density(PICTURE_COLUMNS), aspect="auto", extent=extent, **shades)
+    extent = (0, inspection.n_tokens, n_layers - 0.5, -0.5)
+    image = axes.imshow(inspection.density(PICTURE_COLUMNS), aspect="auto", extent=extent, **shades)
     shown = range(0, n_layers, math.ceil(n_layers / MAX_TICKS))
-    axes.set_yticks(shown, [f"layer {found.layers[i]}" for i in shown], fontsize=7)
+    axes.set_yticks(shown, [f"layer {inspection.layers[i]}" for i in shown], fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
-    axes.set_title(textwrap.fill(f"{found.policy}: {found.report}", 110), fontsize=8, loc="left")
-    shares = ["" if share is None else f"{share:.0%}" for share in found.shares]
+    axes.set_title(
+        textwrap.fill(f"{inspection.policy}: {inspection.report}", 110), fontsize=8, loc="left"
+    )
+    shares = ["" if share is None else f"{share:.0%}" for share in inspection.shares]
     if any(shares):
         right = axes.secondary_yaxis("right")
         right.set_yticks(shown, [shares[i] for i in shown], fontsize=7)

@@ -56,7 +56,7 @@ def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np
     return sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
 
 
-def interval(found: dict[str, float], form: str, scale: float = 1) -> str:
+def interval(figures: dict[str, float], form: str, scale: float = 1) -> str:
     """Format the mean and the interval of a `difference`; `form` is a format such as ".3f"."""
-    mean, low, high = (format(scale * found[key], form) for key in ("mean", "low", "high"))
+    mean, low, high = (format(scale * figures[key], form) for key in ("mean", "low", "high"))
     return f"{mean} ({low} to {high})"
