@@ -153,6 +153,7 @@ class Footprint:
         # Blocks are never read in pieces, so nothing limits their scores.
         limit = None if plan.options.evicts_in_blocks else scores_limit()
         held = max(x.held(chunk, most_seen, limit, margin=MARGIN) for x in sizes.shapes)
+        # Attention is counted from logits, which are computed in blocks of this size.
         counting = ONE_PASS_BYTES if plan.accumulates_attention else 0
         return held + int(MARGIN * (copied + means)) + counting
 

@@ -151,7 +151,10 @@ def _sentence_sparse(footprint: Footprint, plan: Plan) -> str:
 
 
 def _sentence_compressed(footprint: Footprint, plan: Plan) -> str:
-    """Return the sentence about the entries that a policy keeps of a prompt, and the memory saved."""
+    """Return the sentence about the entries that a policy keeps of a prompt, and the memory saved.
+
+    A block policy's cache has room for a block of later entries, which is counted, too.
+    """
     n_prompt = plan.n_prompt
     n_kept = footprint.kept(plan)
     decode_policy = plan.decode_policy

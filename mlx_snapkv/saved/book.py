@@ -77,8 +77,11 @@ def named_folder(target: Path) -> Path | None:
 
 def files_of(target: Path) -> list[Path]:
     """Return a saved prompt's file, and the files of its entries if it is a book."""
+    files = [target]
     folder = named_folder(target)
-    return [target, *(folder.iterdir() if folder and folder.is_dir() else [])]
+    if folder is not None and folder.is_dir():
+        files += folder.iterdir()
+    return files
 
 
 def remove(target: Path) -> None:
