@@ -52,12 +52,15 @@ def _table(table: Table) -> str:
 
 def _beside(full: Compared, answer: Compared, kept: str) -> str:
     """Return the HTML of two answers side by side; `kept` is the HTML of the prompt below them."""
-    theirs, ours = (
-        f'<div><h3>{escape(each.name)}</h3><div class="answer">{marked}</div></div>'
-        for each, marked in zip((full, answer), _marked(full.text, answer.text))
-    )
+    full_html, answer_html = _marked(full.text, answer.text)
+    columns = _column(full.name, full_html) + _column(answer.name, answer_html)
     about = f"<h2>{escape(answer.name)}</h2><p>{escape(answer.reason or '')}</p>"
-    return f'{about}<div class="beside">{theirs}{ours}</div>{kept}'
+    return f'{about}<div class="beside">{columns}</div>{kept}'
+
+
+def _column(name: str, text_html: str) -> str:
+    """Return the HTML of an answer below its method's name."""
+    return f'<div><h3>{escape(name)}</h3><div class="answer">{text_html}</div></div>'
 
 
 def _marked(full: str, text: str) -> tuple[str, str]:

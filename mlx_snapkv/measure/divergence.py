@@ -60,6 +60,7 @@ class Reference:
         These are the last `m` tokens. The first of the tokens is missing if the cache has read the whole prompt.
         """
         model = self._reading.model
+        # The last token predicts nothing that is judged.
         unread = [*self.prompt, *self._tokens][held_tokens(model, cache) : -1]
         if not unread:
             return self._first[:0]

@@ -41,7 +41,8 @@ def this_machine() -> Machine:
             usable=int(info["max_recommended_working_set_size"]),
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if _LIMIT.exists() and (limit := _LIMIT.read_text().strip()).isdecimal():
+    limit = _LIMIT.read_text().strip() if _LIMIT.exists() else ""
+    if limit.isdecimal():  # without a limit it is "max"
         memory = min(memory, int(limit))
     text = _MEMINFO.read_text() if _MEMINFO.exists() else ""
     match = re.search(r"MemAvailable: +(\d+) kB", text)

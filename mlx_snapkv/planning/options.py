@@ -42,8 +42,9 @@ class RequestOptions:
             name, allowed = each.name, each.metadata["values"]
             value = getattr(self, name)
             if value is not None and allowed and value not in allowed:
-                *most, last = map(str, allowed)
-                raise OptionError(name, f"{', '.join(most)} or {last}" if most else last, value)
+                *others, last = [str(each) for each in allowed]
+                in_words = f"{', '.join(others)} or {last}" if others else last
+                raise OptionError(name, in_words, value)
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -179,13 +179,13 @@ class _File:
         return math.ceil(self.n / self.piece)
 
     def write(
-        self, stored: Callable[[int, int], Stored], written: Callable[[int], None]
+        self, stored: Callable[[int, int], Stored], on_written: Callable[[int], None]
     ) -> list[int]:
         """Write all rows, and return the CRC-32 of each piece.
 
         Args:
             stored: `stored(start, stop)` returns the rows `[start, stop)`.
-            written: called with the number of bytes after each write.
+            on_written: called with the number of bytes after each write.
         """
         checksums = []
         piece_bytes = self.piece * self.layout.token
@@ -195,7 +195,7 @@ class _File:
                 file.write(data)
                 for start in range(0, len(data), piece_bytes):
                     checksums.append(zlib.crc32(data[start : start + piece_bytes]))
-                written(len(data))
+                on_written(len(data))
             file.flush()
             os.fsync(file.fileno())
         return checksums
@@ -212,7 +212,7 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
     total_bytes = sum(file.n * file.layout.token for files in files_by_layer for file in files)
     n_written = 0
 
-    def written(n_bytes: int) -> None:
+    def add_written(n_bytes: int) -> None:
         nonlocal n_written
         n_written += n_bytes
         if progress is not None:
@@ -222,7 +222,7 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
 
     for cache, files in zip(caches, files_by_layer):
         for file, stored in zip(files, _stored(cache)):
-            checksums += file.write(stored, written)
+            checksums += file.write(stored, add_written)
     metadata = {
         "folder": folder.name,
         "entries": n_entries,
