@@ -101,7 +101,10 @@ class AnswerParser:
         return in_call or self._begins_json(segments)
 
     def _split(self, text: str) -> list[Segment]:
-        """Return the segments of a text, and update the machine's state."""
+        """Return the segments of a text, and update the machine's state.
+
+        An answer that calls a tool has no JSON, so a call ends the wait for it.
+        """
         self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
         self._is_pending = self._is_pending and self._machine_state[0] != "tool"
         return segments
@@ -122,13 +125,16 @@ class AnswerParser:
             elif self._is_call_in_thoughts:
                 self._machine_state = self._machine.make_state("reasoning")
         if self._begins_json(segments):
-            # From here on all is text: a machine without markers takes what this one has held back.
-            *_, held_back = self._machine_state
-            without_markers = TextStateMachine().make_state()
-            self._machine_state, held_segments = TextStateMachine.split(without_markers, held_back)
-            segments = [*segments, *held_segments]
+            segments = [*segments, *self._drop_markers()]
             self._is_pending = False
         self._is_pending = self._is_pending and self._machine_state[0] != "tool"
+        return segments
+
+    def _drop_markers(self) -> list[Segment]:
+        """Continue with a machine that knows no markers; return the segments of the text that was held back."""
+        *_, held_back = self._machine_state
+        without_markers = TextStateMachine().make_state()
+        self._machine_state, segments = TextStateMachine.split(without_markers, held_back)
         return segments
 
     def _begins_json(self, segments: Sequence[Segment]) -> bool:

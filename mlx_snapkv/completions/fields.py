@@ -22,13 +22,16 @@ class BodyModel(BaseModel):
 
 def _parse_number(value: Any) -> Any:
     """Return a number that the client sent as text, such as "0.7", as a number; return other values unchanged."""
+    if not isinstance(value, str) or "_" in value:  # Python would read "1_0" as 10
+        return value
     try:
-        return float(value) if isinstance(value, str) and "_" not in value else value
+        return float(value)
     except ValueError:
         return value
 
 
 def _whole_float_as_int(value: Any) -> Any:
+    """Return a whole number such as 4.0 as 4; return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

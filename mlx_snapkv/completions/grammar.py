@@ -66,6 +66,7 @@ def json_format(
     """
     answer = f"%json {_enforceable(schema)}"
     if may_call and tokenizer.tool_call_start:
+        # After the marker of a call, any tokens: `<[*]>` is one token.
         answer = f"({answer} | {_terminals(tokenizer.tool_call_start, tokenizer)} <[*]>*)"
     return AnswerFormat(_grammar(answer, tokenizer, state, {what: schema}))
 
@@ -79,14 +80,19 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
     """
     brackets = [match.start() for match in re.finditer(r"[\[{]", prefill)]
     starts = [prefill[start:] for start in brackets[:MAX_PREFILL_STARTS]] or [prefill.lstrip()]
-    for json_text in starts:
-        on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # a JSON string has no line break
-        variants = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
-        for text in dict.fromkeys(variants):
-            tokens = tokenizer.encode(text, add_special_tokens=False)
-            if tokens and make_matcher(tokenizer, answer_format.grammar).consume_tokens(tokens):
-                return replace(answer_format, prefill=text)
+    candidates = [spelling for json_text in starts for spelling in _spellings(json_text)]
+    for text in candidates:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if tokens and make_matcher(tokenizer, answer_format.grammar).consume_tokens(tokens):
+            return replace(answer_format, prefill=text)
     return answer_format
+
+
+def _spellings(json_text: str) -> list[str]:
+    """Return the start of JSON as it is, then without white space at its end, and without line breaks."""
+    on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # a JSON string has no line break
+    spellings = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
+    return list(dict.fromkeys(spellings))
 
 
 def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:

@@ -46,6 +46,7 @@ def make_matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatche
 
 def reason_of(matcher: LLMatcher) -> str:
     """Return a matcher's error as part of a sentence, without the library's prefixes and quotes of the grammar."""
+    # A quoted line of the grammar, or the parser's state, is the end of what a client can use.
     reason = re.sub(r"(\n +\d+ \||\n<state>).*", "", matcher.get_error(), flags=re.DOTALL)
     if reason.startswith("panic: "):  # one of the library's own limits
         return "it is too large"

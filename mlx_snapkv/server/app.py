@@ -37,7 +37,8 @@ GRACE = 5  # seconds for unfinished answers to end when the server stops, and th
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
     """Return the application for an engine that is running."""
     app = FastAPI(title="mlx-snapkv", version=__version__)
-    app.state.engine, app.state.settings = engine, settings
+    app.state.engine = engine
+    app.state.settings = settings
     app.state.changing_lines = ChangingLines()
     for each in (openai, responses, anthropic, router):
         app.include_router(each)

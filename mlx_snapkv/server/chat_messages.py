@@ -25,9 +25,9 @@ class OutputFormat(BodyModel):
     @property
     def response_format(self) -> dict[str, Any]:
         """The format in the form of chat completions."""
-        has_schema = self.type == "json_schema"
-        more = {"json_schema": {"schema": self.schema_}} if has_schema else {}
-        return {"type": self.type, **more}
+        if self.type == "json_schema":
+            return {"type": self.type, "json_schema": {"schema": self.schema_}}
+        return {"type": self.type}
 
 
 class OutputConfig(BodyModel):
@@ -56,8 +56,8 @@ def tag_by_type(*types: str | None) -> Discriminator:
 
 def unnest_function(tool: Any) -> Any:
     """Return a tool with the fields of its `function`, in which chat completions nest them, at the top level."""
-    inner = tool.get("function") if isinstance(tool, dict) else None
-    return {"type": "function", **inner} if isinstance(inner, dict) else tool
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return {"type": "function", **function} if isinstance(function, dict) else tool
 
 
 NoneAsEmpty = BeforeValidator(lambda value: [] if value is None else value)

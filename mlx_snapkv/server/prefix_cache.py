@@ -62,6 +62,7 @@ class PrefixCache:
                 return self.fetch(tokens, n_last, exact)
             caches = caches_in_file
             self._insert(prefix.ids, caches)
+        # Entries from this position on depend on what sparse attention has chosen.
         n_exact = first_sparse(caches) if exact else None
         if n_exact is not None and n_exact < n_served:
             if n_exact == 0 or not prefix.is_trimmable:
