@@ -36,7 +36,7 @@ SHARE = "budget=6.25%"
 METHODS: dict[str, dict[str, Any]] = {
     FULL_CACHE: {},
     f"SnapKV, {SHARE}": {"snapkv": SHARE},
-    f"sparse, {SHARE}": {"sparse": SHARE},
+    f"sparse, {SHARE}": {"sparse": f"{SHARE},when=always"},
 }
 FIRST = 4  # first tokens of an answer; later ones are decoded from the compressed cache
 COLUMNS = ["prompt", "cache", "reading", "tokens/s read", "tokens/s", "peak memory", "KV memory"]

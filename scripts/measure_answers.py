@@ -34,7 +34,7 @@ SUMMARY = "Summarise the text above in three sentences."
 CHARACTERS = 6000  # length of an essay
 # Last tokens of a prompt, with its question. Each sparse method reads them itself; a policy reads the whole prompt.
 LAST_TOKENS = 64
-ONCE, SPARSE = "snapkv:budget={}%", "budget={}%,read=dense"
+ONCE, SPARSE = "snapkv:budget={}%", "budget={}%,read=dense,when=always"
 # Name: options with a place for the budget in percent, and the most entries for which exact votes replace the index.
 WAYS = {
     "SnapKV, once": ({"policy": ONCE}, index.EXACT_ENTRIES),

@@ -56,7 +56,7 @@ def snapkv(entries: int) -> str:
 
 def sparse(entries: int) -> str:
     """Return sparse options with which a token reads `entries`."""
-    return f"budget={entries}"
+    return f"budget={entries},when=always"
 
 
 def ways(tokens: int) -> Iterator[Way]:

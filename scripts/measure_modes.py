@@ -28,7 +28,7 @@ from mlx_snapkv.measure.texts import Piece, Texts, frame_of
 MODES = {
     "SnapKV, 1/8": {"policy": "snapkv:budget=12.5%"},
     "StreamingLLM, 1/8": {"policy": "streaming_llm:budget=12.5%,schedule=once"},
-    "sparse, 1/16": {"sparse": "budget=6.25%"},
+    "sparse, 1/16": {"sparse": "budget=6.25%,when=always"},
 }
 LOOKAHEADS = {
     f"SnapKV, 1/8, lookahead={n}": n for n in (16, 32)

@@ -70,7 +70,8 @@ def compare(model, tokens: list[int], following: list[int], share: float) -> Ite
     full = predictions(model, latest, following, prompt_cache=copy.deepcopy(cache))
     for way, (group, size) in WAYS.items():
         chosen = share - (1 / size if size else 0)
-        sparse = f"budget={100 * chosen}%,read=dense,residual={'means' if size else 'none'}"
+        sparse = f"budget={100 * chosen}%,read=dense,when=always"
+        sparse += f",residual={'means' if size else 'none'}"
         with grouping(group, size):
             options = {"prompt_cache": copy.deepcopy(cache), "sparse": sparse}
             found = predictions(model, latest, following, **options)

@@ -157,6 +157,8 @@ class CompressedBatchGenerator(BatchGenerator):
             if n_prompt == 0:
                 continue
             plan = plan_request(self.model, config, n_prompt, cache, max_tokens=limit)
+            # Requests of a batch decode in the same steps, so none reads all entries for a time.
+            plan = replace(plan, adapts=False)
             plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
         return plans
 

@@ -87,7 +87,9 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
         FULL_NAME: {},
         # No lookahead: it would answer the short questions from the full cache.
         SNAPKV_NAME: {"policy": SnapKV(budget=few, obs_window=32, lookahead=0)},
-        SPARSE_NAME: {"sparse": Sparse(budget=few, read_top_k=n_prompt // CHUNK_SHARE)},
+        SPARSE_NAME: {
+            "sparse": Sparse(budget=few, read_top_k=n_prompt // CHUNK_SHARE, when="always")
+        },
     }
 
 

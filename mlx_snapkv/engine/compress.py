@@ -216,7 +216,8 @@ def _small_cache(
     on_kept: KeptCallback | None,
 ) -> EvictingCache:
     """Return the cache that the answer is decoded from: the entries chosen, then the entries of later tokens."""
-    before, policy = layer.cache_in(full), plan.decode_policy
+    before = layer.cache_in(full)
+    policy = plan.decode_policy
     entries, later = competing(layer, full, plan)
     kept, later = (
         x.packed(plan.options.quantization or x.quantization)
@@ -258,7 +259,8 @@ def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
 
     Raises: SnapKVError: the scores are NaN.
     """
-    entries.budget, entries.n_window = quota.entries, quota.n_window
+    entries.budget = quota.entries
+    entries.n_window = quota.n_window
     # Scores come before votes, since a policy may make several kinds of votes in one pass.
     scores = policy.score(entries)
     votes = entries.votes if policy.obs_window else None

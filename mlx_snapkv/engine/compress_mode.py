@@ -26,8 +26,10 @@ class PolicyMode:
         pieces: Pieces,
         on_kept: KeptCallback | None = None,
     ):
-        self.plan, self.layers = plan, layers
-        self._prompt_cache, self._on_kept = prompt_cache, on_kept
+        self.plan = plan
+        self.layers = layers
+        self._prompt_cache = prompt_cache
+        self._on_kept = on_kept
         # A block is as long as what fits between two evictions, and not split any further.
         self._call: Any = model if plan.options.evicts_in_blocks else pieces
 
@@ -37,7 +39,8 @@ class PolicyMode:
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Keep the entries that the policy chooses, and note them. Every layer chooses before any cache is changed."""
-        plan, layers = self.plan, self.layers
+        plan = self.plan
+        layers = self.layers
         require_unchanged(plan, layers, self._prompt_cache)
         choices = choose_entries(layers, caches, plan)
         note_choices(choices, layers, caches, report)

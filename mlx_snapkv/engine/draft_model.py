@@ -58,7 +58,8 @@ class DraftedAnswer:
         self._main, self._draft = make_prompt_cache(self.model), make_prompt_cache(self.draft_model)
         self._given = self.options.get("prompt_cache")
         if self._given is not None:
-            n, n_draft = len(self.model.layers), len(self._draft)
+            n = len(self.model.layers)
+            n_draft = len(self._draft)
             if len(self._given) != n + n_draft:
                 raise SnapKVError(
                     f"prompt_cache must hold the caches of both models, {n} + {n_draft}, got {len(self._given)}"
@@ -111,7 +112,8 @@ class DraftedAnswer:
             "prompt_cache": self._main + self._draft,
             "logits_processors": self._processors(tokens[:-1]),
         }
-        last, n_more = mx.array(tokens[-1:]), self.max_tokens - len(tokens)
+        last = mx.array(tokens[-1:])
+        n_more = self.max_tokens - len(tokens)
         prompt = {name: getattr(said[-1], name) for name in ("prompt_tokens", "prompt_tps")}
         with drafted(self._main):
             for response in mlx_generate.stream_generate(

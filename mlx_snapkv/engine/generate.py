@@ -67,7 +67,8 @@ def generate_step(
     prompt = token_ids(prompt, may_be_empty=kwargs.get("input_embeddings") is not None)
     require_known(prompt, model)
     start = functools.partial(mlx_generate.generate_step, prompt)
-    n, max_tokens = len(prompt), kwargs.get("max_tokens", MAX_TOKENS)
+    n = len(prompt)
+    max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
     config, on_report, options = _resolved(
         model, n, max_tokens, snapkv, policy, sparse, on_report, kwargs
     )
@@ -156,7 +157,8 @@ def generate(
         reports.append(report)
         callback(report)
 
-    text, response = "", None
+    text = ""
+    response = None
     for response in stream_generate(model, tokenizer, prompt, on_report=on_report, **kwargs):
         text += response.text
         if verbose:

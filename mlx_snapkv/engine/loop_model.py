@@ -18,7 +18,8 @@ from ..models.patch import recording
 
 LONG_CALL = 32  # tokens from which a call may take long
 # Seconds of an evaluation: shorter ones would cost speed, longer ones keep Ctrl-C waiting.
-FAST, SLOW = 0.1, 0.5
+FAST = 0.1
+SLOW = 0.5
 TELL_EVERY = 1.0  # seconds between two calls of a callback within a chunk
 
 
@@ -100,11 +101,16 @@ class PacedModel(WrappedModel):
 
     def __init__(self, model, progress: Callable[[int, int], None]):
         super().__init__(model)
-        self._progress, self._n_layers = progress, 1
-        self._done, self._total, self._told = 0, 0, time.perf_counter()
+        self._progress = progress
+        self._n_layers = 1
+        self._done = 0
+        self._total = 0
+        self._told = time.perf_counter()
 
     def tell(self, done: int, total: int) -> None:
-        self._done, self._total, self._told = done, total, time.perf_counter()
+        self._done = done
+        self._total = total
+        self._told = time.perf_counter()
         self._progress(done, total)
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:

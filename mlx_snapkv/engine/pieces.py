@@ -25,7 +25,9 @@ class Pieces:
     """
 
     def __init__(self, model: Any, layers: list[AttentionLayer], n_new: int, n_prompt: int):
-        self._model, self._layers, self._pair_bytes = model, layers, 0
+        self._model = model
+        self._layers = layers
+        self._pair_bytes = 0
         heads = max(query_heads(layer.attention) for layer in layers)
         score_bytes = PAIR_BYTES * heads * max(MIN_TOKENS_AT_ONCE, n_new) * n_prompt
         self._limit = scores_limit()

@@ -8,10 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.layers import (
-    choosing_layers,
-    file_bytes,
-    kv_bytes,
-    kv_dtype,
     layer_caches,
     members,
 )
@@ -29,7 +25,6 @@ from .loop_model import observing, one_by_one, pacing
 from .report import CompressionReport
 from .request import Request, make_request
 from .restore import CacheCopy
-from .sparse_mode import note_chunks, offload
 from .token_ids import require_known, token_ids
 
 # mlx_lm re-exports a function under the module's own name.
@@ -98,7 +93,8 @@ def prefill(
     else:
         request = make_request(model, plan, cache, owned=prompt_cache is None)
         with request.recording():
-            caches_after, report = _prefilled(request, tokens, loop_options), request.report
+            caches_after = _prefilled(request, tokens, loop_options)
+            report = request.report
     if prompt_cache is None:
         return caches_after, report
     prompt_cache[:] = caches_after
@@ -107,10 +103,11 @@ def prefill(
 
 def _prefilled(request: Request, tokens: mx.array, loop_options: dict[str, Any]) -> list:
     """Read the tokens of a request, compress if a policy does, and return the caches to continue with."""
-    plan, model = request.plan, request.model["wrapped"]
+    plan = request.plan
+    model = request.model["wrapped"]
     following = read(request.model, tokens, request.caches, loop_options)
     if plan.sparse is not None:
-        _leave_entries(request)
+        request.end()
         return lasting_forms(model, request.prompt_cache, plan.options.store)
     request.prompt_is_read()
     _look_ahead(model, request.caches, following, plan.last - tokens.size)
@@ -131,19 +128,6 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
         for _ in start(model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options):
             raise AssertionError("mlx-lm yielded a token of a request for none")
     return following[-1]
-
-
-def _leave_entries(request: Request) -> None:
-    """Store all entries of a text that was read sparsely, for later requests, and note their bytes in the report."""
-    caches, layers, report = request.prompt_cache, request.layers, request.report
-    offload(layers, caches)
-    note_chunks(request.plan, choosing_layers(layers)[0].cache_in(request.caches), report)
-    report.entries_kept = [None] * len(caches)
-    for layer in layers:
-        report.entries_kept[layer.index] = layer.cache_in(caches).n_entries
-        report.kv_bytes_before += layer.cache_in(caches).full_nbytes
-    report.kv_dtype = kv_dtype(layers[0].cache_in(caches))
-    report.kv_bytes_after, report.file_bytes = kv_bytes(caches), file_bytes(caches)
 
 
 def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:

@@ -1,5 +1,7 @@
 """The caches that a request's prompt is read on, made by its plan."""
 
+import math
+
 from ..caches.contract import LayerCache
 from ..caches.layers import AttentionLayer, copies_but_entries
 from ..compress.attention_count import AttentionCount
@@ -31,7 +33,10 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
             view = FullView([everything.store], layer)
             # Page means of entries in files are kept for later turns, which would read all keys again.
             means = everything.page_means if everything.in_files else PageMeans()
-            ranking = PageRanking(view, means, reading.reach, reading.last, reading.last_from)
+            all_from = plan.n_prompt if plan.adapts else math.inf
+            ranking = PageRanking(
+                view, means, reading.reach, reading.last, reading.last_from, all_from
+            )
             layer.put(caches, SparsePrefillKVCache(everything, ranking))
     return caches
 
@@ -48,7 +53,8 @@ def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: lis
     held = [layer.entries_in(prompt_cache) for layer in layers]
     are_full = not any(cache.is_compressed or cache.quantization for cache in held)
     n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held
-    accumulates, once = plan.accumulates_attention, not plan.options.evicts_in_blocks
+    accumulates = plan.accumulates_attention
+    once = not plan.options.evicts_in_blocks
     for layer in layers:
         cache: LayerCache
         if once and not accumulates and are_full:
@@ -69,7 +75,8 @@ def _block_cache(
     n_new: int,
 ) -> BlockKVCache:
     """Return a cache for `n_new` tokens that evicts, sums up attention, or continues an earlier turn."""
-    policy, quota = plan.prefill_policy, plan.prefill_quota
+    policy = plan.prefill_policy
+    quota = plan.prefill_quota
     once = not plan.options.evicts_in_blocks
     before = layer.cache_in(prompt_cache)
     entries = layer.entries_in(prompt_cache).held() if plan.n_held else None

@@ -14,6 +14,7 @@ SLOWER = 0.9  # times as fast as the full cache: below it, a warning says so
 NO_POLICY = "none"
 STAYING = "kv_bytes_staying", "file_bytes"  # fields of a report that are shown if they are not 0
 ENDED_EARLY = "the answer ended before its prompt was compressed"
+ENDED_IN_FULL = "the answer ended among its first tokens, which read all entries"
 ENDED_IN_BLOCKS = (
     "the answer ended before the decode policy chose from the entries that prefill had kept"
 )
@@ -42,6 +43,8 @@ class CompressionReport:
         read_per_chunk: entries per KV head that a chunk of the prompt reads at most, of those before it, if it does not
             read all.
         read_per_token: entries per KV head, the most of any layer, that every answer token chooses again, if it does.
+        read_all: first and last token of the answer, from 1, of each run of tokens that read all entries though others
+            choose; None as the last token is the answer's.
         means: the mean entries that every such token reads for the rest, the most of any layer; 0 where it sees nothing
             of the rest.
         auto: the setting that `policy="auto"` chose, and why.
@@ -63,6 +66,7 @@ class CompressionReport:
     selection_seconds: float = 0.0
     read_per_chunk: int | None = None
     read_per_token: int | None = None
+    read_all: list[list[int | None]] = field(default_factory=list)
     means: int = 0
     auto: str | None = None
     full_token_seconds: float | None = None
@@ -93,7 +97,13 @@ class CompressionReport:
         found = []
         if self.full_token_seconds and self.token_seconds:
             times = self.full_token_seconds / self.token_seconds
-            if times < SLOWER:
+            if self.read_all:
+                if self.read_all[-1][1] is None:
+                    found.append(
+                        f"sparse attention was {times:.2f} times as fast as the full cache here, "
+                        "so the answer went on with all entries"
+                    )
+            elif times < SLOWER:
                 found.append(f"{times:.2f} times as fast as the full cache at this length")
         if self.compressed and self.kv_bytes_read > self.kv_bytes_before:
             found.append("the entries kept take more memory than the full cache would")
@@ -102,19 +112,30 @@ class CompressionReport:
     @property
     def entries_text(self) -> str:
         """Return the words about the entries kept, or about the entries that a token reads."""
+        chunk = "" if self.read_per_chunk is None else f", at most {self.read_per_chunk} by a chunk"
         if self.read_per_token is not None:
             means = ""
             if self.means:
                 means = f" and {self.means} mean{'s' if self.means > 1 else ''} of the rest"
-            chunk = (
-                "" if self.read_per_chunk is None else f", at most {self.read_per_chunk} by a chunk"
-            )
-            return f"{self.read_per_token} entries{means} read by every token{chunk}"
+            every = f"{self.read_per_token} entries{means} read by every token"
+            return f"{every}{self._exceptions}{chunk}"
+        if self.read_all:
+            return f"all entries read by every token{chunk}"
         kept = [n for n in self.entries_kept if n is not None] or [0]
         least, most = min(kept), max(kept)
         return (
             f"{most} entries kept" if least == most else f"{least} to {most} entries kept by layer"
         )
+
+    @property
+    def _exceptions(self) -> str:
+        """Return the words about tokens that read all entries though others choose."""
+        if not self.read_all:
+            return ""
+        runs = [
+            f"{first} to {'the last' if last is None else last}" for first, last in self.read_all
+        ]
+        return f" but {' and '.join(runs)}"
 
     @property
     def memory_text(self) -> str:

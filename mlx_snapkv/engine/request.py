@@ -55,18 +55,23 @@ class Request:
     def __init__(
         self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
     ):
-        self.model, self.plan, self.prompt_cache = RequestModel(model, self), plan, prompt_cache
+        self.model = RequestModel(model, self)
+        self.plan = plan
+        self.prompt_cache = prompt_cache
         self.report = CompressionReport(str(plan.options.setting), plan.n_prompt)
         self.layers = attention_layers(model, prompt_cache)
-        self._model, self._observed = model, attention_classes(model)
+        self._model = model
+        self._observed = attention_classes(model)
         pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
-        self._mode: Mode
+        self._sparse_mode: SparseMode | None = None
         if plan.sparse is not None:
-            self._mode = SparseMode(plan, self.layers, prompt_cache, pieces)
-        else:
-            self._mode = PolicyMode(model, plan, self.layers, prompt_cache, pieces, on_kept)
+            self._sparse_mode = SparseMode(plan, self.layers, prompt_cache, pieces)
+        self._mode: Mode = self._sparse_mode or PolicyMode(
+            model, plan, self.layers, prompt_cache, pieces, on_kept
+        )
         self.caches = reading_caches(plan, self.layers, prompt_cache)
         self.is_compressed = False
+        self._reads_all = False  # after `read_all`
         self._started: float | None = None
         self._prefill_seconds: float | None = None
 
@@ -97,17 +102,30 @@ class Request:
             self._prefill_seconds = time.perf_counter() - self._started
 
     def compress(self) -> CompressionReport:
-        """Compress `caches` at the first call, and return the report.
+        """Compress `caches` at the first call, or after `read_all`, and return the report.
 
         Raises: SnapKVError: the scores are NaN, or there is no room for the entries that stay.
         """
-        if self.is_compressed:
+        if self.is_compressed and not self._reads_all:
             return self.report
         self.prompt_is_read()
         self.report.prefill_seconds = self._prefill_seconds or 0.0
         with measured(self.plan, self.layers, self.prompt_cache, self.caches, self.report):
             self._mode.compress(self.caches, self.report)
         self.is_compressed = True
+        self._reads_all = False
+        return self.report
+
+    def read_all(self) -> None:
+        """Let the next tokens of a sparse answer read all entries, until `compress` is called again."""
+        assert self._sparse_mode is not None
+        self._sparse_mode.read_all(self.caches)
+        self._reads_all = True
+
+    def end(self) -> CompressionReport:
+        """Store all entries of a sparse request whose tokens all read them, and return the report."""
+        assert self._sparse_mode is not None
+        self._sparse_mode.end(self.caches, self.report)
         return self.report
 
 

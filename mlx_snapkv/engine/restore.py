@@ -11,7 +11,8 @@ class CacheCopy:
     """
 
     def __init__(self, prompt_cache: list):
-        self._list, self._caches = prompt_cache, list(prompt_cache)
+        self._list = prompt_cache
+        self._caches = list(prompt_cache)
         caches = layer_caches(prompt_cache)
         self._restorers = [cache.restorer() for cache in caches]
         # (cache, tokens it had been fed, bytes of its entries) for each cache that was copied

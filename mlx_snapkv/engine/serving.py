@@ -20,7 +20,8 @@ from ..planning.request_plan import plan_request
 from ..sparse.prompt_caches import lasting_forms, make_caches
 from .compress import KeptCallback
 from .loop_model import drafted, evicts, observing, one_by_one, pacing
-from .report import ENDED_EARLY, ENDED_IN_BLOCKS, CompressionReport
+from .pace import Pace
+from .report import ENDED_EARLY, ENDED_IN_BLOCKS, ENDED_IN_FULL, CompressionReport
 from .request import Request, make_request
 from .restore import CacheCopy
 
@@ -53,7 +54,8 @@ def served(
     start = pacing(start)
     report_to = on_report or (lambda report: None)
     config = config.with_mlx_options(options)
-    given, turns = options.get("prompt_cache"), config.turns
+    given = options.get("prompt_cache")
+    turns = config.turns
     if config.max_kv_size is None:
         warn_beyond_trained_length(model, n_tokens(given or []) + n_prompt)
     # Without kv_bits: mlx-lm would quantise the entries while they are still to be chosen from.
@@ -72,7 +74,7 @@ def served(
     }
     items = start(request.model, **loop_options)
     if turns or config.sparse is None:
-        return _compressed(items, request, report_to, keep=given is not None)
+        return _answered(items, request, report_to, keep=given is not None)
     caches = request.prompt_cache
 
     def compressed(report: CompressionReport) -> None:
@@ -80,7 +82,7 @@ def served(
             given[:] = lasting_forms(model, caches, config.store)
         report_to(report)
 
-    return _all_or_nothing(_compressed(items, request, compressed, given is not None), caches)
+    return _all_or_nothing(_answered(items, request, compressed, given is not None), caches)
 
 
 def require_servable(model, config: CompressionConfig) -> None:
@@ -115,6 +117,68 @@ def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
             yield from start(one_by_one(model, cache), **options)
 
     return items()
+
+
+def _answered(
+    items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
+) -> Iterator[Any]:
+    """Yield the items of an answer; arguments as in `_compressed`."""
+    if request.plan.adapts:
+        return _adaptive(items, request, on_report)
+    return _compressed(items, request, on_report, keep)
+
+
+def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback) -> Iterator[Any]:
+    """Yield the items of a sparse answer, whose tokens read all entries, or few while that is faster.
+
+    The index is made when the first tokens are to read few, so a short answer does without one.
+    """
+    pace = Pace(request.plan.n_prompt)
+    report = request.report
+    timed = _Timed(items)
+    report.read_all = [[1, None]]
+    seconds = 0.0
+    try:
+        with request.recording():
+            for n, item in enumerate(timed, 1):
+                request.prompt_is_read()
+                if pace.switches(timed.latest):
+                    started = time.perf_counter()
+                    if pace.reads_all:
+                        request.read_all()
+                        report.read_all.append([n + 2, None])
+                    else:
+                        is_first = not request.is_compressed
+                        request.compress()
+                        report.read_all[-1][1] = n + 1  # mlx-lm has begun the next token
+                        if is_first:
+                            on_report(report)
+                    seconds += time.perf_counter() - started
+                report.full_token_seconds = pace.seconds.get(True)
+                report.token_seconds = pace.seconds.get(False)
+                yield _without(item, seconds)
+    except GeneratorExit:
+        _end_in_full(request, on_report)
+        raise
+    _end_in_full(request, on_report)
+
+
+def _end_in_full(request: Request, on_report: ReportCallback) -> None:
+    """Report on a sparse answer that ended before a token chose; do nothing if one did."""
+    if request.is_compressed:
+        return
+    report = request.end()
+    if report.read_per_chunk is None:
+        report.reason = ENDED_IN_FULL
+    on_report(report)
+
+
+def _without(item: Any, seconds: float) -> Any:
+    """Return an item of mlx-lm's iterator; the speed of a `GenerationResponse` is without these seconds."""
+    if not seconds or not isinstance(item, GenerationResponse):
+        return item
+    n = item.generation_tokens
+    return dataclasses.replace(item, generation_tps=n / (n / item.generation_tps - seconds))
 
 
 def _compressed(
@@ -155,24 +219,28 @@ def _compressed(
         yield item
         for item in timed:
             report.token_seconds = timed.mean
-            if isinstance(item, GenerationResponse):  # its speed is without the compression
-                n = item.generation_tokens
-                tps = n / (n / item.generation_tps - seconds)
-                item = dataclasses.replace(item, generation_tps=tps)
-            yield item
+            yield _without(item, seconds)
 
 
 class _Timed(Iterator[Any]):
-    """An iterator that times its items, except the first."""
+    """An iterator that times its items; the first does not count in the mean.
+
+    Attributes:
+        latest: the seconds of the latest item.
+    """
 
     def __init__(self, items: Iterator[Any]):
-        self._items, self._n, self._seconds = items, -1, 0.0
+        self._items = items
+        self._n = -1
+        self._seconds = 0.0
+        self.latest = 0.0
 
     def __next__(self) -> Any:
         started = time.perf_counter()
         item = next(self._items)
+        self.latest = time.perf_counter() - started
         self._n += 1
-        self._seconds += time.perf_counter() - started if self._n else 0.0
+        self._seconds += self.latest if self._n else 0.0
         return item
 
     @property

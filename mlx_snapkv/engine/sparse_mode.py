@@ -1,12 +1,20 @@
 """Sparse attention: all entries stay, and the prompt's chunks and the answer's tokens read few of them."""
 
-from typing import Any, final
+from typing import final
 
 import mlx.core as mx
 
 from ..caches.adapter import full_cache
-from ..caches.layers import AttentionLayer, choosing_layers, copies_but_entries
+from ..caches.layers import (
+    AttentionLayer,
+    choosing_layers,
+    copies_but_entries,
+    file_bytes,
+    kv_bytes,
+    kv_dtype,
+)
 from ..entries.attention import nan_scores
+from ..entries.quantization import rows
 from ..entries.queries import Queries
 from ..planning.request_plan import Plan
 from ..sparse.cache import SparseKVCache
@@ -28,13 +36,17 @@ class SparseMode:
         pieces: Pieces,
     ):
         assert plan.sparse is not None
-        self.plan, self.layers, self._sparse = plan, layers, plan.sparse
-        self._prompt_cache, self._pieces = prompt_cache, pieces
+        self.plan = plan
+        self.layers = layers
+        self._sparse = plan.sparse
+        self._prompt_cache = prompt_cache
+        self._pieces = pieces
         self._choosing = choosing_layers(layers)
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model for a chunk `(1, L)`, and again for the last tokens of the prompt, which read more."""
-        reading, first = self.plan.sparse_reading, self._choosing[0].cache_in(cache)
+        reading = self.plan.sparse_reading
+        first = self._choosing[0].cache_in(cache)
         if reading is not None and first.reads_some:
             n = reading.last_from - first.offset
             if 0 < n < inputs.shape[1]:
@@ -46,10 +58,12 @@ class SparseMode:
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace `caches` by those whose tokens choose among all entries; nothing is evicted."""
         self._require_numbers()
-        note_chunks(self.plan, self._choosing[0].cache_in(caches), report)
+        if report.read_per_token is None:
+            self._note_chunks(caches, report)
         caches[:] = copies_but_entries(caches, self.layers)
         offload(self.layers, self._prompt_cache)
-        report.entries_kept, report.attention_share = [None] * len(caches), [None] * len(caches)
+        report.entries_kept = [None] * len(caches)
+        report.attention_share = [None] * len(caches)
         for layer in self.layers:
             if (
                 layer.borrowers
@@ -62,6 +76,42 @@ class SparseMode:
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
+
+    def read_all(self, caches: list) -> None:
+        """Replace `caches` by the prompt's, to which the entries of the answer so far are appended.
+
+        The next tokens read all entries, until `compress` is called again.
+        """
+        mx.eval(
+            [c.state for c in caches]
+        )  # an array with other readers would be copied by the next write
+        for layer in self.layers:
+            answer = layer.cache_in(caches)
+            stored = layer.cache_in(self._prompt_cache)
+            first = stored.offset
+            if layer.borrowers:
+                stored.extend(*rows((answer.keys, answer.values), first, answer.offset))
+            elif answer.offset > first:
+                stored.extend(*answer.entries_since(first))
+            layer.put(caches, stored)
+        self._prompt_cache[:] = caches
+
+    def end(self, read_caches: list, report: CompressionReport) -> None:
+        """Store all entries of a prompt, and perhaps of an answer that read all entries, and describe them.
+
+        Args:
+            read_caches: the caches that the prompt was read on.
+        """
+        caches = self._prompt_cache
+        offload(self.layers, caches)
+        self._note_chunks(read_caches, report)
+        report.entries_kept = [None] * len(caches)
+        for layer in self.layers:
+            report.entries_kept[layer.index] = layer.cache_in(caches).n_entries
+            report.kv_bytes_before += layer.cache_in(caches).full_nbytes
+        report.kv_dtype = kv_dtype(self.layers[0].cache_in(caches))
+        report.kv_bytes_after = kv_bytes(caches)
+        report.file_bytes = file_bytes(caches)
 
     def _require_numbers(self) -> None:
         """Raise SnapKVError if attention has produced NaN, by which nothing can be ranked."""
@@ -82,7 +132,8 @@ class SparseMode:
 
     def _ranking(self, layer: AttentionLayer) -> TokenRanking:
         """Return the ranking by which the answer's tokens choose among a layer's entries."""
-        cache, view = layer.cache_in(self._prompt_cache), self.full_view(layer)
+        cache = layer.cache_in(self._prompt_cache)
+        view = self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)
         if self._sparse.residual is not None and cache.n_queries:
             ranking.weigh_residual(self._voters(layer, view), cache.clusters)
@@ -95,11 +146,10 @@ class SparseMode:
         cache = layer.cache_in(self._prompt_cache)
         return cache.voters(cache.queries, cache.query_positions, view.blocks().shape)
 
-
-def note_chunks(plan: Plan, cache: Any, report: CompressionReport) -> None:
-    """Note in the report how many earlier entries a chunk read at most, if chunks chose; `cache` is a layer's."""
-    if plan.sparse_reading is not None:
-        report.read_per_chunk = cache.n_read
+    def _note_chunks(self, read_caches: list, report: CompressionReport) -> None:
+        """Note in the report how many earlier entries a chunk read at most, if chunks chose."""
+        if self.plan.sparse_reading is not None:
+            report.read_per_chunk = self._choosing[0].cache_in(read_caches).n_read
 
 
 def offload(layers: list[AttentionLayer], prompt_cache: list) -> None:

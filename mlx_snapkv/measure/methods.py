@@ -1,13 +1,14 @@
 """The methods that are compared: the full cache, policies and sparse attention."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import SnapKVError
 from ..planning.options import noted
 from ..planning.prompt_plan import reason_to_leave
 from ..planning.settings import Setting
+from ..sparse.options import Sparse
 from .reading import shares_reading
 
 FULL_CACHE = "full cache"
@@ -20,19 +21,27 @@ class Method:
     """A way to answer a prompt: with a policy, with sparse attention, or from the full cache.
 
     Attributes:
-        policy: None for the full cache.
+        policy: None for the full cache. Sparse attention is measured with `when="always"`: otherwise the first tokens
+            of an answer, or all of them, would be the full cache's.
         options: keywords of `stream_generate`; with sparse attention, they contain a `store`.
     """
 
     policy: Setting | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self):
+        if isinstance(self.policy, Sparse):
+            object.__setattr__(self, "policy", replace(self.policy, when="always"))
+
     @property
     def name(self) -> str:
         """The method's name in tables."""
         if self.policy is None:
             return FULL_CACHE
-        name = str(self.policy)
+        setting = self.policy
+        if isinstance(setting, Sparse):
+            setting = replace(setting, when="faster")
+        name = str(setting)
         for option, value in noted(self.options).items():
             if value not in ("memory", None):  # not the default
                 name += f", {option} {value}"

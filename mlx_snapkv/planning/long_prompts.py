@@ -141,13 +141,14 @@ def _sentence_sparse(footprint: Footprint, plan: Plan) -> str:
     n_read = f"{footprint.kept(plan):,}"
     stored = _where_stored(footprint.sizes, plan.options.store, n_prompt)
     stay = f"all of them stay in {stored}"
+    since = f" from the {plan.n_ahead + 2}th on, while that is faster" if plan.adapts else ""
     reading = plan.sparse_reading
     if reading is None or reading.reach.most >= n_prompt:
-        token = f"a token of the answer will read at most {n_read} of {n_prompt:,} entries"
+        token = f"a token of the answer will read at most {n_read} of {n_prompt:,} entries{since}"
         return f"the prompt will be read in full, {token}; {stay}"
     chunk = f"a chunk will read at most {reading.reach.most:,} of {n_prompt:,} entries"
     last_tokens = f"the prompt's last {LAST_TOKENS} tokens read more"
-    return f"{chunk}, and a token of the answer at most {n_read}; {stay}; {last_tokens}"
+    return f"{chunk}, and a token of the answer at most {n_read}{since}; {stay}; {last_tokens}"
 
 
 def _sentence_compressed(footprint: Footprint, plan: Plan) -> str:

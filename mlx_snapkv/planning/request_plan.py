@@ -21,7 +21,15 @@ from ..compress.policy import Policy
 from ..entries.quota import Quota
 from ..errors import UnsupportedModelError
 from ..models import type_of
-from ..sparse.options import CHEAP_SHARE, CHUNK_SIZE, LAST_TOKENS, Reach, Sparse
+from ..models.distributed import n_ranks
+from ..sparse.options import (
+    CHEAP_SHARE,
+    CHUNK_SIZE,
+    FIRST_TOKENS,
+    LAST_TOKENS,
+    Reach,
+    Sparse,
+)
 from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
 from .exclusions import When, require_compatible
@@ -70,6 +78,7 @@ class Plan(PromptPlan):
         prefill_quota: the entries that each full-attention layer holds while the prompt is read.
         decode_quota: the entries of each full-attention layer that the answer is decoded from, or reads.
         sparse_reading: how chunks of the prompt choose the entries that they read; None if they read all.
+        adapts: whether tokens of the answer choose only while that is faster than reading all entries.
     """
 
     options: CompressionConfig
@@ -78,6 +87,7 @@ class Plan(PromptPlan):
     prefill_quota: Quota = None  # type: ignore[assignment]  # a value unless there is a reason
     decode_quota: Quota = None  # type: ignore[assignment]
     sparse_reading: SparseReading | None = None
+    adapts: bool = False
 
     @property
     def compress(self) -> Compress | None:
@@ -98,6 +108,11 @@ class Plan(PromptPlan):
         """Return the policy that evicts once the prompt has been read; only of a request that compresses."""
         assert self.compress is not None
         return self.compress.decode_policy
+
+    @property
+    def n_ahead(self) -> int:
+        """Return how many answer tokens are fed to the full caches before the compression."""
+        return FIRST_TOKENS if self.adapts else super().n_ahead
 
     @property
     def accumulates_attention(self) -> bool:
@@ -258,11 +273,21 @@ def _planned(
         n_new=n_new,
         prefill_quota=replace(quota, entries=max(quota.entries, n_prompt)),
         decode_quota=quota,
+        adapts=_adapts(options),
     )
     if not sparse.reads_sparsely:
         return plan
     n_cheap = 0 if sparse.read_top_k is not None else entries_for(CHEAP_SHARE, model, layers)
     return replace(plan, sparse_reading=_sparse_reading(plan, sparse, n_cheap))
+
+
+def _adapts(options: CompressionConfig) -> bool:
+    """Return whether an answer under sparse attention may read all entries.
+
+    Several Macs have to choose alike, and other stores than memory return all entries slowly.
+    """
+    sparse, in_memory = options.sparse, options.store in (None, "memory")
+    return sparse is not None and sparse.when == "faster" and in_memory and n_ranks() == 1
 
 
 def _sparse_reading(plan: Plan, sparse: Sparse, n_cheap: int) -> SparseReading:

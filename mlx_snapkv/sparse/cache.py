@@ -11,7 +11,7 @@ from mlx_lm.models.cache import create_attention_mask
 
 from ..caches.contract import LayerCache, keys_of
 from ..entries.entries import Entries
-from ..entries.quantization import n_bytes, rows
+from ..entries.quantization import join, n_bytes, rows
 from ..entries.queries import Captured
 from .bias import biased
 from .gathered import Gathered
@@ -32,7 +32,8 @@ class SparseKVCache(LayerCache):
     keys = keys_of(attrgetter("_gathered"))
 
     def __init__(self, ranking: TokenRanking):
-        self.ranking, self.layer = ranking, ranking.view.layer
+        self.ranking = ranking
+        self.layer = ranking.view.layer
         self.offset = n = len(ranking.view)
         self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
         self._gathered = Gathered()
@@ -101,6 +102,17 @@ class SparseKVCache(LayerCache):
         self.ranking.choose_among(rows(self._gathered.always(), start, start + n))
         self._gathered.remove(start, n)
 
+    def entries_since(self, position: int) -> tuple[mx.array, mx.array]:
+        """Return the keys and values of the tokens from `position` on, `(B, n_kv_heads, n, head_dim)`."""
+        recent = self.offset - self._n_recent
+        view = self.ranking.view
+        start = self.ranking.n_first + max(0, position - recent)
+        newest = rows(self._gathered.always(), start, self._gathered.n)
+        if position >= recent:
+            return newest
+        older = view.read_keys(position, recent), view.read_values(position, recent)
+        return join(older, newest)
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return create_attention_mask(N, self.n_entries, return_array, window_size)
 
@@ -129,7 +141,8 @@ class SparseKVCache(LayerCache):
         """Return the bytes that a token reads, the index included."""
         if self._gathered.keys is None:
             return 0
-        one, index = n_bytes(rows(self._gathered.always(), 0, 1)), self.ranking.view.index
+        one = n_bytes(rows(self._gathered.always(), 0, 1))
+        index = self.ranking.view.index
         return one * self.n_entries + (0 if index is None else index.nbytes)
 
     def empty(self) -> bool:

@@ -118,7 +118,8 @@ class WholeBlocks:
 
 def _joined(parts: list[Clusters]) -> Clusters:
     """Return one `Clusters` of parts whose entries follow each other."""
-    ids, n = [], 0
+    ids = []
+    n = 0
     for part in parts:
         ids.append(part.ids + n)
         n += part.n

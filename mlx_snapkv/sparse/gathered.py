@@ -35,7 +35,8 @@ class Gathered:
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add entries that every token reads."""
-        new, end = keys.shape[2], self._n_before + self.n
+        new = keys.shape[2]
+        end = self._n_before + self.n
         if self.keys is None or end + new > n_rows(self.keys):
             buffers: Any = (keys, values) if self.keys is None else (self.keys, self.values)
             more = -(-new // KVCache.step) * KVCache.step
@@ -69,7 +70,9 @@ class Gathered:
             means = tuple(x.astype(y.dtype) for x, y in zip(of_clusters, always))
         before = [x for x in (means, chosen) if x is not None]
         self.keys, self.values = grown(join(*before, always), KVCache.step)
-        self._residual, self._n_before, self.n = residual, sum(map(n_rows, before)), n_rows(always)
+        self._residual = residual
+        self._n_before = sum(map(n_rows, before))
+        self.n = n_rows(always)
 
     def _rows(self, start: int) -> Pair:
         keys, values = rows((self.keys, self.values), start, self._n_before + self.n)

@@ -56,10 +56,8 @@ class HeldRows:
 
     def __init__(self, empty: Stored, stands_for: int = 1, aside: MakeAside | None = None):
         self._first, self._last = _Buffer(empty), _Buffer(empty)
-        self._n_in_memory, self._block = (
-            ENTRIES_IN_MEMORY // stands_for,
-            ENTRIES_MOVED // stands_for,
-        )
+        self._n_in_memory = ENTRIES_IN_MEMORY // stands_for
+        self._block = ENTRIES_MOVED // stands_for
         self._aside = None if aside is None else aside()
         self._blocks: list[Callable[[], Stored]] = []
 
@@ -168,7 +166,8 @@ class _Buffer:
     """Rows in memory, with free rows at the end; the first `n` are used."""
 
     def __init__(self, stored: Stored):
-        self.stored, self.n = stored, n_rows(stored)
+        self.stored = stored
+        self.n = n_rows(stored)
 
     def append(self, new: Stored) -> None:
         end = self.n + n_rows(new)

@@ -66,7 +66,8 @@ class KeyIndex:
         aside: MakeAside | None = None,
     ):
         B, H, self.n_sampled_from, D = keys.shape
-        sample, size = keys.astype(mx.float32), _size(D)
+        sample = keys.astype(mx.float32)
+        size = _size(D)
         if mx.isnan(sample).any().item():
             raise nan_scores()
         weights = mx.ones((B, H, 1, D)) if queries is None else _channel_sizes(queries, H)
@@ -132,7 +133,8 @@ class KeyIndex:
             return None
         if not fits:
             return None
-        index.codes, index.n_sampled_from = HeldRows(no_codes(keys), aside=aside), 0
+        index.codes = HeldRows(no_codes(keys), aside=aside)
+        index.n_sampled_from = 0
         return index
 
     def fill(self, codes: Iterable[Stored]) -> None:

@@ -19,28 +19,25 @@ from ..hyperparameters import (
 
 CHUNK_SIZE = 512  # prompt tokens that are read at a time and choose together
 CHUNK_WINDOW = 256  # a chunk reads this many tokens before it
-LAST_TOKENS = (
-    512  # last tokens of a prompt, which read more entries because the question is among them
-)
+# Last tokens of a prompt, which read more entries because the question is among them.
+LAST_TOKENS = 512
+FIRST_TOKENS = 16  # first tokens of an answer, which read all entries if `when` is "faster"
 LAST_CHOSEN = 16384  # entries that the last tokens choose, at least; all entries of shorter prompts
-LAST_FACTOR_IN_FILES = (
-    4  # if entries are in files, the last tokens choose 4 times as many as other chunks
-)
+# If entries are in files, the last tokens choose 4 times as many as other chunks.
+LAST_FACTOR_IN_FILES = 4
 # Neighbouring entries that a chunk chooses together. The KL after needles in 4,096 tokens (SmolLM2-135M) was 0.0046;
 # with pages of 8 it was 0.0123, with pages of 32 0.0064.
 PAGE_SIZE = 16
-BUDGET_SHARE, MIN_BUDGET = (
-    16,
-    1024,
-)  # by default a token of the answer reads 1/16 of the entries, and at least 1,024
+# By default a token of the answer reads 1/16 of the entries, and at least 1,024.
+BUDGET_SHARE = 16
+MIN_BUDGET = 1024
 # Entries that a chunk chooses by default: at least 1,024, 1/32 of the prompt, and the number whose attention costs a
 # quarter of the model's other products. More take longer and lose less (measured by scripts/measure_sparse.py).
 READ_TOP_K = 1024
 READ_SHARE = 32
 CHEAP_SHARE = 1 / 4
-N_VOTERS = (
-    16  # last queries of the prompt, for which an index is made; the residual is weighed for fewer
-)
+# Last queries of the prompt, for which an index is made; the residual is weighed for fewer.
+N_VOTERS = 16
 
 
 class Reach(NamedTuple):
@@ -86,6 +83,9 @@ class Sparse(Hyperparameters):
             16 neighbours that its own queries choose. "dense": everything before it, as mlx-lm does.
         read_top_k: entries that a chunk chooses per KV head, or a share of the prompt. None is the most of 1,024, of
             1/32 of the prompt, and of the entries whose attention costs a quarter of the model's other products.
+        when: "faster": an answer's first 16 tokens read all entries; later ones choose for as long as that is faster
+            on this machine. "always": tokens choose from the answer's third on. Entries in 8 or 4 bits or in files,
+            and batches, are always chosen from.
     """
 
     name = "sparse"
@@ -97,6 +97,7 @@ class Sparse(Hyperparameters):
     residual: str | None = option("means", (None, "means").__contains__, "means or none")
     read: str = choice("sparse", "dense")
     read_top_k: int | str | None = entry_count(None, least=16, example="12.5%")
+    when: str = choice("faster", "always")
 
     def __post_init__(self):
         super().__post_init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ class PageRanking:
     Args:
         reach: how many entries a chunk reads; if there are no more, it reads all of them.
         last: how many entries chunks from position `last_from` on read.
+        all_from: position from which chunks read all entries.
     """
 
     def __init__(
@@ -32,9 +34,14 @@ class PageRanking:
         reach: Reach,
         last: Reach,
         last_from: float,
+        all_from: float = math.inf,
     ):
-        self._view, self.means = view, means
-        self._reach, self._last, self._last_from = reach, last, last_from
+        self._view = view
+        self.means = means
+        self._reach = reach
+        self._last = last
+        self._last_from = last_from
+        self._all_from = all_from
         self._first = reach.n_sink // PAGE_SIZE  # first page that may be chosen
 
     def reads_all(self, start: int) -> bool:
@@ -65,8 +72,10 @@ class PageRanking:
     def _pages(self, start: int) -> tuple[int, int]:
         """Return `(stop, n)`: a chunk from `start` on chooses `n` of the pages before `stop`, 0 if it reads all."""
         reach = self._last if start >= self._last_from else self._reach
-        stop, n = max(0, start - reach.n_window) // PAGE_SIZE, reach.n_chosen // PAGE_SIZE
-        return stop, 0 if stop - self._first <= n else n
+        stop = max(0, start - reach.n_window) // PAGE_SIZE
+        n = reach.n_chosen // PAGE_SIZE
+        reads_all = start >= self._all_from or stop - self._first <= n
+        return stop, 0 if reads_all else n
 
     def _likeliest(self, captured: Captured, among: range, n: int) -> mx.array:
         """Return the `n` pages that get the largest share of any query's attention, unordered uint32

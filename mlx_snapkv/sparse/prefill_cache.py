@@ -38,7 +38,8 @@ class SparsePrefillKVCache(LayerCache):
     _reads_all = True  # the newest tokens read all entries
 
     def __init__(self, stored: StoredKVCache, ranking: PageRanking):
-        self.stored, self._ranking = stored, ranking
+        self.stored = stored
+        self._ranking = ranking
 
     @property
     def offset(self) -> int:  # type: ignore[override]

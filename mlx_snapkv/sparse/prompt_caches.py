@@ -49,7 +49,8 @@ def make_caches(model, store: str | None, folder: str | None = None) -> list:
     if store is None:
         return caches
     layers = attention_layers(model, caches)
-    kind, quantization = STORES[store], store_quantization(model, layers, store)
+    kind = STORES[store]
+    quantization = store_quantization(model, layers, store)
     place: dict[str, Any] = {"folder": folder} if kind.in_files else {}
     for layer in layers:
         kept = kind(quantization, **place)
@@ -132,7 +133,8 @@ def _moved_into(empty: Any, cache: Any) -> Any:
 
     Raises: SnapKVError: `cache` does not hold all entries.
     """
-    wanted, loaded = layer_cache(empty), layer_cache(cache)
+    wanted = layer_cache(empty)
+    loaded = layer_cache(cache)
     if loaded.is_compressed or _alike(wanted.store, loaded.store):
         if wanted.store is not None and loaded.store is not None:
             loaded.store.folder = wanted.store.folder

@@ -53,20 +53,23 @@ class Residual(NamedTuple):
     temperature: mx.array
 
     def bias(self, queries: mx.array, scale: float, places: mx.array) -> mx.array:
-        """Return what is added to the means' logits `scale * (q . mean key)`: `(B, n_heads, L, n_clusters)`.
+        """Return the bias of the clusters' means, `(B, n_heads, L, n_clusters)`, in the queries' dtype.
 
-        It has the queries' dtype. In float16 it is clipped, because infinity would make the output NaN.
+        The attention adds it to a mean's logit `scale * (q . mean key)`, which gives the logit of the module's formula:
+        `bias = (t - 1) * logit + log(entries of the cluster that the token does not read) + log a`. It is `HIDDEN` if
+        the token reads all entries of the cluster, or if a = 0.
 
         Args:
             queries: `(B, n_heads, L, head_dim)`, with the heads of a KV head together.
             places: entries that the queries have chosen, uint32 `(B, n_kv_heads, k)`.
         """
-        unread = (self.choosable - self.clusters.sizes(places))[:, :, None, None]
+        n_unread = (self.choosable - self.clusters.sizes(places))[:, :, None, None]
+        log_unread = mx.log(mx.maximum(n_unread, SMALLEST_MASS))
         logits = scale * grouped_logits(queries, self.clusters.keys)
-        logits = logits * (self.temperature - 1) + mx.log(mx.maximum(unread, SMALLEST_MASS))
-        visible = (unread > 0) & (self.log_mass > HIDDEN)
-        bias = mx.where(visible, logits + self.log_mass, HIDDEN)
-        if queries.dtype == mx.float16:
+        bias = logits * (self.temperature - 1) + log_unread + self.log_mass
+        is_visible = (n_unread > 0) & (self.log_mass > HIDDEN)
+        bias = mx.where(is_visible, bias, HIDDEN)
+        if queries.dtype == mx.float16:  # infinity would make the output NaN
             bias = mx.minimum(bias, mx.finfo(mx.float16).max)
         return bias.astype(queries.dtype).flatten(1, 2)
 
@@ -110,19 +113,23 @@ class Example:
 
         The spans cover all entries, or in a long text a sample of its middle.
         """
-        n = self.read.shape[-1]
-        first, last = -(-self.middle.start // SAMPLED_RUN), self.middle.stop // SAMPLED_RUN
-        step = math.ceil((last - first) * SAMPLED_RUN / SAMPLED_ENTRIES)
+        n_entries = self.read.shape[-1]
+        # Pages are runs of `SAMPLED_RUN` entries; whole pages of the middle are numbered from `first` to `stop`.
+        first = math.ceil(self.middle.start / SAMPLED_RUN)
+        stop = self.middle.stop // SAMPLED_RUN
+        step = math.ceil((stop - first) * SAMPLED_RUN / SAMPLED_ENTRIES)
         if step <= 1:
-            yield from (([span], 1) for span in spans(0, n))
+            for span in spans(0, n_entries):
+                yield [span], 1
             return
-        pages, together = range(first + step // 2, last, step), BLOCK_SIZE // SAMPLED_RUN
-        for i in range(0, len(pages), together):
-            some = [
-                (page * SAMPLED_RUN, (page + 1) * SAMPLED_RUN) for page in pages[i : i + together]
-            ]
-            yield some, (last - first) / len(pages)
-        for span in (*spans(0, first * SAMPLED_RUN), *spans(last * SAMPLED_RUN, n)):
+        pages = range(first + step // 2, stop, step)
+        pages_at_once = BLOCK_SIZE // SAMPLED_RUN
+        for i in range(0, len(pages), pages_at_once):
+            at_once = pages[i : i + pages_at_once]
+            page_spans = [(page * SAMPLED_RUN, (page + 1) * SAMPLED_RUN) for page in at_once]
+            yield page_spans, (stop - first) / len(pages)
+        # The entries before and after the middle are all read.
+        for span in (*spans(0, first * SAMPLED_RUN), *spans(stop * SAMPLED_RUN, n_entries)):
             yield [span], 1
 
     def mass_of_sinks(self, top: mx.array) -> mx.array:
@@ -154,8 +161,10 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
         logits = grouped_logits(example.queries, keys) + math.log(each)
         logits = mx.where(example.sees(places), logits, HIDDEN)
         is_read = mx.take(example.read, places, axis=-1)[:, :, None]
-        before, top = top, mx.maximum(top, logits.max(axis=-1, keepdims=True))
-        weights, factor = mx.exp(logits - top), mx.exp(before - top)
+        before = top
+        top = mx.maximum(top, logits.max(axis=-1, keepdims=True))
+        weights = mx.exp(logits - top)
+        factor = mx.exp(before - top)
         every = _summed(every, factor, weights, values)
         read = _summed(read, factor, mx.where(is_read, weights, 0), values)
         mx.eval(top, every, read)

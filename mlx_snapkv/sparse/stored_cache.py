@@ -65,7 +65,8 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         super().__init__(first, last)
         self.layer = layer
         self.store = store or MemoryStore()
-        self.page_means, self.clusters = PageMeans(), None
+        self.page_means = PageMeans()
+        self.clusters = None
         self.growing = self.store.cache if type(self.store.cache) is KVCache else KVCache()
         self.growing.step = capacity
 
@@ -107,13 +108,12 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return keys, values
 
     def held(self, n_queries: int = 0) -> Entries:
+        """Return all entries, with all recorded queries as voters, whatever `n_queries`."""
         keys, values = self.keys_and_values()
-        return Entries(
-            keys,
-            values,
-            self.voters(self.queries, self.query_positions, keys.shape) if self.n_queries else None,
-            layer=self.layer,
-        )
+        voters = None
+        if self.n_queries:
+            voters = self.voters(self.queries, self.query_positions, keys.shape)
+        return Entries(keys, values, voters, layer=self.layer)
 
     def stored_entries(self) -> Entries:
         self.offload()
@@ -122,6 +122,13 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def saved_form(self) -> Any:
         self.offload()
         return self if self.in_files else full_cache(self.store.all_entries(), self.sparse_from)
+
+    def extend(self, keys: mx.array, values: mx.array) -> None:
+        """Append keys and values of tokens that read only some of the entries."""
+        if self.sparse_from is None:
+            self.sparse_from = self.offset
+        self.growing.step = KVCache.step
+        self.growing.update_and_fetch(keys, values)
 
     def offload(self) -> None:
         """Move the entries to the store. Raises: SnapKVError: there is no space for them; they stay in memory then."""
@@ -143,7 +150,9 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             self.store.append(entries)
 
     def restorer(self) -> Callable[[], None]:
-        trim, n_stored, growing = super().restorer(), self._n_stored, copy.copy(self.growing)
+        trim = super().restorer()
+        n_stored = self._n_stored
+        growing = copy.copy(self.growing)
         index = self.index
 
         def restore() -> None:

@@ -73,7 +73,8 @@ class TokenRanking:
         queries = Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap)
         scores = self._scores(queries, self._stop)
         if self.residual is None:
-            places, bias = top_of_groups(scores, *self._among), None
+            places = top_of_groups(scores, *self._among)
+            bias = None
         else:
             places, bias = _chosen_and_bias(self.residual, heads, scale, scores, *self._among)
         return self.view.gather(places), bias
@@ -135,7 +136,8 @@ class TokenRanking:
         """
         if self.n_read in (0, self._stop - self.n_first):
             return
-        clusters, queries = self._clusters(earlier), queries.latest(WEIGHING_QUERIES)
+        clusters = self._clusters(earlier)
+        queries = queries.latest(WEIGHING_QUERIES)
         read = []
         for i in range(len(queries.places)):
             read.append(self._would_read(queries.between(i, i + 1)))
@@ -153,16 +155,19 @@ class TokenRanking:
         self.residual = Residual(clusters, self._choosable(clusters), *factors)
 
     def _clusters(self, earlier: WholeBlocks | None) -> Clusters:
-        """Return the clusters of all entries, with those of an earlier turn."""
+        """Return the clusters of all entries: those of an earlier turn, and new ones of the entries after them."""
         if earlier is None:
             return clusters_of(self.view)
-        first, n = earlier.clusters(), earlier.n_entries
-        return first if n == len(self.view) else first.followed_by(clusters_of(self.view, n))
+        clusters = earlier.clusters()
+        if earlier.n_entries == len(self.view):
+            return clusters
+        return clusters.followed_by(clusters_of(self.view, earlier.n_entries))
 
     def _would_read(self, query: Queries) -> mx.array:
         """Return which entries a token of the prompt would read if the answer began with it: bool `(B, n_kv_heads, 1,
         n)`."""
-        position, positions = query.places.start, mx.arange(len(self.view))
+        position = query.places.start
+        positions = mx.arange(len(self.view))
         stop = max(self.n_first, position - self.n_window)
         read = (positions < self.n_first) | ((positions >= stop) & (positions <= position))
         read = mx.broadcast_to(read, (*self._heads, positions.size))

@@ -17,7 +17,7 @@ from mlx_snapkv.sparse.index import KeyIndex
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32,min_ctx=100,budget=56"
 SNAPKV = f"{PLAIN},lookahead=4"
-SPARSE = Sparse(budget=80, n_window=32, read_top_k=32)
+SPARSE = Sparse(budget=80, n_window=32, read_top_k=32, when="always")
 WAYS = [
     (SNAPKV, {}),
     (SPARSE, {}),

@@ -12,7 +12,7 @@ from tiny_models import make_llama
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
-SPARSE = "budget=40,n_sink=4,n_window=16"
+SPARSE = "budget=40,n_sink=4,n_window=16,when=always"
 # The caches of a prompt, and the class of them; the last ones hold every entry.
 KINDS = {
     "snapkv": ({"policy": SNAPKV}, SnapKVCache),

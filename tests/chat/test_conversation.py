@@ -24,7 +24,7 @@ from mlx_snapkv.sparse import full_view
 from mlx_snapkv.sparse.index import KeyIndex
 from mlx_snapkv.sparse.prompt_caches import make_caches, saved_forms
 
-SPARSE = Sparse(budget=64)
+SPARSE = Sparse(budget=64, when="always")
 KEYDIFF = "keydiff:budget=64,block=32"
 TWO = f"keydiff:budget=96,block=32 then {SMALL}"
 BITS = {"kv_bits": 8, "kv_group_size": 32}
@@ -124,7 +124,9 @@ def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, st
 
     exact_up_to(monkeypatch, 200)
     monkeypatch.setattr(full_view, "KeyIndex", Counted)
-    conversation = begun(demo_llama, haystack, sparse="budget=64,n_window=32", store=store)
+    conversation = begun(
+        demo_llama, haystack, sparse="budget=64,n_window=32,when=always", store=store
+    )
     for taken_back, fact in zip([False, True, False], haystack[1]):
         assert is_answered(conversation, fact)
         assert len(made) == len(demo_llama[0].layers)

@@ -9,7 +9,7 @@ from mlx_snapkv import Conversation, SnapKVError, saved
 from mlx_snapkv.caches.layers import file_bytes
 from mlx_snapkv.demo.questions import make_haystack
 
-SPARSE = "top_k=92,n_window=32,read_top_k=128"
+SPARSE = "top_k=92,n_window=32,read_top_k=128,when=always"
 WAYS = {"sparse": SPARSE, "store": "file"}
 
 

@@ -16,7 +16,7 @@ from mlx_snapkv.sparse.options import PAGE_SIZE
 from mlx_snapkv.sparse.prompt_caches import books
 
 # A chunk reads 128 entries besides its sink and window, and a token of the answer 128 in all.
-SPARSE = "top_k=92,n_window=32,read_top_k=128"
+SPARSE = "top_k=92,n_window=32,read_top_k=128,when=always"
 
 
 def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
@@ -101,7 +101,9 @@ def test_what_ends_a_turn_leaves_the_conversation_as_it_was(demo_model, failing)
 
 
 def test_what_fits_the_budget_is_read_in_full_until_it_does_not(demo_llama):
-    conversation, (first, second) = about_a_text(*demo_llama, 400, 2, sparse="budget=500")
+    conversation, (first, second) = about_a_text(
+        *demo_llama, 400, 2, sparse="budget=500,when=always"
+    )
     plain, _ = about_a_text(*demo_llama, 400, 2, sparse=None)
     assert ask(conversation, first.question) == ask(plain, first.question)
     assert "fit the budget of 500" in conversation.report.reason

@@ -15,9 +15,9 @@ TWO = f"keydiff:budget=96,block=32 then {SMALL}"
         (SMALL, None),
         (GATED, None),
         (TWO, None),
-        (Sparse(budget=64), "memory"),
-        (Sparse(budget=64), "4bit"),
-        (Sparse(budget=64), "file"),
+        (Sparse(budget=64, when="always"), "memory"),
+        (Sparse(budget=64, when="always"), "4bit"),
+        (Sparse(budget=64, when="always"), "file"),
     ],
 )
 def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, store):
@@ -34,7 +34,7 @@ def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, 
     assert undone.messages == plain.messages
 
 
-@pytest.mark.parametrize("policy", [SMALL, Sparse(budget=64)], ids=str)
+@pytest.mark.parametrize("policy", [SMALL, Sparse(budget=64, when="always")], ids=str)
 def test_all_turns_can_be_taken_back(demo_model, haystack, policy):
     """Earlier ones to what the messages tell: entries are kept where none were evicted, or read again."""
     document, facts = haystack
@@ -68,4 +68,4 @@ def test_what_is_kept_for_it_is_no_more_than_the_conversation_keeps(demo_llama, 
     assert conversation.undo_nbytes == 0  # all entries had been held: reading again is as good
     ask(conversation, facts[1].question)
     assert conversation.undo_nbytes == kv_bytes(conversation.prompt_cache)
-    assert begun(demo_llama, haystack, 2, policy=Sparse(budget=64)).undo_nbytes == 0
+    assert begun(demo_llama, haystack, 2, policy=Sparse(budget=64, when="always")).undo_nbytes == 0

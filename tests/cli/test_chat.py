@@ -3,7 +3,7 @@ import re
 import pytest
 
 SNAPKV = ["--snapkv", "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4"]
-SPARSE = ["--sparse", "budget=100,n_window=32"]
+SPARSE = ["--sparse", "budget=100,n_window=32,when=always"]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_snapkv import Sparse
 
-NAME = "sparse:budget=12.5%,read_top_k=128"
+NAME = "sparse:budget=12.5%,read_top_k=128,when=always"
 SPARSE = ["--sparse", NAME.partition(":")[2]]
 READ = r"\d+ entries and \d+ means of the rest read by every token"
 
@@ -41,9 +41,13 @@ def test_what_is_read_is_said_first_and_what_was_at_the_end(call, story, tmp_pat
 
 
 def test_no_options_are_the_defaults(call, story):
+    """A short answer is the full cache's; one that chooses from the start reads 1/16, or 1,024 entries."""
     code, out, _ = asked(call, story, "--sparse", "", "--json")
     report = json.loads(out)["compression"]
-    assert code == 0 and report["policy"] == "sparse"
+    assert code == 0 and report["policy"] == "sparse" and report["read_all"] == [[1, None]]
+    code, out, _ = asked(call, story, "--sparse", "when=always", "--json")
+    report = json.loads(out)["compression"]
+    assert code == 0 and report["policy"] == "sparse:when=always"
     n = report["prompt_tokens"]
     assert report["read_per_token"] == Sparse().entries(n) < n
     assert report["kv_bytes_staying"] >= report["kv_bytes_before"]
@@ -99,11 +103,20 @@ def test_a_short_text_is_saved_in_full_and_goes_on(ask_saved, save, story, path)
 def test_a_chat_starts_again_with_it(call, document):
     """With a memory of its own, which ends with it."""
     path, facts = document
-    lines = ["/policy sparse:top_k=60", f"/file {path}", facts[0].question, "/stats", "/policy"]
+    lines = [
+        "/policy sparse:top_k=60,when=always",
+        f"/file {path}",
+        facts[0].question,
+        "/stats",
+        "/policy",
+    ]
     lines += ["/policy snapkv:top_k=60", f"/file {path}", facts[1].question, "/stats"]
     code, out, err = call("chat", "--model", "demo", "-m", "12", stdin="\n".join(lines).encode())
     assert (code, out.splitlines()[0]) == (0, facts[0].value)
-    assert "with policy sparse:top_k=60\n" in err and "\npolicy: sparse:top_k=60\n" in err
+    assert (
+        "with policy sparse:top_k=60,when=always\n" in err
+        and "\npolicy: sparse:top_k=60,when=always\n" in err
+    )
     first, second = re.findall(r"\d+ prompt tokens, [^\n]*", err)
     assert re.search(READ, first) and " entries kept (" in second
     assert "entries stay" in first and "entries stay" not in second

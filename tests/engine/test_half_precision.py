@@ -20,7 +20,7 @@ ANSWER = [5, 17, 99, 3]
 METHODS = {
     "snapkv": {"policy": "snapkv:top_k=40,n_window=24"},
     "keydiff": {"policy": "keydiff:budget=64,block=32"},
-    "sparse": {"sparse": "top_k=48,read_top_k=64"},
+    "sparse": {"sparse": "top_k=48,read_top_k=64,when=always"},
 }
 SIZES = {"head_dim": 32, "sliding_window": 64, "num_experts": 0, "attention_bias": True}
 # Where they are normed, a norm's weight makes them large.

@@ -76,7 +76,7 @@ def test_a_long_prompt_is_read_in_whole_chunks_and_the_one_with_its_last_tokens_
         assert calls[:-2] == [CHUNK_SIZE, CHUNK_SIZE, *chunks, n - 1 - 3 * CHUNK_SIZE]
 
 
-@pytest.mark.parametrize("how", [{"policy": SNAPKV}, {"sparse": "budget=40"}])
+@pytest.mark.parametrize("how", [{"policy": SNAPKV}, {"sparse": "budget=40,when=always"}])
 def test_a_later_turn_reads_no_more_than_is_new(how, demo_llama, watch):
     model, tokenizer = demo_llama
     conversation = Conversation(model, tokenizer, max_tokens=4, **how)

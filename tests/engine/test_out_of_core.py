@@ -17,7 +17,7 @@ from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
-SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE_SIZE}"
+SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE_SIZE},when=always"
 IN_FILES = {"sparse": SPARSE, "store": "file"}
 
 
@@ -65,7 +65,7 @@ def test_with_room_for_all_but_one_it_is_the_full_answer(wide, tokens):
 def test_a_short_prompt_s_answer_may_be_longer_than_the_budget(tokens, n, options):
     """It was left to mlx-lm, and what it says is not evicted."""
     model = make_llama(head_dim=32)
-    found = steps(model, tokens[:n], 90, sparse="budget=20,n_window=8", **options)
+    found = steps(model, tokens[:n], 90, sparse="budget=20,n_window=8,when=always", **options)
     assert_same(found, plain(model, tokens[:n], 90))
 
 

@@ -20,8 +20,11 @@ PAIR = 4 * 4  # bytes of float32 scores of 4 heads
 SNAPKV = {"policy": "snapkv:top_k=128,n_window=64"}
 WAYS = {
     "snapkv": (SNAPKV, 1e-4),
-    "dense": ({"sparse": "top_k=128,read=dense"}, 1e-4),
-    "sparse": ({"sparse": "top_k=128,read_top_k=128"}, 0.5),  # pieces choose for themselves
+    "dense": ({"sparse": "top_k=128,read=dense,when=always"}, 1e-4),
+    "sparse": (
+        {"sparse": "top_k=128,read_top_k=128,when=always"},
+        0.5,
+    ),  # pieces choose for themselves
 }
 
 

@@ -17,7 +17,7 @@ from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.sparse.prompt_caches import make_caches
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,lookahead=0"
-SPARSE = {"policy": None, "sparse": "budget=40,n_sink=4,n_window=16,read=dense"}
+SPARSE = {"policy": None, "sparse": "budget=40,n_sink=4,n_window=16,read=dense,when=always"}
 RECALLING = ["memory", "8bit", "file"]
 WRONG = [
     ({"store": "remember"}, "store must be memory, 8bit"),

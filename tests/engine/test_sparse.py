@@ -45,7 +45,7 @@ def test_with_room_for_all_but_one_it_is_the_full_answer(name, index, monkeypatc
     full = plain(model, prompt, 8)
 
     def away(budget: int) -> float:
-        sparse = f"budget={budget},n_sink=1,n_window=8,read=dense"
+        sparse = f"budget={budget},n_sink=1,n_window=8,read=dense,when=always"
         said = itertools.chain([token for token, _ in full], itertools.repeat(0))
         sampler = {"sampler": lambda _: mx.array([next(said)])}
         found = steps(model, prompt, 8, sparse=sparse, **sampler)
@@ -89,7 +89,7 @@ def test_tokens_that_choose_by_themselves_begin_at_once(options):
     """The first was computed together with the prompt's end; the second chooses already. A policy looks ahead."""
     model, reports = make_llama(), []
     prompt = random_tokens(100)
-    sparse = None if "policy" in options else "budget=40,n_sink=4,n_window=16"
+    sparse = None if "policy" in options else "budget=40,n_sink=4,n_window=16,when=always"
     options = {"sparse": sparse, "on_report": reports.append, **options}
     answer = generate_step(prompt, model, max_tokens=40, **options)
     n_before = next(n for n, _ in enumerate(answer, start=1) if reports)
@@ -109,7 +109,7 @@ def test_a_prompt_that_fits_the_budget_is_mlx_lms_bit_for_bit_and_touches_no_cla
         assert_same(found, plain(tiny_model, tokens))
         assert "200 entries fit the budget" in reports[0].reason
     with pytest.raises(NameError, match="_wrapped"):
-        steps(tiny_model, tokens, sparse="budget=199", **options)
+        steps(tiny_model, tokens, sparse="budget=199,when=always", **options)
 
 
 WRONG = [
@@ -141,7 +141,7 @@ def test_attention_that_gives_nan_is_one_sentence(tokens, few, layer, monkeypatc
     projection = model.layers[layer].self_attn.k_proj
     projection.weight = projection.weight * mx.nan
     with pytest.raises(SnapKVError, match="the model's attention produced NaN"):
-        steps(model, tokens, sparse="budget=40,n_sink=4,n_window=16")
+        steps(model, tokens, sparse="budget=40,n_sink=4,n_window=16,when=always")
 
 
 def test_a_draft_model_is_refused(tokens):
@@ -155,7 +155,7 @@ def test_a_draft_model_is_refused(tokens):
 def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(make, store, at, monkeypatch):
     """In the first chunk, one that chooses, the last one, the first token; after it they hold the prompt."""
     sparse, earlier, n = (
-        f"budget=50%,read_top_k={PAGE_SIZE}",
+        f"budget=50%,read_top_k={PAGE_SIZE},when=always",
         random_tokens(50),
         CHUNK_SIZE + 100 + LAST_TOKENS,
     )

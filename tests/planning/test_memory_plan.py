@@ -165,7 +165,7 @@ def test_machines():
         (300, {"policy": SnapKV(budget=512)}, "for example --policy snapkv:top_k=32"),
         (4096, {"policy": SnapKV(budget=512, lookahead=32)}, "from the answer's token 34 on"),
         (4096, {"policy": Sparse(budget=512)},
-         "at most 1,311 of 4,096 entries, and a token of the answer at most 512; all"),
+         "and a token of the answer at most 512 from the 18th on, while that is faster; all"),
         (800, {"policy": Sparse()}, "they fit the budget of 1,024; --sparse budget=50 reads fewer"),
         (4096, {"policy": Sparse(budget=512, read="dense")},
          "in full, a token of the answer will read at most 512 of 4,096"),

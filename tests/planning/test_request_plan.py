@@ -13,7 +13,7 @@ from mlx_snapkv.planning.request_plan import NO_POLICY_REASON, plan_request
 from mlx_snapkv.planning.settings import resolve_setting, setting_named
 
 N = 1200
-SPARSE = "sparse:budget=400,n_sink=4,n_window=32,read_top_k=32"
+SPARSE = "sparse:budget=400,n_sink=4,n_window=32,read_top_k=32,when=always"
 TOKENS = mx.arange(N) % 90
 
 

@@ -17,7 +17,7 @@ from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import Sparse
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
-SPARSE = Sparse(top_k=20, n_sink=4, n_window=16)
+SPARSE = Sparse(top_k=20, n_sink=4, n_window=16, when="always")
 
 
 @pytest.fixture(autouse=True)

@@ -250,7 +250,7 @@ def test_linear_states_are_those_of_each_token_read_once():
     assert 0 < max(away.values()) < 0.2
 
 
-OPTIONS = f"budget=50%,read_top_k={N_CHOSEN * PAGE_SIZE}"
+OPTIONS = f"budget=50%,read_top_k={N_CHOSEN * PAGE_SIZE},when=always"
 LONG = mx.array(np.random.default_rng(1).integers(1, 64, N + LAST_TOKENS + 3))
 
 
@@ -338,7 +338,9 @@ def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, store):
         return mx.abs(found - after_follow_up(name, int(token))).max()
 
     n_pages = (LONG.size + 1 - CHUNK_WINDOW) // PAGE_SIZE - 1
-    nearly, little = (away(f"budget=50%,read_top_k={n * PAGE_SIZE}") for n in (n_pages - 1, 1))
+    nearly, little = (
+        away(f"budget=50%,read_top_k={n * PAGE_SIZE},when=always") for n in (n_pages - 1, 1)
+    )
     assert 0 < nearly < 0.7 * little
     assert [r.prompt_tokens for r in reports[:2]] == [LONG.size, LONG.size + 1 + FOLLOW_UP.size]
     most = Reach(PAGE_SIZE, (n_pages - 1) * PAGE_SIZE, CHUNK_WINDOW).most

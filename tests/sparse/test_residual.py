@@ -241,7 +241,7 @@ def test_predictions_come_nearer_to_the_full_caches(name, store, small_clusters,
         pytest.skip("heads of 32 are llama's")
     model = make_llama(head_dim=32) if name == "llama" else make_model(name)
     prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
-    options = {"sparse": "budget=24,n_sink=2,n_window=6,read=dense", "store": store}
+    options = {"sparse": "budget=24,n_sink=2,n_window=6,read=dense,when=always", "store": store}
     weighed = moved(model, prompt, **options)
     monkeypatch.setattr(TokenRanking, "weigh_residual", lambda *args: None)
     assert 0 < weighed < 0.6 * moved(model, prompt, **options)

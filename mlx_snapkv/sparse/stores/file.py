@@ -76,7 +76,9 @@ class EntryFile:
     _map: Any = None
 
     def __init__(self, layout: Layout, file: Any):
-        self.layout, self.n_rows, self._file = layout, 0, file
+        self.layout = layout
+        self.n_rows = 0
+        self._file = file
         weakref.finalize(self, self._file.close)
 
     def append(self, stored: Stored) -> None:
@@ -89,7 +91,8 @@ class EntryFile:
 
     def cut(self, n: int) -> None:
         """Drop all rows but the first `n`, even rows that were written in part."""
-        self.n_rows, size = n, n * self.layout.token
+        self.n_rows = n
+        size = n * self.layout.token
         with contextlib.suppress(OSError):
             if os.fstat(self._file.fileno()).st_size > size:
                 os.ftruncate(self._file.fileno(), size)
@@ -143,7 +146,9 @@ class SavedFile(EntryFile):
         self.path = path
         with refusing(f"{path} can't be read"):
             super().__init__(layout, path.open("rb", buffering=0))
-        self.n_rows, self._checksums, self._piece = n_rows, checksums, piece
+        self.n_rows = n_rows
+        self._checksums = checksums
+        self._piece = piece
         self._unchecked = np.ones(len(checksums), np.bool_)  # by piece
         self._require(n_rows * layout.token)
 
@@ -167,7 +172,8 @@ class SavedFile(EntryFile):
         return rows
 
     def _require(self, n_bytes: int) -> None:
-        size, expected = os.fstat(self._file.fileno()).st_size, self.n_rows * self.layout.token
+        size = os.fstat(self._file.fileno()).st_size
+        expected = self.n_rows * self.layout.token
         if size != expected:
             why = f"it should have {expected:,} bytes and has {size:,}"
             raise EntryFileError(f"{self.path} is damaged: {why}", self.path)
@@ -185,7 +191,8 @@ class AsideFile:
         try:
             if self._file is None:
                 self._file = EntryFile(Layout.of(stored), temporary_file(self._folder))
-            file, start = self._file, self._file.n_rows
+            file = self._file
+            start = self._file.n_rows
             file.append(stored)
         except OSError as error:
             raise no_room(error, self._folder) from error
@@ -237,7 +244,9 @@ class FileStore(JoinedView, Store):
         first_entry: tuple[mx.array, mx.array] | None = None,
         folder: str | None = None,
     ):
-        self.quantization, self._first_entry, self.folder = None, first_entry, folder
+        self.quantization = None
+        self._first_entry = first_entry
+        self.folder = folder
         super().__init__([_Part(files, n_entries)] if n_entries else [])
 
     def aside(self) -> AsideFile:
@@ -304,7 +313,8 @@ def write_at(file: Any, data: memoryview, start: int) -> None:
     """Write bytes from `start` on. Raises: OSError."""
     while data:
         n = os.pwrite(file.fileno(), data, start)
-        data, start = data[n:], start + n
+        data = data[n:]
+        start = start + n
 
 
 def no_room(error: OSError, folder: str | None) -> EntryFileError:

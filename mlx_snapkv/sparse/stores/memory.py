@@ -45,7 +45,9 @@ class MemoryStore(Store):
         return self.cache.offset
 
     def append(self, entries: Entries) -> None:
-        new, cache, n = entries.packed(self.quantization), self.cache, self.n_entries
+        new = entries.packed(self.quantization)
+        cache = self.cache
+        n = self.n_entries
         stored = new.stored_keys, new.stored_values
         if cache.keys is None or n + len(new) > n_rows(cache.keys):
             before = rows((cache.keys, cache.values) if n else stored, 0, n)

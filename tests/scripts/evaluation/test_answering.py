@@ -12,7 +12,7 @@ from mlx_snapkv.planning.settings import setting_named
 
 SNAPKV = "snapkv:budget=48,n_window=16,obs_window=16,lookahead=0,on_full=slide"
 AHEAD = "snapkv:budget=12,n_sink=0,n_window=4,obs_window=8,lookahead=8"
-SPARSE = "sparse:budget=64,n_window=16,read_top_k=96"
+SPARSE = "sparse:budget=64,n_window=16,read_top_k=96,when=always"
 
 
 def method(text):

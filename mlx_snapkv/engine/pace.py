@@ -1,0 +1,80 @@
+"""Whether the tokens of an answer read all entries or few of them: whichever takes less time on this machine."""
+
+from collections import deque
+from statistics import median
+
+from ..sparse.options import FIRST_TOKENS
+
+DROPPED = 2  # intervals after a switch: a token that was under way, and one that allocates buffers
+MEASURED = 6  # intervals whose median is the time of a token
+WORTH = 0.97  # part of the full cache's time that a sparse token may take
+CLOSE = 1.25  # ratio of the two times up to which the slower way is tried again
+FIRST_GAP = 256  # tokens until the slower way is tried again; doubled at every try
+GROWTH = 1.5  # factor by which the text has to grow for another try in any case
+
+
+class Pace:
+    """Decides which entries the next tokens of an answer read, by the seconds that tokens took.
+
+    The two ways are compared by a few tokens of each, one shortly after the other. All entries stay, so any sequence
+    of the two is possible.
+
+    Args:
+        n_prompt: tokens of the prompt.
+
+    Attributes:
+        reads_all: whether the next tokens read all entries.
+        seconds: the latest time of a token by `reads_all`; a way that has not been measured is missing.
+    """
+
+    def __init__(self, n_prompt: int):
+        self.reads_all = True
+        self.seconds: dict[bool, float] = {}
+        self._n_text = n_prompt
+        self._left = FIRST_TOKENS  # tokens until the other way is tried
+        self._gap = FIRST_GAP
+        self._is_trial = False
+        self._latest: deque[float] = deque(maxlen=MEASURED)
+        self._to_drop = DROPPED
+
+    @property
+    def prefers_all(self) -> bool:
+        """Whether reading all entries was the faster way when both were last compared."""
+        few, all_entries = self.seconds.get(False), self.seconds.get(True)
+        return few is not None and all_entries is not None and few >= WORTH * all_entries
+
+    def switches(self, seconds: float) -> bool:
+        """Count a token that took `seconds`, and return whether the next tokens read the other way."""
+        self._n_text += 1
+        if self._to_drop:
+            self._to_drop -= 1
+        else:
+            self._latest.append(seconds)
+        self._left -= 1
+        is_measured = len(self._latest) == MEASURED
+        if is_measured:
+            self.seconds[self.reads_all] = median(self._latest)
+        if self._is_trial:
+            if not is_measured:
+                return False
+            self._is_trial = False
+            self._plan_next_trial()
+            return self._switched() if self.prefers_all != self.reads_all else False
+        if self._left > 0 or not is_measured:
+            return False
+        self._is_trial = True
+        return self._switched()
+
+    def _switched(self) -> bool:
+        self.reads_all = not self.reads_all
+        self._latest.clear()
+        self._to_drop = DROPPED
+        return True
+
+    def _plan_next_trial(self) -> None:
+        """Set how many tokens to decode before the slower way is tried again."""
+        self._left = int(self._n_text * (GROWTH - 1))
+        slower, faster = max(self.seconds.values()), min(self.seconds.values())
+        if slower <= CLOSE * faster:
+            self._left = min(self._left, self._gap)
+            self._gap *= 2

@@ -1,0 +1,188 @@
+"""Which tokens of a sparse answer read all entries: by the times that a clock tells, and in real requests."""
+
+import itertools
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import plain, steps
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import Conversation
+from mlx_snapkv.caches.layers import attention_layers, held_tokens
+from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.engine import pace, serving
+from mlx_snapkv.engine.pace import CLOSE, DROPPED, FIRST_GAP, GROWTH, MEASURED, Pace
+from mlx_snapkv.sparse import cache as cache_module
+from mlx_snapkv.sparse.options import FIRST_TOKENS
+
+TRIAL = DROPPED + MEASURED
+
+
+def switches(seconds, n_tokens, n_prompt=10_000):
+    """Return the tokens after which a pace switches, if a token takes `seconds(n, reads_all)`."""
+    measured, found = Pace(n_prompt), []
+    for n in range(1, n_tokens + 1):
+        if measured.switches(seconds(n, measured.reads_all)):
+            found.append(n)
+    return found
+
+
+def test_the_faster_way_goes_on():
+    far_slower = switches(lambda n, reads_all: 1.0 if reads_all else 2.0, 4000)
+    assert far_slower == [FIRST_TOKENS, FIRST_TOKENS + TRIAL]
+    assert switches(lambda n, reads_all: 2.0 if reads_all else 1.0, 4000) == [FIRST_TOKENS]
+
+
+@pytest.mark.parametrize("few, wins", [(0.98, False), (0.96, True)])
+def test_a_sparse_token_has_to_be_a_little_faster(few, wins):
+    found = switches(lambda n, reads_all: 1.0 if reads_all else few, FIRST_TOKENS + TRIAL)
+    assert (len(found) == 1) == wins
+
+
+def test_the_first_tokens_after_a_switch_do_not_count():
+    """They allocate buffers; one slow token among those that are measured does not count either."""
+    since = itertools.count()
+
+    def seconds(n, reads_all):
+        if reads_all:
+            return 1.0
+        k = next(since)
+        return 50.0 if k < DROPPED or k == DROPPED + 2 else 0.5
+
+    assert switches(seconds, 1000) == [FIRST_TOKENS]
+
+
+def test_a_way_that_is_not_much_slower_is_tried_again_ever_more_rarely():
+    found = switches(lambda n, reads_all: 1.0 if reads_all else 1.1, 2000, n_prompt=100_000)
+    tries = found[::2]
+    compared = [FIRST_TOKENS + TRIAL]
+    for k in range(2):
+        compared.append(compared[-1] + FIRST_GAP * 2**k + TRIAL)
+    assert tries == [FIRST_TOKENS, *(n - TRIAL for n in compared[1:]), tries[-1]]
+    assert all(b - a == TRIAL for a, b in zip(found[::2], found[1::2]))
+
+
+def test_the_winner_may_change_as_the_text_grows():
+    """Also if it was much slower before: a text that has grown by half is another one."""
+    n_prompt = 1000
+
+    def seconds(n, reads_all):
+        return (n_prompt + n) / 1000 if reads_all else 1.4
+
+    found = switches(seconds, 3000, n_prompt)
+    assert found[:2] == [FIRST_TOKENS, FIRST_TOKENS + TRIAL]
+    third = found[2]
+    assert abs(third - (GROWTH - 1) * n_prompt - FIRST_TOKENS) < 3 * TRIAL
+    assert CLOSE * (n_prompt + FIRST_TOKENS) / 1000 < 1.4  # so only its growth brought the try
+
+
+# Requests, whose tokens take what a clock of the test's says.
+
+BUDGET = "budget=60,n_sink=4,n_window=16,read=dense"
+NEARLY_ALL = "budget=199,n_sink=4,n_window=4,read=dense"
+N = 200
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(seconds) -> a clock by which a token takes `seconds(reads_all)`; it sees what the pace has asked for."""
+
+    def make(seconds):
+        paces = []
+        monkeypatch.setattr(serving, "Pace", lambda *args: paces.append(Pace(*args)) or paces[-1])
+        timed = serving._Timed.__next__
+
+        def told(self):
+            item = timed(self)
+            self.latest = seconds(paces[-1].reads_all)
+            return item
+
+        monkeypatch.setattr(serving._Timed, "__next__", told)
+
+    return make
+
+
+def sparse(reads_all):
+    return 2.0 if reads_all else 1.0
+
+
+def dense(reads_all):
+    return 1.0 if reads_all else 2.0
+
+
+def assert_equal(found, wanted):
+    """The prompt may come in other chunks, whose sums are rounded differently."""
+    assert [token for token, _ in found] == [token for token, _ in wanted]
+    assert all(mx.allclose(a, b, atol=1e-4) for (_, a), (_, b) in zip(found, wanted))
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+def test_a_short_answer_is_the_full_caches(make, tokens):
+    """Without an index; the cache holds the answer, too."""
+    model, reports, cache = make(), [], make_prompt_cache(make())
+    options = {"sparse": BUDGET, "on_report": reports.append, "prompt_cache": cache}
+    found = steps(model, tokens, FIRST_TOKENS - 1, **options)
+    assert_equal(found, plain(model, tokens, FIRST_TOKENS - 1))
+    (report,) = reports
+    assert report.read_all == [[1, None]] and report.read_per_token is None
+    assert not report.compressed and "ended among its first tokens" in report.reason
+    layers = attention_layers(model, cache)
+    assert {layer.cache_in(cache).offset for layer in layers} == {N + FIRST_TOKENS - 1}
+    assert not any(layer.entries_in(cache).is_compressed for layer in layers)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+def test_an_answer_goes_on_sparsely_where_that_is_faster(make, tokens, clock):
+    clock(sparse)
+    model, reports = make(), []
+    found = steps(model, tokens, 60, sparse=BUDGET, on_report=reports.append)
+    full = plain(model, tokens, 60)
+    n = FIRST_TOKENS + 1
+    assert_equal(found[:n], full[:n])
+    assert not mx.array_equal(found[n][1], full[n][1])
+    assert reports[0].read_all == [[1, n]] and reports[0].read_per_token == 60
+    assert f"read by every token but 1 to {n}" in str(reports[0]) and not reports[0].warnings
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+@pytest.mark.parametrize("tries", [1, 3])
+def test_an_answer_goes_on_with_all_entries_where_that_is_faster(
+    make, tries, tokens, clock, monkeypatch
+):
+    """Tokens that read all entries are near the full cache's, though others before them chose."""
+    clock(dense)
+    if tries > 1:  # and older tokens of the answer are among those that later ones choose from
+        monkeypatch.setattr(cache_module, "MAX_RECENT", 8)
+        monkeypatch.setattr(pace, "FIRST_GAP", 8)
+        monkeypatch.setattr(pace, "CLOSE", 3)
+    model, reports = make(), []
+    full = plain(model, tokens, 80)
+    forced = itertools.chain([token for token, _ in full], itertools.repeat(0))
+    options = {"sampler": lambda _: mx.array([next(forced)]), "on_report": reports.append}
+    found = steps(model, tokens, 80, sparse=NEARLY_ALL, **options)
+    away = np.array([float(mx.abs(a - b).max()) for (_, a), (_, b) in zip(found, full)])
+    (report,) = reports
+    in_full = np.zeros(len(away), bool)
+    for first, last in report.read_all:
+        in_full[first - 1 : last] = True
+    assert away[in_full].max() < 0.05 and away[~in_full].min() > 0.005
+    assert report.read_all[0] == [1, FIRST_TOKENS + 1] and report.read_all[-1][1] is None
+    assert len(report.read_all) == tries + 1
+    assert "went on with all entries" in report.warnings[0]
+
+
+@pytest.mark.parametrize("times", [sparse, dense])
+def test_turns_go_on_from_what_was_read(times, demo_model, clock):
+    """The cache holds the tokens up to the last switch; a hybrid's linear states are those of its entries."""
+    clock(times)
+    model, tokenizer = demo_model
+    text, facts = make_haystack(tokenizer, random.Random(4), 2, 600)
+    options = {"sparse": "budget=200,n_window=32", "max_tokens": 40}
+    talk = Conversation(model, tokenizer, **options)
+    talk.attach(text)
+    for fact in facts:
+        assert fact.value in "".join(x.text for x in talk.send(fact.question))
+        assert len(talk.read) == held_tokens(model, talk.prompt_cache)
