@@ -18,7 +18,7 @@ POLICIES = [
 ]
 N = 12
 RECALLED = {"store": "memory"}
-SPARSE = Sparse(budget=60, n_window=16, read_top_k=64)
+SPARSE = Sparse(budget=60, n_window=16, read_top_k=64, when="always")
 
 
 @pytest.fixture(scope="module")
