@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.layers import copies_but_entries, members
+from ..caches.layers import copies_sharing_entries, members
 from ..engine.loop_model import observing, one_by_one
 from ..engine.report import CompressionReport
 from ..engine.request import Request, make_request
@@ -109,7 +109,7 @@ class Job:
             return request.prompt_cache
         if request.plan.options.evicts_in_blocks:
             return None
-        return saved_forms(self.model, copies_but_entries(request.caches, request.layers))
+        return saved_forms(self.model, copies_sharing_entries(request.caches, request.layers))
 
     def copy_caches(self) -> list:
         """Return copies of the caches of the tokens read so far, from which other requests can continue."""

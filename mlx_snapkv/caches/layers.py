@@ -247,7 +247,7 @@ def file_bytes(prompt_cache: list) -> int:
     return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
 
 
-def copies_but_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
+def copies_sharing_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
     """Return a prompt cache with copies of all caches except those of the full-attention `layers`."""
     uncopied = [layer.cache_in(prompt_cache) for layer in layers]
     # deepcopy takes an object that is in the memo for its own copy.

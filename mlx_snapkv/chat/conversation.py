@@ -195,16 +195,17 @@ class Conversation:
             raise SnapKVError(
                 "this turn can't be undone: the file that the conversation began with does not hold its text"
             )
-        messages = self.messages[:-2]  # without a message of the user and its answer
-        said = self.said[:-1]
-        remaining = self._render(messages, add_generation_prompt=False) if said else []
+        self.messages = self.messages[:-2]  # a message of the user and its answer
+        self.said = self.said[:-1]
+        remaining: list[int] = []
+        if self.said:
+            remaining = self._render(self.messages, add_generation_prompt=False)
         n_shared = common_prefix([remaining, self.read])
         read = self.read[:n_shared]
         caches = self.prompt_cache
         self._empty_cache()
-        self.messages = messages
-        self.said = said
-        if read and not is_compressed(caches) and trimmed_to(n_shared, caches):
+        can_trim = n_shared > 0 and not is_compressed(caches)
+        if can_trim and trimmed_to(n_shared, caches):
             self.read = read
             self.prompt_cache = caches
 

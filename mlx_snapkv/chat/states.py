@@ -76,7 +76,7 @@ def load(
     caches = list(prompt.prompt_cache)
     try:
         if setting is not None:
-            move_entries(model, caches, make_caches(model, config.store, config.store_dir))
+            move_entries(model, caches, into=make_caches(model, config.store, config.store_dir))
     except SnapKVError as error:
         raise SnapKVError("{} can't be used: {}", path, error) from error
     # `mlx-snapkv cache-prompt` saves a text and its `system_prompt`.

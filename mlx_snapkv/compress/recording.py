@@ -31,13 +31,13 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         self.step = capacity  # the number of rows by which mlx-lm's cache grows
         self.layer = layer
 
-    def filled(self, other: KVCache, n: int) -> RecordingKVCache:
+    def with_entries_of(self, other: KVCache, n: int) -> RecordingKVCache:
         """Return a cache of the first `n` entries of `other` and the queries recorded here; arrays are shared."""
         if self._shared_votes is None:
             self._shared_votes = {}  # all copies share it: they have the same queries
-        filled = copy.copy(self)
-        filled.share(other, n)
-        return filled
+        cache = copy.copy(self)
+        cache.share(other, n)
+        return cache
 
     def share(self, other: KVCache, n: int) -> None:
         """Hold the first `n` entries of `other`, in the arrays of `other`."""

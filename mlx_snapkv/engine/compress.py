@@ -96,7 +96,12 @@ def measured(
     caches: list,
     report: CompressionReport,
 ) -> Iterator[None]:
-    """Note in the report how long the block takes to replace `caches`, and their bytes before and after it."""
+    """Note in the report how long the block takes to replace `caches`, and their bytes before and after it.
+
+    Args:
+        prompt_cache: the caches that keep all entries under sparse attention.
+        caches: the caches that the prompt was read on, which the block replaces by the answer's.
+    """
     started = time.perf_counter()
     report.kv_bytes_before = sum(layer.entries_in(caches).full_nbytes for layer in layers)
     yield

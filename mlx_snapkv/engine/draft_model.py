@@ -56,15 +56,18 @@ class DraftedAnswer:
             )
         self._one_text = OneText(self.tokenizer)
         self._main, self._draft = make_prompt_cache(self.model), make_prompt_cache(self.draft_model)
-        self._given = self.options.get("prompt_cache")
-        if self._given is not None:
+        self._callers_cache = self.options.get("prompt_cache")
+        if self._callers_cache is not None:
             n = len(self.model.layers)
             n_draft = len(self._draft)
-            if len(self._given) != n + n_draft:
+            if len(self._callers_cache) != n + n_draft:
                 raise SnapKVError(
-                    f"prompt_cache must hold the caches of both models, {n} + {n_draft}, got {len(self._given)}"
+                    f"prompt_cache must hold the caches of both models, {n} + {n_draft}, got {len(self._callers_cache)}"
                 )
-            self._main, self._draft = self._given[:n], copy.deepcopy(self._given[n:])
+            self._main, self._draft = (
+                self._callers_cache[:n],
+                copy.deepcopy(self._callers_cache[n:]),
+            )
         both = ("main", self.model, self._main), ("draft", self.draft_model, self._draft)
         for role, model, caches in both:
             _refuse(role, model, [c for c in members(caches) if type(c) is not KVCache])
@@ -74,17 +77,21 @@ class DraftedAnswer:
     ) -> Iterator[GenerationResponse]:
         """Yield the whole answer. `serve(tokenizer, options, on_report)` serves the request without a draft model."""
 
-        def compressed(report: CompressionReport) -> None:
-            if self._given is not None:
-                self._given[:] = self._main + self._draft
+        def hand_back_caches(report: CompressionReport) -> None:
+            # The compression has replaced the items of `_main`.
+            if self._callers_cache is not None:
+                self._callers_cache[:] = self._main + self._draft
             if on_report is not None:
                 on_report(report)
 
         options = self.options | {"prompt_cache": self._main}
         options.pop("num_draft_tokens", None)
-        return self._in_turn(serve(self._one_text, options, compressed))
+        return self._alone_then_drafted(serve(self._one_text, options, hand_back_caches))
 
-    def _in_turn(self, alone: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
+    def _alone_then_drafted(
+        self, alone: Iterator[GenerationResponse]
+    ) -> Iterator[GenerationResponse]:
+        """Yield the responses of `alone` until its cache is compressed, then those of mlx-lm's loop with drafts."""
         started = time.perf_counter()
         self._draft_reads(self.prompt)
         draft_seconds = time.perf_counter() - started

@@ -3,7 +3,7 @@
 import math
 
 from ..caches.contract import LayerCache
-from ..caches.layers import AttentionLayer, copies_but_entries
+from ..caches.layers import AttentionLayer, copies_sharing_entries
 from ..compress.attention_count import AttentionCount
 from ..compress.block import BlockKVCache
 from ..compress.recording import RecordingKVCache
@@ -49,7 +49,7 @@ def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: li
 
 def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
     """Return caches that begin with the entries of earlier turns, over which the new tokens' queries vote, too."""
-    caches = copies_but_entries(prompt_cache, layers)
+    caches = copies_sharing_entries(prompt_cache, layers)
     held = [layer.entries_in(prompt_cache) for layer in layers]
     are_full = not any(cache.is_compressed or cache.quantization for cache in held)
     n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held

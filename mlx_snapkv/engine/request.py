@@ -12,7 +12,7 @@ from ..caches.layers import attention_layers
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.request_plan import Plan
-from ..sparse.prompt_caches import moved_to_store
+from ..sparse.prompt_caches import copied_to_store
 from .compress import KeptCallback, measured
 from .compress_mode import PolicyMode
 from .loop_model import RequestModel
@@ -148,5 +148,5 @@ def make_request(
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if plan.options.store is not None and not owned:
-        caches = moved_to_store(model, caches, plan.options.store, plan.options.store_dir)
+        caches = copied_to_store(model, caches, plan.options.store, plan.options.store_dir)
     return Request(model, plan, caches, on_kept)

@@ -8,7 +8,7 @@ from ..caches.adapter import full_cache
 from ..caches.layers import (
     AttentionLayer,
     choosing_layers,
-    copies_but_entries,
+    copies_sharing_entries,
     file_bytes,
     kv_bytes,
     kv_dtype,
@@ -60,7 +60,7 @@ class SparseMode:
         self._require_numbers()
         if report.read_per_token is None:
             self._note_chunks(caches, report)
-        caches[:] = copies_but_entries(caches, self.layers)
+        caches[:] = copies_sharing_entries(caches, self.layers)
         offload(self.layers, self._prompt_cache)
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
@@ -71,7 +71,7 @@ class SparseMode:
                 stored = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored.stored_entries().packed(None)))
         for layer in self._choosing:
-            cache = SparseKVCache(self._ranking(layer))
+            cache = SparseKVCache(self._make_ranking(layer))
             layer.put(caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
@@ -130,8 +130,11 @@ class SparseMode:
         view.index = cache.index = view.grown_index(cache.index, queries)
         return view
 
-    def _ranking(self, layer: AttentionLayer) -> TokenRanking:
-        """Return the ranking by which the answer's tokens choose among a layer's entries."""
+    def _make_ranking(self, layer: AttentionLayer) -> TokenRanking:
+        """Return the ranking by which the answer's tokens choose among a layer's entries.
+
+        The layer's cache keeps the index and the clusters of whole blocks for later turns.
+        """
         cache = layer.cache_in(self._prompt_cache)
         view = self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)

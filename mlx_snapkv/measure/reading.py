@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..caches.adapter import full_cache
-from ..caches.layers import attention_layers, copies_but_entries
+from ..caches.layers import attention_layers, copies_sharing_entries
 from ..compress.options import Compress
 from ..compress.recording import RecordingKVCache
 from ..engine.prefill import prefill, read
@@ -129,7 +129,7 @@ class Reading:
             # Recorders of the suffixes need no queries of the answer.
             shared.recorders = _layer_recorders(recorders, i)
         # Copies of all caches when n tokens had been fed, by n, without the full-attention layers' entries.
-        self._cache_copies = {len(tokens): copies_but_entries(caches, self._layers)}
+        self._cache_copies = {len(tokens): copies_sharing_entries(caches, self._layers)}
         self._answer = [_most_likely(self.next_logprobs)]  # the tokens fed, and the next token
         self._forced: list[int] = []  # see `force`
 
@@ -160,7 +160,7 @@ class Reading:
     def full_cache(self) -> list:
         """Return a prompt cache with all entries of the prompt; its arrays are shared until they are written."""
         n = len(self.tokens)
-        caches = copies_but_entries(self._cache_copies[n], self._layers)
+        caches = copies_sharing_entries(self._cache_copies[n], self._layers)
         for layer in self._layers:
             layer.put(caches, full_cache(layer.cache_in(self._caches).held().between(0, n)))
         return caches
@@ -213,9 +213,9 @@ class Reading:
             n_fed += request.plan.n_ahead
         # Voters after the prompt are tokens of the answer, which have to be fed, too.
         self._feed_answer(max(n_fed, request.plan.last) - n_prompt)
-        caches = copies_but_entries(self._cache_copies[n_fed], self._layers)
+        caches = copies_sharing_entries(self._cache_copies[n_fed], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
-            layer.put(caches, recorder.filled(layer.cache_in(self._caches), n_fed))
+            layer.put(caches, recorder.with_entries_of(layer.cache_in(self._caches), n_fed))
         request.caches = caches
         return request
 
@@ -231,7 +231,7 @@ class Reading:
             self._answer.append(forced[0] if forced else _most_likely(logits))
             if n_answer_fed in self._n_ahead:
                 n_fed = len(self.tokens) + n_answer_fed
-                self._cache_copies[n_fed] = copies_but_entries(self._caches, self._layers)
+                self._cache_copies[n_fed] = copies_sharing_entries(self._caches, self._layers)
 
 
 def read_once(
@@ -250,17 +250,19 @@ def read_once(
 
     Raises: SnapKVError: the model is not supported, or a budget has no room for sink and window.
     """
-    different = dict.fromkeys(policies)
-    sharing = [policy for policy in different if policy is not None and shares_reading(policy)]
+    unique_policies = dict.fromkeys(policies)
+    # The other policies read the prompt themselves.
+    recorded_policies = [x for x in unique_policies if x is not None and shares_reading(x)]
     n_tokens = len(tokens)
     suffix_recorders = {
-        tuple(suffix): _recorders(model, n_tokens + len(suffix), sharing) for suffix in suffixes
+        tuple(suffix): _recorders(model, n_tokens + len(suffix), recorded_policies)
+        for suffix in suffixes
     }
     return Reading(
         model,
         tokens=tokens,
         caches=make_prompt_cache(model),
-        recorders=_recorders(model, n_tokens, sharing),
+        recorders=_recorders(model, n_tokens, recorded_policies),
         suffixes=suffix_recorders,
         unread=tokens,
         **options,

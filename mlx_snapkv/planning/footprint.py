@@ -146,7 +146,7 @@ class Footprint:
             means = 0
         else:
             n_seen = min(n_prompt, max(reading.reach.most, reading.last.most)) + chunk
-            means = int(sizes.of_means() * self.with_rows(n_prompt))
+            means = int(sizes.of_means() * self.index_rows_in_memory(n_prompt))
         copied = sizes.of_widest * n_seen
         # Layers whose entries can't be compressed see the whole prompt.
         most_seen = n_prompt if sizes.plain else n_seen
@@ -172,10 +172,11 @@ class Footprint:
         """Return the bytes in memory of `n` tokens and their index under sparse attention."""
         if self.config.store is None:
             return 0
-        entries = n * self.sizes.in_memory(self.config.store)
+        entry_bytes = n * self.sizes.in_memory(self.config.store)
         if not ranks_by_index(n):
-            return entries
-        return entries + with_room(self.with_rows(n)) * self.sizes.of_index()
+            return entry_bytes
+        n_rows_allocated = with_room(self.index_rows_in_memory(n))
+        return entry_bytes + n_rows_allocated * self.sizes.of_index()
 
     def means(self, plan: Plan) -> int:
         """Return the bytes in memory of cluster means and page means."""
@@ -192,9 +193,9 @@ class Footprint:
         reading = plan.sparse_reading
         if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.store):
             return 0
-        return int(self.with_rows(plan.n_prompt) * self.sizes.of_means())
+        return int(self.index_rows_in_memory(plan.n_prompt) * self.sizes.of_means())
 
-    def with_rows(self, n: int) -> int:
+    def index_rows_in_memory(self, n: int) -> int:
         """Return for how many of `n` tokens the index and means are in memory: not all with entries in files."""
         return min(n, ENTRIES_IN_MEMORY + ENTRIES_MOVED) if in_files(self.config.store) else n
 

@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]  # called with the bytes written and their
 
 # Bytes of a piece, which share a checksum. A gather reads whole pieces, each only once.
 CHECKSUM_BYTES = 1 << 18
-_FOLDER_NAME = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
+_FOLDER_NAME = re.compile(r"(?P<stem>.+)-[0-9a-f]{12}\.entries")
 _AT_A_TIME = 32  # pieces that are written together
 
 
@@ -72,7 +72,9 @@ def named_folder(target: Path) -> Path | None:
     except (SnapKVError, ValueError, LookupError, TypeError):
         return None
     match = _FOLDER_NAME.fullmatch(str(name))
-    return target.with_name(name) if match and match[1] == target.stem else None
+    if match is None or match["stem"] != target.stem:  # the file was renamed or copied
+        return None
+    return target.with_name(name)
 
 
 def files_of(target: Path) -> list[Path]:

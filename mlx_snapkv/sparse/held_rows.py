@@ -57,21 +57,21 @@ class HeldRows:
     def __init__(self, empty: Stored, stands_for: int = 1, aside: MakeAside | None = None):
         self._first, self._last = _Buffer(empty), _Buffer(empty)
         self._n_in_memory = ENTRIES_IN_MEMORY // stands_for
-        self._block = ENTRIES_MOVED // stands_for
+        self._block_rows = ENTRIES_MOVED // stands_for
         self._aside = None if aside is None else aside()
-        self._blocks: list[Callable[[], Stored]] = []
+        self._block_readers: list[Callable[[], Stored]] = []
 
     def __len__(self) -> int:
         return self._first.n + self._n_aside + self._last.n
 
     @property
     def _n_aside(self) -> int:
-        return len(self._blocks) * self._block
+        return len(self._block_readers) * self._block_rows
 
     @property
     def waits(self) -> bool:
         """Return whether `read` allocates memory, so that its result should be used before more is read."""
-        return bool(self._blocks)
+        return bool(self._block_readers)
 
     @property
     def in_memory(self) -> tuple[mx.array, ...]:
@@ -99,20 +99,20 @@ class HeldRows:
             self._first.append(rows(new, 0, n_first))
         if n_first < n:
             self._last.append(rows(new, n_first, n))
-        while self._last.n >= self._block:
+        while self._last.n >= self._block_rows:
             last = self._last.stored
-            self._blocks.append(self._aside.put(rows(last, 0, self._block)))
-            self._last = _Buffer(rows(last, self._block, self._last.n))
+            self._block_readers.append(self._aside.put(rows(last, 0, self._block_rows)))
+            self._last = _Buffer(rows(last, self._block_rows, self._last.n))
 
     def truncate(self, n: int) -> None:
         """Drop all rows but the first `n`."""
         before = self._first.n + self._n_aside
         self._last.n = min(self._last.n, max(0, n - before))
-        while self._blocks and n < before:
-            before -= self._block
-            block = self._blocks.pop()
+        while self._block_readers and n < before:
+            before -= self._block_rows
+            read = self._block_readers.pop()
             if n > before:
-                self._last = _Buffer(rows(block(), 0, n - before))
+                self._last = _Buffer(rows(read(), 0, n - before))
         self._first.n = min(self._first.n, n)
 
     def is_contiguous(self, n: int) -> bool:
@@ -122,7 +122,7 @@ class HeldRows:
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the spans of `[start, stop)` whose rows are in one array each, as `read` needs them."""
         begin = self._first.n
-        edges = {start, stop, *range(begin, begin + self._n_aside + 1, self._block)}
+        edges = {start, stop, *range(begin, begin + self._n_aside + 1, self._block_rows)}
         yield from pairwise(sorted(edge for edge in edges if start <= edge <= stop))
 
     def read(self, start: int, stop: int) -> Stored:
@@ -144,9 +144,10 @@ class HeldRows:
         first = self._first.n
         if start < first:
             return self._first.stored, start, stop
-        number, at = divmod(start - first, self._block)
-        if number < len(self._blocks):
-            return self._blocks[number](), at, at + stop - start
+        number, row = divmod(start - first, self._block_rows)
+        if number < len(self._block_readers):  # aside
+            read = self._block_readers[number]
+            return read(), row, row + stop - start
         n_before = first + self._n_aside
         return self._last.stored, start - n_before, stop - n_before
 
@@ -158,7 +159,7 @@ class HeldRows:
     def __deepcopy__(self, memo: dict) -> HeldRows:
         other = copy.copy(self)
         other._first, other._last = copy.deepcopy((self._first, self._last), memo)
-        other._blocks = list(self._blocks)
+        other._block_readers = list(self._block_readers)
         return other
 
 

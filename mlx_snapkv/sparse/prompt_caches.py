@@ -9,7 +9,7 @@ from ..caches.adapter import full_cache, has_all_entries, layer_cache
 from ..caches.layers import (
     AttentionLayer,
     attention_layers,
-    copies_but_entries,
+    copies_sharing_entries,
     head_sizes,
     is_compressed,
     layer_caches,
@@ -72,7 +72,7 @@ def store_quantization(
     return Quantization(bits, 64 if 64 in groups else 32)
 
 
-def moved_to_store(model, prompt_cache: list, store: str, folder: str | None = None) -> list:
+def copied_to_store(model, prompt_cache: list, store: str, folder: str | None = None) -> list:
     """Return caches that keep all entries in a store, beginning with a prompt cache's, which stays as it is.
 
     Raises: SnapKVError: some of its entries are gone, or the model's can't be kept that way.
@@ -83,18 +83,18 @@ def moved_to_store(model, prompt_cache: list, store: str, folder: str | None = N
             Option("store", store),
         )
     empty = make_caches(model, store, folder)
-    caches = copies_but_entries(prompt_cache, attention_layers(model, empty))
-    move_entries(model, caches, empty)
+    caches = copies_sharing_entries(prompt_cache, attention_layers(model, empty))
+    move_entries(model, caches, into=empty)
     return caches
 
 
-def move_entries(model, caches: list, empty: list) -> None:
-    """Move the entries of each full-attention layer into its cache in `empty`, and put this cache into `caches`.
+def move_entries(model, caches: list, *, into: list) -> None:
+    """Move the entries of each full-attention layer into its empty cache of `into`, and put this cache into `caches`.
 
     Raises: SnapKVError: a layer's cache does not hold all entries.
     """
-    for layer in attention_layers(model, empty):
-        layer.put(caches, _moved_into(layer.cache_in(empty), layer.cache_in(caches)))
+    for layer in attention_layers(model, into):
+        layer.put(caches, _moved_into(layer.cache_in(into), layer.cache_in(caches)))
 
 
 def lasting_forms(model, caches: list, store: str | None) -> list:

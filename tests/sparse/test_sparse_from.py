@@ -9,7 +9,7 @@ from tiny_models import make_llama
 from mlx_snapkv import generate_step, prefill, saved
 from mlx_snapkv.caches.layers import first_sparse
 from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
-from mlx_snapkv.sparse.prompt_caches import moved_to_store
+from mlx_snapkv.sparse.prompt_caches import copied_to_store
 
 OPTIONS = f"budget=50%,read_top_k={4 * PAGE_SIZE},when=always"
 TEXT = mx.array(np.random.default_rng(1).integers(1, 64, 3 * CHUNK_SIZE))
@@ -25,7 +25,7 @@ def test_where_the_first_entry_is_that_was_computed_from_few_is_known(store, tmp
     assert first == CHUNK_SIZE  # the second chunk chooses
     saved.save(tmp_path / "text.safetensors", model, caches, TEXT, f"sparse:{OPTIONS}")
     loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
-    moved = moved_to_store(model, loaded, store)
+    moved = copied_to_store(model, loaded, store)
     assert first_sparse(loaded) == first_sparse(moved) == first
     dense = "budget=64,read=dense,when=always"
     answer = generate_step(

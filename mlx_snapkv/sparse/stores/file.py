@@ -254,22 +254,26 @@ class FileStore(JoinedView, Store):
         return AsideFile(self.folder)
 
     def append(self, entries: Entries) -> None:
+        """Append entries to the last files if these may grow, or to new files. If that fails, nothing is appended."""
         new = entries.packed(None)
         stored = new.stored_keys, new.stored_values
-        part = self._parts[-1] if self._parts and self._parts[-1].may_grow else None
+        earlier_parts = self._parts
+        part = None
+        if self._parts and self._parts[-1].may_grow:
+            *earlier_parts, part = self._parts
         try:
             if part is None:
                 part = _Part([EntryFile(Layout.of(x), temporary_file(self.folder)) for x in stored])
             for file, x in zip(part.files, stored):
                 file.append(x)
         except (OSError, EntryFileError) as error:
-            for file in part.files if part else ():
-                file.cut(part.n_entries)  # type: ignore[union-attr]
+            if part is not None:
+                for file in part.files:
+                    file.cut(part.n_entries)
             if isinstance(error, OSError):
                 raise no_room(error, self.folder) from error
             raise
-        self._parts = self._parts[:-1] if part.n_entries else self._parts
-        self._parts = [*self._parts, replace(part, n_entries=part.n_entries + len(new))]
+        self._parts = [*earlier_parts, replace(part, n_entries=part.n_entries + len(new))]
 
     def truncate(self, n: int) -> None:
         while self.n_entries > n:
