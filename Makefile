@@ -33,9 +33,10 @@ $(VENV)/.installed-real: $(VENV)/.installed
 demo: $(VENV)/.installed ## facts in a long document asked for, from all of its entries and from 1/16, and the speed
 	$(RUN) -m mlx_snapkv demo
 
-# Tests start many processes, which start faster from compiled files.
-test: $(VENV)/.installed-dev ## the tests, one process a core
-	PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
+# Tests start many processes, which start faster from compiled files, and wait for them: one worker more than cores.
+test: $(VENV)/.installed-dev ## the tests, in parallel
+	PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest \
+		-n $$($(BIN)/python -c "import os; print(os.cpu_count() + 1)") --dist worksteal
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, and which room may import which
 	$(BIN)/ruff check .

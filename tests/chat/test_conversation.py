@@ -91,18 +91,18 @@ def open_files():
     return len(os.listdir("/dev/fd"))
 
 
-def test_stores_answer_every_question_of_a_document_and_hold_what_they_say(demo_model, haystack):
+def test_stores_answer_every_question_of_a_document_and_hold_what_they_say(demo_llama, haystack):
     _, facts = haystack
     held, in_files, n_open, before = {}, {}, {}, open_files()
     for store in RECALLS:
-        conversation = begun(demo_model, haystack, policy=SPARSE, store=store)
+        conversation = begun(demo_llama, haystack, policy=SPARSE, store=store)
         assert all(all_right(conversation, facts))
         held[store] = kv_bytes(conversation.prompt_cache)
         in_files[store] = file_bytes(conversation.prompt_cache)
         n_open[store] = open_files() - before
         conversation.reset()
         assert open_files() == before
-    n_layers = len(attention_layers(demo_model[0], conversation.prompt_cache))
+    n_layers = len(attention_layers(demo_llama[0], conversation.prompt_cache))
     full = held["memory"]
     assert in_files == dict.fromkeys(RECALLS[:3], 0) | {"file": full}
     assert n_open == dict.fromkeys(RECALLS[:3], 0) | {"file": 4 * n_layers}  # a file and its map
@@ -204,13 +204,13 @@ def test_answers_that_the_template_changes_later_are_read_as_they_were_given(dem
     ],
 )
 def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
-    demo_model, haystack, policy, store, turn, bits, monkeypatch
+    demo_llama, haystack, policy, store, turn, bits, monkeypatch
 ):
     _, facts = haystack
     ways = {"policy": policy, "store": store, "prefill_step_size": 128, **bits}
-    plain, failing = (begun(demo_model, haystack, turn, **ways) for _ in range(2))
+    plain, failing = (begun(demo_llama, haystack, turn, **ways) for _ in range(2))
     before = list(failing.messages)
-    with interrupted(demo_model[0], monkeypatch, after=0 if turn else 2):
+    with interrupted(demo_llama[0], monkeypatch, after=0 if turn else 2):
         ask(failing, facts[2].question)
     assert failing.messages == before
     if turn and policy is not None:  # the turn before it can still be undone

@@ -20,7 +20,11 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "bits"), WAYS)
+@pytest.mark.parametrize(
+    ("demo_model", "policy", "bits"),
+    [*(("demo_llama", *way) for way in WAYS), ("demo_qwen", *WAYS[1])],
+    indirect=["demo_model"],
+)
 def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, bits, path):
     conversation = begun(demo_model, haystack, 1, policy=policy, **bits)
     conversation.save(path)

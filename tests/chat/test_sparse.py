@@ -35,9 +35,9 @@ def read(last=False):
     return range(reach.most + 1 - PAGE_SIZE, reach.most + 1)
 
 
-def test_six_questions_one_a_turn(demo_model):
+def test_six_questions_one_a_turn(demo_llama):
     """All entries are in files; chunks choose, and those of the questions four times as many."""
-    conversation, facts = about_a_text(*demo_model, 2048, 6, store="file")
+    conversation, facts = about_a_text(*demo_llama, 2048, 6, store="file")
     for fact in facts:
         assert is_answered(conversation, fact)
         assert conversation.report.read_per_chunk in read(last=True)
@@ -48,7 +48,7 @@ def test_six_questions_one_a_turn(demo_model):
     # Pages' means stay in memory, for later turns.
     assert 0 < kv_bytes(conversation.prompt_cache) < report.file_bytes / 50
     assert held(conversation) == {len(conversation.read)}
-    forgetful, facts = about_a_text(*demo_model, 2048, 6, sparse=None, policy="snapkv:top_k=92")
+    forgetful, facts = about_a_text(*demo_llama, 2048, 6, sparse=None, policy="snapkv:top_k=92")
     assert sum(is_answered(forgetful, fact) for fact in facts) <= 3
 
 
@@ -87,8 +87,8 @@ def interrupted():
 
 
 @pytest.mark.parametrize("failing", [full, interrupted])
-def test_what_ends_a_turn_leaves_the_conversation_as_it_was(demo_model, failing):
-    conversation, (first, second) = about_a_text(*demo_model, 1024, 2, store="file")
+def test_what_ends_a_turn_leaves_the_conversation_as_it_was(demo_llama, failing):
+    conversation, (first, second) = about_a_text(*demo_llama, 1024, 2, store="file")
     with failing():
         ask(conversation, first.question)
     assert not conversation.messages and not conversation.read and conversation.attached

@@ -8,17 +8,23 @@ GATED = SMALL + ",min_ctx=500"  # compressed later, or never
 TWO = f"keydiff:budget=96,block=32 then {SMALL}"
 
 
+SPARSE = Sparse(budget=64, when="always")
+
+
 @pytest.mark.parametrize(
-    ("policy", "store"),
+    ("demo_model", "policy", "store"),
     [
-        (None, None),
-        (SMALL, None),
-        (GATED, None),
-        (TWO, None),
-        (Sparse(budget=64, when="always"), "memory"),
-        (Sparse(budget=64, when="always"), "4bit"),
-        (Sparse(budget=64, when="always"), "file"),
+        ("demo_llama", None, None),
+        ("demo_llama", SMALL, None),
+        ("demo_llama", GATED, None),
+        ("demo_llama", TWO, None),
+        ("demo_llama", SPARSE, "4bit"),
+        ("demo_llama", SPARSE, "file"),
+        ("demo_qwen", None, None),
+        ("demo_qwen", SMALL, None),
+        ("demo_qwen", SPARSE, "memory"),
     ],
+    indirect=["demo_model"],
 )
 def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, store):
     document, facts = haystack

@@ -26,9 +26,9 @@ def text_of(name, way):
 @pytest.mark.parametrize("way", ["once", "block", "first stage", "last stage"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_request_is_served(name, way, tokens):
-    """A hybrid model's, of policies that are asked for alone."""
+    """A hybrid model's, of policies that evict while the prompt is read."""
     text = text_of(name, way)
-    model = make_qwen() if way in ("once", "block") else make_llama()
+    model = make_qwen() if way == "block" else make_llama()
     compress, reports = resolve_compress(policy=text), []
     policy = compress.decode_policy
     options = {"policy": policy, "on_report": reports.append}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import filled_cache
-from tiny_models import make_llama
+from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import (
     BlockKVCache,
@@ -44,7 +44,11 @@ def assert_told(report):
         assert 0 < report.entries <= report.prompt_tokens
 
 
-@pytest.mark.parametrize("policy", SHORT)
+@pytest.mark.parametrize(
+    ("tiny_model", "policy"),
+    [*((make_llama, policy) for policy in SHORT), *((make_qwen, SHORT[i]) for i in (0, 4, -1))],
+    indirect=["tiny_model"],
+)
 def test_a_prompt_of_a_few_tokens(tiny_model, tokens, policy):
     for n in (1, 4, 40):
         reports = []

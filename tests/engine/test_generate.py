@@ -50,7 +50,7 @@ def test_a_populated_cache_is_continued_by_mlx_lm(tiny_model, tokens):
 # Compression.
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
+@pytest.mark.parametrize("lookahead", [0, 2])
 def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, lookahead):
     """And from then on every cache holds the budget."""
     reports, cache = [], make_prompt_cache(tiny_model)

@@ -147,8 +147,7 @@ def test_an_answer_goes_on_sparsely_where_that_is_faster(make, tokens, clock):
     assert f"read by every token but 1 to {n}" in str(reports[0]) and not reports[0].warnings
 
 
-@pytest.mark.parametrize("make", [make_llama, make_qwen])
-@pytest.mark.parametrize("tries", [1, 3])
+@pytest.mark.parametrize(("make", "tries"), [(make_llama, 3), (make_qwen, 1)])
 def test_an_answer_goes_on_with_all_entries_where_that_is_faster(
     make, tries, tokens, clock, monkeypatch
 ):
