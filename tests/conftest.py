@@ -17,6 +17,11 @@ settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 
+def pytest_collection_modifyitems(items):
+    """Run the longest tests first, so that no worker is left with one when the others have ended."""
+    items.sort(key=lambda item: item.path.parent.name not in ("scripts", "several"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_settings(tmp_path_factory):
     """The tester's own config.toml is none of the tests'."""

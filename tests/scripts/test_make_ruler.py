@@ -32,22 +32,28 @@ def essays(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "task, n_answers", [("niah_single_2", 1), ("vt", 5), ("cwe", 10), ("fwe", 3)]
-)
-def test_a_row_is_rulers_prompt_in_three_parts(task, n_answers, tokenizer, essays):
-    rows = make_ruler.make_rows(task, tokenizer, LENGTH, 2, essays=essays)
-    assert len({row["context"] for row in rows}) == 2
+N_ANSWERS = {"niah_single_2": 1, "vt": 5, "cwe": 10, "fwe": 3}
+
+
+def test_a_row_is_rulers_prompt_in_three_parts(tokenizer, essays):
+    """One test of all tasks: importing RULER's generators takes half a minute, in each process that does."""
+    for task, n_answers in N_ANSWERS.items():
+        rows = make_ruler.make_rows(task, tokenizer, LENGTH, 2, essays=essays)
+        assert len({row["context"] for row in rows}) == 2
+        for row in rows:
+            assert_row(row, task, n_answers)
+
+
+def assert_row(row, task, n_answers):
     columns = "context question answer_prefix answer max_new_tokens task length"
-    for row in rows:
-        assert set(row) == set(columns.split())
-        assert row["context"].endswith("\n") and "\n" not in row["question"] + row["answer_prefix"]
-        assert row["question"].rstrip()[-1] in "?." and row["question"].endswith(" ")
-        assert len(row["answer"]) == n_answers
-        assert all(answer in row["context"] for answer in row["answer"])
-        assert (row["task"], row["length"]) == (task, LENGTH)
-        beginning = "The special magic" if task.startswith("niah") else "Answer:"
-        assert row["answer_prefix"].startswith(beginning)
+    assert set(row) == set(columns.split())
+    assert row["context"].endswith("\n") and "\n" not in row["question"] + row["answer_prefix"]
+    assert row["question"].rstrip()[-1] in "?." and row["question"].endswith(" ")
+    assert len(row["answer"]) == n_answers
+    assert all(answer in row["context"] for answer in row["answer"])
+    assert (row["task"], row["length"]) == (task, LENGTH)
+    beginning = "The special magic" if task.startswith("niah") else "Answer:"
+    assert row["answer_prefix"].startswith(beginning)
     if task == "niah_single_2":  # the needle stands between sentences of the essays
         before, _, after = row["context"].partition(f"is: {row['answer'][0]}.")
         assert "The grey sea is wide." in before + after
