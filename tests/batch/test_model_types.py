@@ -12,8 +12,8 @@ from mlx_snapkv.caches.layers import members
 SPARSE = Sparse(top_k=6, n_sink=2, n_window=8)
 POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,lookahead=0"
 TYPES = [
-    "deepseek_v3", "falcon_h1", "gemma3n", "gpt_oss", "jamba", "kimi_linear", "llama4_text", "longcat_flash",
-    "minicpm3", "nemotron_h", "plamo2", "qwen3_5",
+    "deepseek_v3", "falcon_h1", "gemma3n", "gpt_oss", "kimi_linear", "llama4_text", "longcat_flash",
+    "minicpm3", "plamo2", "qwen3_5",
 ]  # fmt: skip
 CHOOSING = [
     "llama",

@@ -18,9 +18,7 @@ def haystack(demo_llama):
     return make_haystack(demo_llama[1], random.Random(5), 4, 1024)
 
 
-@pytest.mark.parametrize(
-    ("name", "store"), [("demo_llama", "memory"), ("demo_qwen", "memory"), ("demo_llama", "4bit")]
-)
+@pytest.mark.parametrize(("name", "store"), [("demo_qwen", "memory"), ("demo_llama", "4bit")])
 def test_it_goes_on_as_without_the_interruption_wherever_it_is_kept(
     request, haystack, name, store, path
 ):

@@ -231,7 +231,7 @@ def moved(model, prompt, **options):
     return (mx.exp(full) * (full - other)).sum(axis=-1)[2:].mean().item()
 
 
-FAMILIES = "llama qwen3_next gpt_oss gpt2".split()
+FAMILIES = "llama qwen3_next gpt_oss".split()
 
 
 @pytest.mark.parametrize("store", ["memory", "8bit", "file"])
