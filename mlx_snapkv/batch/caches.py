@@ -97,14 +97,12 @@ class Batched(BatchCache, _BaseCache):
         """The position of each request's next token, int32 `(B,)`."""
         return mx.array([member.offset for member in self.members], mx.int32)
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Return the mask of the next update: bool `(B, 1, 1, rows)`, or None if all requests have as many entries."""
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | None:
+        """Return the mask of the next update: None, unless the entries of shorter requests have to be hidden."""
         assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
-        counts = [member.n_after_next for member in self.members]
-        if len(set(counts)) == 1:
-            return None
-        is_entry = mx.arange(max(counts)) < mx.array(counts)[:, None]  # (B, rows)
-        return is_entry[:, None, None, :]
+        return None
 
     def extend(self, other: Any) -> None:
         """Append the requests of another batch, which is not used afterwards."""
@@ -127,10 +125,6 @@ class BatchedChoices(Batched):
     chooses = observes = True
     members: list[SparseKVCache]
     keys = keys_of(lambda batch: batch.members[0])
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """Return None: a token reads all entries that it chooses."""
-        assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append a token's keys and values of each request, `(B, n_kv_heads, 1, head_dim)`, and return them."""
@@ -210,6 +204,17 @@ class BatchedEntries(Batched, Quantised):
                 lambda held, new: mx.put_along_axis(held, index, new, axis=2), self._stored, entries
             )
         return self.keys_and_values()
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | None:
+        """Return the mask of the next update: bool `(B, 1, 1, rows)`, or None if all requests have as many entries."""
+        super().make_mask(N, return_array, window_size)
+        counts = [member.n_after_next for member in self.members]
+        if len(set(counts)) == 1:
+            return None
+        is_entry = mx.arange(max(counts)) < mx.array(counts)[:, None]  # (B, rows)
+        return is_entry[:, None, None, :]
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
         """Return the arrays up to the last entry of any request, without the buffers' spare room."""

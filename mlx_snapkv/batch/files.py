@@ -74,7 +74,7 @@ class RequestsFile:
 
     def __iter__(self) -> Iterator[Line]:
         """Yield every line that isn't blank; a line that repeats an earlier `custom_id` has a problem."""
-        first_lines: dict[str, int] = {}  # by `custom_id` the number of its first line
+        first_lines: dict[str, int] = {}  # `custom_id` -> number of its first line
         for number, raw in self._raw_lines():
             line = _parse_line(number, raw)
             if line.custom_id is not None:

@@ -19,7 +19,7 @@ class LayerCache(ABC):
 
     offset: int  # position of the next token; tokens fed so far
     quantization: Quantization | None = None  # how entries are packed; None keeps their dtype
-    store: Any = None  # the `Store` that keeps all entries between turns; None if there is none
+    store: Any = None  # the `Store` that keeps all entries between turns, if any
     is_compressed: bool = False  # entries were evicted or will be, or tokens read only some
     converts_to_save: bool = False  # `saved_form` is another cache
     grows: bool = False  # entries are only appended: the newest tokens can be trimmed

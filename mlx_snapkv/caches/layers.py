@@ -24,7 +24,7 @@ from .contract import LayerCache
 class AttentionLayer:
     """A full-attention layer: its attention module, and its place in a prompt cache."""
 
-    index: int  # of its element in the prompt cache
+    index: int  # index of its element in the prompt cache
     member: int | None  # index in that element if it is a `CacheList`, else None
     attention: Any  # the attention module, of the class that `family` describes
     family: AttentionFamily
@@ -53,7 +53,7 @@ class AttentionLayer:
 
     @property
     def cap(self) -> float | None:
-        """Return the soft cap of the logits; None if there is none."""
+        """Return the soft cap of the logits, if the family has one."""
         return getattr(self.attention, self.family.cap) if self.family.cap else None
 
     @property
@@ -147,7 +147,7 @@ def token_caches(model) -> list:
 
 
 def first_sparse(prompt_cache: list) -> int | None:
-    """Return the first position that was read by sparse attention; None if there is none."""
+    """Return the first position that was read by sparse attention, if any."""
     positions = (cache.sparse_from for cache in layer_caches(prompt_cache))
     return min((position for position in positions if position is not None), default=None)
 

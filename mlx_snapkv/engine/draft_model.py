@@ -64,10 +64,8 @@ class DraftedAnswer:
                 raise SnapKVError(
                     f"prompt_cache must hold the caches of both models, {n} + {n_draft}, got {len(self._callers_cache)}"
                 )
-            self._main, self._draft = (
-                self._callers_cache[:n],
-                copy.deepcopy(self._callers_cache[n:]),
-            )
+            self._main = self._callers_cache[:n]
+            self._draft = copy.deepcopy(self._callers_cache[n:])
         both = ("main", self.model, self._main), ("draft", self.draft_model, self._draft)
         for role, model, caches in both:
             _refuse(role, model, [c for c in members(caches) if type(c) is not KVCache])

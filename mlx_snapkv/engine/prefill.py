@@ -7,10 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.layers import (
-    layer_caches,
-    members,
-)
+from ..caches.layers import layer_caches, members
 from ..compress.policy import Policy
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.trained_length import warn_beyond_trained_length

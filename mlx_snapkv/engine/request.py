@@ -71,7 +71,6 @@ class Request:
         )
         self.caches = reading_caches(plan, self.layers, prompt_cache)
         self.is_compressed = False
-        self._reads_all = False  # after `read_all`
         self._started: float | None = None
         self._prefill_seconds: float | None = None
 
@@ -102,25 +101,21 @@ class Request:
             self._prefill_seconds = time.perf_counter() - self._started
 
     def compress(self) -> CompressionReport:
-        """Compress `caches` at the first call, or after `read_all`, and return the report.
+        """Compress `caches` once the prompt is read, or again after `read_all`, and return the report.
 
         Raises: SnapKVError: the scores are NaN, or there is no room for the entries that stay.
         """
-        if self.is_compressed and not self._reads_all:
-            return self.report
         self.prompt_is_read()
         self.report.prefill_seconds = self._prefill_seconds or 0.0
         with measured(self.plan, self.layers, self.prompt_cache, self.caches, self.report):
             self._mode.compress(self.caches, self.report)
         self.is_compressed = True
-        self._reads_all = False
         return self.report
 
     def read_all(self) -> None:
         """Let the next tokens of a sparse answer read all entries, until `compress` is called again."""
         assert self._sparse_mode is not None
         self._sparse_mode.read_all(self.caches)
-        self._reads_all = True
 
     def end(self) -> CompressionReport:
         """Store all entries of a sparse request whose tokens all read them, and return the report."""

@@ -65,9 +65,8 @@ class SparseMode:
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
         for layer in self.layers:
-            if (
-                layer.borrowers
-            ):  # the other layers get their entries as arrays, so every token reads them all
+            # Other layers get the entries of a lending layer as arrays, so every token reads them all.
+            if layer.borrowers:
                 stored = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored.stored_entries().packed(None)))
         for layer in self._choosing:
@@ -82,16 +81,14 @@ class SparseMode:
 
         The next tokens read all entries, until `compress` is called again.
         """
-        mx.eval(
-            [c.state for c in caches]
-        )  # an array with other readers would be copied by the next write
+        mx.eval([c.state for c in caches])  # the next write would copy an array with other readers
         for layer in self.layers:
             answer = layer.cache_in(caches)
             stored = layer.cache_in(self._prompt_cache)
             first = stored.offset
             if layer.borrowers:
                 stored.extend(*rows((answer.keys, answer.values), first, answer.offset))
-            elif answer.offset > first:
+            else:
                 stored.extend(*answer.entries_since(first))
             layer.put(caches, stored)
         self._prompt_cache[:] = caches

@@ -6,7 +6,7 @@ While a class is patched, that function does two things more:
 - If the module was called with a `Recorder` (entries/queries.py), the cache records the queries, which are bit-equal to
   the attention's. If the function is not given the whole queries, the result of the module's RoPE or first split is
   recorded, too. A layer that reads an earlier layer's entries is recognised by its cache or by its module.
-- If the cache has a method `attend`, `attend` computes the attention (sparse/attending.py).
+- If the cache has a method `attend`, `attend` computes the attention (sparse/attending.py, batch/caches.py).
 
 With other caches a patched class computes what the original computes.
 """

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 from operator import attrgetter
-from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import create_attention_mask
 
-from ..caches.contract import LayerCache, keys_of
+from ..caches.contract import keys_of
 from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes, rows
 from ..entries.queries import Captured
-from .bias import biased
+from .attending import AttendingCache
 from .gathered import Gathered
 from .token_ranking import TokenRanking
 
@@ -21,14 +19,14 @@ from .token_ranking import TokenRanking
 MAX_RECENT = 512
 
 
-class SparseKVCache(LayerCache):
+class SparseKVCache(AttendingCache):
     """A layer's cache while an answer is decoded: a token reads the sink, the entries that its own queries rank
     highest, the window, and the newest entries of the answer.
 
     It chooses among the prompt's entries and the older entries of the answer; see `TokenRanking`.
     """
 
-    is_compressed = observes = chooses = True
+    is_compressed = True
     keys = keys_of(attrgetter("_gathered"))
 
     def __init__(self, ranking: TokenRanking):
@@ -54,34 +52,10 @@ class SparseKVCache(LayerCache):
         self.offset += keys.shape[2]
         return keys, values
 
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        """Return the attention of the newest tokens to the entries that their queries choose together.
-
-        Args:
-            queries: of the newest tokens, `(B, n_heads, L, head_dim)`.
-            keys, values: of the newest tokens, which the cache has already.
-            mask: None or "causal", aligned with the newest token.
-            sinks: `(n_heads,)` logits of attention sinks.
-
-        Returns: `(B, n_heads, L, head_dim)`.
-        """
-        keys, values, bias = self._choose(Captured(queries, scale, sinks))
-        if bias is not None:
-            mask = biased(bias, keys.shape[2], mask)
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
-        )
-
-    def _choose(self, captured: Captured) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return the keys and values that the newest tokens read, and the bias of the means that come first."""
+    def choose(
+        self, captured: Captured, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Return the entries chosen, with the means and the entries that every token reads, and the means' bias."""
         if self.ranking.n_read == 0:
             return *self._gathered.always(), None
         start = self.offset - captured.heads.shape[2]
@@ -113,9 +87,6 @@ class SparseKVCache(LayerCache):
         older = view.read_keys(position, recent), view.read_values(position, recent)
         return join(older, newest)
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        return create_attention_mask(N, self.n_entries, return_array, window_size)
-
     @property
     def state(self) -> tuple:
         return self._gathered.keys, self._gathered.values
@@ -146,7 +117,4 @@ class SparseKVCache(LayerCache):
         return one * self.n_entries + (0 if index is None else index.nbytes)
 
     def empty(self) -> bool:
-        return False
-
-    def is_trimmable(self) -> bool:
         return False

@@ -8,20 +8,18 @@ that a chunk is one ordinary call of the attention function.
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
-from mlx_lm.models.cache import create_attention_mask
 
-from ..caches.contract import LayerCache, keys_of
+from ..caches.contract import keys_of
 from ..entries.entries import Entries
 from ..entries.quantization import join
 from ..entries.queries import Captured
+from .attending import AttendingCache
 from .page_ranking import PageRanking
 from .stored_cache import StoredKVCache
 
 
-class SparsePrefillKVCache(LayerCache):
+class SparsePrefillKVCache(AttendingCache):
     """A layer's cache while a prompt is read sparsely: appends to the cache of all entries, and reads few of them.
 
     Args:
@@ -32,7 +30,6 @@ class SparsePrefillKVCache(LayerCache):
         n_read: the most entries before it that a chunk has read by choice; None if no chunk has chosen.
     """
 
-    observes = chooses = True
     keys = keys_of(lambda cache: cache.stored.growing)
     n_read: int | None = None
     _reads_all = True  # the newest tokens read all entries
@@ -65,29 +62,17 @@ class SparsePrefillKVCache(LayerCache):
         self.stored.add(keys, values)
         return keys, values
 
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        """Return the attention of a chunk to itself and to the entries before it that its queries choose together.
-
-        The queries of the prompt's last tokens are recorded. Arguments and result as in `SparseKVCache.attend`.
-        """
-        captured = Captured(queries, scale, sinks)
+    def choose(
+        self, captured: Captured, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array, None]:
+        """Return the entries before a chunk that it reads, and its own, and record the prompt's last queries."""
         self.stored.record(captured)
         if not self._reads_all:
-            keys, values = join(self._choose(captured), (keys, values))
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
-        )
+            keys, values = join(self._read_before(captured), (keys, values))
+        return keys, values, None
 
-    def _choose(self, captured: Captured) -> tuple[mx.array, mx.array]:
-        """Return the keys and values before the chunk that it reads."""
+    def _read_before(self, captured: Captured) -> tuple[mx.array, mx.array]:
+        """Return the keys and values before the chunk that it reads by choice."""
         start = self.offset - captured.heads.shape[2]
         self.n_read = max(self.n_read or 0, self._ranking.n_read(start))
         if self.stored.sparse_from is None:
@@ -96,9 +81,6 @@ class SparsePrefillKVCache(LayerCache):
 
     def size(self) -> int:
         return self.n_before_next
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        return create_attention_mask(N, self.n_before_next, return_array, window_size)
 
     @property
     def state(self) -> tuple:
@@ -117,6 +99,3 @@ class SparsePrefillKVCache(LayerCache):
 
     def empty(self) -> bool:
         return self.stored.empty()
-
-    def is_trimmable(self) -> bool:
-        return False

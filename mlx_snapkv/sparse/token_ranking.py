@@ -70,7 +70,7 @@ class TokenRanking:
         """
         heads, scale, sinks, *_ = captured
         tokens = range(start, start + heads.shape[2])
-        queries = Queries(heads, tokens, scale, sinks, cap=self.view.layer.cap)
+        queries = Queries(heads, tokens, scale, sinks)
         scores = self._scores(queries, self._stop)
         if self.residual is None:
             places = top_of_groups(scores, *self._among)

@@ -97,7 +97,7 @@ def test_a_chunk_that_can_not_read_its_pages_fails_and_nothing_was_read(damage, 
     tokens = mx.random.randint(0, 64, (3 * CHUNK_SIZE,), key=mx.random.key(0))
     options = {"sparse": f"budget=50%,read_top_k={PAGE_SIZE}", "store": "file"}
     wanted = steps(model, tokens, 3, **options)
-    choose = SparsePrefillKVCache._choose
+    choose = SparsePrefillKVCache._read_before
 
     def damaged(self, captured):
         damage(self.stored.store._parts[0].files[0]._file.fileno())
@@ -105,7 +105,7 @@ def test_a_chunk_that_can_not_read_its_pages_fails_and_nothing_was_read(damage, 
 
     cache = make_prompt_cache(model)
     with monkeypatch.context() as patch, pytest.raises(SnapKVError, match=SENTENCE):
-        patch.setattr(SparsePrefillKVCache, "_choose", damaged)
+        patch.setattr(SparsePrefillKVCache, "_read_before", damaged)
         steps(model, tokens, 3, prompt_cache=cache, **options)
     assert all(c.empty() for c in cache)
     assert_same(steps(model, tokens, 3, prompt_cache=cache, **options), wanted)

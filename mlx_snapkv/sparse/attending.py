@@ -1,0 +1,66 @@
+"""The base of caches that compute the attention of their newest tokens themselves."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import create_attention_mask
+
+from ..caches.contract import LayerCache
+from ..entries.queries import Captured
+from .bias import biased
+
+
+class AttendingCache(LayerCache):
+    """A cache whose newest tokens choose the entries that they read, by their own queries.
+
+    An attention module appends the tokens' entries by `update_and_fetch`. mlx-lm's attention function, patched by
+    `models/patch.py`, then calls `attend`.
+    """
+
+    observes = chooses = True
+
+    @abstractmethod
+    def choose(
+        self, captured: Captured, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Return the keys and values that the newest tokens read, and the bias of the means that come first, if any.
+
+        Args:
+            captured: the queries of the newest tokens, whose entries are stored already.
+            keys, values: `update_and_fetch` has returned them.
+        """
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Return the attention of the newest tokens to the entries that their queries choose together.
+
+        Args:
+            queries: of the newest tokens, `(B, n_heads, L, head_dim)`.
+            keys, values: `update_and_fetch` has returned them.
+            mask: None or "causal", aligned with the newest token.
+            sinks: `(n_heads,)` logits of attention sinks.
+
+        Returns: `(B, n_heads, L, head_dim)`.
+        """
+        keys, values, bias = self.choose(Captured(queries, scale, sinks), keys, values)
+        if bias is not None:
+            mask = biased(bias, keys.shape[2], mask)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        return create_attention_mask(N, self.n_before_next, return_array, window_size)
+
+    def is_trimmable(self) -> bool:
+        return False
