@@ -89,7 +89,7 @@ class SparseMode:
             if layer.borrowers:
                 stored.extend(*rows((answer.keys, answer.values), first, answer.offset))
             else:
-                stored.extend(*answer.entries_since(first))
+                stored.extend(*answer.answer)
             layer.put(caches, stored)
         self._prompt_cache[:] = caches
 

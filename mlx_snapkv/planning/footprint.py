@@ -1,5 +1,6 @@
 """Estimating the bytes that a request will take in memory."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -90,18 +91,19 @@ class Footprint:
         n_prompt = plan.n_prompt
         n_total = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
         plain = sum(sizes.plain)
-        n_kept = self.kept(plan)
-        kept = self.row_bytes * n_kept
-        held = self.row_bytes * _grown(n_kept, plan, max_tokens)
+        n_read = self.kept(plan)
         at_compression = self.bytes_read(plan)
-        # Entries of a sparsely read prompt are in their store before the answer's first token. All others are in memory
-        # together with the kept ones, which are copies.
-        if plan.sparse_reading is None or self.config.store == "memory":
-            at_compression += kept
         stays = 0
         if self.config.sparse is not None:
-            stays = self.stored(n_prompt + max_tokens) + self.means(plan)
-        n_copied = n_prompt if sizes.plain else n_kept
+            kept = 0
+            n_answer = math.ceil(max_tokens / KVCache.step) * KVCache.step
+            held = self.row_bytes * n_answer
+            stays = self.stored(n_prompt) + self.means(plan)
+        else:
+            kept = self.row_bytes * n_read
+            held = self.row_bytes * _grown(n_read, plan, max_tokens)
+            at_compression += kept  # the entries kept are copies
+        n_copied = n_prompt if sizes.plain else n_read
         return Need(
             reading=max(0, at_compression - held),
             kept=kept + n_prompt * plain,

@@ -6,11 +6,12 @@ from abc import abstractmethod
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import create_attention_mask
 
 from ..caches.contract import LayerCache
+from ..entries.attention import HIDDEN
 from ..entries.queries import Captured
-from .bias import biased
 
 
 class AttendingCache(LayerCache):
@@ -64,3 +65,19 @@ class AttendingCache(LayerCache):
 
     def is_trimmable(self) -> bool:
         return False
+
+
+def biased(bias: mx.array, n: int, mask: Any = None) -> mx.array:
+    """Return an additive mask `(B, n_heads, L, n)` for `n` entries, of which the first `n_means` are cluster means.
+
+    Args:
+        bias: added to the means' logits, `(B, n_heads, L, n_means)`.
+        mask: of the entries after the means: None, "causal" (aligned with the last entry), or bool `(..., L, n)`.
+    """
+    B, H, L, n_means = bias.shape
+    if isinstance(mask, str):
+        mask = create_causal_mask(L, n - L)
+    if mask is None:
+        return mx.pad(bias, [(0, 0)] * 3 + [(0, n - n_means)])
+    others = mx.where(mask[..., n_means:], mx.zeros((B, H, L, n - n_means)), HIDDEN)
+    return mx.concatenate([bias, others.astype(bias.dtype)], axis=-1)

@@ -9,11 +9,10 @@ import mlx.core as mx
 
 from ..caches.contract import keys_of
 from ..entries.entries import Entries
-from ..entries.quantization import join, n_bytes, rows
+from ..entries.quantization import n_bytes
 from ..entries.queries import Captured
 from .attending import AttendingCache
-from .gathered import Gathered
-from .token_ranking import TokenRanking
+from .token_ranking import Pair, TokenRanking
 
 # Newest entries that every token reads; when there are more, the older half is ranked with the prompt's entries.
 MAX_RECENT = 512
@@ -27,80 +26,61 @@ class SparseKVCache(AttendingCache):
     """
 
     is_compressed = True
-    keys = keys_of(attrgetter("_gathered"))
+    keys = keys_of(attrgetter("ranking.answer"))
 
     def __init__(self, ranking: TokenRanking):
         self.ranking = ranking
         self.layer = ranking.view.layer
-        self.offset = n = len(ranking.view)
         self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
-        self._gathered = Gathered()
-        if n:
-            self._gathered.append(*ranking.always_read())
-            mx.eval(self._gathered.always())
 
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
         """Copy the cache; the copy shares the prompt's entries."""
         other = copy.copy(self)
-        other._gathered = copy.deepcopy(self._gathered, memo)
         other.ranking = copy.deepcopy(self.ranking, memo)
         return other
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    @property
+    def offset(self) -> int:  # type: ignore[override]
+        return self.ranking.n_prompt + self.ranking.answer.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Append keys and values `(B, n_kv_heads, L, head_dim)` of new tokens, and return them for `attend`."""
-        self._gathered.append(keys, values)
-        self.offset += keys.shape[2]
+        self.ranking.answer.update_and_fetch(keys, values)
         return keys, values
 
     def choose(
         self, captured: Captured, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return the entries chosen, with the means and the entries that every token reads, and the means' bias."""
-        if self.ranking.n_read == 0:
-            return *self._gathered.always(), None
-        start = self.offset - captured.heads.shape[2]
-        chosen, bias = self.ranking.choose(captured, start)
-        keys, values = self._gathered.read(chosen, self.ranking.residual)
-        if self._n_recent > self._most_recent:
-            self._move_recent(MAX_RECENT // 2)
+        """Return the means, the entries chosen and the entries that every token reads, and the means' bias."""
+        ranking = self.ranking
+        if ranking.n_read == 0:
+            return *ranking.read(None), None
+        places, bias = ranking.choose(captured, self.offset - captured.heads.shape[2])
+        keys, values = ranking.read(places)
+        if ranking.n_newest > self._most_recent:
+            ranking.choose_up_to(ranking.stop + MAX_RECENT // 2)
         return keys, values, bias
 
     @property
-    def _n_recent(self) -> int:
-        """Return the number of newest entries of prompt and answer that every token reads."""
-        return self._gathered.n - self.ranking.n_first
-
-    def _move_recent(self, n: int) -> None:
-        """Rank the `n` oldest recent entries with the others from now on; tokens no longer always read them."""
-        start = self.ranking.n_first
-        self.ranking.choose_among(rows(self._gathered.always(), start, start + n))
-        self._gathered.remove(start, n)
-
-    def entries_since(self, position: int) -> tuple[mx.array, mx.array]:
-        """Return the keys and values of the tokens from `position` on, `(B, n_kv_heads, n, head_dim)`."""
-        recent = self.offset - self._n_recent
-        view = self.ranking.view
-        start = self.ranking.n_first + max(0, position - recent)
-        newest = rows(self._gathered.always(), start, self._gathered.n)
-        if position >= recent:
-            return newest
-        older = view.read_keys(position, recent), view.read_values(position, recent)
-        return join(older, newest)
+    def answer(self) -> Pair:
+        """The keys and values of the answer's tokens, `(B, n_kv_heads, n, head_dim)`."""
+        return self.ranking.answer.keys_and_values()
 
     @property
     def state(self) -> tuple:
-        return self._gathered.keys, self._gathered.values
+        return self.ranking.answer.keys, self.ranking.answer.values
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries that every token reads, without their positions."""
-        return Entries(*self._gathered.always())
+        return Entries(*self.ranking.read(None))
 
     @property
-    def sample(self) -> tuple[mx.array, mx.array]:
-        return self._gathered.always()
+    def sample(self) -> Pair:
+        return self.ranking.view.read_keys(0, 1), self.ranking.view.read_values(0, 1)
 
     def size(self) -> int:
-        return self.n_means + self.ranking.n_read + self._gathered.n
+        ranking = self.ranking
+        return ranking.n_means + ranking.n_first + ranking.n_read + ranking.n_newest
 
     @property
     def n_means(self) -> int:
@@ -110,11 +90,8 @@ class SparseKVCache(AttendingCache):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the bytes that a token reads, the index included."""
-        if self._gathered.keys is None:
-            return 0
-        one = n_bytes(rows(self._gathered.always(), 0, 1))
         index = self.ranking.view.index
-        return one * self.n_entries + (0 if index is None else index.nbytes)
+        return n_bytes(self.sample) * self.n_entries + (0 if index is None else index.nbytes)
 
     def empty(self) -> bool:
         return False

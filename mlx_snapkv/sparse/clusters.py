@@ -8,14 +8,12 @@ The entries of an answer arrive 256 at a time and form one cluster.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..entries.quantization import join, rows
 from ..entries.spans import BLOCK_SIZE, spans
-from .selection import multiples
 
 # Entries per cluster, on average: smaller clusters cost a token more means to read, which leaves it fewer entries to
 # choose (measured by scripts/measure_rest.py).
@@ -132,17 +130,10 @@ def _joined(parts: list[Clusters]) -> Clusters:
 def _sums(n: int, ids: mx.array, counts: mx.array) -> mx.array:
     """Sum int32 counts by their cluster ids `(B, n_kv_heads, m)`: `(B, n_kv_heads, n)`."""
     B, H, _ = ids.shape
-    bins = ids + multiples(B * H, n).reshape(B, H, 1)
-    sums = _zeros(B * H * n).at[bins.flatten()].add(mx.broadcast_to(counts, bins.shape).flatten())
+    bins = ids + mx.arange(0, B * H * n, n).reshape(B, H, 1)
+    counts = mx.broadcast_to(counts, bins.shape)
+    sums = mx.zeros(B * H * n, mx.int32).at[bins.flatten()].add(counts.flatten())
     return sums.reshape(B, H, n)
-
-
-@lru_cache(64)
-def _zeros(n: int) -> mx.array:
-    """Return `n` int32 zeros, kept because every decoded token needs them."""
-    zeros = mx.zeros(n, mx.int32)
-    mx.eval(zeros)
-    return zeros
 
 
 def clusters_of(entries: Any, start: int = 0) -> Clusters:

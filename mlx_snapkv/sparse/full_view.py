@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ class FullView(Entries):
     """All entries of a layer, which are read a block at a time.
 
     Args:
-        views: parts of the entries in order of position; they do not change while the view is used.
+        views: parts of the entries in order of position.
 
     Attributes:
         index: ranks the entries; None ranks them by their exact votes.
@@ -40,8 +41,17 @@ class FullView(Entries):
         return self._entries.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
-        """Return these entries and then those of `view`, without an index."""
-        return FullView([self._entries, view], self.layer)
+        """Return a view of these entries with a copy of their index, which `extend` extends by entries of `view`."""
+        longer = FullView([self._entries, view], self.layer)
+        longer._entries.limit = len(self)
+        longer.index = copy.deepcopy(self.index)
+        return longer
+
+    def extend(self, n: int) -> None:
+        """Include the entries up to position `n`, and append their keys to the index."""
+        self._entries.limit = n
+        if self.index is not None:
+            self._completed(self.index)
 
     def gather(self, positions: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys and values, plain, of the entries at uint32 `positions` `(B, n_kv_heads, n)`."""

@@ -115,10 +115,6 @@ class HeldRows:
                 self._last = _Buffer(rows(read(), 0, n - before))
         self._first.n = min(self._first.n, n)
 
-    def is_contiguous(self, n: int) -> bool:
-        """Return whether the first `n` rows are in one array."""
-        return n <= self._first.n
-
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the spans of `[start, stop)` whose rows are in one array each, as `read` needs them."""
         begin = self._first.n

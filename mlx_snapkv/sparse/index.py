@@ -24,7 +24,6 @@ from ..entries.attention import nan_scores
 from ..entries.quantization import Stored, join
 from ..entries.queries import Queries
 from ..entries.spans import spans
-from .compiled import compiled
 from .held_rows import HeldRows, MakeAside
 
 EXACT_ENTRIES = (
@@ -156,9 +155,6 @@ class KeyIndex:
 
         Returns: `(B, n_kv_heads, n)` float32, at most 0; 0 is best.
         """
-        if self.codes.is_contiguous(n) and n <= self._block(observed.heads):
-            codes = self.codes.read_at_least(0, n)
-            return _relevance(observed.heads, observed.scale, self._of_queries, n, *codes)
         queries = _scaled(observed.heads, observed.scale, self._mean.shape[1]) @ self._of_queries
         parts = list(self._parts(self._block(observed.heads), n))
         if 4 * math.prod(observed.heads.shape[:3]) * n <= self._logit_bytes:
@@ -225,15 +221,6 @@ def _scaled(heads: mx.array, scale: float, n_kv_heads: int) -> mx.array:
     """Scale queries `(B, n_heads, m, head_dim)` and group them: `(B, n_kv_heads, group * m, head_dim)` float32."""
     B, _, _, D = heads.shape
     return (heads.astype(mx.float32) * scale).reshape(B, n_kv_heads, -1, D)
-
-
-@compiled
-def _relevance(
-    heads: mx.array, scale: float, factors: mx.array, n: int, codes: mx.array, powers: mx.array
-) -> mx.array:
-    """Compute `KeyIndex.relevance` of the first `n` keys if their codes are in one array."""
-    queries = _scaled(heads, scale, factors.shape[1]) @ factors
-    return _below(_logits(n, queries, codes, powers))
 
 
 def _below(logits: mx.array) -> mx.array:

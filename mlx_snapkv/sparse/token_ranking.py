@@ -5,125 +5,149 @@ from __future__ import annotations
 import copy
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from ..entries.attention import attention_votes
-from ..entries.entries import Entries
-from ..entries.quantization import n_rows, rows
+from ..entries.quantization import join, rows
 from ..entries.queries import Captured, Queries
 from ..entries.quota import Quota
 from .clusters import Clusters, WholeBlocks, clusters_of
-from .compiled import compiled
 from .full_view import FullView
 from .residual import WEIGHING_QUERIES, Example, Residual, best_factors, distances
-from .selection import n_of_groups, top_of_groups
+from .selection import best_places
 from .stores import MemoryStore
+
+Pair = tuple[mx.array, mx.array]  # keys and values `(B, n_kv_heads, n, head_dim)`
 
 
 class TokenRanking:
     """Chooses the entries between sink and window that a token reads: those that its own queries rank highest.
+
+    Entries are numbered by their position in prompt and answer:
+
+        [0 : n_first)      the sink, read by every token
+        [n_first : stop)   chosen from; unread entries are seen as means
+        [stop : n)         the window and the answer's newest entries, read by every token
 
     Args:
         prompt: all entries of the prompt; without an index they are ranked by their exact votes.
         quota: how many entries a token reads: sink and window always, the others by its queries.
 
     Attributes:
-        view: entries of the prompt, and entries of the answer that tokens choose among.
+        view: entries of the prompt, and older entries of the answer that tokens choose from.
+        answer: all entries of the answer.
         residual: the weighed means of unread entries; None before `weigh_residual`, or if nothing can be weighed.
         n_first: entries of the sink.
-        n_read: entries that a token chooses.
+        stop: position of the first entry after the sink that every token reads.
     """
 
     residual: Residual | None = None
-    n_read: int
 
     def __init__(self, prompt: FullView, quota: Quota):
         n = len(prompt)
-        self._prompt = self.view = prompt
-        self._answer: MemoryStore | None = None  # entries of the answer that tokens choose among
+        self._prompt = prompt
+        self.answer = KVCache()
+        self.view = prompt.followed_by(MemoryStore(cache=self.answer))
         self.n_first = min(quota.n_sink, n)
-        self._stop = max(self.n_first, n - quota.n_window)  # entries from here on are always read
-        self._n_chosen = max(0, quota.entries - quota.n_sink - (n - self._stop))
-        self._count()
+        self.stop = max(self.n_first, n - quota.n_window)
+        self._n_chosen = max(0, quota.entries - quota.n_sink - (n - self.stop))
+        self._set_always_read()
 
-    def always_read(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values of the prompt's entries that every token reads: the sink and the window."""
-        ends = [mx.arange(self.n_first), mx.arange(self._stop, len(self._prompt))]
-        places = mx.concatenate(ends).astype(mx.uint32)
-        return self._prompt.gather(mx.broadcast_to(places, (*self._heads, places.size)))
+    def __deepcopy__(self, memo: dict) -> TokenRanking:
+        """Copy the ranking; the copy shares the prompt's entries."""
+        other = copy.copy(self)
+        other.answer = copy.deepcopy(self.answer, memo)
+        other.view = self._prompt.followed_by(MemoryStore(cache=other.answer))
+        other.view.index = copy.deepcopy(self.view.index)
+        other.view.extend(len(self.view))
+        return other
+
+    @property
+    def n_prompt(self) -> int:
+        """Return the number of the prompt's entries."""
+        return len(self._prompt)
 
     @property
     def n_window(self) -> int:
-        """Return the number of the prompt's last entries, which every token reads."""
-        return max(0, len(self._prompt) - self._stop)
+        """Return the number of the prompt's last entries that every token reads."""
+        return max(0, self.n_prompt - self.stop)
+
+    @property
+    def n_read(self) -> int:
+        """Return the number of entries that a token chooses."""
+        return min(self._n_chosen, self.stop - self.n_first)
+
+    @property
+    def n_newest(self) -> int:
+        """Return the number of entries after those chosen from, which every token reads."""
+        return self.n_prompt + self.answer.offset - self.stop
 
     @property
     def n_means(self) -> int:
         """Return the number of cluster means that a token reads."""
         return 0 if self.residual is None else self.residual.clusters.n
 
-    def choose(
-        self, captured: Captured, start: int
-    ) -> tuple[tuple[mx.array, mx.array], mx.array | None]:
+    def choose(self, captured: Captured, start: int) -> tuple[mx.array, mx.array | None]:
         """Choose for the queries of the tokens from position `start` on, all together.
 
-        Returns: keys and values `(B, n_kv_heads, n_read, head_dim)`, and the bias of the means; see `Residual.bias`.
+        Returns: positions, uint32 `(B, n_kv_heads, n_read)`, and the bias of the means; see `Residual.bias`.
         """
         heads, scale, sinks, *_ = captured
-        tokens = range(start, start + heads.shape[2])
-        queries = Queries(heads, tokens, scale, sinks)
-        scores = self._scores(queries, self._stop)
-        if self.residual is None:
-            places = top_of_groups(scores, *self._among)
-            bias = None
-        else:
-            places, bias = _chosen_and_bias(self.residual, heads, scale, scores, *self._among)
-        return self.view.gather(places), bias
+        queries = Queries(heads, range(start, start + heads.shape[2]), scale, sinks)
+        places = self._best(queries, self.stop)
+        bias = None if self.residual is None else self.residual.bias(heads, scale, places)
+        return places, bias
 
-    def choose_among(self, oldest: tuple[mx.array, mx.array]) -> None:
-        """Let later tokens choose among these entries, the oldest ones after the sink that every token has read."""
-        n = n_rows(oldest)
+    def read(self, places: mx.array | None) -> Pair:
+        """Return the keys and values that a token reads: means, entries at `places`, and those that every token reads.
+
+        Args:
+            places: uint32 `(B, n_kv_heads, n)`; None reads the last group alone.
+        """
+        parts: list[Pair] = []
+        always = mx.broadcast_to(self._always_read, (*self._heads, self._always_read.size))
+        if places is not None:
+            if self.residual is not None:
+                parts.append((self.residual.clusters.keys, self.residual.clusters.values))
+            always = mx.concatenate([places, always], axis=-1)
+        if always.size:
+            parts.append(self.view.gather(always))
+        if self.answer.offset:
+            buffers = self.answer.keys, self.answer.values
+            parts.append(rows(buffers, max(0, self.stop - self.n_prompt), self.answer.offset))
+        return join(*parts)
+
+    def choose_up_to(self, stop: int) -> None:
+        """Let later tokens choose among the entries up to position `stop`, which every token has read until now."""
         n_viewed = len(self.view)
-        n_new = self._stop + n - n_viewed
-        if n_new > 0:  # entries of the answer, which are not in the view yet
-            self._extend_view(Entries(*rows(oldest, n - n_new, n)))
-        self._stop += n
-        self._count()
+        self.stop = stop
+        self._set_always_read()
+        if stop > n_viewed:
+            self.view.extend(stop)
         if self.residual is not None:
             clusters = self.residual.clusters
-            if n_new > 0:
+            if stop > n_viewed:
                 clusters = clusters.followed_by(clusters_of(self.view, n_viewed))
             self.residual = self.residual._replace(
                 clusters=clusters, choosable=self._choosable(clusters)
             )
 
-    def _count(self) -> None:
-        """Set the number of entries that a token chooses."""
-        n = self._stop - self.n_first
-        self.n_read = n_of_groups(n, self._n_chosen, len(self.view)) if self._n_chosen else 0
+    def _set_always_read(self) -> None:
+        """Note the positions in the prompt that every token reads: of the sink and the window."""
+        window = range(min(self.stop, self.n_prompt), self.n_prompt)
+        self._always_read = mx.array([*range(self.n_first), *window], mx.uint32)
 
-    def _scores(self, queries: Queries, stop: int) -> mx.array:
-        """Score the entries between sink and `stop` for `top_of_groups`: `(B, n_kv_heads, stop - n_first)`, at most 0,
-        higher for more attention."""
+    def _best(self, queries: Queries, stop: int) -> mx.array:
+        """Return the positions between sink and `stop` with the best scores, uint32 `(B, n_kv_heads, n)`."""
         if self.view.index is not None:
             scores = self.view.index.relevance(queries, stop)
         else:
             scores = -1 / attention_votes(self.view.blocks(), queries)
-        return scores[..., self.n_first : stop]
+        return best_places(scores[..., self.n_first : stop], self._n_chosen, self.n_first)
 
     def _choosable(self, clusters: Clusters) -> mx.array:
         """Count the entries of each cluster that a token may choose: `(B, n_kv_heads, n_clusters)`."""
-        return clusters.sizes_between(self.n_first, self._stop)
-
-    def _extend_view(self, entries: Entries) -> None:
-        """Append entries of the answer to the view and its index."""
-        if self._answer is None:
-            self._answer = MemoryStore()
-            self.view = self._prompt.followed_by(self._answer)
-            self.view.index = copy.deepcopy(self._prompt.index)
-        n = len(self.view)
-        self._answer.append(entries)
-        if self.view.index is not None:
-            self.view.index.append(self.view.read_keys(n, len(self.view)))
+        return clusters.sizes_between(self.n_first, self.stop)
 
     def weigh_residual(self, queries: Queries, earlier: WholeBlocks | None = None) -> None:
         """Cluster all entries and find each head's mass and temperature for the prompt's last queries.
@@ -134,7 +158,7 @@ class TokenRanking:
             queries: the prompt's last queries, which see all entries before them.
             earlier: clusters of the first entries, if an earlier turn has made them.
         """
-        if self.n_read in (0, self._stop - self.n_first):
+        if self.n_read in (0, self.stop - self.n_first):
             return
         clusters = self._clusters(earlier)
         queries = queries.latest(WEIGHING_QUERIES)
@@ -172,34 +196,10 @@ class TokenRanking:
         read = (positions < self.n_first) | ((positions >= stop) & (positions <= position))
         read = mx.broadcast_to(read, (*self._heads, positions.size))
         if stop > self.n_first:
-            places = top_of_groups(self._scores(query, stop), *self._among)
-            read = mx.put_along_axis(read, places, mx.array(True), axis=-1)
+            read = mx.put_along_axis(read, self._best(query, stop), mx.array(True), axis=-1)
         return read[:, :, None]
-
-    @property
-    def _among(self) -> tuple[int, int, int]:
-        """Return arguments of `top_of_groups`: how many to choose, the first position, and the number of entries."""
-        return self._n_chosen, self.n_first, len(self.view)
 
     @property
     def _heads(self) -> tuple[int, ...]:
         """Return `(B, n_kv_heads)`."""
         return self.view.blocks().shape[:2]
-
-    def __deepcopy__(self, memo: dict) -> TokenRanking:
-        """Copy the ranking; the copy shares the prompt's entries."""
-        other = copy.copy(self)
-        if self._answer is not None:
-            other._answer = MemoryStore(cache=copy.deepcopy(self._answer.cache, memo))
-            other.view = self._prompt.followed_by(other._answer)
-            other.view.index = copy.deepcopy(self.view.index)
-        return other
-
-
-@compiled
-def _chosen_and_bias(
-    residual: Residual, queries: mx.array, scale: float, scores: mx.array, *among: int
-) -> tuple[mx.array, mx.array]:
-    """Return `top_of_groups` of the scores, and the bias of the means for this choice."""
-    places = top_of_groups(scores, *among)
-    return places, residual.bias(queries, scale, places)

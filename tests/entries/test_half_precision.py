@@ -12,7 +12,7 @@ from mlx_snapkv.compress.selection import top_positions
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.sparse.bias import biased
+from mlx_snapkv.sparse.attending import biased
 from mlx_snapkv.sparse.clusters import Clusters
 from mlx_snapkv.sparse.index import KeyIndex
 from mlx_snapkv.sparse.options import PAGE_SIZE

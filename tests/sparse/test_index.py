@@ -6,14 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from entry_helpers import normal
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.sparse import held_rows
 from mlx_snapkv.sparse.index import KeyIndex, index_bytes
-from mlx_snapkv.sparse.selection import GROUP_SIZE, n_of_groups, top_of_groups
 from mlx_snapkv.sparse.stores.file import AsideFile
 
 B, H, GROUPS, D, T = 1, 2, 3, 64, 600
@@ -154,43 +150,3 @@ def test_taken_back_and_copied(low_rank):
     index.truncate(200)
     index.append(keys[:, :, 200:])
     assert len(index) == T and mx.array_equal(index.relevance(asking(queries), T), wanted)
-
-
-def test_the_best_of_groups():
-    n = 3 * GROUP_SIZE + 17
-    scores = -mx.abs(normal(1, 2, n))
-    top = top_of_groups(scores, 800)
-    assert top.shape == (1, 2, n_of_groups(n, 800)) == (1, 2, 800)
-    for row, places in zip(*(np.array(x[0]) for x in (scores, top))):
-        assert len(set(places)) == len(places)
-        best = np.argsort(-row)[:800]
-        assert len(set(best) & set(places)) > 750
-    run = (
-        mx.full((1, 1, 3 * GROUP_SIZE), -1.0).at[..., 500:520].add(1)
-    )  # neighbours are kept together
-    assert set(range(500, 520)) <= set(np.array(top_of_groups(run, 32))[0, 0])
-    assert top_of_groups(scores, 10**6).tolist() == [[[*range(n)]] * 2]
-
-
-SCORES = st.floats(-(2.0**20), 0, width=32, allow_subnormal=False)  # whose digits are fewer
-
-
-@given(st.data())
-def test_the_best_between_two_places(data):
-    """Exact within a group, but for scores that are nearly the same."""
-    n = data.draw(st.integers(1, 600))
-    first = data.draw(st.integers(0, n - 1))
-    m = data.draw(st.integers(1, n - first))
-    k = data.draw(st.integers(1, m))
-    scores = data.draw(arrays(np.float32, m, elements=SCORES))
-    places = np.array(top_of_groups(mx.array(scores)[None, None], k, first, n))[0, 0]
-    assert len(set(places)) == len(places) == n_of_groups(m, k, n) == k
-    assert first <= places.min() and places.max() < first + m
-    if others := set(range(first, first + m)) - set(places.tolist()):
-        least = scores[places - first].min()
-        assert all(scores[i - first] <= least * (1 - 2**-12) for i in others)
-
-
-def test_what_is_no_candidate_is_not_chosen():
-    scores = mx.where(mx.arange(300) % 3 == 0, -mx.inf, -1.0)[None, None]
-    assert (np.array(top_of_groups(scores, 200)) % 3 != 0).all()

@@ -83,14 +83,21 @@ class Store(EntryView):
 
 
 class JoinedView(EntryView):
-    """The entries of several views, one after the other."""
+    """The entries of several views, one after the other.
+
+    Attributes:
+        limit: the most entries that are in the view; None for all.
+    """
+
+    limit: int | None = None
 
     def __init__(self, views: Sequence[EntryView]):
         self._parts: list[Any] = list(views)
 
     @property
     def n_entries(self) -> int:  # type: ignore[override]
-        return sum(part.n_entries for part in self._parts)
+        n = sum(part.n_entries for part in self._parts)
+        return n if self.limit is None else min(n, self.limit)
 
     @property
     def waits(self) -> bool:  # type: ignore[override]
@@ -117,11 +124,11 @@ class JoinedView(EntryView):
         return join(*(part.read(which, a, b) for part, a, b in self._within(start, stop)))
 
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
-        if len(self._parts) == 1:
-            return self._parts[0].gather(places)
         gathered: Any = ()
         first = 0
         for part, _, n in self._within(0, self.n_entries):
+            if n == self.n_entries:
+                return part.gather(places)
             # Places outside the part read any of its entries, which other parts replace.
             entries = part.gather(mx.clip(places, first, first + n - 1) - first)
             if gathered:
