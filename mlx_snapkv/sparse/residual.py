@@ -193,7 +193,8 @@ def _summed(
 
 def best_factors(distances: mx.array) -> tuple[mx.array, mx.array]:
     """Return log mass and temperature with the smallest of `distances`, `(B, n_kv_heads, group, 1, 1)` each."""
-    best = mx.array(PAIRS)[mx.argmin(distances, axis=0)]
-    mass, temperature = best[..., 0], best[..., 1]
+    # Two arrays instead of two views of one, which a kernel would copy for every token.
+    best = mx.argmin(distances, axis=0)
+    mass, temperature = (mx.array(factors)[best] for factors in zip(*PAIRS))
     log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, SMALLEST_MASS)), HIDDEN)
     return log_mass[..., None, None], temperature[..., None, None]

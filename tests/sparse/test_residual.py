@@ -254,3 +254,10 @@ def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(demo_llama, sm
     together = batch_generate(model, tokenizer, prompts, max_tokens=12, **options).texts
     alone = [batch_generate(model, tokenizer, [p], max_tokens=12, **options).texts for p in prompts]
     assert together == [text for (text,) in alone]
+
+
+def test_factors_are_contiguous_for_the_kernels():
+    found = residual.best_factors(normal(len(residual.PAIRS), 1, H, GROUP, seed=3))
+    mx.eval(found)
+    assert [x.shape for x in found] == [(1, H, GROUP, 1, 1)] * 2
+    assert all(memoryview(x).c_contiguous for x in found)

@@ -1,0 +1,54 @@
+// The header of the kernels on CUDA: the words of Metal's language that the bodies use. In a body, `threadgroup` occurs
+// only where an array is declared, and `device` only in types of pointers.
+#define UNROLL _Pragma("unroll")
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef unsigned long long ulong;
+typedef unsigned int atomic_uint;
+
+#define threadgroup __shared__
+#define thread_position_in_threadgroup threadIdx
+#define threadgroup_position_in_grid blockIdx
+#define thread_index_in_simdgroup (threadIdx.x & 31u)
+#define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
+#define threadgroup_barrier(flags) __syncthreads()           // orders global memory within the block, too
+
+#define atomic_load_explicit(at, order) (*(const volatile unsigned int*)(at))
+#define atomic_store_explicit(at, x, order) (*(volatile unsigned int*)(at) = (x))
+#define atomic_fetch_add_explicit(at, x, order) atomicAdd((at), (x))
+
+// Numbers that are read at once.
+template <class N, int size> struct alignas(size * sizeof(N)) vec {
+  N numbers[size];
+  __device__ N operator[](uint i) const { return numbers[i]; }
+};
+
+template <class To, class From> __device__ inline To as_type(From x) {
+  static_assert(sizeof(To) == sizeof(From), "as_type needs equal sizes");
+  To y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+// A warp is a SIMD group; all 32 lanes take part.
+template <class N> __device__ inline N simd_shuffle(N x, uint from) { return __shfl_sync(0xFFFFFFFFu, x, from); }
+template <class N> __device__ inline N simd_shuffle_xor(N x, uint mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+template <class N> __device__ inline N simd_sum(N x) {
+  for (uint mask = 16; mask > 0; mask >>= 1) x += simd_shuffle_xor(x, mask);
+  return x;
+}
+template <class N> __device__ inline N simd_max(N x) {
+  for (uint mask = 16; mask > 0; mask >>= 1) x = max(x, simd_shuffle_xor(x, mask));
+  return x;
+}
+template <class N> __device__ inline N simd_prefix_exclusive_sum(N x) {
+  N sum = x;
+  for (uint step = 1; step < 32; step <<= 1) {
+    const N before = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+    if (thread_index_in_simdgroup >= step) sum += before;
+  }
+  return sum - x;
+}
+
+// Last: __device__ itself is a macro with this word in it.
+#define device

@@ -1,0 +1,311 @@
+"""Choose and attend for one token of one request in four GPU kernels: score, select, attend, merge.
+
+The bodies of the kernels are Metal and CUDA alike; `metal.h` and `cuda.h` are their headers. All lengths and counts are
+in the array `params`, so that no kernel is compiled again when a text grows:
+
+    0 means             4 entries                    8 stride of a head of own_keys  12 scale, as the bits of a float
+    1 chosen places     5 entries of the prompt      9 stride of a row of own_keys   13 capacity of codes
+    2 end of the sink   6 stride of a head of keys  10 items of a split              14 capacity of cluster ids
+    3 window's start    7 stride of a row of keys   11 splits                        15 groups of score, see `choose`
+
+A call launches its kernels and nothing else. Arguments are whole buffers, as the caches hold them, with their free
+rows: MLX would copy a view of a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+THREADS = {"score": 256, "select": 512, "attend": 256, "merge": 256}  # per threadgroup
+SCORE_BLOCK = 1024  # entries that `score` takes together
+ATTEND_BLOCK = 128  # items that `attend` takes together
+SCORE_GROUPS = 128  # threadgroups of `score`, each of which projects the queries again
+MAX_SPLITS = 128  # splits of a token's items
+MAX_MEANS = 4096  # counters that `select` has in threadgroup memory
+N_PARAMS = 16  # fewer than 8 numbers would be in Metal's constant memory
+NO_SINK = -1e30
+
+INPUTS = {
+    "score": ["queries", "projection", "codes", "powers", "params"],
+    "select": ["block_maxima", "offsets", "ids", "choosable", "params"],
+    "attend": [
+        "queries", "keys", "values", "own_keys", "own_values", "mean_keys", "mean_values", "unread", "log_mass",
+        "temperature", "places", "params",
+    ],
+    "merge": ["partial", "top", "total", "sinks", "params"],
+}  # fmt: skip
+OUTPUTS: dict[str, dict[str, mx.Dtype | None]] = {
+    "score": {"block_maxima": mx.float32, "offsets": mx.float16},
+    "select": {"places": mx.uint32, "unread": mx.uint32, "ranks": mx.uint16},
+    "attend": {"partial": mx.float32, "top": mx.float32, "total": mx.float32},
+    "merge": {"output": None},  # None: the dtype of the queries
+}
+
+Buffer = tuple[mx.array, mx.array]  # keys and values `(1, n_kv_heads, capacity, head_dim)`
+
+
+class Means(NamedTuple):
+    """Means of clusters, and how a token weighs them.
+
+    Attributes:
+        keys: mean keys `(1, n_kv_heads, n_means, head_dim)`, in the queries' dtype.
+        values: mean values, of the same shape and dtype.
+        unread: number of unread entries of each cluster, uint32 or int32 `(1, n_kv_heads, n_means)`; see `choose`.
+        log_mass: log mass of each head, float32 `(1, n_kv_heads, group, 1, 1)`; see `Residual`.
+        temperature: temperature of each head, float32, of the same shape.
+    """
+
+    keys: mx.array
+    values: mx.array
+    unread: mx.array
+    log_mass: mx.array
+    temperature: mx.array
+
+
+def choose(
+    queries: mx.array,
+    scale: float,
+    *,
+    projection: mx.array,
+    codes: mx.array,
+    powers: mx.array,
+    k: int,
+    first: int,
+    stop: int,
+    ids: mx.array | None = None,
+    choosable: mx.array | None = None,
+) -> tuple[mx.array, mx.array | None]:
+    """Choose the `k` entries of `[first, stop)` with the highest scores, and count the unread entries of each cluster.
+
+    A score is `KeyIndex.relevance` in half precision. Ties go to lower positions.
+
+    Args:
+        queries: `(1, n_heads, 1, head_dim)`, with the heads of a KV head together.
+        projection: from queries to the index's components, float32 `(1, n_kv_heads, head_dim, K)`.
+        codes: the index's codes, uint32 `(1, n_kv_heads, capacity, K / 8)`.
+        powers: the codes' powers of two, uint8 `(1, n_kv_heads, capacity, K / 32)`.
+        k: at least 1, at most `stop - first`.
+        first, stop: end of the sink, and start of the window.
+        ids: the cluster of each entry, uint16 `(1, n_kv_heads, n)`; None without means.
+        choosable: entries of each of at most `MAX_MEANS` clusters in `[first, stop)`, int32
+            `(1, n_kv_heads, n_means)`; None without means.
+
+    Returns: positions, uint32 `(1, n_kv_heads, k)`, ascending; and the clusters' unread entries, uint32
+        `(1, n_kv_heads, n_means)`, or None without means.
+    """
+    shape = Shape.of(queries, codes)
+    H = shape.n_kv_heads
+    n_means = 0 if choosable is None else choosable.shape[2]
+    n_blocks = math.ceil(stop / SCORE_BLOCK)
+    n_groups = min(n_blocks, max(1, SCORE_GROUPS // H))
+    clusters = (_absent(mx.uint16), _absent(mx.int32)) if choosable is None else (ids, choosable)
+    params = params_of(
+        n_means=n_means,
+        n_places=k,
+        first=first,
+        stop=stop,
+        scale=scale,
+        code_capacity=codes.shape[2],
+        id_capacity=0 if ids is None else ids.shape[2],
+        n_score_groups=n_groups,
+    )
+    scores = run(
+        "score", shape, [queries, projection, codes, powers, params], (n_groups, H),
+        [(shape.n_heads, n_blocks), (shape.n_heads, stop)],
+    )  # fmt: skip
+    places, unread, _ = run(
+        "select", shape, [*scores, *clusters, params], (H, 1),
+        [(1, H, k), (1, H, max(1, n_means)), (H, stop)],
+    )  # fmt: skip
+    return places, None if choosable is None else unread
+
+
+def attend(
+    queries: mx.array,
+    prompt: Buffer,
+    answer: Buffer,
+    scale: float,
+    *,
+    n_prompt: int,
+    n: int,
+    first: int,
+    stop: int,
+    places: mx.array | None = None,
+    means: Means | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attend to the means, the entries at `places`, the sink `[0, first)`, and the newest entries `[stop, n)`.
+
+    Args:
+        queries: `(1, n_heads, 1, head_dim)`, with the heads of a KV head together.
+        prompt: whole buffers whose first `n_prompt` rows are the first entries, in the queries' dtype.
+        answer: whole buffers whose rows are the entries from position `n_prompt` on; not read if `n == n_prompt`.
+        n: number of entries.
+        first, stop: end of the sink, and start of the window.
+        places: positions of chosen entries, uint32 `(1, n_kv_heads, k)`; None for no chosen entries.
+        means: None to hide unread entries.
+        sinks: `(n_heads,)` logits of attention sinks.
+
+    Returns: `(1, n_heads, 1, head_dim)` in the queries' dtype.
+    """
+    shape = Shape.of(queries, prompt[0])
+    n_means = 0 if means is None else means.keys.shape[2]
+    n_places = 0 if places is None else places.shape[2]
+    n_items = n_means + n_places + first + n - stop
+    items_per_split, n_splits = _splits(n_items)
+    params = params_of(
+        n_means=n_means,
+        n_places=n_places,
+        first=first,
+        stop=stop,
+        n=n,
+        n_prompt=n_prompt,
+        strides=(*_strides(prompt[0]), *_strides(answer[0])),
+        splits=(items_per_split, n_splits),
+        scale=scale,
+    )
+    parts = run(
+        "attend",
+        shape,
+        [
+            queries,
+            *prompt,
+            *answer,
+            *(_no_means(queries.dtype) if means is None else means),
+            _absent(mx.uint32) if places is None else places,
+            params,
+        ],
+        (n_splits, shape.n_kv_heads),
+        [(shape.n_heads, n_splits, shape.head_dim), *[(shape.n_heads, n_splits)] * 2],
+    )
+    logits_of_sinks = _no_sinks(shape.n_heads) if sinks is None else sinks
+    inputs = [*parts, logits_of_sinks, params]
+    return run("merge", shape, inputs, (shape.n_heads, 1), [queries.shape])[0]
+
+
+class Shape(NamedTuple):
+    """The shape and dtype of queries, and the number of KV heads."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    dtype: mx.Dtype
+
+    @classmethod
+    def of(cls, queries: mx.array, entries: mx.array) -> Shape:
+        """Return the shape of queries `(1, n_heads, 1, head_dim)` that read entries `(1, n_kv_heads, ...)`."""
+        return cls(queries.shape[1], entries.shape[1], queries.shape[3], queries.dtype)
+
+
+def run(
+    name: str,
+    shape: Shape,
+    inputs: Sequence[mx.array | None],
+    groups: tuple[int, int],
+    output_shapes: Sequence[tuple[int, ...]],
+) -> list[mx.array]:
+    """Return the outputs of a kernel; `groups` is the grid of threadgroups."""
+    launch = kernel(name, shape.head_dim, shape.n_heads // shape.n_kv_heads, shape.dtype)
+    return launch(
+        inputs=list(inputs),
+        output_shapes=output_shapes,
+        output_dtypes=[dtype or shape.dtype for dtype in OUTPUTS[name].values()],
+        grid=(groups[0] * THREADS[name], groups[1], 1),  # MLX counts threads
+        threadgroup=(THREADS[name], 1, 1),
+    )
+
+
+@lru_cache(None)
+def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..., list[mx.array]]:
+    """Build a kernel for a head size, a number of query heads per KV head, and a dtype of queries and entries."""
+    on_cuda = mx.cuda.is_available()
+    make: Any = mx.fast.cuda_kernel if on_cuda else mx.fast.metal_kernel
+    built = make(
+        name=f"snapkv_{name}",
+        input_names=INPUTS[name],
+        output_names=list(OUTPUTS[name]),
+        source=_read(f"{name}.metal"),
+        header=header(name) + _read("cuda.h" if on_cuda else "metal.h"),
+        ensure_row_contiguous=True,  # a view would be read wrongly, so MLX copies it; buffers are not copied
+    )
+    template = [("T", dtype), ("D", head_dim), ("GROUP", group)]
+
+    def launch(**arguments: Any) -> list[mx.array]:
+        return built(template=template, **arguments)
+
+    return launch
+
+
+def header(name: str) -> str:
+    """Return the definitions of the constants in a kernel's body."""
+    constants = {
+        "THREADS": THREADS[name],
+        "SCORE_BLOCK": SCORE_BLOCK,
+        "ATTEND_BLOCK": ATTEND_BLOCK,
+        "MAX_MEANS": MAX_MEANS,
+    }
+    return "".join(f"#define {constant} {value}\n" for constant, value in constants.items())
+
+
+def _read(name: str) -> str:
+    return Path(__file__).with_name(name).read_text()
+
+
+@lru_cache(256)
+def params_of(
+    *,
+    n_means: int,
+    n_places: int,
+    first: int,
+    stop: int,
+    scale: float,
+    n: int = 0,
+    n_prompt: int = 0,
+    strides: tuple[int, ...] = (0, 0, 0, 0),
+    splits: tuple[int, int] = (0, 0),
+    code_capacity: int = 0,
+    id_capacity: int = 0,
+    n_score_groups: int = 0,
+) -> mx.array:
+    """Return the array `params`, which the layers of a token share."""
+    items = n_means, n_places, first, stop, n, n_prompt
+    scale_bits = int(np.float32(scale).view(np.uint32))
+    index = code_capacity, id_capacity, n_score_groups
+    return mx.array(np.array([*items, *strides, *splits, scale_bits, *index], np.uint32))
+
+
+def _splits(n_items: int) -> tuple[int, int]:
+    """Return the number of items of a split, a multiple of `ATTEND_BLOCK`, and the number of splits."""
+    n_blocks = math.ceil(n_items / (ATTEND_BLOCK * MAX_SPLITS))
+    return ATTEND_BLOCK * n_blocks, math.ceil(n_items / (ATTEND_BLOCK * n_blocks))
+
+
+def _strides(buffer: mx.array) -> tuple[int, int]:
+    """Return the strides of a head and of a row, in numbers, of a contiguous buffer."""
+    _, _, capacity, head_dim = buffer.shape
+    return capacity * head_dim, head_dim
+
+
+@lru_cache(None)
+def _absent(dtype: mx.Dtype) -> mx.array:
+    """Return an array for an argument that the kernel will not read."""
+    return mx.array([0] * N_PARAMS, dtype)
+
+
+def _no_means(dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    """Return arrays in the place of `Means`."""
+    numbers = _absent(dtype)
+    return numbers, numbers, _absent(mx.uint32), _absent(mx.float32), _absent(mx.float32)
+
+
+@lru_cache(None)
+def _no_sinks(n_heads: int) -> mx.array:
+    """Return logits of attention sinks that take no share."""
+    return mx.array([NO_SINK] * n_heads, mx.float32)

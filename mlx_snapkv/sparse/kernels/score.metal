@@ -1,0 +1,97 @@
+  // Score entries for the GROUP query heads of a KV head: logits of the index, from the MXFP4 codes of its components.
+  //
+  // n_groups threadgroups for each KV head take blocks of SCORE_BLOCK entries in turn. Each code is decoded once for
+  // all query heads.
+  //
+  // Inputs:
+  //   queries     (n_heads, D), the heads of a KV head together
+  //   projection  (n_kv_heads, D, K) float32, from queries to components
+  //   codes       (n_kv_heads, capacity, K / 8) uint32, eight codes per word, the first one in the lowest bits
+  //   powers      (n_kv_heads, capacity, K / 32) uint8, powers of two with a bias of 127
+  // Outputs:
+  //   block_maxima  (n_heads, n_blocks) float32, the largest logit of each block
+  //   offsets       (n_heads, n_scored) half, logit minus the block's maximum, at least -65504
+  //
+  // A logit that is infinite or NaN counts as the lowest.
+  constexpr uint K = (D + 63) / 64 * 32;                 // components: half of D, in whole groups of 32
+  constexpr uint WORDS = K / 8, POWERS = K / 32;
+  constexpr uint EACH = SCORE_BLOCK / THREADS;           // entries of a thread
+  constexpr uint SIMD_GROUPS = THREADS / 32;
+  constexpr float LOWEST = -3e38f;
+  threadgroup float component[GROUP * K], decoded[16], simd_maximum[GROUP * SIMD_GROUPS];
+  const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
+  const uint simd = simdgroup_index_in_threadgroup;
+  const uint kv_head = threadgroup_position_in_grid.y, n_groups = params[15];
+  const uint n_scored = params[3], capacity = params[13];
+  const uint n_blocks = (n_scored + SCORE_BLOCK - 1) / SCORE_BLOCK;
+  const float scale = as_type<float>(params[12]);
+
+  // E2M1: one bit of sign, two of exponent, one of mantissa.
+  if (tid < 16) {
+    const uint exponent = (tid >> 1) & 3u, mantissa = tid & 1u;
+    const float size = exponent == 0 ? 0.5f * float(mantissa)
+                                     : (1.0f + 0.5f * float(mantissa)) * float(1u << (exponent - 1));
+    decoded[tid] = tid < 8 ? size : -size;
+  }
+  // Neighbouring threads compute neighbouring components, so that they read neighbouring numbers.
+  for (uint i = tid; i < GROUP * K; i += THREADS) {
+    const uint head = kv_head * GROUP + i / K, c = i % K;
+    float sum = 0;
+    for (uint d = 0; d < D; d++) {
+      sum += float(queries[head * D + d]) * scale * projection[(kv_head * D + d) * K + c];
+    }
+    component[i] = sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (uint block = threadgroup_position_in_grid.x; block < n_blocks; block += n_groups) {
+    // A thread takes the entries tid, tid + THREADS, ... of the block, so that neighbouring threads read neighbouring
+    // entries. After the last entry it takes the last entry again, which changes no maximum.
+    float logit[EACH][GROUP];
+    uint row[EACH];
+    UNROLL for (uint e = 0; e < EACH; e++) {
+      row[e] = kv_head * capacity + min(block * SCORE_BLOCK + e * THREADS + tid, n_scored - 1);
+      UNROLL for (uint g = 0; g < GROUP; g++) logit[e][g] = 0;
+    }
+    for (uint p = 0; p < POWERS; p++) {  // 32 components, in four words, share a power
+      vec<uint, 4> word[EACH];
+      float power[EACH];
+      UNROLL for (uint e = 0; e < EACH; e++) {
+        word[e] = *(const device vec<uint, 4>*)(codes + row[e] * WORDS + 4 * p);
+        // The bits are those of a float: 0 becomes 0 instead of 2^-127, and 255 becomes infinity.
+        power[e] = as_type<float>(uint(powers[row[e] * POWERS + p]) << 23);
+      }
+      UNROLL for (uint w = 0; w < 4; w++) {
+        for (uint c = 0; c < 8; c++) {
+          float number[EACH];
+          UNROLL for (uint e = 0; e < EACH; e++) number[e] = decoded[(word[e][w] >> (4 * c)) & 15u] * power[e];
+          UNROLL for (uint g = 0; g < GROUP; g++) {
+            const float q = component[g * K + 32 * p + 8 * w + c];
+            UNROLL for (uint e = 0; e < EACH; e++) logit[e][g] += q * number[e];
+          }
+        }
+      }
+    }
+    // Find the block's maximum for each query head.
+    UNROLL for (uint g = 0; g < GROUP; g++) {
+      float maximum = LOWEST;
+      UNROLL for (uint e = 0; e < EACH; e++) {
+        if (!(fabs(logit[e][g]) < -LOWEST)) logit[e][g] = LOWEST;  // infinite, or NaN
+        maximum = max(maximum, logit[e][g]);
+      }
+      maximum = simd_max(maximum);
+      if (lane == 0) simd_maximum[g * SIMD_GROUPS + simd] = maximum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (uint g = 0; g < GROUP; g++) {
+      const uint head = kv_head * GROUP + g;
+      float maximum = LOWEST;
+      for (uint s = 0; s < SIMD_GROUPS; s++) maximum = max(maximum, simd_maximum[g * SIMD_GROUPS + s]);
+      if (tid == 0) block_maxima[head * n_blocks + block] = maximum;
+      UNROLL for (uint e = 0; e < EACH; e++) {
+        const uint entry = block * SCORE_BLOCK + e * THREADS + tid;
+        if (entry < n_scored) offsets[head * n_scored + entry] = half(max(logit[e][g] - maximum, -65504.0f));
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }

@@ -1,0 +1,187 @@
+"""Compare the GPU kernels with the plain path on this machine, before a request uses them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from ...entries.queries import Queries
+from ..clusters import Clusters, k_means, mean_by_cluster
+from ..index import KeyIndex
+from ..residual import Residual
+from .launch import Buffer, Means, attend, choose
+
+HEAD_SIZES = (64, 80, 96, 128, 192, 256)
+MAX_GROUP = 16  # query heads per KV head
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+
+# The test's layer: entries of prompt and answer, free rows, and what a token reads.
+N_KV_HEADS, N_PROMPT, N_ANSWER, FREE_ROWS = 2, 4100, 7, 249
+K, N_SINK, STOP, N_CLUSTERS = 300, 4, 4036, 17
+HALF_ROUNDING = 2e-3  # relative; the kernels compare scores in half precision
+# The largest difference, as a share of the largest number of the plain path's output in float32.
+TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+
+
+def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
+    """Return why the kernels are not used here for this shape and dtype; None if they pass their self-test.
+
+    The test runs once per process for each shape and dtype. It raises nothing.
+
+    Args:
+        group: query heads per KV head.
+        dtype: dtype of queries, keys and values.
+    """
+    if not (mx.metal.is_available() or mx.cuda.is_available()):
+        return "there is no GPU"
+    if mx.default_device().type != mx.gpu:
+        return "MLX computes on the CPU"
+    if head_dim not in HEAD_SIZES:
+        return f"heads have {head_dim} channels; the kernels know {', '.join(map(str, HEAD_SIZES))}"
+    if not 1 <= group <= MAX_GROUP:
+        return f"{group} query heads share a KV head; the kernels know 1 to {MAX_GROUP}"
+    if dtype not in DTYPES:
+        return f"the kernels do not know {str(dtype).removeprefix('mlx.core.')}"
+    return _failure(head_dim, group, dtype)
+
+
+@lru_cache(None)
+def _failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
+    """Run the self-test, and return in words what failed; None if nothing did."""
+    try:
+        return found_difference(head_dim, group, dtype)
+    except Exception as error:  # a compiler's error, or an error of the device
+        message = str(error).strip() or type(error).__name__
+        return f"the self-test failed: {message.splitlines()[0][:200]}"
+
+
+def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
+    """Compare the kernels with the plain path for a layer of random entries; return in words what differs."""
+    case = _Case(head_dim, group, dtype)
+    places, unread = choose(
+        case.queries,
+        case.scale,
+        projection=case.projection,
+        codes=case.codes,
+        powers=case.powers,
+        k=K,
+        first=N_SINK,
+        stop=STOP,
+        ids=case.residual.clusters.ids,
+        choosable=case.residual.choosable,
+    )
+    assert unread is not None
+    mx.eval(places, unread)
+    with mx.stream(mx.cpu):  # some GPUs round the factors of float32 products
+        if not case.are_best(places):
+            return "the kernels choose other entries than the plain path"
+        if not mx.array_equal(unread, case.unread(places)).item():
+            return "the kernels count other unread entries than the plain path"
+    clusters = case.residual.clusters
+    means = Means(clusters.keys, clusters.values, unread, *case.residual[2:])
+    output = attend(
+        case.queries,
+        case.prompt,
+        case.answer,
+        case.scale,
+        n_prompt=N_PROMPT,
+        n=N_PROMPT + N_ANSWER,
+        first=N_SINK,
+        stop=STOP,
+        places=places,
+        means=means,
+        sinks=case.sinks,
+    )
+    mx.eval(output)
+    with mx.stream(mx.cpu):
+        expected = case.attention(places)
+        difference = mx.abs(output.astype(mx.float32) - expected).max()
+        error = float((difference / mx.abs(expected).max()).item())  # type: ignore[arg-type]
+    if not error <= TOLERANCES[dtype]:  # NaN, too
+        return f"the kernels' attention differs from the plain path by {error:.1g} of its largest number"
+    return None
+
+
+class _Case:
+    """A token, and a layer of random entries with the same numbers every time."""
+
+    def __init__(self, head_dim: int, group: int, dtype: mx.Dtype):
+        n_heads = N_KV_HEADS * group
+        self.scale = head_dim**-0.5
+        seeds = mx.random.split(mx.random.key(73), 7)
+        # Some channels are larger than others, and all keys share a part. Keys of models are so.
+        sizes = mx.exp(mx.random.normal((1, N_KV_HEADS, 1, head_dim), key=seeds[0]))
+        self.queries = mx.random.normal((1, n_heads, 1, head_dim), key=seeds[1]).astype(dtype)
+        self.prompt, self.answer = (
+            _buffers(sizes, n, dtype, seeds[i]) for i, n in ((2, N_PROMPT), (3, N_ANSWER))
+        )
+        keys, values = (x[:, :, :N_PROMPT] for x in self.prompt)
+        index = KeyIndex(keys, self.queries)
+        index.append(keys)
+        with mx.stream(mx.cpu):
+            self._scores = index.relevance(Queries(self.queries, range(1), self.scale), STOP)
+        self.codes, self.powers = index.codes.in_memory[:2]
+        self.projection = index.state[2]
+        ids, mean_keys = k_means(keys, N_CLUSTERS)
+        clusters = Clusters(ids, mean_keys, mean_by_cluster(values, ids, N_CLUSTERS))
+        shape = 1, N_KV_HEADS, group, 1, 1
+        self.residual = Residual(
+            clusters,
+            clusters.sizes_between(N_SINK, STOP),
+            mx.random.uniform(-2, 0.5, shape, key=seeds[4]),
+            mx.random.uniform(0.5, 1, shape, key=seeds[5]),
+        )
+        self.sinks = mx.random.normal((n_heads,), key=seeds[6])
+        mx.eval(self.__dict__)
+
+    def are_best(self, places: mx.array) -> bool:
+        """Return whether `places` ascend, and are the K entries with the highest scores, in half precision."""
+        scores = np.array(self._scores)[0, :, N_SINK:]
+        for row, chosen in zip(scores, np.array(places)[0].astype(np.int64) - N_SINK):
+            if chosen[0] < 0 or chosen[-1] >= row.size or (np.diff(chosen) <= 0).any():
+                return False
+            others = np.delete(row, chosen)
+            if others.max() - row[chosen].min() > HALF_ROUNDING * (1 - others.max()):
+                return False
+        return True
+
+    def unread(self, places: mx.array) -> mx.array:
+        """Count each cluster's entries that are not read, `(1, n_kv_heads, n_clusters)`."""
+        return self.residual.choosable - self.residual.clusters.sizes(places)
+
+    def attention(self, places: mx.array) -> mx.array:
+        """Return the attention of the plain path in float32, `(1, n_heads, 1, head_dim)`."""
+        queries = self.queries.astype(mx.float32)
+        n_always = N_SINK + N_PROMPT - STOP
+        always = mx.concatenate([mx.arange(N_SINK), mx.arange(STOP, N_PROMPT)]).astype(mx.uint32)
+        always = mx.broadcast_to(always, (1, N_KV_HEADS, n_always))
+        rows = mx.concatenate([places, always], axis=-1)[..., None]
+        clusters = self.residual.clusters
+        read = []
+        for means, prompt, answer in zip(
+            (clusters.keys, clusters.values), self.prompt, self.answer
+        ):
+            parts = [means, mx.take_along_axis(prompt, rows, axis=2), answer[:, :, :N_ANSWER]]
+            read.append(mx.concatenate(parts, axis=2).astype(mx.float32))
+        bias = self.residual.bias(queries, self.scale, places)
+        n_entries = read[0].shape[2] - bias.shape[3]
+        mask = mx.pad(bias, [(0, 0), (0, 0), (0, 0), (0, n_entries)])
+        return mx.fast.scaled_dot_product_attention(
+            queries, *read, scale=self.scale, mask=mask, sinks=self.sinks
+        )
+
+
+def _buffers(sizes: mx.array, n: int, dtype: mx.Dtype, seed: mx.array) -> Buffer:
+    """Return random keys and values of `n` entries, with free rows of NaN, which no kernel may read."""
+    shape = 1, N_KV_HEADS, n, sizes.shape[-1]
+    of_keys, of_values = mx.random.split(seed)
+    keys = (mx.random.normal(shape, key=of_keys) + 2) * sizes
+    values = mx.random.normal(shape, key=of_values)
+    free = [(0, 0), (0, 0), (0, FREE_ROWS), (0, 0)]
+    padded = [
+        mx.pad(x.astype(dtype), free, constant_values=mx.array(mx.nan, dtype))
+        for x in (keys, values)
+    ]
+    return padded[0], padded[1]

@@ -1,0 +1,164 @@
+"""The GPU kernels on a CPU: their bodies are compiled as C++ with `kernel_shim.h`, and called through ctypes."""
+
+import ctypes
+import hashlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_snapkv.sparse.kernels import launch
+
+HERE = Path(__file__).parent
+BODIES = Path(launch.__file__).parent
+COMPILER = shutil.which("g++") if sys.platform == "linux" else None
+OF_MODEL = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat"}
+C_TYPES = {**OF_MODEL, mx.uint32: "uint", mx.int32: "int", mx.uint16: "ushort", mx.uint8: "uchar"}
+# The dtypes of inputs; `None` is the queries' dtype.
+INPUT_DTYPES = {
+    "projection": mx.float32, "codes": mx.uint32, "powers": mx.uint8, "params": mx.uint32,
+    "block_maxima": mx.float32, "offsets": mx.float16, "ids": mx.uint16, "choosable": mx.int32,
+    "unread": mx.uint32, "log_mass": mx.float32, "temperature": mx.float32, "places": mx.uint32,
+    "partial": mx.float32, "top": mx.float32, "total": mx.float32, "sinks": mx.float32,
+}  # fmt: skip
+
+
+class ShimError(Exception):
+    """The shim found an error in a kernel, such as a barrier that not all threads reach."""
+
+
+@dataclass
+class Launch:
+    """A kernel's launch that can be repeated: its inputs and outputs are bytes."""
+
+    library: ctypes.CDLL
+    name: str
+    inputs: list[np.ndarray]
+    output_sizes: list[int]
+    groups: tuple[int, int]
+
+    def run(self, seed, skipped_line=-1):
+        """The outputs.
+
+        seed: of the order in which threads run.
+        skipped_line: the line of a barrier in the body to leave out.
+        """
+        # What a kernel does not write is NaN.
+        outputs = [np.full(size, 0xFF, np.uint8) for size in self.output_sizes]
+        buffers = [*self.inputs, *outputs]
+        pointers = (ctypes.c_void_p * len(buffers))(*(x.ctypes.data for x in buffers))
+        run = getattr(self.library, f"run_{self.name}")
+        run.restype = ctypes.c_char_p
+        if error := run(pointers, *self.groups, seed, skipped_line):
+            raise ShimError(f"{self.name}: {error.decode()}")
+        return outputs
+
+
+class Shim:
+    """Stands in for a GPU: `kernel` returns what `launch.kernel` returns.
+
+    Attributes:
+        bodies: the folder of the kernels' bodies.
+        launches: all launches so far.
+    """
+
+    def __init__(self, bodies=BODIES):
+        self.bodies = bodies
+        self.launches = []
+
+    def kernel(self, name, head_dim, group, dtype):
+        library = compiled(head_dim, group, dtype, self.bodies)
+
+        def run(*, inputs, output_shapes, output_dtypes, grid, threadgroup):
+            assert threadgroup == (launch.THREADS[name], 1, 1) and grid[0] % threadgroup[0] == 0
+            for label, x in zip(launch.INPUTS[name], inputs):
+                assert fits(x.dtype, INPUT_DTYPES.get(label, dtype)), (label, x.dtype)
+            outputs = list(zip(output_shapes, output_dtypes))
+            sizes = [math.prod(shape) * of.size for shape, of in outputs]
+            groups = grid[0] // threadgroup[0], grid[1]
+            this = Launch(library, name, [as_bytes(x) for x in inputs], sizes, groups)
+            self.launches.append(this)
+            found = this.run(seed=len(self.launches))
+            return [
+                mx.view(mx.array(x), of).reshape(shape) for x, (shape, of) in zip(found, outputs)
+            ]
+
+        return run
+
+
+def fits(dtype, of_input):
+    """A kernel can read an array's dtype as its input: integers of one size are alike."""
+    both = mx.issubdtype(dtype, mx.integer) and mx.issubdtype(of_input, mx.integer)
+    return dtype == of_input or (both and dtype.size == of_input.size)
+
+
+def as_bytes(array):
+    """The bytes of an array."""
+    flat = mx.contiguous(array).flatten()
+    return np.array(mx.view(flat, mx.uint8))
+
+
+@cache
+def compiled(head_dim, group, dtype, folder):
+    """The four kernels for a head size, a group and a dtype, as a shared library."""
+    code = source(head_dim, group, dtype)
+    bodies = [path.read_text() for path in sorted(folder.glob("*.metal"))]
+    text = "\n".join([code, (HERE / "kernel_shim.h").read_text(), *bodies])
+    # Workers of one test run share the library.
+    libraries = Path(tempfile.gettempdir(), f"kernel-shim-{os.getuid()}")
+    libraries.mkdir(mode=0o700, exist_ok=True)
+    path = libraries / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=libraries) as work:
+            Path(work, "kernels.cpp").write_text(code)
+            command = [
+                COMPILER,
+                "-std=c++17",
+                "-O1",
+                "-shared",
+                "-fPIC",
+                "-fno-gnu-unique",
+                "-fno-strict-aliasing",
+                f"-I{HERE}",
+                f"-I{folder}",
+            ]
+            subprocess.run([*command, "kernels.cpp", "-o", "kernels.so"], cwd=work, check=True)
+            os.replace(Path(work, "kernels.so"), path)
+    return ctypes.CDLL(str(path))
+
+
+def source(head_dim, group, dtype):
+    """C++ with one function for each kernel, with the parameters that MLX writes."""
+    parts = ['#include "kernel_shim.h"', f"typedef {OF_MODEL[dtype]} T;"]
+    parts.append(f"constexpr int D = {head_dim}, GROUP = {group};")
+    for name in launch.INPUTS:
+        inputs = {label: INPUT_DTYPES.get(label, dtype) for label in launch.INPUTS[name]}
+        outputs = {label: of or dtype for label, of in launch.OUTPUTS[name].items()}
+        parameters = [f"const {C_TYPES[of]}* {label}" for label, of in inputs.items()]
+        parameters += [f"{C_TYPES[of]}* {label}" for label, of in outputs.items()]
+        types = [f"const {C_TYPES[of]}*" for of in inputs.values()]
+        types += [f"{C_TYPES[of]}*" for of in outputs.values()]
+        arguments = ", ".join(f"({of})shim::buffers[{i}]" for i, of in enumerate(types))
+        parts.append(
+            f"""
+{launch.header(name)}
+static void {name}({", ".join(parameters)}) {{
+#include "{name}.metal"
+}}
+extern "C" const char* run_{name}(void** buffers, uint x, uint y, uint seed, long skipped_line) {{
+  shim::seed = seed;
+  shim::skipped_line = skipped_line;
+  return shim::launch([] {{ {name}({arguments}); }}, buffers, x, y, THREADS);
+}}
+"""
+            + "".join(f"#undef {line.split()[1]}\n" for line in launch.header(name).splitlines())
+        )
+    return "\n".join(parts)

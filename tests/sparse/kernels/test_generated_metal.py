@@ -1,0 +1,143 @@
+"""The Metal source that MLX makes of each kernel: names, signature, address spaces; with clang also types."""
+
+import importlib.util
+import io
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from generated_kernels import metal_source
+from kernel_cases import VARIANTS
+
+from mlx_snapkv.sparse.kernels import launch
+from mlx_snapkv.sparse.kernels.launch import Means
+
+ATTRIBUTES = {
+    "thread_position_in_threadgroup", "threadgroup_position_in_grid", "thread_index_in_simdgroup",
+    "simdgroup_index_in_threadgroup",
+}  # fmt: skip
+# MLX puts fewer than 8 numbers into constant memory. Small models may have so few of these inputs.
+FEW = {
+    "block_maxima", "offsets", "ids", "choosable", "unread", "log_mass", "temperature", "places", "top", "total",
+    "sinks",
+}  # fmt: skip
+METAL_TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}
+CHOICES = [*((variant, False) for variant in VARIANTS), (VARIANTS[0], True)]
+STUB = Path(__file__).parents[2] / "metal_stub.h"
+
+
+@pytest.mark.parametrize("variant, few", CHOICES)
+@pytest.mark.parametrize("name", launch.INPUTS)
+def test_the_signature_fits_the_body(name, variant, few):
+    source = metal_source(name, *variant, few=FEW if few else ())
+    head_dim, group, dtype = variant
+    assert (
+        "template <typename T, int D, int GROUP>\n[[kernel]] void custom_kernel_snapkv_" + name
+        in source
+    )
+    assert source.rstrip().endswith(f"<{METAL_TYPES[dtype]}, {head_dim}, {group}>;")
+    signature, body = re.split(r"\) \{\n", source.split("[[kernel]]", 1)[1], maxsplit=1)
+    for label in launch.INPUTS[name]:
+        space = "constant" if few and label in FEW else "device"
+        assert re.search(rf"const {space} \w+\* {label} \[\[buffer", signature), label
+        assert re.search(rf"\b{label}\b", body), label
+    for label in launch.OUTPUTS[name]:
+        assert re.search(rf"\bdevice \w+\* {label} \[\[buffer", signature), label
+    assert set(re.findall(r"(\w+) \[\[\w+\]\]", signature)) <= ATTRIBUTES
+
+
+def clang():
+    """A command that runs clang, or None."""
+    if found := shutil.which("clang"):
+        return [found]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "clang"]
+    return None
+
+
+@pytest.mark.skipif(clang() is None, reason="there is no clang")
+@pytest.mark.parametrize("variant, few", CHOICES)
+@pytest.mark.parametrize("name", launch.INPUTS)
+def test_clang_finds_no_wrong_type_or_address_space(name, variant, few):
+    source = metal_source(name, *variant, few=FEW if few else ())
+    assert not complaints(source)
+
+
+@pytest.mark.skipif(clang() is None, reason="there is no clang")
+def test_clang_rejects_a_pointer_to_another_address_space():
+    source = metal_source("attend", *VARIANTS[0])
+    wrong = source.replace("const device T* value = ", "const device T* value = query; value = ")
+    assert wrong != source and "address_space" in complaints(wrong)
+
+
+def complaints(source):
+    """Errors and warnings of clang, where address spaces are attributes of C++."""
+    instance = re.sub(r"\[\[host_name.*?\]\] \[\[kernel\]\] ", "", source)
+    options = [
+        "-x",
+        "c++",
+        "-std=c++14",
+        "-fsyntax-only",
+        "-Wall",
+        "-Wno-unknown-attributes",
+        "-Wno-unused",
+        "-",
+    ]
+    done = subprocess.run(
+        [*clang(), *options, "-Wno-unused-command-line-argument"],
+        input=f'#include "{STUB}"\n{instance}', text=True, capture_output=True,
+    )  # fmt: skip
+    return done.stderr if done.returncode or "warning" in done.stderr else ""
+
+
+def launches(function, *arrays):
+    """The operations of a function's graph, on a Mac."""
+    found = []
+
+    def traced(*inputs):
+        outputs = function(*inputs)
+        dot = io.StringIO()
+        mx.export_to_dot(dot, *outputs)
+        found.extend(re.findall(r'\[label ="([^"]+)"', dot.getvalue()))
+        return outputs
+
+    mx.export_function(lambda _: None, traced, *arrays)
+    return found
+
+
+@pytest.mark.parametrize("with_means", [True, False])
+def test_a_token_launches_four_kernels_and_nothing_else(with_means):
+    H, group, D, n, k, n_means = 2, 4, 64, 2048, 100, 8
+
+    def token(queries, projection, codes, powers, ids, choosable, keys, own, mean_keys, factors):
+        clusters = {"ids": ids, "choosable": choosable} if with_means else {}
+        places, unread = launch.choose(
+            queries,
+            0.1,
+            projection=projection,
+            codes=codes,
+            powers=powers,
+            k=k,
+            first=4,
+            stop=2000,
+            **clusters,
+        )
+        means = Means(mean_keys, mean_keys, unread, factors, factors) if with_means else None
+        output = launch.attend(
+            queries, (keys, keys), (own, own), 0.1, n_prompt=n, n=n + 3, first=4, stop=2000, places=places,
+            means=means,
+        )  # fmt: skip
+        return [output]
+
+    arrays = [
+        mx.zeros((1, H * group, 1, D), mx.float16), mx.zeros((1, H, D, 32)),
+        mx.zeros((1, H, n, 4), mx.uint32), mx.zeros((1, H, n, 1), mx.uint8), mx.zeros((1, H, n), mx.uint16),
+        mx.zeros((1, H, n_means), mx.int32), mx.zeros((1, H, n, D), mx.float16),
+        mx.zeros((1, H, 256, D), mx.float16), mx.zeros((1, H, n_means, D), mx.float16),
+        mx.zeros((1, H, group, 1, 1)),
+    ]  # fmt: skip
+    assert launches(token, *arrays) == ["CustomKernel"] * 4

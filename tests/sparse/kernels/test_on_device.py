@@ -1,0 +1,39 @@
+"""The kernels on a GPU, Metal or CUDA, against float64 and the plain path."""
+
+import mlx.core as mx
+import pytest
+from kernel_cases import TOKENS, TOLERANCES, VARIANTS, Token
+
+from mlx_snapkv.sparse.kernels.self_test import HEAD_SIZES, found_difference
+
+pytestmark = pytest.mark.skipif(
+    not (mx.metal.is_available() or mx.cuda.is_available()), reason="there is no GPU"
+)
+
+
+# Hosted macOS machines have a GPU without bfloat16.
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+@pytest.mark.parametrize("head_dim", HEAD_SIZES)
+def test_kernels_equal_the_plain_path(head_dim, group, dtype):
+    assert found_difference(head_dim, group, dtype) is None
+
+
+@pytest.mark.parametrize("variant", [x for x in VARIANTS if x[2] != mx.bfloat16])
+@pytest.mark.parametrize("case", TOKENS)
+def test_attention_is_that_of_float64(variant, case):
+    assert Token(variant, **TOKENS[case]).difference() < TOLERANCES[variant[2]]
+
+
+def test_a_query_that_was_transposed_is_read_in_order():
+    token = Token(VARIANTS[1])
+    expected = token.attention()
+    token.queries = mx.contiguous(token.queries.swapaxes(1, 2)).swapaxes(1, 2)
+    assert mx.array_equal(expected, token.attention())
+
+
+def test_a_view_of_a_buffer_is_read_rightly():
+    token = Token(VARIANTS[1])
+    expected = token.attention()
+    token.prompt = [x[:, :, :910] for x in token.prompt]
+    assert mx.array_equal(expected, token.attention())
