@@ -23,6 +23,7 @@ from ..planning.machine import this_machine
 from ..planning.scores import is_fused
 from ..planning.shapes import METAL
 from ..planning.units import format_bytes
+from ..sparse.kernels.self_test import why_unused
 from .tables import Table
 
 
@@ -88,6 +89,7 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
         "memory": f"{format_bytes(machine.memory)}, {format_bytes(machine.usable)} of it for models",
         "wired limit": format_bytes(machine.usable) if METAL else "none, without Metal",
         "MLX computes with": backend(hardware["blas"]),
+        "GPU kernels": sparse_kernels(),
         "mlx-snapkv": f"{versions['mlx-snapkv']}, commit {about['commit']}",
         "mlx": versions["mlx"],
         "mlx-lm": versions["mlx-lm"],
@@ -116,6 +118,12 @@ def backend(blas: str) -> str:
     if mx.cuda.is_available():
         return "CUDA"
     return f"the CPU, BLAS: {blas}"
+
+
+def sparse_kernels() -> str:
+    """Return in words whether the kernels of sparse attention pass their self-test here, for a common shape."""
+    reason = why_unused(head_dim=128, group=4, dtype=mx.float16)
+    return "pass their self-test" if reason is None else f"not used: {reason}"
 
 
 def kernels(model: Any) -> str:

@@ -31,6 +31,9 @@ def test_a_bug_reports_figures_are_this_machines(call, tmp_path, monkeypatch):
     assert gigabytes == pytest.approx(shutil.disk_usage(tmp_path).free / 1e9, rel=0.2)
     if mx.default_device() == mx.Device(mx.cpu):
         assert "CPU" in found["MLX computes with"] and "without Metal" in found["wired limit"]
+        assert found["GPU kernels"] == "not used: there is no GPU"
+    else:
+        assert found["GPU kernels"] == "pass their self-test"
 
 
 def test_it_is_a_table_which_a_models_attention_is_added_to(call, refused):
