@@ -53,8 +53,8 @@ def _failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
     try:
         return found_difference(head_dim, group, dtype)
     except Exception as error:  # a compiler's error, or an error of the device
-        message = str(error).strip() or type(error).__name__
-        return f"the self-test failed: {message.splitlines()[0][:200]}"
+        message = " ".join(str(error).split()) or type(error).__name__
+        return f"the self-test failed: {message[:300]}"
 
 
 def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:

@@ -76,9 +76,8 @@ def test_any_exception_is_a_reason(gpu, monkeypatch):
 
     monkeypatch.setattr(launch, "kernel", broken)
     reason = why_unused(64, 1, mx.float32)
-    assert (
-        reason == "the self-test failed: [metal::Device] Unable to build metal library from source"
-    )
+    assert reason.startswith("the self-test failed: [metal::Device] Unable to build metal library")
+    assert reason.endswith("source error: no")
 
 
 def test_it_runs_once(gpu, shim):
