@@ -7,6 +7,7 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
+from ...entries.attention import HIDDEN
 from ...entries.queries import Queries
 from ..clusters import Clusters, k_means, mean_by_cluster
 from ..index import KeyIndex
@@ -74,7 +75,7 @@ def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
     )
     assert unread is not None
     mx.eval(places, unread)
-    with mx.stream(mx.cpu):  # some GPUs round the factors of float32 products
+    with mx.stream(mx.cpu):
         if not case.are_best(places):
             return "the kernels choose other entries than the plain path"
         if not mx.array_equal(unread, case.unread(places)).item():
@@ -120,19 +121,18 @@ class _Case:
         keys, values = (x[:, :, :N_PROMPT] for x in self.prompt)
         index = KeyIndex(keys, self.queries)
         index.append(keys)
-        with mx.stream(mx.cpu):
+        with mx.stream(mx.cpu):  # GPUs may round the factors of float32 products
             self._scores = index.relevance(Queries(self.queries, range(1), self.scale), STOP)
         self.codes, self.powers = index.codes.in_memory[:2]
         self.projection = index.state[2]
         ids, mean_keys = k_means(keys, N_CLUSTERS)
         clusters = Clusters(ids, mean_keys, mean_by_cluster(values, ids, N_CLUSTERS))
         shape = 1, N_KV_HEADS, group, 1, 1
-        self.residual = Residual(
-            clusters,
-            clusters.sizes_between(N_SINK, STOP),
-            mx.random.uniform(-2, 0.5, shape, key=seeds[4]),
-            mx.random.uniform(0.5, 1, shape, key=seeds[5]),
-        )
+        log_mass = mx.random.uniform(-2, 0.5, shape, key=seeds[4])
+        log_mass[0, 0, 0] = HIDDEN  # a head without a residual
+        temperature = mx.random.uniform(0.5, 1, shape, key=seeds[5])
+        choosable = clusters.sizes_between(N_SINK, STOP)
+        self.residual = Residual(clusters, choosable, log_mass, temperature)
         self.sinks = mx.random.normal((n_heads,), key=seeds[6])
         mx.eval(self.__dict__)
 
