@@ -66,16 +66,18 @@ class Shim:
     """Stands in for a GPU: `kernel` returns what `launch.kernel` returns.
 
     Attributes:
+        libraries: a folder for compiled kernels.
         bodies: the folder of the kernels' bodies.
         launches: all launches so far.
     """
 
-    def __init__(self, bodies=BODIES):
+    def __init__(self, libraries, bodies=BODIES):
+        self.libraries = libraries
         self.bodies = bodies
         self.launches = []
 
     def kernel(self, name, head_dim, group, dtype):
-        library = compiled(head_dim, group, dtype, self.bodies)
+        library = compiled(head_dim, group, dtype, self.bodies, self.libraries)
 
         def run(*, inputs, output_shapes, output_dtypes, grid, threadgroup):
             assert threadgroup == (launch.THREADS[name], 1, 1) and grid[0] % threadgroup[0] == 0
@@ -107,14 +109,11 @@ def as_bytes(array):
 
 
 @cache
-def compiled(head_dim, group, dtype, folder):
-    """The four kernels for a head size, a group and a dtype, as a shared library."""
+def compiled(head_dim, group, dtype, folder, libraries):
+    """The four kernels for a head size, a group and a dtype, as a shared library in `libraries`."""
     code = source(head_dim, group, dtype)
     bodies = [path.read_text() for path in sorted(folder.glob("*.metal"))]
     text = "\n".join([code, (HERE / "kernel_shim.h").read_text(), *bodies])
-    # Workers of one test run share the library.
-    libraries = Path(tempfile.gettempdir(), f"kernel-shim-{os.getuid()}")
-    libraries.mkdir(mode=0o700, exist_ok=True)
     path = libraries / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=libraries) as work:

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from kernel_shim import COMPILER, Shim
 
@@ -5,10 +7,11 @@ from mlx_snapkv.sparse.kernels import launch
 
 
 @pytest.fixture
-def shim(monkeypatch):
-    """The kernels run on a CPU."""
+def shim(monkeypatch, tmp_path_factory):
+    """The kernels run on a CPU. All workers of a test run share the compiled kernels."""
     if COMPILER is None:
         pytest.skip("the shim needs g++ on Linux")
-    shim = Shim()
+    folder = tmp_path_factory.getbasetemp()
+    shim = Shim(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
     monkeypatch.setattr(launch, "kernel", shim.kernel)
     return shim

@@ -65,7 +65,7 @@ def test_a_barrier_that_diverges_is_an_error(shim, tmp_path, monkeypatch):
     body.write_text(
         body.read_text().replace("  threadgroup_barrier", "  if (tid < 40) threadgroup_barrier")
     )
-    monkeypatch.setattr(launch, "kernel", Shim(tmp_path).kernel)
+    monkeypatch.setattr(launch, "kernel", Shim(tmp_path, bodies=tmp_path).kernel)
     query, entries = mx.zeros((1, 1, 1, 64)), [mx.zeros((1, 1, 1, 64))] * 2
     with pytest.raises(ShimError, match="wait at different places"):
         launch.attend(query, entries, entries, 1.0, n_prompt=1, n=1, first=0, stop=0)
