@@ -111,7 +111,8 @@ class WholeBlocks:
     def clusters(self) -> Clusters:
         """Return them with ids that count through all blocks."""
         first = (mx.arange(self.n_entries) // BLOCK_SIZE * CLUSTERS_PER_BLOCK).astype(mx.uint16)
-        return Clusters(self.ids + first, self.keys, self.values)
+        # A GPU kernel would copy a view for every token.
+        return Clusters(self.ids + first, mx.contiguous(self.keys), mx.contiguous(self.values))
 
 
 def _joined(parts: list[Clusters]) -> Clusters:

@@ -76,6 +76,9 @@ def test_they_grow_as_the_text_does():
         shorter.clusters().followed_by(clusters_of(entries, BLOCK_SIZE)), every
     )
     assert held.of_first(2 * BLOCK_SIZE) is held and held.of_first(BLOCK_SIZE - 1) is None
+    whole = shorter.clusters()
+    mx.eval(whole)
+    assert all(memoryview(x).c_contiguous for x in whole)
 
 
 def equal(one: Clusters, other: Clusters) -> bool:

@@ -10,7 +10,7 @@ if not (mx.metal.is_available() or mx.cuda.is_available()):
     pytest.skip("there is no GPU", allow_module_level=True)
 
 
-# `-k "not bfloat16"` is for the GPUs of hosted Macs, which do not have it.
+# The GPUs of hosted Macs have no bfloat16: `-k "not bfloat16"`.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [1, 4, 8, 16])
 @pytest.mark.parametrize("head_dim", HEAD_SIZES)
