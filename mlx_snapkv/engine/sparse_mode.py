@@ -14,7 +14,7 @@ from ..caches.layers import (
     kv_dtype,
 )
 from ..entries.attention import nan_scores
-from ..entries.quantization import rows
+from ..entries.quantization import KEYS, rows
 from ..entries.queries import Queries
 from ..planning.request_plan import Plan
 from ..sparse.cache import SparseKVCache
@@ -113,7 +113,11 @@ class SparseMode:
     def _require_numbers(self) -> None:
         """Raise SnapKVError if attention has produced NaN, by which nothing can be ranked."""
         last = self.layers[-1].cache_in(self._prompt_cache)
-        if last.n_queries and mx.isnan(last.queries).any().item():
+        if not last.n_queries:
+            return
+        view = last.views()[-1]
+        newest_key = view.read(KEYS, view.n_entries - 1, view.n_entries)
+        if (mx.isnan(last.queries).any() | mx.isnan(newest_key).any()).item():
             raise nan_scores()
 
     def full_view(self, layer: AttentionLayer) -> FullView:
@@ -139,6 +143,7 @@ class SparseMode:
             ranking.weigh_residual(self._voters(layer, view), cache.clusters)
         if ranking.residual is not None:
             cache.clusters = ranking.residual.clusters.whole_blocks()
+            mx.eval(ranking.residual)  # so that only one layer takes memory for this
         return ranking
 
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:

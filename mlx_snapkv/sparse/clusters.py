@@ -49,7 +49,7 @@ class Clusters(NamedTuple):
         if (n := self.n_entries // BLOCK_SIZE) == 0:
             return None
         ids = (self.ids[:, :, : n * BLOCK_SIZE] % CLUSTERS_PER_BLOCK).astype(mx.uint8)
-        mx.eval(ids)
+        mx.async_eval(ids)
         return WholeBlocks(ids, *rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK))
 
     def followed_by(self, other: Clusters) -> Clusters:
@@ -61,9 +61,9 @@ class Clusters(NamedTuple):
         return _sums(self.n, mx.take_along_axis(self.ids, places, axis=-1), ONE)
 
     def sizes_between(self, start: int, stop: int) -> mx.array:
-        """Count the entries `[start, stop)` by cluster, evaluated: int32 `(B, n_kv_heads, n_clusters)`."""
+        """Count the entries `[start, stop)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
         sizes = _sums(self.n, self.ids[:, :, start:stop], ONE)
-        mx.eval(sizes)
+        mx.async_eval(sizes)
         return sizes
 
     def sizes_where(self, flags: mx.array) -> mx.array:
@@ -71,7 +71,7 @@ class Clusters(NamedTuple):
         counts = []
         for i in range(flags.shape[2]):
             counts.append(_sums(self.n, self.ids, flags[:, :, i].astype(mx.int32)))
-            mx.eval(counts[-1])
+            mx.async_eval(counts[-1])
         return mx.stack(counts, axis=2)
 
 
@@ -124,7 +124,7 @@ def _joined(parts: list[Clusters]) -> Clusters:
         n += part.n
     keys, values = join(*((part.keys, part.values) for part in parts))
     joined = Clusters(mx.concatenate(ids, axis=2), keys, values)
-    mx.eval(joined.ids, keys, values)
+    mx.async_eval(joined.ids, keys, values)
     return joined
 
 
@@ -148,9 +148,9 @@ def clusters_of(entries: Any, start: int = 0) -> Clusters:
     for first, stop in spans(start, len(entries)):
         n = -(-(stop - first) // CLUSTER_SIZE)
         ids, keys = k_means(entries.read_keys(first, stop), n)
-        mx.eval(keys)  # before the values are read, perhaps from a file
+        mx.async_eval(keys)  # before the values are read, perhaps from a file
         values = mean_by_cluster(entries.read_values(first, stop), ids, n)
-        mx.eval(values)
+        mx.async_eval(values)
         blocks.append(Clusters(ids, keys, values))
     return _joined(blocks)
 
@@ -167,7 +167,7 @@ def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
     means = keys[:, :, evenly_spaced]
     for _ in range(K_MEANS_ROUNDS):
         ids = _nearest(keys.astype(mx.float32), means.astype(mx.float32))
-        mx.eval(ids)  # so that memory for one round is enough
+        mx.async_eval(ids)  # so that memory for one round is enough
         means = mean_by_cluster(keys, ids, n)
     return ids, means
 

@@ -15,6 +15,7 @@ from .held_rows import MakeAside
 from .index import MAX_SAMPLED_KEYS, KeyIndex, ranks_by_index
 from .stores import EntryView, JoinedView
 
+KEYS_QUANTISED_AT_ONCE = 4096  # limits the float32 copies of keys
 SAMPLED_PLACES = 16  # evenly spaced places of the text whose keys an index is made from
 
 
@@ -86,7 +87,8 @@ class FullView(Entries):
 
     def _completed(self, index: KeyIndex) -> KeyIndex:
         """Append the keys that the index lacks, and return it."""
-        for span in spans(len(index), len(self)):
+        index.reserve(len(self))
+        for span in spans(len(index), len(self), KEYS_QUANTISED_AT_ONCE):
             index.append(self.read_keys(*span))
         return index
 

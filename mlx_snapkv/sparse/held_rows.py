@@ -88,6 +88,10 @@ class HeldRows:
         """Return the bytes aside."""
         return self._n_aside * n_bytes(rows(self._first.stored, 0, 1))
 
+    def reserve(self, n: int) -> None:
+        """Make room for `n` rows in memory, or for the most that are kept there."""
+        self._first.reserve(n if self._aside is None else min(n, self._n_in_memory))
+
     def append(self, new: Stored) -> None:
         """Append rows. Raises: SnapKVError: there is no room for rows aside."""
         if self._aside is None:
@@ -166,9 +170,13 @@ class _Buffer:
         self.stored = stored
         self.n = n_rows(stored)
 
+    def reserve(self, n: int) -> None:
+        """Make room for at least `n` rows."""
+        if n > n_rows(self.stored):
+            self.stored = grown(rows(self.stored, 0, self.n), with_room(n) - self.n)
+
     def append(self, new: Stored) -> None:
         end = self.n + n_rows(new)
-        if end > n_rows(self.stored):
-            self.stored = grown(rows(self.stored, 0, self.n), with_room(end) - self.n)
+        self.reserve(end)
         write(self.stored, self.n, new)
         self.n = end

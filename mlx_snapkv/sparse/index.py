@@ -20,8 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..entries.attention import nan_scores
-from ..entries.quantization import Stored, join
+from ..entries.quantization import Stored
 from ..entries.queries import Queries
 from ..entries.spans import spans
 from .held_rows import HeldRows, MakeAside
@@ -29,7 +28,6 @@ from .held_rows import HeldRows, MakeAside
 EXACT_ENTRIES = (
     8192  # up to here a token ranks entries by exact attention, which costs more with every entry
 )
-KEYS_QUANTISED_AT_ONCE = 4096  # MLX's CPU backend takes 50 bytes of memory for each number of a key
 MAX_SAMPLED_KEYS = 4096  # keys that the principal components are computed from
 MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 MXFP4_GROUP = 32  # components per power of two
@@ -51,8 +49,6 @@ class KeyIndex:
             all channels alike.
         aside: makes the place for codes outside memory; see `HeldRows`.
 
-    Raises: SnapKVError: the keys contain NaN.
-
     Attributes:
         n_sampled_from: number of keys from which the sample was taken.
         codes: MXFP4 codes of the keys' components, and their powers of two.
@@ -67,8 +63,6 @@ class KeyIndex:
         B, H, self.n_sampled_from, D = keys.shape
         sample = keys.astype(mx.float32)
         size = _size(D)
-        if mx.isnan(sample).any().item():
-            raise nan_scores()
         weights = mx.ones((B, H, 1, D)) if queries is None else _channel_sizes(queries, H)
         self._mean = sample.mean(axis=2, keepdims=True)
         centred = (sample - self._mean) * weights
@@ -78,7 +72,7 @@ class KeyIndex:
         padding = [(0, 0), (0, 0), (0, 0), (0, -size % MXFP4_GROUP)]
         self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
         self._of_queries = mx.pad(vectors * largest / weights.swapaxes(-1, -2), padding)
-        mx.eval(self._mean, self._of_keys, self._of_queries)
+        mx.async_eval(self._mean, self._of_keys, self._of_queries)
         self.codes = HeldRows(no_codes(keys), aside=aside)
 
     def __len__(self) -> int:
@@ -89,15 +83,15 @@ class KeyIndex:
         """Return the bytes in memory."""
         return self.codes.nbytes
 
+    def reserve(self, n: int) -> None:
+        """Make room for `n` keys, so that `append` copies no codes."""
+        self.codes.reserve(n)
+
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
-        new = []
-        for start, stop in spans(0, keys.shape[2], KEYS_QUANTISED_AT_ONCE):
-            centred = keys[:, :, start:stop].astype(mx.float32) - self._mean
-            new.append(mx.quantize(centred @ self._of_keys, **MXFP4))
-            mx.eval(new[-1])
-        self.codes.append(join(*new))
-        mx.eval(self.codes.in_memory)
+        centred = keys.astype(mx.float32) - self._mean
+        self.codes.append(mx.quantize(centred @ self._of_keys, **MXFP4))
+        mx.eval(self.codes.in_memory)  # so that only one block takes memory
 
     def is_outgrown_by(self, n: int) -> bool:
         """Return whether `n` keys are at least twice as many as there were when the components were computed.
@@ -213,6 +207,7 @@ def _channel_sizes(queries: mx.array, n_kv_heads: int) -> mx.array:
 def _principal(centred: mx.array, n: int) -> mx.array:
     """Return the largest `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`."""
     covariance = centred.swapaxes(-1, -2) @ centred / centred.shape[2]
+    covariance = mx.where(mx.isfinite(covariance), covariance, 0)  # `eigh` would end the process
     _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # by ascending variance
     return vectors[..., : -n - 1 : -1]
 

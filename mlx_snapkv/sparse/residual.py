@@ -167,7 +167,7 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
         factor = mx.exp(before - top)
         every = _summed(every, factor, weights, values)
         read = _summed(read, factor, mx.where(is_read, weights, 0), values)
-        mx.eval(top, every, read)
+        mx.async_eval(top, every, read)
     of_sinks = example.mass_of_sinks(top)
     every, read = ((total + of_sinks, sums) for total, sums in (every, read))
     full, (total, sums) = every[1] / every[0], read

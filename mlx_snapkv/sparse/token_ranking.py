@@ -165,7 +165,7 @@ class TokenRanking:
         read = []
         for i in range(len(queries.places)):
             read.append(self._would_read(queries.between(i, i + 1)))
-            mx.eval(read)
+            mx.async_eval(read)  # so that the scores of one query take memory
         start = queries.places.start
         example = Example(
             queries.heads * queries.scale,
