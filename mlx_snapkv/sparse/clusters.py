@@ -150,7 +150,7 @@ def clusters_of(entries: Any, start: int = 0) -> Clusters:
         ids, keys = k_means(entries.read_keys(first, stop), n)
         mx.async_eval(keys)  # before the values are read, perhaps from a file
         values = mean_by_cluster(entries.read_values(first, stop), ids, n)
-        mx.async_eval(values)
+        mx.eval(values)  # so that only one block takes memory
         blocks.append(Clusters(ids, keys, values))
     return _joined(blocks)
 
