@@ -4,6 +4,7 @@ from .prerequisites import require
 
 
 def main() -> None:
+    """Check what MLX needs of the machine, then run the command line. An interrupt ends the process at once."""
     require()
     from .cli.process import exit_on_interrupt
 

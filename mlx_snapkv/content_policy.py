@@ -11,6 +11,7 @@ def content_policy(html: str, **more: str) -> str:
     """Return a Content-Security-Policy that allows a page's own scripts and styles.
 
     Args:
+        html: the page, whose `<script>` and `<style>` elements have no attributes.
         **more: further directives, such as `connect_src="'self'"`.
     """
     rules = ALLOW_NONE | {name.replace("_", "-"): value for name, value in more.items()}

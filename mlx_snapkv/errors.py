@@ -15,6 +15,7 @@ class Option:
     value: Any = None
 
     def __str__(self) -> str:
+        """Return the option as a keyword argument, such as "max_kv_size=512"; the name alone without a value."""
         return self.name if self.value is None else f"{self.name}={self.value}"
 
 
@@ -28,6 +29,7 @@ class SnapKVError(ValueError):
     """
 
     def __init__(self, message: str = "", *values: Any):
+        """Keep message and values apart, so that `message` can write each option for its reader."""
         super().__init__(message, *values)
         self._message = message
         self._values = values
@@ -45,6 +47,7 @@ class SnapKVError(ValueError):
         return self._message.format(*map(text, self._values))
 
     def __str__(self) -> str:
+        """Return the sentence with options as keyword arguments of Python."""
         return self.message()
 
 
@@ -52,11 +55,13 @@ class OptionError(SnapKVError):
     """An option's value is not allowed.
 
     Attributes:
+        option: the option's name.
         allowed: the allowed values, as the end of the sentence "the option must be ...".
         got: the given value.
     """
 
     def __init__(self, option: str, allowed: str, got: Any):
+        """Compose the sentence "OPTION must be ALLOWED, got VALUE"."""
         super().__init__("{} must be {}, got {!r}", Option(option), allowed, got)
         self.option = option
         self.allowed = allowed
@@ -71,6 +76,7 @@ class ConflictError(SnapKVError):
     """
 
     def __init__(self, option: Option, other: Option | str):
+        """Compose the sentence, which asks the user to drop one of the two options."""
         super().__init__("{} can't be combined with {}: drop one of them", option, other)
         self.options = option, other
 
@@ -95,6 +101,7 @@ class EntryFileError(SnapKVError):
     """
 
     def __init__(self, message: str, path: Path | None = None):
+        """Take a complete sentence, not a format string."""
         super().__init__(message)
         self.path = path
 
@@ -108,9 +115,11 @@ class Missing:
     """
 
     def __init__(self, sentence: str, **known: Any):
+        """Make a placeholder that has only the `known` attributes."""
         vars(self).update(known, _sentence=sentence)
 
     def __getattr__(self, name: str) -> Any:
+        """Raise the placeholder's SnapKVError; AttributeError for names with two underscores, as `copy` needs."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise SnapKVError(self._sentence)

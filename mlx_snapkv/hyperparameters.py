@@ -111,6 +111,7 @@ class Hyperparameters:
     implied_option: ClassVar[str | None] = None
 
     def __post_init__(self):
+        """Check the values of all fields. Raises: SnapKVError: a value is not allowed."""
         self._check_options()
 
     @classmethod

@@ -18,13 +18,12 @@ class JsonLines:
     Nothing is written before `open`, which locks the file for this process until `close`.
 
     Args:
+        path: the file, which need not exist.
         start: the first bytes of every line that this package writes.
-
-    Attributes:
-        is_empty: whether the file has no complete line.
     """
 
     def __init__(self, path: Path, start: bytes):
+        """Note the file's path; the file is not opened."""
         self.path, self._start = path, start
         self._file = -1
         self._size = 0  # bytes of whole lines
@@ -73,6 +72,7 @@ class JsonLines:
 
     @property
     def is_empty(self) -> bool:
+        """Return whether the file had no complete line when it was last read or written."""
         return self._size == 0
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ def path_of(name: str | Path, option: str | None = None) -> Path:
     """Return a name's path, with "~" replaced by the home folder.
 
     Args:
+        name: a path, absolute or relative to the current folder.
         option: the option that the name was given for, for the error's sentence.
 
     Raises: SnapKVError: there is no such home folder.

@@ -25,7 +25,8 @@ def complaint(
     """Return one sentence that says why the package can't run on a machine and what to do; None if it can run.
 
     Args:
-        system, machine: the values of `platform.system()` and `platform.machine()`.
+        system: the value of `platform.system()`.
+        machine: the value of `platform.machine()`.
         version: the Python version.
         macos: the macOS version; "" on other systems.
         mlx_error: the error of importing MLX; None if it was imported or not tried.
