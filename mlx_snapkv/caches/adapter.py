@@ -40,16 +40,19 @@ class FullCache(LayerCache):
     grows = True
 
     def __init__(self, cache: Any):
+        """Adapt the cache without copying its entries."""
         self.cache = cache
         if isinstance(cache, QuantizedKVCache):
             self.quantization = Quantization(cache.bits, cache.group_size)
 
     @property
     def offset(self) -> int:  # type: ignore[override]
+        """Return the number of tokens that mlx-lm's cache has read."""
         return self.cache.offset
 
     @property
     def sparse_from(self) -> int | None:  # type: ignore[override]
+        """Return the mark that `full_cache` left on mlx-lm's cache; None if the marked entry was trimmed since."""
         first = getattr(self.cache, "sparse_from", None)
         return first if first is not None and first < self.cache.offset else None
 
@@ -59,13 +62,16 @@ class FullCache(LayerCache):
 
     @property
     def sample(self) -> tuple[Stored, Stored]:
+        """Return the whole buffers, free rows included."""
         return self.cache.keys, self.cache.values
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
+        """Return the bytes of all entries, without free rows."""
         return n_bytes(rows(self.sample, 0, self.offset)) if self.offset else 0
 
     def size(self) -> int:
+        """Return the number of entries, one for every token."""
         return self.offset
 
     def held(self, n_queries: int = 0) -> Entries:
@@ -74,9 +80,11 @@ class FullCache(LayerCache):
         return Entries(keys, values, quantization=self.quantization)
 
     def saved_form(self) -> Any:
+        """Return mlx-lm's own cache."""
         return self.cache
 
     def trim(self, n: int) -> int:  # type: ignore[override]
+        """Drop up to `n` of the newest tokens, and return how many were dropped."""
         return self.cache.trim(n)
 
 
@@ -86,25 +94,31 @@ class StateCache(LayerCache):
     kv_nbytes = 0  # type: ignore[assignment]
 
     def __init__(self, cache: Any):
+        """Adapt the cache without copying its arrays."""
         self.cache = cache
 
     @property
     def offset(self) -> int:  # type: ignore[override]
+        """Return the number of tokens read; 0 for linear states, which don't count tokens."""
         return getattr(self.cache, "offset", 0)
 
     @property
     def sample(self) -> tuple[Stored, Stored]:
+        """Return the buffers of a sliding window. Raises: AttributeError: the cache is a linear state."""
         return self.cache.keys, self.cache.values
 
     def size(self) -> int:
+        """Return the number of entries in a sliding window; 0 for linear states."""
         return self.cache.size()
 
     def saved_form(self) -> Any:
+        """Return mlx-lm's own cache."""
         return self.cache
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Raises: TypeError: no policy can choose from this cache."""
+        """Refuse. Raises: TypeError: no policy can choose from this cache."""
         raise TypeError(f"a {type(self.cache).__name__} has no entries to choose from")
 
     def restorer(self) -> Callable[[], None]:
+        """Return a function that restores all attributes, because these caches can't be trimmed."""
         return restorer_of(self.cache)

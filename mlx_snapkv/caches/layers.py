@@ -32,10 +32,12 @@ class AttentionLayer:
     number: int = 0  # from 0 among the full-attention layers of this process
 
     def cache_in(self, prompt_cache: list) -> Any:
+        """Return the layer's cache in a prompt cache, as mlx-lm's loop sees it."""
         entry = prompt_cache[self.index]
         return entry if self.member is None else entry[self.member]
 
     def entries_in(self, prompt_cache: list) -> LayerCache:
+        """Return the layer's cache in a prompt cache, adapted to the contract of `LayerCache`."""
         return layer_cache(self.cache_in(prompt_cache))
 
     def put(self, prompt_cache: list, cache: Any) -> None:
@@ -92,13 +94,14 @@ class AttentionLayer:
         return mx.concatenate(by_kv_head, axis=2).flatten(1, 2)
 
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
-        return self  # a copied cache serves the same model
+        """Return the layer itself: a copied cache serves the same model."""
+        return self
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     """Return the model's full-attention layers, without linear and sliding-window layers.
 
-    Raises: UnsupportedModelError: there is none, or the model type can't be compressed.
+    Raises: UnsupportedModelError: the model has no such layer, or its type can't be compressed.
     """
     owners = attentions(model)
     # Linear layers have an `ArraysCache`, without entries.
@@ -162,7 +165,9 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
     """Check that the model can read quantised entries.
 
     Args:
+        layers: the model's full-attention layers.
         remedy: end of the error's sentence, with `{}` for the user's `option`.
+        option: the option that quantises entries, as the user gave it.
 
     Raises: UnsupportedModelError: its forward pass in mlx-lm reads plain entries only.
     """

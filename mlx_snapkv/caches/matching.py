@@ -64,6 +64,7 @@ def problem_of(cache: Any, model_cache: Any) -> str | None:
     """Return what is wrong with a loaded cache; None if nothing.
 
     Args:
+        cache: the loaded cache.
         model_cache: the model's own cache in its place, after one token.
     """
     replaces = type(model_cache) is KVCache and isinstance(cache, _REPLACES_KV_CACHE)

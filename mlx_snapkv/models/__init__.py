@@ -15,6 +15,7 @@ class CacheOwner:
 
     Attributes:
         attention: its attention module; None if its cache is left alone.
+        family: the description of the module's class.
         borrowers: attention modules of later layers, or of later passes, that read its entries.
     """
 

@@ -31,6 +31,7 @@ class Call:
     Attributes:
         recorder: the recording cache.
         attention: the attention module.
+        family: the description of the module's class.
         arguments: the call's positional arguments.
         borrowed: whether the module reads the entries of an earlier layer.
         captured: results of the module's RoPE or splits during the call, in order.
@@ -61,6 +62,7 @@ class Call:
         """Return the queries of an MLA module's call with their positional part, `(B, n_heads, L, width)`.
 
         Args:
+            captured: the queries that the module gave to the attention function.
             absorbed: whether `embed_q` has been applied to the queries; otherwise the result's `read` applies it.
         """
         positional = self.captured[0]
@@ -121,7 +123,7 @@ def forget() -> None:
 
 
 def lender_to(attention: Any) -> Any:
-    """Return the recording cache whose newest entries an attention module has yet to read; None if there is none."""
+    """Return the recording cache whose newest entries an attention module has yet to read; None if no cache waits."""
     for lender in _thread.lenders:
         if any(attention is borrower for borrower in lender.layer.borrowers):
             return lender

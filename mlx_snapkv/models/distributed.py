@@ -103,6 +103,13 @@ def split_of(model: Any) -> str | None:
 
 
 def require_whole(model: Any, what: str) -> None:
-    """Raises: SnapKVError: several Macs hold the model, and `what` needs one."""
+    """Check that this Mac holds the whole model.
+
+    Args:
+        model: a model that mlx-lm has loaded.
+        what: the beginning of the error's sentence, such as "prompt caches can't be saved".
+
+    Raises: SnapKVError: several Macs share the model.
+    """
     if split_of(model) is not None:
         raise SnapKVError(f"{what} on several Macs: start it without mlx.launch")

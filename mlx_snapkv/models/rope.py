@@ -34,6 +34,7 @@ def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.arra
     Args:
         rope: None returns `x`.
         x: `(B, n_heads, n, head_dim)`, the result.
+        offset: position of the first of the `n` vectors, or one position for each element of the batch.
     """
     x = x.astype(mx.float32)
     if rope is None or not x.size:
@@ -56,7 +57,7 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
     vectors = mx.broadcast_to(mx.stack([first, 1 - first])[:, None, None], (2, 1, n, head_dim))
     means = rope(mx.contiguous(vectors), start).mean(axis=2)
     from_first, from_second = means.reshape(2, head_dim, 1)
-    # In the row of a dimension, the column of the dimension itself and that of its partner are not 0.
+    # Each row has two columns that are not 0: the dimension's own, and its partner's.
     is_first = first[:, None] > 0
     from_own = mx.where(is_first, from_first, from_second)
     from_partner = mx.where(is_first, from_second, from_first)

@@ -53,6 +53,7 @@ class TakenOver:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        """Return one line for the user that names every value and says where it comes from."""
         values = (
             f"{name} ({value['rope_type']})" if isinstance(value, Mapping) else f"{name}={value}"
             for name, value in self.values.items()
@@ -179,11 +180,11 @@ def _rope_scaling(
 
 
 def _without_layer_types(name: str, values: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters` as one dict, also if it has a dict for each layer type.
+    """Return `rope_parameters` as one dict, and join the dicts of layer types if there are several.
 
-    If sliding-window layers have a base of their own, the dict has it as "local rope_theta".
+    The dict's key "local rope_theta" is the base of sliding-window layers, if they have one of their own.
 
-    Raises: SnapKVError: it is not an object, or mlx-lm's family can't express how its layer types differ.
+    Raises: SnapKVError: `values` is not an object, or mlx-lm's family can't express how its layer types differ.
     """
     if not isinstance(values, Mapping):
         raise SnapKVError(f"{ROPE_PARAMETERS} in its config.json must be an object, got {values!r}")
