@@ -64,6 +64,7 @@ class BlockKVCache(EvictingCache):
         quantization: Quantization | None = None,
         counting: AttentionCount | None = None,
     ):
+        """Start empty; the buffers are allocated by the first update."""
         if policy is not None and newest is None:
             newest = policy.obs_window
         super().__init__(last=last, newest=newest)

@@ -17,8 +17,10 @@ def decode_cache(
     """Return a layer's cache for the tokens after the prompt.
 
     Args:
+        layer: the layer that the cache serves.
         kept: the prompt's entries that the cache holds; later entries are quantised as these are.
         offset: position of the next token.
+        policy: the policy that compressed the prompt; its schedule and `on_full` select the kind of cache.
         quota: number of entries that the policy keeps in this layer.
     """
     if policy.schedule == "block":

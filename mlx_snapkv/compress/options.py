@@ -27,6 +27,7 @@ class Compress:
     decode_policy: Policy = None  # type: ignore[assignment]  # by default `policy`
 
     def __post_init__(self):
+        """Use `policy` for decoding, too, if no `decode_policy` is given."""
         if self.decode_policy is None:
             object.__setattr__(self, "decode_policy", self.policy)
         elif self.policy.schedule != "block":
@@ -90,6 +91,7 @@ class Compress:
         ).shrunk()
 
     def __str__(self) -> str:
+        """Return the setting as a command line takes it, such as "keydiff then snapkv:top_k=2048"."""
         if self.decode_policy is self.policy:
             return str(self.policy)
         return f"{self.policy}{THEN}{self.decode_policy}"

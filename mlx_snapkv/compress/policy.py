@@ -65,6 +65,7 @@ class Policy(Hyperparameters, ABC):
             )
 
     def __post_init__(self):
+        """Check the schedule, and a budget that is given as a number; `quota` checks a share."""
         super().__post_init__()
         if isinstance(self.budget, int):
             self._require_entries(self.budget)
@@ -118,7 +119,7 @@ class Policy(Hyperparameters, ABC):
         return n_prompt <= amount(self.budget, n_prompt)
 
     def _require_entries(self, budget: int) -> None:
-        """Raises: SnapKVError: a budget of `budget` entries is empty, or leaves no window where one must slide."""
+        """Check a number of entries. Raises: SnapKVError: it is 0, or leaves no room for a window that must slide."""
         if budget < 1:
             raise SnapKVError(
                 f"{self.name} option budget={self.budget} is less than one entry of this prompt"

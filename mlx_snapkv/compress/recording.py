@@ -18,7 +18,8 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
     """Holds all entries of a prompt, as mlx-lm's KV cache does, and records the queries of `[first, last)`.
 
     Args:
-        first, last: positions whose post-RoPE queries are recorded.
+        first: first position whose post-RoPE query is recorded.
+        last: position after the last recorded query.
         capacity: number of entries to allocate at once, so that prefill never regrows the buffers.
         layer: the model's `AttentionLayer` that the cache serves.
     """
@@ -27,6 +28,7 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __init__(self, first: int, last: int, capacity: int, layer: Any = None):
+        """Start empty; the first update allocates rows for `capacity` entries."""
         super().__init__(first=first, last=last)
         self.step = capacity  # the number of rows by which mlx-lm's cache grows
         self.layer = layer

@@ -17,6 +17,9 @@ def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int
     Args:
         scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle, `[n_sink, T - n_window)`, is ranked; ties go
             to the lower position.
+        n_sink: number of first entries to keep.
+        top_k: number of entries of the middle to keep.
+        n_window: number of last entries to keep.
 
     Returns:
         uint32 `(B, n_kv_heads, n)`, ascending and unique along the last axis, where `n` is

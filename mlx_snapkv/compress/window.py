@@ -60,6 +60,7 @@ class SnapKVCache(EvictingCache):
         n_window: int | None,
         quantization: Quantization | None = None,
     ):
+        """Take the given arrays as buffers, without copying them."""
         n_window = UNLIMITED if n_window is None else n_window
         n_pin = positions.shape[-1]
         n = n_rows(keys)
@@ -160,7 +161,7 @@ class SnapKVCache(EvictingCache):
         self._oldest = (self._oldest + n_pending) % self.n_window
         n_moved = min(n_pending, self.n_window)
         newest = rows((self.keys, self.values), self._n - n_moved, self._n)
-        # In a full ring the newest entries precede the oldest one.
+        # A full ring has its newest entries before its oldest one.
         window_rows = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
         write((self.keys, self.values), self.n_pin + window_rows, newest)
         self._n = self.n_keep
@@ -198,7 +199,7 @@ class SnapKVCache(EvictingCache):
         n_recent = self._n - self.n_pin
         n_ring = min(n_recent, self.n_window)
         age_in_ring = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)
-        # By row: from 0, the oldest entry after the pinned ones, to n_recent - 1.
+        # The age rank of every row after the pinned ones: 0 is the oldest entry, n_recent - 1 the newest.
         order = mx.concatenate([age_in_ring, mx.arange(n_ring, n_recent)])
         recent = (order + (self.offset - n_recent)).astype(mx.uint32)
         recent = mx.broadcast_to(recent, (*self._pinned.shape[:2], n_recent))
@@ -221,6 +222,8 @@ def visible(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx
     Args:
         n_pin: number of pinned entries, in the first rows.
         n_recent: number of entries after them: a ring of at most `n_window`, then entries in order of position.
+        n_window: number of entries that a token sees in addition to the pinned ones, its own included.
+        N: number of new tokens.
         oldest: row of the ring, from 0, with its oldest entry.
     """
     # Each row's number in order of position: negative if pinned, then from 0, the oldest. The ring is rotated.

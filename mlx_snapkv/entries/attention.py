@@ -131,6 +131,8 @@ def _unnormalised_weights(keys: Keys, observed: Queries, block: int) -> tuple[mx
     `top` is the query's largest logit. The product of both is the softmax, in which attention sinks take part.
 
     Args:
+        keys: `(B, n_kv_heads, T, head_dim)`.
+        observed: `n` queries of every query head, with their positions.
         block: number of entries whose logits are computed at a time.
 
     Returns:
@@ -160,6 +162,8 @@ def _sums(keys: Keys, observed: Queries, sum_queries: Callable[[mx.array], mx.ar
     The keys are read once for the softmax's denominators and once more for the sums, unless all logits can be kept.
 
     Args:
+        keys: `(B, n_kv_heads, T, head_dim)`; may be read block by block.
+        observed: `n` queries of every query head, with their positions.
         sum_queries: takes logarithms `(B, n_kv_heads, group * n, block)`; its result's last axis is `block`, too.
     """
     queries = _grouped(keys, observed)
@@ -168,7 +172,7 @@ def _sums(keys: Keys, observed: Queries, sum_queries: Callable[[mx.array], mx.ar
     keeps_logits = n_per_kv_head <= D // 4 and 4 * B * H * n_per_kv_head * T <= KEPT_BYTES
     block = min(READ_TOKENS, _block(queries, READ_BYTES)) if _waits(keys) else _block(queries)
     spans = list(_spans(observed, T, block))
-    # With few queries, one array can hold the logits of several blocks of keys.
+    # If there are few queries, one array can hold the logits of several blocks of keys.
     blocks_per_group = max(1, D // 2 // n_per_kv_head) if keeps_logits else 1
     groups = [spans[i : i + blocks_per_group] for i in range(0, len(spans), blocks_per_group)]
     total, kept_logits = _denominators(keys, observed, queries, groups, keeps_logits)
@@ -196,8 +200,11 @@ def _denominators(
     """Return the denominators of the softmax over all entries, and the logits of each group if `keeps_logits`.
 
     Args:
+        keys: `(B, n_kv_heads, T, head_dim)`; may be read block by block.
+        observed: the queries before grouping, for their positions and attention sinks.
         queries: as `_grouped` returns them.
         groups: successive blocks `[start, stop)`; the logits of a group's blocks are joined in one array.
+        keeps_logits: whether to return the logits, which then need not be computed again.
     """
     kept_logits: list[mx.array] = []
     of_groups: list[LogSum] = []

@@ -69,10 +69,12 @@ class Entries:
     waits = False
 
     def __post_init__(self):
+        """Replace a missing layer and missing statistics by placeholders whose attributes raise SnapKVError."""
         self.layer = self.layer or _NO_LAYER
         self.statistics = self.statistics or _NO_STATISTICS
 
     def __len__(self) -> int:
+        """Return `T`, the number of entries per KV head."""
         return n_rows(self.stored_keys)
 
     def plain(self) -> tuple[mx.array, mx.array]:
@@ -157,7 +159,7 @@ class Entries:
 
     @property
     def voters(self) -> Queries:
-        """Return the observed queries. Raises: SnapKVError: there are none."""
+        """Return the observed queries. Raises: SnapKVError: no queries were recorded."""
         if self.observed is None:
             raise SnapKVError(
                 "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
@@ -218,7 +220,7 @@ class Entries:
 
     def taken(self, chosen: mx.array) -> Entries:
         """Return the entries at uint32 indices `chosen` `(B, n_kv_heads, n)`, without queries."""
-        indices = {3: chosen, 4: chosen[..., None]}  # by number of axes
+        indices = {3: chosen, 4: chosen[..., None]}  # number of an array's axes -> indices
         taken = self._map(lambda x: mx.take_along_axis(x, indices[x.ndim], axis=2))
         return replace(taken, observed=None, shared_votes=None)
 

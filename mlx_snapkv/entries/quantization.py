@@ -113,7 +113,9 @@ def write(stored: Stored, row: int | mx.array, entries: Stored) -> None:
     """Write `entries` into `stored` in place.
 
     Args:
+        stored: the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts.
         row: the row of the first entry, which the others follow, or uint32 `(n,)`, a row for each of `n` entries.
+        entries: `n` entries, stored in the same way as the buffers.
     """
     target = slice(row, row + n_rows(entries)) if isinstance(row, int) else row
     for buffer, new in zip(arrays(stored), arrays(entries)):

@@ -87,7 +87,7 @@ def on_queries(callback: Callback) -> Iterator[None]:
 
 
 class Recorder:
-    """Base of the KV caches that record queries; `start_recording` describes the arguments.
+    """Base of the KV caches that record queries.
 
     Attributes:
         offset: position of the next token, which the cache counts.
@@ -101,6 +101,7 @@ class Recorder:
     layer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any):
+        """Start recording; the arguments are described at `start_recording`."""
         super().__init__()
         self.start_recording(*args, **kwargs)
 
@@ -114,7 +115,8 @@ class Recorder:
         """Forget what was recorded before, and record from now on.
 
         Args:
-            first, last: queries of the logical positions `[first, last)` are recorded, whatever the chunks.
+            first: first logical position whose query is recorded, whatever the chunks.
+            last: logical position after the last recorded query.
             newest: number of these queries to keep, the last ones; None keeps all.
             statistics_from: first position whose pre-RoPE query counts in the statistics, which go up to `last`; the
                 position before `last` counts in any case. This needs `layer`. None counts nothing.
@@ -145,7 +147,7 @@ class Recorder:
             raise SnapKVError(
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
-        # The layer's own call comes first, and starts anew.
+        # The layer's own call comes first, and starts a new list.
         earlier = self._by_reader if captured.borrowed else []
         by_reader = [*earlier, captured.heads]
         if len(by_reader) < n_readers:

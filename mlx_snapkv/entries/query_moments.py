@@ -47,6 +47,7 @@ class QueryMoments:
 
         Args:
             raw: `(B, n_heads, n, head_dim)` float32.
+            stop: position after the last of these queries.
         """
         B, n_heads, n, D = raw.shape
         if self.sums:

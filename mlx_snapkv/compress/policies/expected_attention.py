@@ -72,6 +72,7 @@ class ExpectedAttention(Policy):
         """Return the mean and half the covariance of the rotated and scaled future queries.
 
         Args:
+            entries: the layer's entries, with the statistics of its queries.
             keys: `(B, n_kv_heads, n, head_dim)`, of any `n`: only the shape is used.
 
         Returns:

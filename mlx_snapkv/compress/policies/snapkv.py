@@ -66,6 +66,7 @@ class SnapKV(Policy):
     schedule: str = "once"  # type: ignore[misc]
 
     def __post_init__(self):
+        """Check options that depend on each other, and compute `budget` from `top_k` or the reverse."""
         self._check_options()
         is_allowed = self.pool == "forward" or self.pool_kernel % 2 == 1
         self._require("pool_kernel", is_allowed, f"odd with pool={self.pool}")

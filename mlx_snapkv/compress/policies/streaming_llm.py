@@ -26,6 +26,7 @@ class StreamingLLM(Policy):
     n_window: int | str = "100%"
 
     def __post_init__(self):
+        """Refuse any `n_window` except the default: the window is what the sink leaves of the budget."""
         self._require(
             "n_window",
             self.n_window == "100%",
