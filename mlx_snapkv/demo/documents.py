@@ -123,7 +123,9 @@ def hide(
     The tokens of each sentence are counted alone. The sum is exact if no token crosses the space between sentences.
 
     Args:
+        rng: draws the filler and the places.
         hidden: the sentences to hide.
+        n_tokens: length of the document; more if the hidden sentences alone are longer.
         count_tokens: returns the number of tokens of a text.
         in_order: whether the hidden sentences keep their order.
     """

@@ -98,6 +98,7 @@ def remove_unfinished(folder: Path, before: float) -> None:
     """Remove unfinished files and folders that killed processes left in `folder`.
 
     Args:
+        folder: the folder of the prompt's file; folders in it are not searched.
         before: time in seconds since the epoch; a file or folder that was written to later is left alone.
     """
     for path in folder.iterdir():

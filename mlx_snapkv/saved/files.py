@@ -74,6 +74,7 @@ def save(
     Args:
         path: a `.safetensors` file; a file of an earlier `save` is replaced, any other file is an error.
         model: the mlx-lm model that filled the cache; only this model can use the file.
+        prompt_cache: one cache per layer, of mlx-lm or of this package.
         tokens: ids of all tokens that were fed.
         policy: setting that compressed the cache.
         notes: anything JSON can hold, which `load` returns.
@@ -114,6 +115,8 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
     A book's entries, in files beside it, are read and checked when they are used.
 
     Args:
+        path: a `.safetensors` file.
+        model: the model that filled the cache.
         model_fingerprint: the model's `fingerprint`; computed if None.
 
     Raises: SnapKVError: the file does not exist, is damaged, or is of another version or of another model.
@@ -226,7 +229,7 @@ def fingerprint(model) -> str:
         # From the first value to the last, evenly spaced; one value has no space.
         places = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
         sample = values.reshape(-1)[mx.array(places, mx.int64)]
-        samples.append(sample.view(mx.uint8))  # as bytes, since NumPy has no bfloat16
+        samples.append(sample.view(mx.uint8))  # NumPy has no bfloat16
     mx.eval(samples)
     digest = hashlib.sha256(f"{type(model)} {getattr(model, 'args', None)!r}".encode())
     for (name, values), sample in zip(parameters, samples):
