@@ -11,6 +11,7 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv.compress.policies import lagkv
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
+from mlx_snapkv.planning.speed_record import PATH_VARIABLE
 
 # An example that takes long on a slow machine is no failure.
 settings.register_profile("tests", deadline=None)
@@ -24,10 +25,19 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_settings(tmp_path_factory):
-    """The tester's own config.toml is none of the tests'."""
+    """Tests neither read the tester's own config.toml nor keep a speed record, unless they give a path for it."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PATH_VARIABLE, "")
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """The path of a speed record, which does not exist yet; nor does its folder."""
+    path = tmp_path / "cache" / "speed.json"
+    monkeypatch.setenv(PATH_VARIABLE, str(path))
+    return path
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .._version import __version__
 from ..caches.layers import attention_layers, head_sizes
 from ..errors import SnapKVError
-from ..planning.machine import this_machine
+from ..planning.machine import processor, this_machine
 from ..planning.scores import is_fused
 from ..planning.shapes import METAL
 from ..planning.units import format_bytes
@@ -39,7 +38,7 @@ def setting() -> dict[str, Any]:
         "commit": _commit(),
         "machine": {
             "device": str(mx.default_device()),
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "system": f"{platform.system()} {platform.machine()}",
             "blas": "OpenBLAS" if "openblas" in os.environ.get("LD_PRELOAD", "") else "MLX's own",
@@ -57,18 +56,6 @@ def _commit() -> str:
         ).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _processor() -> str:
-    """Return the name of the GPU, or else of the processor; "unknown" without a name."""
-    if mx.metal.is_available() or mx.default_device().type == mx.gpu:
-        return str(mx.device_info()["device_name"])
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.is_file() else ""
-    match = re.search(r"^model name\s*:(.*)$", text, re.M)
-    if match is not None:
-        return match[1].strip()
-    return platform.processor() or "unknown"
 
 
 def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""How much memory a machine has for models."""
+"""What a machine is called, and how much memory it has for models."""
 
 import os
+import platform
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -56,3 +57,15 @@ def mac(memory: int) -> Machine:
     """Return a Mac of `memory` bytes, with the part of it that the GPU may use by default."""
     usable = memory * 2 // 3 if memory <= _SMALL_MEMORY else memory * 3 // 4
     return Machine(memory=memory, usable=usable)
+
+
+def processor() -> str:
+    """Return the name of the GPU, or else of the processor; "unknown" without a name."""
+    if mx.metal.is_available() or mx.default_device().type == mx.gpu:
+        return str(mx.device_info()["device_name"])
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    match = re.search(r"^model name\s*:(.*)$", text, re.M)
+    if match is not None:
+        return match[1].strip()
+    return platform.processor() or "unknown"

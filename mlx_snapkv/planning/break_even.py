@@ -1,0 +1,52 @@
+"""The length from which sparse attention takes less time than the full cache on this machine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .speed_record import DECODE_ALL, DECODE_FEW, READ_ALL, READ_FEW, Speed
+
+LENGTHS = tuple(1 << n for n in range(10, 21))  # tokens, 1k to 1M
+MEASURED, ESTIMATED, UNKNOWN = "measured", "estimated", "unknown"
+
+
+class BreakEven(NamedTuple):
+    """The first of `LENGTHS` at which sparse attention is faster, and how that is known.
+
+    Attributes:
+        basis: MEASURED in requests, ESTIMATED by timing a layer, or UNKNOWN.
+        tokens: None if it is faster at no length, or if that is unknown.
+    """
+
+    basis: str = UNKNOWN
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        if self.basis == UNKNOWN:
+            return "is not measured yet"
+        where = f"at no length up to {LENGTHS[-1]:,}" if self.tokens is None else ""
+        return f"pays {where or f'from {self.tokens:,} tokens on'} ({self.basis})"
+
+
+def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
+    """Return from which length sparse reading and sparse decoding pay, by these two names.
+
+    Args:
+        speed: what the speed record says.
+        estimate: the speed of decoding by timing a layer, for what the record lacks.
+    """
+    ways = {"reading": (READ_FEW, READ_ALL), "decoding": (DECODE_FEW, DECODE_ALL)}
+    bases = {MEASURED: speed, ESTIMATED: estimate}
+    found = {}
+    for name, (few, every) in ways.items():
+        known = ((basis, x) for basis, x in bases.items() if {few, every} <= x.lines.keys())
+        basis, by = next(known, (UNKNOWN, speed))
+        found[name] = BreakEven(basis, by.pays_from(few, every, LENGTHS))
+    return found
+
+
+def sentence(found: dict[str, BreakEven]) -> str:
+    """Return what `break_evens` found as a sentence without its full stop."""
+    if all(way.basis == UNKNOWN for way in found.values()):
+        return "no request has measured yet whether sparse attention pays"
+    return "; ".join(f"sparse {name} {way}" for name, way in found.items())

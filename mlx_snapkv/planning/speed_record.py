@@ -1,0 +1,250 @@
+"""The speed record of this machine: how long tokens took here, by model and length, in one small file.
+
+Requests extend it. `auto`, `plan`, `doctor` and batches predict with it whether sparse attention is faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .._version import __version__
+from ..caches.layers import attention_layers, token_caches
+from ..entries.quantization import arrays
+from ..errors import SnapKVError
+from ..models import type_of
+from ..models.counts import hidden_size, query_heads
+from ..paths import put
+from ..sparse.options import Sparse
+from .machine import processor, this_machine
+
+# A variable with another path of the file; empty keeps no record.
+PATH_VARIABLE = "MLX_SNAPKV_SPEED_RECORD"
+FORMAT = 1  # the file's format; files of other formats are ignored
+MOST_KEYS = 64  # models and methods that the file remembers, the latest ones
+FORGETTING = 1 / 32  # part of its weight that a measurement loses with every later one
+# Standard deviation of the lengths from which a slope is known, as a part of their mean.
+SPREAD = 1 / 8
+
+# What a measurement is about:
+DECODE_ALL = "decode_all"  # a token of the answer that reads all entries
+DECODE_FEW = "decode_few"  # a token of the answer that chooses
+READ_ALL = "read_all"  # a token of the prompt that reads all entries
+READ_FEW = "read_few"  # a token of the prompt whose chunk chooses
+SETUP = "setup"  # making the index and the means of a prompt
+
+
+class Measurement(NamedTuple):
+    """Seconds of one of the kinds above, and the number of entries before or, for `SETUP`, in the prompt."""
+
+    kind: str
+    length: float
+    seconds: float
+
+
+class Line(NamedTuple):
+    """A line `seconds = a + b * length` through measurements, as their weighted sums; x is length and y seconds.
+
+    Seconds are never negative, and never fall with the length. If all lengths are about equal, the slope is unknown
+    and may be anything between 0 and the slope of a line through the origin.
+    """
+
+    n: float = 0.0
+    x: float = 0.0
+    xx: float = 0.0
+    y: float = 0.0
+    xy: float = 0.0
+
+    def extended(self, length: float, seconds: float) -> Line:
+        """Return the line with one more measurement."""
+        new = 1.0, length, length * length, seconds, length * seconds
+        return Line(*((1 - FORGETTING) * old + added for old, added in zip(self, new)))
+
+    def least(self, length: float) -> float:
+        """Return the least seconds to expect at a length."""
+        return min(self._at(length))
+
+    def most(self, length: float) -> float:
+        """Return the most seconds to expect at a length."""
+        return max(self._at(length))
+
+    def _at(self, length: float) -> tuple[float, float]:
+        """Return the seconds at a length by the smallest and by the largest slope that is possible."""
+        x, y = self.x / self.n, self.y / self.n
+        through_origin = y / x if x else 0.0
+        variance = self.xx / self.n - x * x
+        smallest, largest = 0.0, through_origin
+        if x and variance >= (SPREAD * x) ** 2:
+            slope = (self.xy / self.n - x * y) / variance
+            smallest = largest = min(max(slope, 0.0), through_origin)
+        return y + smallest * (length - x), y + largest * (length - x)
+
+
+_Bound = Callable[[Line, float], float]  # the seconds of a line at a length
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The lines of one model and method on this machine, by kind. Kinds that were not measured are missing."""
+
+    lines: dict[str, Line] = field(default_factory=dict)
+
+    def pays(self, few: str, every: str, length: float, worth: float = 1.0) -> bool | None:
+        """Return whether a token that reads few entries takes less than `worth` of the other's time.
+
+        None if one of the two was not measured. A slope that is unknown counts against sparse attention.
+        """
+        if few not in self.lines or every not in self.lines:
+            return None
+        return self.lines[few].most(length) < worth * self.lines[every].least(length)
+
+    def pays_from(self, few: str, every: str, lengths: Iterable[int]) -> int | None:
+        """Return the first of the lengths at which `pays` is true; None if it is true at no length."""
+        return next((n for n in lengths if self.pays(few, every, n)), None)
+
+    def seconds(self, n_prompt: int, n_answer: int) -> tuple[float, float] | None:
+        """Return the seconds that a prompt and its answer take with sparse attention and with the full cache.
+
+        None if they can't be predicted. Slopes that are unknown count against sparse attention.
+        """
+        return self._seconds(n_prompt, n_answer, Line.most, Line.least)
+
+    def loses(self, n_prompt: int, n_answer: int) -> bool:
+        """Return whether sparse attention is known to take longer than the full cache.
+
+        Only the answer's tokens are compared if the prompt's were not measured. Slopes that are unknown count for
+        sparse attention.
+        """
+        predicted = self._seconds(n_prompt, n_answer, Line.least, Line.most)
+        if predicted is None and {DECODE_FEW, DECODE_ALL} <= self.lines.keys():
+            mean_length = n_prompt + n_answer / 2
+            few, every = self.lines[DECODE_FEW], self.lines[DECODE_ALL]
+            predicted = few.least(mean_length), every.most(mean_length)
+        return predicted is not None and predicted[0] >= predicted[1]
+
+    def _seconds(
+        self, n_prompt: int, n_answer: int, of_few: _Bound, of_all: _Bound
+    ) -> tuple[float, float] | None:
+        """Return `seconds` by the given bounds of tokens that read few entries, and of tokens that read all."""
+        lines = self.lines
+        if not {DECODE_FEW, DECODE_ALL, SETUP, READ_ALL} <= lines.keys():
+            return None
+        mean_read, mean_answered = n_prompt / 2, n_prompt + n_answer / 2
+        read = n_prompt * of_all(lines[READ_ALL], mean_read)
+        # A prompt of which no chunk was worth choosing is read in full.
+        read_few = n_prompt * of_few(lines[READ_FEW], mean_read) if READ_FEW in lines else read
+        sparse = read_few + of_few(lines[SETUP], n_prompt)
+        sparse += n_answer * of_few(lines[DECODE_FEW], mean_answered)
+        return sparse, read + n_answer * of_all(lines[DECODE_ALL], mean_answered)
+
+    def extended(self, measurements: Iterable[Measurement]) -> Speed:
+        """Return the speed with more measurements. It leaves out seconds that are not positive or not finite."""
+        lines = dict(self.lines)
+        for kind, length, seconds in measurements:
+            if 0 < seconds < math.inf:
+                lines[kind] = lines.get(kind, Line()).extended(length, seconds)
+        return Speed(lines)
+
+
+def speed_of(model: Any, sparse: Sparse) -> Speed:
+    """Return what the record says of a model and sparse attention on this machine; empty without a record."""
+    speeds = _read()
+    return speeds.get(_key(model, sparse) or "", Speed()) if speeds else Speed()
+
+
+def extend(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
+    """Add a request's measurements to the record. A record that can't be written stays as it is."""
+    path = record_path()
+    key = _key(model, sparse) if path is not None and measurements else None
+    if path is None or key is None:
+        return
+    speeds = _read()
+    speeds[key] = speeds.pop(key, Speed()).extended(measurements)  # the latest key comes last
+    latest = list(speeds.items())[-MOST_KEYS:]
+    content = {"format": FORMAT, "speeds": {key: speed.lines for key, speed in latest}}
+    with contextlib.suppress(OSError, ValueError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(path, json.dumps(content, indent=1))
+
+
+def record_path() -> Path | None:
+    """Return the record's path in the user's cache folder; None if no record is kept."""
+    given = os.environ.get(PATH_VARIABLE)
+    if given is not None:
+        return Path(given) if given else None
+    caches = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(caches)
+    return Path(folder) / "mlx-snapkv" / "speed.json"
+
+
+def _read() -> dict[str, Speed]:
+    """Return the record by key; empty without a file that this version can read."""
+    path = record_path()
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            return {}
+        return {
+            key: Speed({kind: _line(sums) for kind, sums in lines.items()})
+            for key, lines in content["speeds"].items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _line(sums: Any) -> Line:
+    """Return a line of the file. Raises: ValueError, TypeError: the sums are not those of a line."""
+    line = Line(*map(float, sums))
+    if not all(map(math.isfinite, line)) or line.n <= 0 or line.y <= 0:
+        raise ValueError("no measurements have these sums")
+    return line
+
+
+def _key(model: Any, sparse: Sparse) -> str | None:
+    """Return the text by which measurements are kept: machine, versions, the model's shape and the method.
+
+    None for a model whose shape can't be told.
+    """
+    try:
+        shape = _shape(model)
+    except (SnapKVError, AttributeError, ValueError):
+        return None
+    machine = [processor(), str(mx.default_device()), str(this_machine().memory)]
+    versions = [f"mlx {version('mlx')}", f"mlx-snapkv {__version__}"]
+    method = str(replace(sparse, when="faster"))
+    return "; ".join([*machine, *versions, *shape, method])
+
+
+def _shape(model: Any) -> list[str]:
+    """Return the words for a model's shape. Raises: SnapKVError: sparse attention is not possible."""
+    caches = token_caches(model)
+    layers = attention_layers(model, caches)
+    keys = arrays(layers[0].entries_in(caches).sample)[0]
+    n_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    group = query_heads(layers[0].attention) // n_kv_heads
+    return [
+        f"{type_of(model)} of {len(model.layers)} layers, {len(layers)} full",
+        f"{n_kv_heads} heads x {group} x {head_dim}, {keys.dtype}",
+        f"hidden {hidden_size(model)}, {_bits(model)} bits",
+    ]
+
+
+def _bits(model: Any) -> int:
+    """Return the bits of a model's weights: the fewest of its quantised modules, or of its largest array."""
+    bits = [x.bits for x in model.modules() if "scales" in x and hasattr(x, "bits")]
+    if bits:
+        return min(bits)
+    weights = [x["weight"] for x in model.modules() if "weight" in x]
+    return 8 * max(weights, key=lambda x: x.size).dtype.size if weights else 0

@@ -1,0 +1,205 @@
+"""The speed record: lines through measurements, the file that keeps them, and what is predicted from them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from speed_helpers import LOSES, WINS_LATER, speed
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import Sparse
+from mlx_snapkv.planning import speed_record as module
+from mlx_snapkv.planning.break_even import BreakEven, break_evens, sentence
+from mlx_snapkv.planning.speed_record import (
+    DECODE_ALL,
+    DECODE_FEW,
+    FORGETTING,
+    MOST_KEYS,
+    PATH_VARIABLE,
+    READ_ALL,
+    READ_FEW,
+    SETUP,
+    Line,
+    Measurement,
+    Speed,
+    extend,
+    record_path,
+    speed_of,
+)
+
+SPARSE = Sparse()
+ONE = [Measurement(DECODE_ALL, 1000, 0.5)]
+
+
+def line(*points):
+    found = Line()
+    for length, seconds in points:
+        found = found.extended(length, seconds)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_llama()
+
+
+def test_lengths_that_differ_give_a_line():
+    found = line((1000, 3.0), (2000, 5.0), (4000, 9.0))
+    assert found.least(8000) == pytest.approx(found.most(8000)) == pytest.approx(17)
+
+
+@pytest.mark.parametrize("points", [[(1000, 2.0)], [(1000, 2.0), (1010, 2.0)], [(0, 2.0)]])
+def test_one_length_gives_bounds(points):
+    """Time does not fall with the length, and does not grow faster than the length."""
+    found = line(*points)
+    assert found.least(4000) == pytest.approx(2, rel=0.01) and found.most(500) >= 1.99
+    if points[0][0]:
+        assert found.most(4000) == pytest.approx(8, rel=0.02)
+        assert found.least(500) == pytest.approx(1, rel=0.02)
+
+
+@pytest.mark.parametrize("points", [[(1000, 5.0), (9000, 1.0)], [(1000, 0.1), (9000, 9.0)]])
+def test_times_are_never_negative_and_never_fall(points):
+    found = line(*points)
+    assert 0 <= found.least(0) <= found.least(500) <= found.least(10**7)
+
+
+def test_older_measurements_are_forgotten():
+    found = line(*[(1000, 9.0)] * 10, *[(1000, 1.0)] * 200)
+    assert found.most(1000) == pytest.approx(1, abs=0.02)
+    assert found.n == pytest.approx(1 / FORGETTING, rel=0.01)
+
+
+def test_the_file_keeps_models_and_methods_apart(record, model):
+    assert speed_of(model, SPARSE) == Speed()
+    extend(model, SPARSE, ONE)
+    kept = speed_of(model, SPARSE)
+    assert kept.lines == {DECODE_ALL: line((1000, 0.5))}
+    assert speed_of(model, Sparse(when="always")) == kept  # when they choose is no method
+    for other, sparse in ((make_qwen(), SPARSE), (model, Sparse(budget="3%"))):
+        assert speed_of(other, sparse) == Speed()
+        extend(other, sparse, ONE)
+    assert speed_of(model, SPARSE) == kept and len(json.loads(record.read_text())["speeds"]) == 3
+    extend(model, SPARSE, [Measurement(DECODE_ALL, 2000, 0.7), Measurement(SETUP, 0, 0.0)])
+    assert speed_of(model, SPARSE).lines == {DECODE_ALL: line((1000, 0.5), (2000, 0.7))}
+
+
+@pytest.mark.parametrize("name", ["__version__", "processor", "this_machine"])
+def test_other_machines_and_versions_have_their_own(record, model, name, monkeypatch):
+    extend(model, SPARSE, ONE)
+    old = getattr(module, name)
+    other = "0.0.9"
+    if name == "processor":
+        other = lambda: "another"  # noqa: E731
+    elif name == "this_machine":
+        other = lambda: old()._replace(memory=1)  # noqa: E731
+    monkeypatch.setattr(module, name, other)
+    assert speed_of(model, SPARSE) == Speed()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"{}",
+        b"[1]",
+        b'{"format": 99, "speeds": {}}',
+        b'{"format": 1, "speeds": [1]}',
+        b'{"format": 1, "speeds": {"a": {"setup": [1, 2]}}}',
+        b'{"format": 1, "speeds": {"a": {"setup": [1, 2, 3, NaN, 5]}}}',
+        b'{"format": 1, "speeds": {"a": {"setup": [0, 0, 0, 0, 0]}}}',
+        b'{"format": 1, "speeds": {"a": {"setup": [1, 2, 3, 4, 5, 6]}}}',
+    ],
+)
+def test_an_unreadable_file_is_ignored_and_replaced(record, model, content):
+    record.parent.mkdir()
+    record.write_bytes(content)
+    assert speed_of(model, SPARSE) == Speed()
+    extend(model, SPARSE, ONE)
+    assert set(speed_of(model, SPARSE).lines) == {DECODE_ALL}
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, model, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "speed.json", tmp_path, tmp_path / ("a" * 3000)):
+        monkeypatch.setenv(PATH_VARIABLE, str(path))
+        extend(model, SPARSE, ONE)
+        assert speed_of(model, SPARSE) == Speed()
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(record, model, monkeypatch):
+    extend(model, SPARSE, ONE)
+    before = record.read_bytes()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        extend(model, SPARSE, ONE)
+    assert record.read_bytes() == before and list(record.parent.iterdir()) == [record]
+
+
+def test_the_oldest_keys_are_dropped(record, model):
+    for n in range(MOST_KEYS + 2):
+        extend(model, Sparse(budget=2000 + n), ONE)
+    assert len(json.loads(record.read_text())["speeds"]) == MOST_KEYS
+    assert speed_of(model, Sparse(budget=2001)) == Speed()
+    assert speed_of(model, Sparse(budget=2002)) != Speed()
+
+
+def test_it_is_in_the_users_cache_folder(monkeypatch):
+    monkeypatch.delenv(PATH_VARIABLE)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for platform, folder in (("linux", ".cache"), ("darwin", "Library/Caches")):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert record_path() == Path("/home/me") / folder / "mlx-snapkv" / "speed.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert record_path() == Path("/caches/mlx-snapkv/speed.json")
+    monkeypatch.setenv(PATH_VARIABLE, "")
+    assert record_path() is None
+
+
+def test_a_prompt_and_its_answer_are_predicted():
+    sparse, full = speed(WINS_LATER).seconds(32_000, 256)
+    mean = 32_128
+    assert full == pytest.approx(32_000 * (1e-3 + 1e-7 * 16_000) + 256 * (0.01 + 1e-6 * mean))
+    assert sparse == pytest.approx(32_000 * (1e-3 + 1e-8 * 16_000) + 1 + 256 * (0.02 + 1e-7 * mean))
+    read_in_full = {name: x for name, x in WINS_LATER.items() if name != READ_FEW}
+    slower, _ = speed(read_in_full).seconds(32_000, 256)
+    assert slower - sparse == pytest.approx(32_000 * 9e-8 * 16_000)
+    for kind in (READ_ALL, SETUP, DECODE_ALL, DECODE_FEW):
+        lacking = {name: x for name, x in WINS_LATER.items() if name != kind}
+        assert speed(lacking).seconds(32_000, 256) is None
+
+
+def test_only_what_is_certain_loses():
+    decoding = {DECODE_ALL: (0.01, 1e-6), DECODE_FEW: (0.02, 1e-7)}
+    assert speed(decoding).loses(8000, 256) and not speed(decoding).loses(64_000, 256)
+    assert not speed(WINS_LATER).loses(8000, 1)  # it decodes more slowly, but reads faster
+    assert not Speed().loses(8000, 256)
+    one = Speed({DECODE_ALL: line((1000, 0.1)), DECODE_FEW: line((1000, 0.11))})
+    assert one.loses(1000, 0) and not one.loses(8000, 0)
+
+
+def test_from_where_it_pays_and_how_that_is_known():
+    found = break_evens(speed(WINS_LATER), Speed())
+    assert found == {
+        "reading": BreakEven("measured", 1024),
+        "decoding": BreakEven("measured", 16_384),
+    }
+    assert sentence(found) == (
+        "sparse reading pays from 1,024 tokens on (measured); "
+        "sparse decoding pays from 16,384 tokens on (measured)"
+    )
+    never = speed(LOSES)
+    assert "decoding pays at no length up to 1,048,576 (estimated)" in sentence(
+        break_evens(Speed(), never)
+    )
+    assert sentence(break_evens(Speed(), Speed())).startswith("no request has measured yet")

@@ -1,0 +1,44 @@
+"""Speeds of machines that the tests make up, and a record that holds them."""
+
+from mlx_snapkv import Sparse
+from mlx_snapkv.planning import speed_record
+from mlx_snapkv.planning.speed_record import (
+    DECODE_ALL,
+    DECODE_FEW,
+    READ_ALL,
+    READ_FEW,
+    SETUP,
+    Measurement,
+    Speed,
+)
+
+LENGTHS = (1000, 8000, 64_000)  # tokens, at which the speeds were measured
+
+# For each kind, the seconds `a + b * length` of a machine on which sparse attention always loses, and of one on which
+# it reads and decodes faster from about 12,000 tokens on.
+LOSES = {
+    READ_ALL: (1e-3, 1e-8),
+    READ_FEW: (2e-3, 1e-8),
+    SETUP: (1.0, 0),
+    DECODE_ALL: (0.01, 1e-7),
+    DECODE_FEW: (0.05, 1e-7),
+}
+WINS_LATER = LOSES | {
+    READ_ALL: (1e-3, 1e-7),
+    READ_FEW: (1e-3, 1e-8),
+    DECODE_ALL: (0.01, 1e-6),
+    DECODE_FEW: (0.02, 1e-7),
+}
+
+
+def measured(lines):
+    """What would be measured at `LENGTHS`."""
+    return [Measurement(kind, n, a + b * n) for kind, (a, b) in lines.items() for n in LENGTHS]
+
+
+def speed(lines):
+    return Speed().extended(measured(lines))
+
+
+def remember(model, lines, sparse=Sparse()):  # noqa: B008
+    speed_record.extend(model, sparse, measured(lines))
