@@ -95,6 +95,31 @@ def drafted(prompt_cache: list) -> Iterator[None]:
             cache.is_drafted = False
 
 
+class Evaluation:
+    """Evaluates the caches of chunks, as many layers at a time as take between `FAST` and `SLOW` seconds.
+
+    Between two evaluations Python notices Ctrl-C.
+    """
+
+    def __init__(self):
+        self._n_layers = 1
+
+    def __call__(self, cache: list, on_layers: Callable[[int], None] = lambda n: None) -> None:
+        """Evaluate the caches of all layers, and call `on_layers` with the number of layers after some of them."""
+        n = 0
+        while n < len(cache):
+            started = time.perf_counter()
+            mx.eval([c.state for c in cache[n : n + self._n_layers]])
+            n += self._n_layers
+            seconds = time.perf_counter() - started
+            if seconds < FAST:
+                self._n_layers *= 2
+            elif seconds > SLOW:
+                self._n_layers = max(1, self._n_layers // 2)
+            if n < len(cache):
+                on_layers(n)
+
+
 class PacedModel(WrappedModel):
     """A model whose chunks are evaluated some layers at a time: long ones notice Ctrl-C, and call `progress`, mlx-lm's
     `prompt_progress_callback`, about once a second. Numbers stay the same."""
@@ -102,7 +127,7 @@ class PacedModel(WrappedModel):
     def __init__(self, model, progress: Callable[[int, int], None]):
         super().__init__(model)
         self._progress = progress
-        self._n_layers = 1
+        self._evaluate = Evaluation()
         self._done = 0
         self._total = 0
         self._told = time.perf_counter()
@@ -116,24 +141,15 @@ class PacedModel(WrappedModel):
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         logits = self["wrapped"](inputs, cache=cache, **kwargs)
         if inputs.shape[1] >= LONG_CALL:
-            self._evaluate(cache, inputs.shape[1])
+            self._evaluate(cache, lambda n: self._tell_part(n / len(cache), inputs.shape[1]))
         return logits
 
-    def _evaluate(self, cache: list, n_tokens: int) -> None:
-        """Evaluate the caches of a chunk, as many layers at a time as take between `FAST` and `SLOW` seconds."""
-        n = 0
-        while n < len(cache):
-            started = time.perf_counter()
-            mx.eval([c.state for c in cache[n : n + self._n_layers]])
-            n += self._n_layers
-            now = time.perf_counter()
-            if now - started < FAST:
-                self._n_layers *= 2
-            elif now - started > SLOW:
-                self._n_layers = max(1, self._n_layers // 2)
-            if n < len(cache) and now - self._told > TELL_EVERY:
-                self._told = now
-                self._progress(self._done + n_tokens * n // len(cache), self._total)
+    def _tell_part(self, part: float, n_tokens: int) -> None:
+        """Call `progress` if the last call was `TELL_EVERY` seconds ago; `part` of a chunk's tokens are read."""
+        now = time.perf_counter()
+        if now - self._told > TELL_EVERY:
+            self._told = now
+            self._progress(self._done + int(n_tokens * part), self._total)
 
 
 def pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

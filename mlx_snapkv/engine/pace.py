@@ -3,6 +3,7 @@
 from collections import deque
 from statistics import median
 
+from ..planning.speed_record import DECODE_ALL, DECODE_FEW, Measurement
 from ..sparse.options import FIRST_TOKENS
 
 DROPPED = 2  # intervals after a switch: a token that was under way, and one that allocates buffers
@@ -31,6 +32,7 @@ class Pace:
         self.reads_all = True
         self.seconds: dict[bool, float] = {}
         self._n_text = n_prompt
+        self._lengths: dict[bool, int] = {}  # tokens of the text when `seconds` were measured
         self._left = FIRST_TOKENS  # tokens until the other way is tried
         self._gap = FIRST_GAP
         self._is_trial = False
@@ -43,6 +45,14 @@ class Pace:
         few, all_entries = self.seconds.get(False), self.seconds.get(True)
         return few is not None and all_entries is not None and few >= WORTH * all_entries
 
+    @property
+    def measurements(self) -> list[Measurement]:
+        """Return the latest time of each way that was measured, for the speed record."""
+        return [
+            Measurement(DECODE_ALL if reads_all else DECODE_FEW, self._lengths[reads_all], seconds)
+            for reads_all, seconds in self.seconds.items()
+        ]
+
     def switches(self, seconds: float) -> bool:
         """Count a token that took `seconds`, and return whether the next tokens read the other way."""
         self._n_text += 1
@@ -54,6 +64,7 @@ class Pace:
         is_measured = len(self._latest) == MEASURED
         if is_measured:
             self.seconds[self.reads_all] = median(self._latest)
+            self._lengths[self.reads_all] = self._n_text
         if self._is_trial:
             if not is_measured:
                 return False

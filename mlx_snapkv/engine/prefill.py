@@ -105,6 +105,8 @@ def _prefilled(request: Request, tokens: mx.array, loop_options: dict[str, Any])
     following = read(request.model, tokens, request.caches, loop_options)
     if plan.sparse is not None:
         request.end()
+        if plan.adapts:
+            request.remember()
         return lasting_forms(model, request.prompt_cache, plan.options.store)
     request.prompt_is_read()
     _look_ahead(model, request.caches, following, plan.last - tokens.size)

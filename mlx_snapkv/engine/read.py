@@ -1,7 +1,5 @@
 """The caches that a request's prompt is read on, made by its plan."""
 
-import math
-
 from ..caches.contract import LayerCache
 from ..caches.layers import AttentionLayer, copies_sharing_entries
 from ..compress.attention_count import AttentionCount
@@ -14,13 +12,19 @@ from ..sparse.full_view import FullView
 from ..sparse.page_means import PageMeans
 from ..sparse.page_ranking import PageRanking
 from ..sparse.prefill_cache import SparsePrefillKVCache
+from .reading_pace import ReadingPace
 
 
-def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
+def reading_caches(
+    plan: Plan, layers: list[AttentionLayer], prompt_cache: list, pace: ReadingPace | None = None
+) -> list:
     """Return the caches that mlx-lm's loop reads a prompt on, after the earlier turns in `prompt_cache`.
 
     With a policy they are new caches: the caller's list and caches do not change before the request compresses. With
     sparse attention the caller's caches hold all entries, and chunks that are read sparsely choose among them.
+
+    Args:
+        pace: says which chunks choose, if the plan has `sparse_reading`.
     """
     if plan.sparse is None:
         return _evicting_caches(plan, layers, prompt_cache)
@@ -29,13 +33,13 @@ def reading_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
         everything = layer.cache_in(prompt_cache)
         everything.observe(plan.first, plan.last, plan.capacity)
         everything.layer = layer
-        if (reading := plan.sparse_reading) is not None and not layer.borrowers:
+        reading = plan.sparse_reading
+        if reading is not None and pace is not None and not layer.borrowers:
             view = FullView([everything.store], layer)
             # Page means of entries in files are kept for later turns, which would read all keys again.
             means = everything.page_means if everything.in_files else PageMeans()
-            all_from = plan.n_prompt if plan.adapts else math.inf
             ranking = PageRanking(
-                view, means, reading.reach, reading.last, reading.last_from, all_from
+                view, means, reading.reach, reading.last, reading.last_from, pace.chooses
             )
             layer.put(caches, SparsePrefillKVCache(everything, ranking))
     return caches

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, final
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ from ..caches.layers import attention_layers
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.request_plan import Plan
+from ..planning.speed_record import Measurement, extend
 from ..sparse.prompt_caches import copied_to_store
 from .compress import KeptCallback, measured
 from .compress_mode import PolicyMode
@@ -65,11 +66,12 @@ class Request:
         pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
         self._sparse_mode: SparseMode | None = None
         if plan.sparse is not None:
-            self._sparse_mode = SparseMode(plan, self.layers, prompt_cache, pieces)
+            self._sparse_mode = SparseMode(model, plan, self.layers, prompt_cache, pieces)
         self._mode: Mode = self._sparse_mode or PolicyMode(
             model, plan, self.layers, prompt_cache, pieces, on_kept
         )
-        self.caches = reading_caches(plan, self.layers, prompt_cache)
+        pace = None if self._sparse_mode is None else self._sparse_mode.pace
+        self.caches = reading_caches(plan, self.layers, prompt_cache, pace)
         self.is_compressed = False
         self._started: float | None = None
         self._prefill_seconds: float | None = None
@@ -116,6 +118,13 @@ class Request:
         """Let the next tokens of a sparse answer read all entries, until `compress` is called again."""
         assert self._sparse_mode is not None
         self._sparse_mode.read_all(self.caches)
+
+    def remember(self, answer: Sequence[Measurement] = ()) -> None:
+        """Add the times of an answer and of its prompt's chunks to the speed record of this machine."""
+        assert self._sparse_mode is not None and self.plan.sparse is not None
+        pace = self._sparse_mode.pace
+        chunks = [] if pace is None else pace.measurements
+        extend(self._model, self.plan.sparse, [*chunks, *answer])
 
     def end(self) -> CompressionReport:
         """Store all entries of a sparse request whose tokens all read them, and return the report."""

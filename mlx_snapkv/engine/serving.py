@@ -17,6 +17,7 @@ from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
+from ..planning.speed_record import SETUP, Measurement
 from ..sparse.prompt_caches import lasting_forms, make_caches
 from .compress import KeptCallback
 from .loop_model import drafted, evicts, observing, one_by_one, pacing
@@ -138,6 +139,7 @@ def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback)
     timed = _Timed(items)
     report.read_all = [[1, None]]
     seconds = 0.0
+    setup: list[Measurement] = []
     try:
         with request.recording():
             for n, item in enumerate(timed, 1):
@@ -153,13 +155,18 @@ def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback)
                         report.read_all[-1][1] = n + 1  # mlx-lm has begun the next token
                         if is_first:
                             on_report(report)
-                    seconds += time.perf_counter() - started
+                    took = time.perf_counter() - started
+                    seconds += took
+                    if not setup:
+                        setup.append(Measurement(SETUP, request.plan.n_prompt, took))
                 report.full_token_seconds = pace.seconds.get(True)
                 report.token_seconds = pace.seconds.get(False)
                 yield _without(item, seconds)
     except GeneratorExit:
+        request.remember([*pace.measurements, *setup])
         _end_in_full(request, on_report)
         raise
+    request.remember([*pace.measurements, *setup])
     _end_in_full(request, on_report)
 
 

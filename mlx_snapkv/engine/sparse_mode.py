@@ -1,6 +1,6 @@
 """Sparse attention: all entries stay, and the prompt's chunks and the answer's tokens read few of them."""
 
-from typing import final
+from typing import Any, final
 
 import mlx.core as mx
 
@@ -17,10 +17,14 @@ from ..entries.attention import nan_scores
 from ..entries.quantization import KEYS, rows
 from ..entries.queries import Queries
 from ..planning.request_plan import Plan
+from ..planning.speed_record import Speed, speed_of
 from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
+from ..sparse.options import CHUNK_SIZE
 from ..sparse.token_ranking import TokenRanking
+from .loop_model import Evaluation
 from .pieces import Pieces
+from .reading_pace import ReadingPace
 from .report import CompressionReport
 
 
@@ -30,6 +34,7 @@ class SparseMode:
 
     def __init__(
         self,
+        model: Any,
         plan: Plan,
         layers: list[AttentionLayer],
         prompt_cache: list,
@@ -42,18 +47,37 @@ class SparseMode:
         self._prompt_cache = prompt_cache
         self._pieces = pieces
         self._choosing = choosing_layers(layers)
+        self._evaluate = Evaluation()
+        self.pace: ReadingPace | None = None
+        if plan.sparse_reading is not None:
+            is_turn = plan.adapts and plan.n_held > 0
+            self.pace = ReadingPace(plan, speed_of(model, plan.sparse) if is_turn else Speed())
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for a chunk `(1, L)`, and again for the last tokens of the prompt, which read more."""
-        reading = self.plan.sparse_reading
+        """Call the model for a chunk `(1, L)`: in one piece if it reads everything, in pieces while it chooses.
+
+        A piece ends when the loop has evaluated it: at the next call.
+        """
+        if self.pace is None:
+            return self._pieces(inputs, cache)
         first = self._choosing[0].cache_in(cache)
-        if reading is not None and first.reads_some:
-            n = reading.last_from - first.offset
-            if 0 < n < inputs.shape[1]:
-                self._pieces(inputs[:, :n], cache)
-                mx.eval([c.state for c in cache])
-                inputs = inputs[:, n:]
-        return self._pieces(inputs, cache)
+        while True:
+            self.pace.end()
+            n = inputs.shape[1]
+            if first.reads_some:
+                n = self._piece_size(first.offset, n)
+            self.pace.begin(first.offset, n, first.reads_some)
+            logits = self._pieces(inputs[:, :n], cache)
+            if n == inputs.shape[1]:
+                return logits
+            self._evaluate(cache)
+            inputs = inputs[:, n:]
+
+    def _piece_size(self, start: int, n: int) -> int:
+        """Return how many of `n` tokens from a position on choose together; the prompt's last tokens read more."""
+        assert self.plan.sparse_reading is not None
+        n_before_last = self.plan.sparse_reading.last_from - start
+        return min(n, CHUNK_SIZE, n_before_last) if n_before_last > 0 else n
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace `caches` by those whose tokens choose among all entries; nothing is evicted."""

@@ -143,12 +143,13 @@ class Footprint:
         n_prompt = plan.n_prompt
         reading = plan.sparse_reading
         chunk = min(n_prompt, plan.chunk_size(self.step_size))
-        if reading is None:
+        means = 0
+        if reading is not None:
+            means = int(sizes.of_means() * self.index_rows_in_memory(n_prompt))
+        if reading is None or plan.adapts:
             n_seen = self.rows_read(plan)
-            means = 0
         else:
             n_seen = min(n_prompt, max(reading.reach.most, reading.last.most)) + chunk
-            means = int(sizes.of_means() * self.index_rows_in_memory(n_prompt))
         copied = sizes.of_widest * n_seen
         # Layers whose entries can't be compressed see the whole prompt.
         most_seen = n_prompt if sizes.plain else n_seen

@@ -48,6 +48,10 @@ from .scores import largest_chunk
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 FULL_CACHE_REASON = "the full cache was asked for"
+SLOWER_REASON = (
+    "sparse attention was slower than the full cache at this length on this machine; "
+    "when=always uses it anyway"
+)
 EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
 
 
@@ -78,7 +82,8 @@ class Plan(PromptPlan):
         prefill_quota: the entries that each full-attention layer holds while the prompt is read.
         decode_quota: the entries of each full-attention layer that the answer is decoded from, or reads.
         sparse_reading: how chunks of the prompt choose the entries that they read; None if they read all.
-        adapts: whether tokens of the answer choose only while that is faster than reading all entries.
+        adapts: whether chunks of the prompt and tokens of the answer choose only while that is faster than reading
+            all entries.
     """
 
     options: CompressionConfig
@@ -161,10 +166,13 @@ class Plan(PromptPlan):
             return limit or PREFILL_STEP_SIZE
         if self.compress is not None:
             return compressed_chunk_size(self.compress, limit, self, self.n_new)
-        if self.sparse_reading is not None:
-            return CHUNK_SIZE  # the last tokens come in a call of their own
+        if self.sparse_reading is not None and not self.adapts:
+            return CHUNK_SIZE
         largest = largest_chunk()
-        return size_before_voters(min(limit or largest, largest), self, self.n_new)
+        size = min(limit or largest, largest)
+        if self.sparse_reading is not None:
+            return max(CHUNK_SIZE, size)  # chunks that choose are parts of it
+        return size_before_voters(size, self, self.n_new)
 
 
 def plan_request(
@@ -282,7 +290,7 @@ def _planned(
 
 
 def _adapts(options: CompressionConfig) -> bool:
-    """Return whether an answer under sparse attention may read all entries.
+    """Return whether a request under sparse attention may read all entries.
 
     Several Macs have to choose alike, and other stores than memory return all entries slowly.
     """

@@ -83,9 +83,10 @@ class Sparse(Hyperparameters):
             16 neighbours that its own queries choose. "dense": everything before it, as mlx-lm does.
         read_top_k: entries that a chunk chooses per KV head, or a share of the prompt. None is the most of 1,024, of
             1/32 of the prompt, and of the entries whose attention costs a quarter of the model's other products.
-        when: "faster": an answer's first 16 tokens read all entries; later ones choose for as long as that is faster
-            on this machine. "always": tokens choose from the answer's third on. Entries in 8 or 4 bits or in files,
-            and batches, are always chosen from.
+        when: "faster": chunks of the prompt and tokens of the answer choose for as long as that is faster on this
+            machine; an answer's first 16 tokens read all entries. "always": chunks choose, and tokens from the
+            answer's third on. Entries in 8 or 4 bits or in files are always chosen from. A batch measures nothing, and
+            follows the speed record.
     """
 
     name = "sparse"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -24,7 +23,7 @@ class PageRanking:
     Args:
         reach: how many entries a chunk reads; if there are no more, it reads all of them.
         last: how many entries chunks from position `last_from` on read.
-        all_from: position from which chunks read all entries.
+        chooses: says of a position whether a chunk from there on may choose; if not, it reads all entries.
     """
 
     def __init__(
@@ -34,14 +33,14 @@ class PageRanking:
         reach: Reach,
         last: Reach,
         last_from: float,
-        all_from: float = math.inf,
+        chooses: Callable[[int], bool] = lambda start: True,
     ):
         self._view = view
         self.means = means
         self._reach = reach
         self._last = last
         self._last_from = last_from
-        self._all_from = all_from
+        self._chooses = chooses
         self._first = reach.n_sink // PAGE_SIZE  # first page that may be chosen
 
     def reads_all(self, start: int) -> bool:
@@ -74,7 +73,7 @@ class PageRanking:
         reach = self._last if start >= self._last_from else self._reach
         stop = max(0, start - reach.n_window) // PAGE_SIZE
         n = reach.n_chosen // PAGE_SIZE
-        reads_all = start >= self._all_from or stop - self._first <= n
+        reads_all = stop - self._first <= n or not self._chooses(start)
         return stop, 0 if reads_all else n
 
     def _likeliest(self, captured: Captured, among: range, n: int) -> mx.array:

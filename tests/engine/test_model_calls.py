@@ -71,7 +71,7 @@ def test_a_long_prompt_is_read_in_whole_chunks_and_the_one_with_its_last_tokens_
     tokens = mx.random.randint(0, 64, (n,), key=mx.random.key(0))
     for how, chunks in (("", [CHUNK_SIZE]), (f",read_top_k={PAGE_SIZE}", [9, CHUNK_SIZE - 9])):
         calls.clear()
-        sparse = f"budget=40{how}"
+        sparse = f"budget=40,when=always{how}"
         steps(model, tokens, 1, prefill_step_size=700, sparse=sparse, store=store)
         assert calls[:-2] == [CHUNK_SIZE, CHUNK_SIZE, *chunks, n - 1 - 3 * CHUNK_SIZE]
 
