@@ -16,12 +16,12 @@ def doctor(
     model: Annotated[
         str | None,
         Option(
-            help=f"Model whose attention to look at: folder, Hugging Face repository, or {', '.join(MODELS)}."
+            help=f"Model whose attention and speed to look at: folder, Hugging Face repository, or {', '.join(MODELS)}."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a bug report needs: machine, memory, versions, what MLX computes with, free disk.
+    """Print what a bug report needs: machine, memory, versions, what MLX computes with, free disk, sparse attention.
 
     No weights are loaded.
 
@@ -30,11 +30,15 @@ def doctor(
       mlx-snapkv doctor --model MODEL
     """
     from ..measure.environment import as_table, diagnosis
+    from ..measure.layer_speed import sparse_pays
+    from ..planning.break_even import sentence
     from .loading import load_without_weights
     from .terminal_table import print_table
 
-    loaded = None if model is None else load_without_weights(model, for_mac=True)
-    report = diagnosis(loaded, model)
+    name = model or "demo"
+    loaded = load_without_weights(name)
+    report = diagnosis(None if model is None else loaded, model)
+    report[f"speed of {name}"] = sentence(sparse_pays(loaded))
     if as_json:
         print(json.dumps(report))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
@@ -16,9 +16,11 @@ from .options import AsJson, MaxTokens, Model, format_tokens, parse_bytes, parse
 from .terminal_table import print_table
 
 if TYPE_CHECKING:
+    from ..planning.break_even import BreakEven
     from ..planning.config import CompressionConfig
     from ..planning.machine import Machine
     from ..planning.memory_plan import MemoryPlan, Planner
+    from ..planning.speed_record import Speed
 
 PLANNED_CONTEXTS = tuple(1 << n for n in range(12, 21))  # tokens
 
@@ -53,16 +55,20 @@ def plan(
 ) -> None:
     """Show how much memory prompts will take, what fits, and which setting to use, before any weight is loaded.
 
-    It reads the model's configuration and the headers of its weights; from a Hugging Face repository it downloads only
-    these. docs/benchmarks.md explains the arithmetic.
+    It also says from which length sparse attention is faster, if requests have measured it on this machine, or if its
+    GPU can estimate it. It reads the model's configuration and the headers of its weights; from a Hugging Face
+    repository it downloads only these. docs/benchmarks.md explains the arithmetic.
 
     \b
       mlx-snapkv plan --model demo
       mlx-snapkv plan --model MODEL --context 128k --memory 16GB
       mlx-snapkv plan --model MODEL --context 1M --policy keydiff:budget=4096 --kv-bits 8
     """
+    from ..measure.layer_speed import sparse_pays
     from ..planning.machine import mac, this_machine
     from ..planning.memory_plan import Planner
+    from ..planning.speed_record import speed_of
+    from ..sparse.options import Sparse
     from .loading import load_without_weights
 
     setting = policy.resolve()
@@ -85,6 +91,8 @@ def plan(
         kv_bits=cache.kv_bits,
         kv_memory=policy.kv_memory,
     )
+    if options.memory is None and planner.can_compress:
+        plans = replace(plans, speed=speed_of(loaded, Sparse()), pays=sparse_pays(loaded))
     contexts = [options.context] if options.context else plans.contexts()
     planned = [plans.for_context(n) for n in contexts]
     if options.as_json:
@@ -118,6 +126,8 @@ class Plans:
         policy: the user's policy or sparse attention, as text; None if the user chose none.
         kv_bits: bits of the entries kept; see --kv-bits.
         kv_memory: the limit of the entries in bytes; see --kv-memory.
+        speed: what this machine's speed record says of sparse attention; None for another machine.
+        pays: from which length sparse attention pays on this machine; empty for another machine.
     """
 
     model: str
@@ -126,6 +136,8 @@ class Plans:
     policy: str | None
     kv_bits: int | None
     kv_memory: int | None
+    speed: Speed | None = None
+    pays: dict[str, BreakEven] = field(default_factory=dict)
 
     def contexts(self) -> list[int]:
         """Return the prompt lengths to plan by default, up to the model's trained length."""
@@ -141,6 +153,7 @@ class Plans:
         The user's policy is recommended if it fits, and otherwise the choice of --policy auto.
         """
         from ..planning.auto import AutoRequest, recommend
+        from ..planning.speed_record import Speed
 
         usable = self.machine.usable
         by_policy = {
@@ -158,7 +171,12 @@ class Plans:
         if self.policy is not None and users_plan.peak <= usable:
             why = "you asked for it, and it fits"
             return ContextPlans(context=n_prompt, plans=plans, best=users_plan, why=why)
-        request = AutoRequest(n_prompt, kv_bits=self.kv_bits, kv_memory=self.kv_memory)
+        request = AutoRequest(
+            n_prompt,
+            kv_bits=self.kv_bits,
+            kv_memory=self.kv_memory,
+            speed=self.speed or Speed(),
+        )
         recommendation = recommend(self.planner, request, usable)
         if not recommendation.fits:
             return ContextPlans(context=n_prompt, plans=plans)
@@ -195,6 +213,7 @@ class Plans:
             "usable": usable,
             "plans": [plan.to_dict() | {"fits": plan.peak <= usable} for plan in plans],
             "taken": [self._recommended_to_dict(each) for each in planned],
+            "sparse_pays": {name: way._asdict() for name, way in self.pays.items()},
         }
 
     def _recommended_to_dict(self, planned: ContextPlans) -> dict[str, Any]:
@@ -212,6 +231,7 @@ class Plans:
     def print(self, planned: list[ContextPlans]) -> None:
         """Print a table of all plans, and the recommended setting for the longest prompt that fits."""
         from ..models.trained_length import beyond_trained_length
+        from ..planning.break_even import sentence
 
         trained = self.planner.trained_length
         length = "unknown" if trained is None else f"{trained:,} tokens"
@@ -224,6 +244,8 @@ class Plans:
         fitting = [(each.best, each.why) for each in planned if each.best is not None]
         if not fitting:
             return
+        if self.pays:
+            print(f"On this machine, {sentence(self.pays)}.")
         best, why = fitting[-1]  # of the longest prompt
         text = f"{_policy_text(best)}, because {why}.\n  {self._command(best)}"
         print(f"For {format_tokens(best.context)} tokens, recommended: {text}")

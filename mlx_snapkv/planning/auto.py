@@ -1,5 +1,6 @@
 """The setting to use by default, for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from .memory_plan import MemoryPlan, Planner
 from .options import OPTIONS
 from .prompt_plan import MAX_TOKENS
 from .settings import AUTO, Setting, asks_for_auto
+from .speed_record import Speed, speed_of
 from .units import format_bytes
 
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
@@ -45,6 +47,8 @@ CANDIDATES = {
 }
 # Part of the usable memory that the full cache may take. Other programs need the rest.
 COMFORTABLE = 0.75
+# Part of the full cache's time for a prompt and `MAX_TOKENS` more that sparse attention may take.
+WORTH = 0.95
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class AutoRequest:
         may_be_sparse: whether sparse attention can serve the request, as it has to if the caller set a store.
         kv_bits: bits of the entries kept; see `generate_step`.
         kv_memory: limit of the entries in bytes.
+        speed: what this machine's speed record says of sparse attention in memory.
     """
 
     n_prompt: int | None
@@ -66,16 +71,21 @@ class AutoRequest:
     may_be_sparse: bool = True
     kv_bits: int | None = None
     kv_memory: int | None = None
+    speed: Speed = field(default_factory=Speed)
 
-    def candidates(self) -> tuple[CompressionConfig, ...]:
-        """Return the candidates, best first. A store that the caller set is for sparse attention."""
+    def candidates(self, n_prompt: int = 0) -> tuple[CompressionConfig, ...]:
+        """Return the candidates for a prompt, best first. A store that the caller set is for sparse attention."""
         if (store := self.options.get("store")) is not None:
             return (replace(SPARSE, store=store),)
-        return tuple(
-            config
-            for config in CANDIDATES[self.task]
-            if self.may_be_sparse or config.sparse is None
-        )
+        configs = CANDIDATES[self.task]
+        if configs[0] == KEEP_ALL and self.sparse_share(n_prompt) < WORTH:
+            configs = (SPARSE, *configs)
+        return tuple(config for config in configs if self.may_be_sparse or config.sparse is None)
+
+    def sparse_share(self, n_prompt: int) -> float:
+        """Return the part of the full cache's time that sparse attention takes here; infinite if it is unknown."""
+        predicted = self.speed.seconds(n_prompt, MAX_TOKENS)
+        return math.inf if predicted is None else predicted[0] / predicted[1]
 
     def completed(self, candidate: CompressionConfig) -> CompressionConfig:
         """Return a candidate with the request's own options. Raises: SnapKVError: options conflict."""
@@ -146,7 +156,8 @@ class _Candidate:
 def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
     """Return the best setting for the task that fits in `usable` bytes.
 
-    For few tokens that is the full cache. For more it is the full cache only if that leaves memory to spare.
+    For few tokens that is the full cache. For more it is the full cache only if that leaves memory to spare, and
+    sparse attention instead if it is known to be clearly faster on this machine.
 
     Raises: SnapKVError: no setting can be combined with the request's options.
     """
@@ -160,7 +171,9 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
     full_cache_limit = usable if is_short else int(COMFORTABLE * usable)
 
     def fits(candidate: _Candidate) -> bool:
-        peak_limit = full_cache_limit if candidate.config.setting is None else usable
+        config = candidate.config
+        is_larger = config.store == "memory" and "store" not in request.options
+        peak_limit = full_cache_limit if config.setting is None or is_larger else usable
         return candidate.plan.peak <= peak_limit and candidate.kv_bytes <= kv_limit
 
     chosen = next((candidate for candidate in candidates if fits(candidate)), None)
@@ -170,7 +183,7 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
         why = f"no setting fits {limit}, and it takes the least memory"
         return smallest.recommendation(why, fits=False)
     if chosen is best:
-        return best.recommendation(_why_best(best.config, n_prompt))
+        return best.recommendation(_why_best(best.config, n_prompt, request))
     return chosen.recommendation(_why_not_best(best, usable, kv_limit))
 
 
@@ -179,7 +192,7 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
 
     Raises: SnapKVError: none can be combined with the request's options.
     """
-    configs = request.candidates() if planner.can_compress else ()
+    configs = request.candidates(n_prompt) if planner.can_compress else ()
     if not configs or n_prompt < MIN_TOKENS_TO_EVICT:
         configs = (KEEP_ALL, *configs)
     candidates: list[_Candidate] = []
@@ -200,7 +213,7 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
     return candidates
 
 
-def _why_best(config: CompressionConfig, n_prompt: int) -> str:
+def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) -> str:
     """Return why a config, the first of the candidates for a prompt of `n_prompt` tokens, is the best."""
     if config.setting is None and n_prompt < MIN_TOKENS_TO_EVICT:
         return f"at {n_prompt:,} tokens reading all entries costs little"
@@ -208,6 +221,12 @@ def _why_best(config: CompressionConfig, n_prompt: int) -> str:
         return f"all entries of {n_prompt:,} tokens fit in memory"
     if config.sparse is None:
         return "the question chooses the entries that the answer needs from a long prompt"
+    share = request.sparse_share(n_prompt)
+    if config.store == "memory" and share < WORTH:
+        return (
+            f"on this machine {n_prompt:,} tokens and {MAX_TOKENS} of the answer take about {share:.0%} of the full "
+            "cache's time"
+        )
     where = "stay in files" if in_files(config.store) else "fit in memory"
     bits = re.search(r"(\d+)bit", config.store or "")
     if bits is not None:
@@ -271,6 +290,7 @@ def resolve(
         ),
         kv_bits=mlx_options.get("kv_bits"),
         kv_memory=kv_memory,
+        speed=speed_of(model, Sparse()),
     )
     planner_options = {
         name: mlx_options[name]

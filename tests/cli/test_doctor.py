@@ -38,7 +38,7 @@ def test_a_bug_reports_figures_are_this_machines(call, tmp_path, monkeypatch):
 
 def test_it_is_a_table_which_a_models_attention_is_added_to(call, refused):
     out = call("doctor")[1]
-    assert "For a bug report" in out and "wired limit" in out and "attention" not in out
+    assert "For a bug report" in out and "wired limit" in out and "attention of" not in out
     assert "attention of demo" in call("doctor", "--model", "demo")[1]
     assert "no such folder" in refused("doctor", "--model", "nowhere")
 

@@ -2,7 +2,9 @@ import json
 import shlex
 
 import pytest
+from speed_helpers import WINS_LATER, remember
 
+from mlx_snapkv.cli.loading import load_without_weights
 from mlx_snapkv.planning import auto, long_prompts
 from mlx_snapkv.planning.machine import Machine
 
@@ -93,3 +95,42 @@ def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, mo
     assert "this machine" not in call("generate", *text, "-m", "1", *small)[2]
     assert said in call("chat", "--model", "demo", stdin=f"/file {path}\n".encode())[2]
     assert said in call("cache-prompt", *text, "-o", str(tmp_path / "story.safetensors"))[2]
+
+
+@pytest.fixture
+def loaded():
+    return load_without_weights("demo")
+
+
+def test_it_says_from_where_sparse_attention_pays(call, loaded, record):
+    """And recommends it there; but not for another machine."""
+    asked = [*PLAN, "--context", "16k"]
+    assert "no request has measured yet whether sparse attention pays" in call(*asked)[1]
+    found = json.loads(call(*asked, "--json")[1])
+    assert found["sparse_pays"]["reading"] == {"basis": "unknown", "tokens": None}
+    assert not found["taken"][0]["policy"]
+    remember(loaded, WINS_LATER)
+    out = " ".join(call(*asked)[1].split())
+    assert (
+        "On this machine, sparse reading pays from 1,024 tokens on (measured); sparse decoding"
+        in out
+    )
+    assert "pays from 16,384 tokens on (measured)" in out
+    found = json.loads(call(*asked, "--json")[1])
+    assert found["taken"][0]["policy"] == "sparse"
+    other = json.loads(call(*asked, "--memory", "64GB", "--json")[1])
+    assert other["taken"][0]["policy"] is None and other["sparse_pays"] == {}
+
+
+def test_a_bug_report_has_it_too(call, loaded, record):
+    for model in ([], ["--model", "demo"]):
+        record.unlink(missing_ok=True)
+        assert (
+            "no request has measured yet"
+            in json.loads(call("doctor", *model, "--json")[1])["speed of demo"]
+        )
+        remember(loaded, WINS_LATER)
+        assert (
+            "reading pays from 1,024"
+            in json.loads(call("doctor", *model, "--json")[1])["speed of demo"]
+        )

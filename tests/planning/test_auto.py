@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from speed_helpers import LOSES, WINS_LATER, remember, speed
 
 from mlx_snapkv import (
     CompressedBatchGenerator,
@@ -37,6 +38,7 @@ from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.machine import Machine
 from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.settings import AUTO, resolve_compress
+from mlx_snapkv.planning.speed_record import DECODE_FEW, READ_FEW, SETUP
 
 GB = 10**9
 LONG = 20_000  # tokens
@@ -242,3 +244,45 @@ def test_what_is_worth_comparing_evicts_three_quarters_at_least(n):
     first, within = (resolve_compress(policy=text) for text in worth_comparing(n))
     assert first.policy.budget <= n / 4 and within.decode_policy.budget < first.policy.budget
     assert n < 20_000 or resolve_compress(policy=worth_comparing(n)[0]) == SNAPKV.setting
+
+
+# What the speed record of this machine says.
+
+
+LITTLE_FASTER = LOSES | {READ_FEW: (1.06e-3, 0), SETUP: (1e-3, 0), DECODE_FEW: (0.0116, 0)}
+
+
+@pytest.mark.parametrize("task", [QUESTION, CONVERSATION])
+@pytest.mark.parametrize(
+    "lines, setting", [(LOSES, KEEP_ALL), (LITTLE_FASTER, KEEP_ALL), (WINS_LATER, SPARSE)]
+)
+def test_sparse_attention_is_taken_where_it_was_clearly_faster(planner, lines, setting, task):
+    request = AutoRequest(LONG, task, speed=speed(lines))
+    taken = recommend(planner, request, 10 * GB)
+    assert taken.config == setting and taken.fits
+    if setting == SPARSE:
+        words = "on this machine 20,000 tokens and 256 of the answer take about 60% of the full"
+        assert words in taken.why
+        assert recommend(planner, replace(request, task=BATCH), 10 * GB).config == SNAPKV
+        for other in ({"may_be_sparse": False}, {"kv_bits": 8}):
+            assert recommend(planner, replace(request, **other), 10 * GB).config == KEEP_ALL
+
+
+def test_a_faster_setting_that_does_not_fit_is_not_taken(planner):
+    """It holds more than the full cache."""
+    request = AutoRequest(LONG, speed=speed(WINS_LATER))
+    peaks = {setting: cost(planner, LONG, setting)[0] for setting in (SPARSE, SNAPKV)}
+    enough = math.ceil(peaks[SPARSE] / COMFORTABLE)
+    assert recommend(planner, request, enough + 1).config == SPARSE
+    taken = recommend(planner, request, enough - 2)
+    assert taken.config != SPARSE and "sparse would take" in taken.why
+    slow = AutoRequest(LONG, CONVERSATION, speed=speed(LOSES))
+    assert recommend(planner, slow, peaks[SNAPKV]).config == SPARSE_4BIT  # memory leaves no choice
+
+
+def test_auto_reads_the_record(demo_llama, record):
+    model = demo_llama[0]
+    assert resolve(model, LONG, QUESTION, {}, policy=AUTO)[0].sparse is None
+    remember(model, WINS_LATER)
+    config, _, taken = resolve(model, LONG, QUESTION, {}, policy=AUTO)
+    assert config.sparse == SPARSE.sparse and "of the full cache's time" in str(taken)

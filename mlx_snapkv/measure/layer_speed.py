@@ -1,0 +1,117 @@
+"""An estimate of decoding's speed without weights: one layer's attention, timed with random entries."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from ..caches.layers import AttentionLayer, attention_layers, choosing_layers, token_caches
+from ..engine.report import CompressionReport
+from ..engine.sparse_mode import SparseMode
+from ..entries.queries import Captured
+from ..errors import SnapKVError
+from ..models.counts import query_heads
+from ..planning.break_even import BreakEven, break_evens
+from ..planning.config import CompressionConfig
+from ..planning.request_plan import plan_request
+from ..planning.scores import on_gpu
+from ..planning.speed_record import DECODE_ALL, DECODE_FEW, Measurement, Speed, speed_of
+from ..sparse.options import N_VOTERS, Sparse
+from ..sparse.prompt_caches import make_caches
+
+FAILURES = SnapKVError, RuntimeError, ValueError  # what MLX raises if memory is short, for example
+LENGTHS = (8192, 32_768)  # entries
+TOGETHER = 8  # tokens that are evaluated together, as a pipelined loop keeps the device busy
+
+
+def sparse_pays(model: Any) -> dict[str, BreakEven]:
+    """Return from which length sparse reading and sparse decoding pay for a model on this machine.
+
+    What no request has measured is estimated on a GPU. A CPU takes too long for it.
+
+    Args:
+        model: its weights may be blank.
+    """
+    sparse = Sparse()
+    speed = speed_of(model, sparse)
+    estimate = Speed()
+    if on_gpu() and not {DECODE_ALL, DECODE_FEW} <= speed.lines.keys():
+        with contextlib.suppress(*FAILURES):
+            estimate = layer_speed(model, sparse)
+    return break_evens(speed, estimate)
+
+
+def layer_speed(model: Any, sparse: Sparse) -> Speed:
+    """Return how long the attention of a token takes in all layers, with all entries and with few of them.
+
+    Only the difference of the two says something about a whole token, because the model's other work is not timed.
+
+    Args:
+        model: its weights may be blank.
+
+    Raises: SnapKVError: the model can't be served with sparse attention.
+    """
+    config = CompressionConfig(replace(sparse, read="dense"))  # nothing is read
+    config.require(model)
+    layers = choosing_layers(attention_layers(model, make_caches(model, "memory")))
+    found: list[Measurement] = []
+    for n in LENGTHS:
+        times = _token_seconds(model, config, layers[0], n)
+        found += [Measurement(kind, n, len(layers) * seconds) for kind, seconds in times.items()]
+    return Speed().extended(found)
+
+
+def _token_seconds(
+    model: Any, config: CompressionConfig, layer: AttentionLayer, n: int
+) -> dict[str, float]:
+    """Return the seconds of a token's attention to `n` random entries in one layer, by kind."""
+    plan = plan_request(model, config, n)
+    keys, values = layer.cache_in(token_caches(model)).keys_and_values()
+    n_heads = query_heads(layer.attention)
+    scale = keys.shape[3] ** -0.5
+
+    def random(n_heads: int, n: int, like: mx.array) -> mx.array:
+        return mx.random.normal((1, n_heads, n, like.shape[3])).astype(like.dtype)
+
+    entries = random(keys.shape[1], n, keys), random(values.shape[1], n, values)
+    new = [random(x.shape[1], 1, x) for x in (keys, values)]
+    query = random(n_heads, 1, keys)
+    full = KVCache()
+    full.update_and_fetch(*entries)
+
+    def read_all() -> mx.array:
+        return mx.fast.scaled_dot_product_attention(
+            query, *full.update_and_fetch(*new), scale=scale
+        )
+
+    prompt_cache = make_caches(model, "memory")
+    stored = layer.cache_in(prompt_cache)
+    stored.observe(plan.first, plan.last, plan.capacity)
+    stored.update_and_fetch(*entries)
+    stored.record(Captured(random(n_heads, N_VOTERS, keys), scale))
+    caches = list(prompt_cache)
+    report = CompressionReport(str(config.setting), n)
+    SparseMode(model, plan, [layer], prompt_cache, None).compress(caches, report)  # type: ignore[arg-type]
+    few = layer.cache_in(caches)
+
+    def read_few() -> mx.array:
+        return few.attend(query, *few.update_and_fetch(*new), scale, None)
+
+    return {DECODE_ALL: _seconds(read_all), DECODE_FEW: _seconds(read_few)}
+
+
+def _seconds(attend: Callable[[], mx.array]) -> float:
+    """Return the seconds of a call, in the faster of two runs; one run before compiles."""
+    fastest = 0.0
+    for run in range(3):
+        started = time.perf_counter()
+        mx.eval([attend() for _ in range(TOGETHER)])
+        seconds = (time.perf_counter() - started) / TOGETHER
+        fastest = min(fastest, seconds) if run > 1 else seconds
+    return fastest
