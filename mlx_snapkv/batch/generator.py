@@ -20,8 +20,10 @@ from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
-from ..planning.request_plan import FULL_CACHE_REASON, Plan, plan_request
+from ..planning.prompt_plan import MAX_TOKENS
+from ..planning.request_plan import FULL_CACHE_REASON, SLOWER_REASON, Plan, plan_request
 from ..planning.settings import Setting
+from ..planning.speed_record import speed_of
 from ..sparse.options import Sparse
 from .groups import Groups, Guard, Single, decoding, request_errors
 from .job import BatchReport, BatchSettings, Job
@@ -157,10 +159,18 @@ class CompressedBatchGenerator(BatchGenerator):
             if n_prompt == 0:
                 continue
             plan = plan_request(self.model, config, n_prompt, cache, max_tokens=limit)
-            # Requests of a batch decode in the same steps, so none reads all entries for a time.
-            plan = replace(plan, adapts=False)
+            if plan.adapts:
+                # Requests of a batch decode in the same steps, so none reads all entries for a time.
+                plan = replace(plan, adapts=False, reason=self._slower(plan, limit))
             plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
         return plans
+
+    def _slower(self, plan: Plan, max_tokens: int) -> str | None:
+        """Return why a request keeps all entries if it is known to be slower otherwise; None if it is not."""
+        assert plan.sparse is not None
+        n_answer = max_tokens if 0 <= max_tokens < MAX_TOKENS else MAX_TOKENS
+        is_slower = speed_of(self.model, plan.sparse).loses(plan.n_prompt, n_answer)
+        return SLOWER_REASON if is_slower else None
 
     def _next(self) -> Any:
         """Return the responses of a step, as mlx-lm does; with `reads_first`, requests decode after all are read."""

@@ -6,6 +6,7 @@ from batch_helpers import Run, alone, prompts_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from request_helpers import assert_unpatched, plain
+from speed_helpers import LOSES, WINS_LATER, remember
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, Sparse, prefill
@@ -199,3 +200,38 @@ def test_every_answer_is_the_one_alone(policy, events, reads_first):
         if 0 < said < len(answer):
             rest = alone(MODEL, [answer[said]], len(answer) - said - 1, prompt_cache=cache)
             assert rest == answer[said + 1 :]
+
+
+@pytest.mark.parametrize("when", ["faster", "always"])
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+def test_requests_follow_the_speed_record(make, when, record):
+    """They measure nothing. A request that is known to be slower keeps all entries; without a record it chooses."""
+    model, (prompt,) = make(), prompts_of(190)
+    sparse = Sparse(budget=60, n_sink=4, n_window=16, when=when)
+    for lines, is_compressed in ((None, True), (WINS_LATER, when == "always"), (LOSES, when == "always")):  # fmt: skip
+        if lines is not None:
+            record.unlink(missing_ok=True)
+            remember(model, lines, sparse)
+        before = record.read_bytes() if lines else None
+        run = Run(model, None, sparse=sparse)
+        uids = run.insert([prompt, prompt], 24)
+        run.finish()
+        for uid in uids:
+            assert run.reports[uid].compressed == is_compressed
+            if not is_compressed:
+                wanted = [int(t) for t, _ in plain(model, mx.array(prompt), 24)]
+                assert run.answers[uid] == wanted
+                assert "slower than the full cache at this length" in run.reports[uid].reason
+        assert (record.read_bytes() if lines else None) == before
+
+
+def test_a_record_of_longer_texts_lets_requests_choose(record):
+    """Sparse attention wins from some length on, and another request of the batch is longer."""
+    model = make_llama()
+    sparse = Sparse(budget=60, n_sink=4, n_window=16)
+    lines = {kind: (a, 100 * b) for kind, (a, b) in WINS_LATER.items()}
+    remember(model, lines, sparse)
+    run = Run(model, None, sparse=sparse)
+    short, long = run.insert(prompts_of(80, 700), 4)
+    run.finish()
+    assert run.reports[long].compressed and not run.reports[short].compressed
