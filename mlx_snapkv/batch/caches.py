@@ -47,33 +47,36 @@ class BatchCache(ABC):
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """The arrays recorded of the requests' queries, to be evaluated between two tokens."""
+        """Return the arrays recorded of the requests' queries, to be evaluated between two tokens."""
         return ()
 
     @property
     @abstractmethod
     def kind(self) -> tuple:
-        """A value that is equal for requests that can decode together."""
+        """Return a value that is equal for requests that can decode together."""
 
     @abstractmethod
     def size(self) -> int:
-        """Return the entries that are held, or that a step reads, of the request with the most."""
+        """Return the number of entries held, or read in a step, by the request with the most entries."""
 
 
 class MlxLmBatch(BatchCache):
-    """A batched cache of mlx-lm."""
+    """Adapts a batched cache of mlx-lm, of any layer."""
 
     observes = chooses = False
 
     def __init__(self, cache: Any):
+        """Adapt the cache; mlx-lm pads only the entries of its `BatchKVCache`."""
         self._cache = cache
         self.pads = isinstance(cache, BatchKVCache)
 
     @property
     def kind(self) -> tuple:
+        """Return a kind that bounds the padding: the numbers of entries differ by less than a factor of 2."""
         return type(self._cache).__name__, self.size().bit_length()
 
     def size(self) -> int:
+        """Return the number of entries as mlx-lm counts them, padding included."""
         return self._cache.size()
 
 
@@ -90,11 +93,12 @@ class Batched(BatchCache, _BaseCache):
     keys: Any
 
     def __init__(self, members: Sequence[Any]):
+        """Take over the requests' caches, which change with the batch."""
         self.members = list(members)
 
     @property
     def offset(self) -> mx.array:
-        """The position of each request's next token, int32 `(B,)`."""
+        """Return the position of each request's next token, int32 `(B,)`."""
         return mx.array([member.offset for member in self.members], mx.int32)
 
     def make_mask(
@@ -113,9 +117,11 @@ class Batched(BatchCache, _BaseCache):
         self.members = [self.members[i] for i in keep]
 
     def size(self) -> int:
+        """Return the number of entries of the request with the most entries."""
         return max(member.n_entries for member in self.members)
 
     def empty(self) -> bool:
+        """Return False: requests join only after their prompts have been read."""
         return False
 
 
@@ -154,6 +160,7 @@ class BatchedChoices(Batched):
 
     @property
     def kind(self) -> tuple:
+        """Return one kind for all sparse requests: they share no arrays, so their lengths may differ."""
         return ("chosen",)
 
     def extract(self, idx: int) -> SparseKVCache:
@@ -162,6 +169,7 @@ class BatchedChoices(Batched):
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all requests' caches in memory."""
         return sum(member.nbytes for member in self.members)
 
 
@@ -178,6 +186,7 @@ class BatchedEntries(Batched, Quantised):
     values: Any
 
     def __init__(self, members: Sequence[EvictingCache]):
+        """Copy the entries of all requests into shared arrays, and free the requests' own."""
         super().__init__(members)
         self.quantization = members[0].quantization
         for member in members:
@@ -231,19 +240,22 @@ class BatchedEntries(Batched, Quantised):
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
+        """Return whether any request's newest entries have yet to be read by other layers."""
         return any(member.waits_for_readers for member in self.members)
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
+        """Return whether any request records queries, for evictions during the answer."""
         return any(member.observes for member in self.members)
 
     @property
     def recorded(self) -> Sequence[mx.array]:
+        """Return the recorded arrays of all requests that observe."""
         return [array for member in self.members if member.observes for array in member.recorded]
 
     @property
     def kind(self) -> tuple:
-        """Requests of equal kinds can share arrays, and mlx-lm's one mask for all layers."""
+        """Return a value that is equal for requests that can share arrays, and mlx-lm's one mask for all layers."""
         member = self.members[0]
         n_next = member.n_after_next
         is_fixed = n_next == member.n_entries
@@ -251,10 +263,12 @@ class BatchedEntries(Batched, Quantised):
         return is_fixed, n_next.bit_length(), self.quantization
 
     def extend(self, other: BatchedEntries) -> None:
+        """Append the requests of another batch, and copy the entries of both into new arrays."""
         super().extend(other)
         self.keys, self.values = _stacked([self._stored, other._stored])
 
     def filter(self, keep: Sequence[int]) -> None:
+        """Keep only the requests with these indices, and drop rows that they don't need."""
         super().filter(keep)
         index = mx.array(list(keep))
         n = self._n_needed()
@@ -273,6 +287,7 @@ class BatchedEntries(Batched, Quantised):
         """Give a request's cache its entries for the block.
 
         Args:
+            i: index of the request.
             write_back: whether the block changes the entries, so that they are written into the shared arrays.
         """
         member = self.members[i]
@@ -305,10 +320,12 @@ class BatchedEntries(Batched, Quantised):
 
     @property
     def _stored(self) -> Stored:
+        """Return keys and values of all slots, free rows included."""
         return self.keys, self.values
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the shared arrays, free rows included."""
         return n_bytes(self._stored)
 
 

@@ -43,7 +43,7 @@ class Line:
 
     @property
     def key(self) -> str | int:
-        """The line's identity in this and later runs: its `custom_id`, or its number."""
+        """Return the line's identity in this and later runs: its `custom_id`, or its number."""
         if self.custom_id is None or self.code == DUPLICATE:
             return self.number
         return self.custom_id
@@ -52,6 +52,9 @@ class Line:
 class RequestsFile:
     """The requests of a file, parsed one by one.
 
+    Args:
+        stream: the file, at its first request. A stream that can't seek, such as a pipe, is copied to a temporary file.
+
     Attributes:
         n_lines: number of lines that are not blank.
 
@@ -59,6 +62,7 @@ class RequestsFile:
     """
 
     def __init__(self, stream: BinaryIO):
+        """Count the lines, and parse them until one is a JSON object."""
         self._stream: IO[bytes] = stream
         if not stream.seekable():
             self._stream = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this object
@@ -127,6 +131,7 @@ class AnswersFile:
     last line is dropped.
 
     Args:
+        path: the file, which need not exist.
         run: the fields that all answers have in common: `model`, and the run's fields of `mlx_snapkv`.
 
     Attributes:
@@ -139,6 +144,7 @@ class AnswersFile:
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
+        """Read the answers that the file has already."""
         self.path = path
         self._run = run
         self._lines = JsonLines(path, START)
@@ -186,10 +192,12 @@ class AnswersFile:
                 )
 
     def __enter__(self) -> AnswersFile:
+        """Lock the file, and read it again, since another process may have written to it."""
         self._lines.open(self._read)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Close the file and release the lock."""
         self._lines.close()
 
     def has(self, line: Line) -> bool:

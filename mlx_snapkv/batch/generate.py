@@ -56,7 +56,18 @@ def batch_generate(
     """Call `mlx_lm.batch_generate` with compressed prompts; without a policy, call mlx-lm's own.
 
     Args:
-        snapkv, policy, sparse: see `generate_step`.
+        model: an mlx-lm model.
+        tokenizer: its tokenizer, for the texts of the answers.
+        prompts: token ids of each prompt, at least one.
+        prompt_caches: for each prompt the caches that it continues; None starts with empty caches.
+        max_tokens: limit of an answer's tokens, for all prompts or for each.
+        verbose: print the number of answers and the speed.
+        return_prompt_caches: whether the response has the caches after each answer.
+        return_token_ids: whether the response has the token ids of each answer.
+        return_logprobs: whether the response has the log-probability of each token of an answer.
+        snapkv: see `generate_step`.
+        policy: see `generate_step`.
+        sparse: see `generate_step`.
         on_report: receives one `CompressionReport` for each prompt, in the order of the prompts.
         **kwargs: the options of `CompressedBatchGenerator`.
 
@@ -148,8 +159,14 @@ def _answer_all(
     """Answer the prompts with `CompressedBatchGenerator`, and return the answers and mlx-lm's statistics.
 
     Args:
+        model: an mlx-lm model.
+        tokenizer: its tokenizer, for the tokens that end an answer.
+        prompts: token ids of each prompt.
         limits: for each prompt the limit of its answer's tokens.
+        prompt_caches: for each prompt the caches that it continues; None starts with empty caches.
+        config: the setting, and the options of every prompt.
         options: mlx-lm's keywords of the generator.
+        with_logprobs: whether to keep the log-probability of each token.
     """
     answers = [_Answer() for _ in prompts]
     generator = CompressedBatchGenerator(

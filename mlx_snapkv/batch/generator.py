@@ -55,8 +55,9 @@ class CompressedBatchGenerator(BatchGenerator):
 
     Args:
         model: an mlx-lm model.
-        snapkv, policy, sparse: see `generate_step`; "auto" is not allowed. Without them, and without `turns`, this is
-            mlx-lm's generator.
+        snapkv: see `generate_step`. Without `snapkv`, `policy`, `sparse` and `turns`, this is mlx-lm's generator.
+        policy: see `generate_step`; "auto" is not allowed.
+        sparse: see `generate_step`.
         on_report: receives a request's number and its `CompressionReport`.
         on_read: receives a request's number, caches with all entries that it has read, from which other requests can
             continue, and the tokens of these entries. It is not called for a policy that evicts during prefill.
@@ -86,6 +87,7 @@ class CompressedBatchGenerator(BatchGenerator):
         on_pause: Callable[[int, int], None] = lambda done, total: None,
         **kwargs: Any,
     ):
+        """Check the options against the model; nothing is read before `insert`."""
         setting: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
         config, kwargs = CompressionConfig.from_keywords(kwargs | setting, turns=turns)
         self._plans: dict[int, Plan] = {}  # waiting requests' plans, by request number
@@ -122,6 +124,13 @@ class CompressedBatchGenerator(BatchGenerator):
         """Add requests, as mlx-lm's `insert_segments` does.
 
         Args:
+            segments: for each request its prompt's token ids, in parts that are read in chunks of their own.
+            max_tokens: limit of each answer's tokens; None takes the generator's.
+            caches: for each request the caches that it continues; they are copied. None starts with empty caches.
+            all_tokens: for each request the tokens that its caches have read.
+            samplers: a sampler for each request; None takes the generator's.
+            logits_processors: for each request its logits processors.
+            stop_sequences: for each request the token sequences that end its answer.
             in_full: whether the requests are answered from all entries, without the policy.
         """
         plans: list[Plan] = []
@@ -149,6 +158,8 @@ class CompressedBatchGenerator(BatchGenerator):
 
         Args:
             lengths: tokens of each prompt.
+            caches: for each request the caches that it continues.
+            max_tokens: limit of each answer's tokens.
             in_full: see `insert_segments`.
 
         Raises: SnapKVError: a request can't be served.
@@ -186,6 +197,7 @@ class CompressedBatchGenerator(BatchGenerator):
         return prompts, responses
 
     def remove(self, uids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """End requests, as mlx-lm's `remove` does, and return their memory to the system."""
         removed = super().remove(uids, *args, **kwargs)
         for uid in uids:
             self._plans.pop(uid, None)
@@ -239,6 +251,7 @@ class PromptBatch(PromptProcessingBatch):
         return batch
 
     def filter(self, keep: list[int]) -> None:
+        """Keep the prompt, or drop it if `keep` is empty."""
         if not keep:
             self.prompt_cache = []  # mlx-lm clears this list; the old one belongs to the job
         super().filter(keep)
@@ -270,4 +283,5 @@ class PromptBatch(PromptProcessingBatch):
         return single
 
     def extract_cache(self, idx: int) -> list[Any]:
+        """Return copies of the caches of the tokens read so far; there is one request, so `idx` is 0."""
         return self.job.copy_caches()

@@ -25,6 +25,10 @@ class Guard:
     From its first failure on, a call returns the result of `fallback`, which is called with the last argument, the
     logits `(1, vocab_size)`.
 
+    Args:
+        function: the sampler or logits processor.
+        fallback: computes the result that the request gets instead, of the same shape.
+
     Attributes:
         error: the failure; None before it.
     """
@@ -32,10 +36,12 @@ class Guard:
     error: Exception | None = None
 
     def __init__(self, function: Callable[..., mx.array], fallback: Callable[[mx.array], mx.array]):
+        """Start without a failure."""
         self._function = function
         self._fallback = fallback
 
     def __call__(self, *args: Any) -> mx.array:
+        """Return the function's result; the result of `fallback` if the function fails or has failed before."""
         fallback = self._fallback(args[-1])
         if self.error is not None:
             return fallback
@@ -75,7 +81,7 @@ class Group(GenerationBatch):
 
     @cached_property
     def _attention_classes(self) -> list[type]:
-        """The attention classes of the model, looked up once instead of for every token."""
+        """Return the attention classes of the model, looked up once instead of for every token."""
         return attention_classes(self.model)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
@@ -163,9 +169,11 @@ class Single(Group):
 
     @property
     def can_join(self) -> bool:  # type: ignore[override]
+        """Return whether the prompt is compressed, or left to mlx-lm."""
         return self.job.can_join
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Patch the attention classes for the block, if the request captures queries."""
         return self.job.recording()
 
     def next(self) -> list[Any]:
@@ -186,6 +194,7 @@ class Single(Group):
         return responses
 
     def _recorded(self) -> list[Sequence[mx.array]]:
+        """Return the arrays that the request's own caches recorded."""
         return [cache.recorded for cache in layer_caches(self.prompt_cache)]
 
     def extract_cache(self, idx: int) -> list:
@@ -194,6 +203,7 @@ class Single(Group):
         return list(self.job.caches)
 
     def copy_caches(self, idx: int) -> list:
+        """Return copies of the request's caches, from which other requests can continue."""
         return self.job.copy_caches()
 
 
@@ -212,22 +222,27 @@ class Groups:
     """
 
     def __init__(self) -> None:
+        """Start without groups."""
         self.waits = False
         self._groups: list[Group] = []
 
     def __len__(self) -> int:
+        """Return the number of requests in all groups."""
         return sum(map(len, self._groups))
 
     @property
     def uids(self) -> list[int]:
+        """Return the numbers of all requests, group by group; indices of other methods refer to this order."""
         return [uid for group in self._groups for uid in group.uids]
 
     @property
     def tokens(self) -> list[list[int]]:
+        """Return for each request the tokens that its caches have read."""
         return [tokens for group in self._groups for tokens in group.tokens]
 
     @property
     def prompt_cache(self) -> list:
+        """Return the caches of all groups, one list after the other."""
         return [cache for group in self._groups for cache in group.prompt_cache]
 
     def extend(self, group: Group) -> None:
@@ -252,10 +267,12 @@ class Groups:
         return responses
 
     def extract_cache(self, idx: int) -> list:
+        """Return copies of the caches of the request at `idx`."""
         group, i = self._locate(idx)
         return group.copy_caches(i)
 
     def filter(self, keep: list[int]) -> None:
+        """Keep only the requests at these indices; groups without requests disappear."""
         kept = [self._locate(idx) for idx in keep]
         for group in self._groups:
             kept_of_group = [i for owner, i in kept if owner is group]

@@ -32,7 +32,9 @@ class Job:
     """One request of a batch, whose prompt is read and compressed as if the request were alone.
 
     Args:
+        settings: what all requests of the batch share.
         uid: the request's number in the batch.
+        plan: the request's plan; with a `reason`, the prompt is left to mlx-lm.
         prompt_cache: the request's prompt cache, which is copied.
 
     Attributes:
@@ -42,6 +44,7 @@ class Job:
     """
 
     def __init__(self, settings: BatchSettings, uid: int, plan: Plan, prompt_cache: list):
+        """Make the caches to read the prompt on; a failure is kept as `error` for the first response."""
         self.uid = uid
         self.model = settings.model
         self.plan = plan
@@ -61,12 +64,12 @@ class Job:
 
     @property
     def can_join(self) -> bool:
-        """Whether the request can decode together with others: its prompt is compressed, or left to mlx-lm."""
+        """Return whether the request can decode with others: its prompt is compressed, or left to mlx-lm."""
         return self.error is None and self.request is None
 
     @property
     def loop_model(self) -> Any:
-        """The model for mlx-lm's loop."""
+        """Return the model for mlx-lm's loop."""
         if self.request is not None:
             return self.request.model
         return one_by_one(self.model, self.caches)
@@ -78,6 +81,7 @@ class Job:
         return observing(self.model, self.caches)
 
     def _report(self, report: CompressionReport) -> None:
+        """Give the report to `on_report`, if there is one."""
         if self._settings.on_report is not None:
             self._settings.on_report(self.uid, report)
 

@@ -26,6 +26,7 @@ class Memory:
     """
 
     def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int):
+        """Read prefill's chunk size and the setting from `options`; the model itself is not needed."""
         config, _ = CompressionConfig.from_keywords(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint = Footprint(sizes, config, step_size)

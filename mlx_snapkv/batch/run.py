@@ -96,6 +96,7 @@ class Run:
     on_progress: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self):
+        """Make the batch's generator, which checks model and options."""
         require_together(self.model)
         self.progress = Progress()
         limit = self.max_kv_bytes

@@ -46,7 +46,8 @@ class Conversation:
     """A chat in which a policy compresses the prompt cache at every turn.
 
     Args:
-        model, tokenizer: a model and its tokenizer from mlx-lm; the tokenizer needs a chat template.
+        model: an mlx-lm model.
+        tokenizer: its tokenizer from mlx-lm, which needs a chat template.
         policy: a policy object or string; without one the full cache is kept. "auto" chooses what suits the model and
             this machine; see docs/choose.md. At later turns the policy chooses among the entries that earlier turns
             kept and the turn's new entries.
@@ -80,6 +81,7 @@ class Conversation:
         system: str | None = None,
         **options: Any,
     ):
+        """Check options and setting against the model; nothing is read before the first message."""
         _require_options(options)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
@@ -107,11 +109,12 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
+        """Return the setting and the options of every turn."""
         return CompressionConfig(self.policy, **self.options, turns=True)
 
     @property
     def store(self) -> str | None:
-        """The name of the store in which sparse attention keeps all entries."""
+        """Return the name of the store in which sparse attention keeps all entries; None without sparse attention."""
         return self.options["store"]
 
     def reset(self) -> None:
@@ -211,7 +214,7 @@ class Conversation:
 
     @property
     def undo_nbytes(self) -> int:
-        """The bytes of keys and values that are kept only for `undo`."""
+        """Return the bytes of keys and values that are kept only for `undo`."""
         return 0 if self._before_last is None else self._before_last.caches.kv_nbytes
 
     def save(self, path: str | Path) -> None:
@@ -242,8 +245,12 @@ class Conversation:
         The system prompt comes from the file. A file of mlx-lm holds it in the cache only, so `reset` loses it.
 
         Args:
-            policy, sparse: the setting for a file that was saved without one. A conversation that was saved with a
-                setting keeps it, and its `RequestOptions`.
+            path: a file that `save`, `mlx-snapkv cache-prompt` or mlx-lm wrote.
+            model: the model that filled the cache.
+            tokenizer: its tokenizer.
+            policy: a policy for a file that was saved without a setting. A conversation that was saved with a setting
+                keeps it, and its `RequestOptions`.
+            sparse: sparse attention for a file that was saved without a setting.
             **options: see `Conversation`; options of mlx-lm are not in the file.
 
         Raises: SnapKVError: the file is damaged, belongs to another model, or can't be used with that setting.

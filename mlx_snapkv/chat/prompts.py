@@ -39,6 +39,7 @@ class Rendering:
     """
 
     def __init__(self, tokenizer):
+        """Find the tokenizer's special tokens, and lift its limit of the text's length."""
         ignore_length_limit(tokenizer)
         self._tokenizer = tokenizer
         self._tokens_by_piece: dict[str, list[int]] = {}  # the pieces of the last text
@@ -47,6 +48,7 @@ class Rendering:
         """Return the token ids of messages in the chat template.
 
         Args:
+            messages: dicts with `role` and `content`.
             **options: the template's options, such as `add_generation_prompt`.
 
         Raises: SnapKVError: the chat template fails.
@@ -73,7 +75,7 @@ class Rendering:
 
     @cached_property
     def _cuts(self) -> re.Pattern[str] | None:
-        """A pattern of the special tokens at which a text can be cut; None without such tokens.
+        """Return a pattern of the special tokens at which a text can be cut; None without such tokens.
 
         These are the template's special tokens whose text always becomes that token, whatever text is around it.
         """

@@ -31,6 +31,7 @@ class StateBefore:
     """
 
     def __init__(self, conversation: Any):
+        """Copy the conversation's caches and the fields that a turn changes."""
         self.caches = CacheCopy(conversation.prompt_cache)
         # A proxy, since the conversation holds this object: a reference cycle would keep the caches' memory.
         self._conversation = weakref.proxy(conversation)
@@ -43,7 +44,7 @@ class StateBefore:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether the copy takes at most the memory of the conversation's cache; False if nothing had been read."""
+        """Return whether the copy takes at most the memory of the cache itself; False if nothing had been read."""
         cache_bytes = kv_bytes(self._conversation.prompt_cache)
         return bool(self._fields["read"]) and self.caches.kv_nbytes <= cache_bytes
 
@@ -120,6 +121,8 @@ def _resumed_store(
     """Return the name of the store to continue a file with.
 
     Args:
+        path: the file, for the error's sentence.
+        prompt: the loaded file.
         setting: the setting to continue with.
         store: the store that the caller asks for; it takes precedence over the file's own.
         noted_store: the store in the file's notes.

@@ -38,12 +38,12 @@ class Fact:
 
     @property
     def clause(self) -> str:
-        """The fact as a clause that ends a sentence."""
+        """Return the fact as a clause that ends a sentence."""
         return f"the {self.attribute} of the {self.subject} is {self.value}."
 
     @property
     def question(self) -> str:
-        """The question whose answer is the value."""
+        """Return the question whose answer is the value."""
         return f"What is the {self.attribute} of the {self.subject}?"
 
 
