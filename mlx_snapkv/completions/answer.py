@@ -22,6 +22,7 @@ class Completion:
     """
 
     def __init__(self, request: CompletionRequest, tokenizer):
+        """Start with an empty answer, in the request's initial state."""
         self.request = request
         self.reply = Reply()
         self.n_tokens = self.n_reasoning = 0
@@ -32,7 +33,7 @@ class Completion:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop text that has ended the answer, or None."""
+        """Return the stop text that has ended the answer, or None."""
         return self._stop.matched
 
     def add(self, token: int, finish_reason: str | None) -> list[Reply]:
@@ -100,11 +101,15 @@ class Completion:
 class StopMatcher:
     """Finds the first stop text in a text that comes in pieces.
 
+    Args:
+        stop: the stop texts.
+
     Attributes:
         matched: the stop text that was found, or None.
     """
 
     def __init__(self, stop: list[str]):
+        """Start before the text's first piece."""
         self._machine = TextStateMachine({"normal": [(text, None) for text in stop]})
         # mlx-lm's tuple: (state, node of a trie, all states, text that is held back)
         self._state = self._machine.make_state()

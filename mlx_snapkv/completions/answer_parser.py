@@ -41,6 +41,7 @@ class AnswerParser:
     """
 
     def __init__(self, request: CompletionRequest, tokenizer):
+        """Start in the request's initial state, with the markers and the tool parser of the tokenizer."""
         answer_format = request.constraint.format if request.constraint else None
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state

@@ -75,6 +75,8 @@ Messages = Annotated[
 
 
 class StreamOptions(BodyModel):
+    """OpenAI's `stream_options`; with `include_usage`, the stream ends with an event of token counts."""
+
     include_usage: bool | None = None
 
 
@@ -88,7 +90,7 @@ class CommonBody(BodyModel):
 
     @property
     def uses_functions(self) -> bool:
-        """Whether the client sends `functions`, the older name of `tools`, and expects a `function_call`."""
+        """Return whether the client sends `functions`, the older name of `tools`, and expects a `function_call`."""
         return False
 
     model: str | None = None
@@ -139,6 +141,7 @@ class ChatBody(CommonBody):
 
     @property
     def uses_functions(self) -> bool:
+        """Return whether the client sends `functions`, and so gets a `function_call` instead of `tool_calls`."""
         return bool(self.functions)
 
     @model_validator(mode="before")

@@ -28,7 +28,9 @@ class Constraint:
     would run it with arguments that are cut.
 
     Args:
-        max_tokens: of the answer; -1 for no limit.
+        tokenizer: the model's tokenizer, whose tokens the grammar is compiled for.
+        answer_format: the grammar, the kind of answer, and the text that the answer continues.
+        max_tokens: limit of the answer's tokens; -1 for no limit.
 
     Attributes:
         format: the answer's format.
@@ -38,6 +40,7 @@ class Constraint:
     """
 
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
+        """Compile the grammar, and go past the prefill that the answer continues."""
         self.format = answer_format
         self.is_cut = False
         self._vocabulary = vocabulary(tokenizer)

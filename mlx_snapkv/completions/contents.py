@@ -33,6 +33,7 @@ def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
     """Yield the text of each part of a content, which may be a text, a part, a list of both, or None.
 
     Args:
+        content: the `content` of a message, in the form of any API.
         source: "user" for a message of the user or the system, which may have no media. "tool" for a tool's result,
             where parts of unknown types become JSON. "other" for all others. In the last two cases, the model sees a
             description of media in brackets.
@@ -57,6 +58,7 @@ def as_list(content: Any) -> list[Any]:
 
 
 def as_json(value: Any) -> str:
+    """Return a value as JSON in one line, with letters outside of ASCII as they are."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -93,7 +95,7 @@ def replace_surrogates_in(value: Any) -> Any:
 def _text_part(part: dict[str, Any], source: Source) -> TextPart:
     """Return a part as text; see `text_parts`.
 
-    Raises: ValueError: a text is none, or a "user" message has media.
+    Raises: ValueError: the part's `text` is not a text, or a "user" message has media.
     """
     kind = part_type(part)
     is_untyped = not isinstance(part.get("type"), str)

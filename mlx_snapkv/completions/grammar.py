@@ -58,6 +58,8 @@ def json_format(
     """Return the format of JSON that obeys a schema.
 
     Args:
+        schema: a JSON schema.
+        tokenizer: the model's tokenizer, with its markers of thoughts and calls.
         state: the initial state of mlx-lm's `TextStateMachine`, or None for an answer without thoughts.
         what: the schema's name in an error.
         may_call: whether the answer may be tool calls instead, in any form.
@@ -229,6 +231,7 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
 
     Args:
         answer: the expression of the answer without its thoughts.
+        tokenizer: the model's tokenizer, with its markers of thoughts.
         state: as in `json_format`. In "reasoning", the answer begins within thoughts.
         schemas: the schemas in `answer`, by their names in errors.
 

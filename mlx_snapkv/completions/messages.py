@@ -75,6 +75,7 @@ def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
     """Parse one message of a chat, or one item of a response's input. Calls and results become messages of their own.
 
     Args:
+        item: the message or item as the client sent it.
         may_have_media: whether an image in a user message is described to the model, and not refused. This is for
             messages after a tool's result, where clients put an image that the tool returned, and for messages that
             another model may have answered.

@@ -41,6 +41,8 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
     """Return a body's prompt.
 
     Args:
+        body: the body of a chat or of a text completion.
+        tokenizer: the model's tokenizer, with a chat template if `body` is a chat.
         vocabulary_size: number of tokens that the model knows, if it is less than the tokenizer's.
 
     Raises: SnapKVError: the chat template refuses, the prompt is empty, or a token is outside the vocabulary.
@@ -82,7 +84,7 @@ def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> lis
 def _tools_and_choice(
     body: ChatBody,
 ) -> tuple[list[dict[str, Any]] | None, ToolChoice | None, list[str]]:
-    """Return the tools for the chat template, the choice among them, and notes on what is left out of both."""
+    """Return the tools for the chat template, the choice among them, and notes on ignored tools and choices."""
     choice = body.tool_choice
     may_call = choice is None or choice.type != "none"
     client_tools = replace_surrogates_in(body.tools or []) if may_call else []

@@ -53,6 +53,9 @@ def render(
     """Render messages with the first of `REWRITES` that the template accepts.
 
     Args:
+        tokenizer: the model's tokenizer.
+        messages: the chat, in order.
+        tools: the tools for the template, in OpenAI's form; None without tools.
         options: variables of the template.
         continues: whether the answer continues the text of a last message of the assistant's.
 

@@ -97,7 +97,11 @@ def completion_request(
     """Return the request that a body asks for.
 
     Args:
+        body: the body of a chat or of a text completion.
+        tokenizer: the model's tokenizer.
+        defaults: values for fields that the body leaves out.
         seed: used if the body has none; 64 bits.
+        bounds: the model's trained length and the size of its vocabulary.
         prompt: the body's prompt, if it has been made before.
 
     Raises: SnapKVError: as `tokenize`, or the answer cannot be constrained as asked.

@@ -11,6 +11,8 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 
 class JsonSchema(BodyModel):
+    """OpenAI's `json_schema`, of which only the `schema` matters here; by default any object is allowed."""
+
     schema_: Schema = Field(ANY_OBJECT, alias="schema")
 
 
@@ -23,13 +25,14 @@ class ResponseFormat(BodyModel):
 
     @model_validator(mode="after")
     def _has_schema(self) -> "ResponseFormat":
+        """Check that a "json_schema" has a schema. Raises: ValueError."""
         if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise ValueError(".json_schema is missing")
         return self
 
     @property
     def schema_to_enforce(self) -> Schema | None:
-        """The schema that the answer must obey; None for text."""
+        """Return the schema that the answer must obey; None for text."""
         if self.type == "text":
             return None
         if self.type == "json_schema" and self.json_schema is not None:

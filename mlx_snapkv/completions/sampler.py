@@ -56,15 +56,19 @@ class SeededSampler:
     to the state of this request's sequence. That state is computed on the CPU, without waiting for the model.
 
     Args:
-        n_draws: random draws of `sampler` for one token.
+        sampler: takes log-probabilities `(1, vocab_size)`, and draws from MLX's generator.
+        seed: 64 bits.
+        n_draws: number of random draws of `sampler` for one token.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, n_draws: int):
+        """Begin the random sequence of `seed`."""
         self._sampler = sampler
         self._key = mx.random.key(seed)
         self._n_draws = n_draws
 
     def __call__(self, logprobs: mx.array) -> mx.array:
+        """Return the next token `(1,)`, sampled from log-probabilities `(1, vocab_size)`."""
         state: Any = self._key.tolist()
         high, low = state
         mx.random.seed((high << 32) | low)

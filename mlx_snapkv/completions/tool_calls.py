@@ -25,7 +25,9 @@ def parse_tool_calls(
     """Return the calls in a text, in OpenAI's form, or an empty list if the text has anything other than calls.
 
     Args:
+        text: the answer's text between the markers of a call.
         parser: the tool parser of the model's tokenizer. If it fails, the text is parsed as JSON.
+        tools: the request's tools, which some parsers need; None without tools.
         is_complete: whether the model has ended the text. If it has not, mistakes in the JSON are not repaired, since
             an argument may be cut.
     """

@@ -16,6 +16,8 @@ SERVICES = {
 
 
 class FunctionName(BodyModel):
+    """The function that a `tool_choice` names."""
+
     name: Name
 
 

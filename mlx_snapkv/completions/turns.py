@@ -40,7 +40,7 @@ def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
 
     Results whose id belongs to none of these calls come last.
     """
-    call_numbers: dict[str, int] = {}  # by id, of the last calls
+    call_numbers: dict[str, int] = {}  # id of one of the last calls -> its number
     for role, group in groupby(messages, lambda message: message.role):
         same_role = list(group)
         if role == "assistant":

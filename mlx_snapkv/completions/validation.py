@@ -17,6 +17,7 @@ def require(ok: bool, rule: str, value: Any) -> None:
     """Raise ValueError unless `ok`.
 
     Args:
+        ok: whether the value is allowed.
         rule: the rest of an error sentence that starts with the field's name, such as "must not be empty". A rule
             that starts with a dot, such as ".content must not be empty", adds to that name.
         value: the value that the error quotes.
